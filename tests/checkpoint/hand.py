@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tilth.checkpoint.manifest import FileEntry, assemble, report_of, tiles
-from tilth.checkpoint.planning import Spec, plan_group
+from tilth.checkpoint.manifest import FileEntry, assemble, report_of
+from tilth.checkpoint.planning import Spec, plan_group, tiles
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, save
-from tilth.checkpoint.manifest import SAFETENSORS_NAMES
+from tilth.checkpoint.planning import SAFETENSORS_NAMES
 from tilth.core.layout import Layout, Mesh, RaggedShard
 from tilth.core.random import stream
 

@@ -89,7 +89,7 @@ def test_together_they_read_it_once(path, monkeypatch, replicas, message):
     found = table.run(restore)
     assert all(same(into[n], t) for _, into in found for n, t in whole.items())
     total = sum(t.nbytes for t in whole.values())
-    assert sum(nbytes for nbytes, _ in found) == total == table.sent - replicas * replica_read._TOLD
+    assert sum(nbytes for nbytes, _ in found) == total == table.sent - replicas * replica_read._BOARD
     largest = max(t.nbytes for t in whole.values())
     assert max(n for n, _ in found) - min(n for n, _ in found) <= largest
 

@@ -1,4 +1,4 @@
-"""How state survives: checkpoints of safetensors and JSON that are complete or absent, and checked when read."""
+"""Save, load, verify and retain checkpoints of safetensors and JSON, which are complete or absent."""
 
 from tilth.checkpoint.directory import complete, latest, listing, mark_best, note_best, prune, quarantine, read_best
 from tilth.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
@@ -9,27 +9,6 @@ from tilth.checkpoint.snapshot import Group
 from tilth.checkpoint.storage import Location
 from tilth.checkpoint.write import save
 
-__all__ = [
-    "Checkpoint",
-    "Commit",
-    "Group",
-    "Location",
-    "Saver",
-    "Share",
-    "Snapshot",
-    "abandon_save",
-    "begin_save",
-    "commit_save",
-    "complete",
-    "latest",
-    "listing",
-    "mark_best",
-    "newest_valid",
-    "note_best",
-    "open_checkpoint",
-    "prune",
-    "quarantine",
-    "read_best",
-    "save",
-    "state_layouts",
-]
+__all__ = ["Checkpoint", "Commit", "Group", "Location", "Saver", "Share", "Snapshot", "abandon_save", "begin_save"]
+__all__ += ["commit_save", "complete", "latest", "listing", "mark_best", "newest_valid", "note_best"]
+__all__ += ["open_checkpoint", "prune", "quarantine", "read_best", "save", "state_layouts"]

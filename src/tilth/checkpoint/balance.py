@@ -1,8 +1,8 @@
-"""How those who hold the same shares of tensors divide them: a stretch for each, cut into boxes where that pays.
+"""Divide shares of tensors among their holders: each writes one stretch, and boxes are cut where that pays.
 
-All that a set of ranks holds in common is one line of bytes, tensor behind tensor, and each takes a stretch of it that
-brings everyone to the same level (the wrap-around rule of McNaughton, Scheduling with deadlines and loss functions,
-Management Science 6(1), 1959). So of n holders at most n - 1 cut something. Done on arrays over all shares at once.
+Everything that a set of ranks holds is one line of bytes, tensor behind tensor. Each rank takes the stretch that brings
+all to the same number of bytes (the wrap-around rule of McNaughton, Scheduling with deadlines and loss functions,
+Management Science 6(1), 1959), so n holders make at most n - 1 cuts. Computed on arrays over all shares at once.
 """
 
 from collections.abc import Sequence
@@ -11,55 +11,42 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST = 1 << 18
-"""Bytes of a part of a box, at least: its rows are still cut into eight bands of tiles. Who has less in the files gains
-nothing from a piece that is smaller, and each piece costs a line in two tables."""
-_SLICE = 2
-"""A box is cut along the first dimension whose slices are at most this part of ``LEAST``."""
-_SHORT = 4
-"""Around a stretch of less than so many times ``LEAST`` boxes are cut at multiples of ``LEAST``, else at any slice: so
-no two cuts come nearer to each other than that."""
+"""Least bytes of a part of a box, still eight bands of tiles: each piece costs an entry in header and manifest."""
+_SLICE = 2  # a box is cut along the first dimension whose slices have at most LEAST / _SLICE bytes
+_SHORT = 4  # next to a stretch of less than _SHORT * LEAST bytes boxes are cut at multiples of LEAST, else at any slice
 
 
 class Held(NamedTuple):
-    """All boxes of a tensor and whose they are, none of them empty. B: boxes, D: dimensions."""
+    """The boxes of a tensor, none of them empty, and their shares. B: boxes, D: dimensions."""
 
-    offset: np.ndarray
-    """int64 [B, D]: sorted."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    share: np.ndarray
-    """int64 [B]: number of the share."""
+    offset: np.ndarray  # int64 [B, D]: sorted
+    size: np.ndarray  # int64 [B, D]
+    share: np.ndarray  # int64 [B]
     itemsize: int
 
 
 class Dealt(NamedTuple):
-    """The boxes of a tensor as they are written. B: boxes, D: dimensions, W: who writes some of it."""
+    """The boxes of a tensor as they are written. B: boxes, D: dimensions, W: writers."""
 
-    offset: np.ndarray
-    """int64 [B, D]: sorted."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    writer: np.ndarray
-    """int64 [B]."""
-    before: np.ndarray
-    """int64 [B]: bytes of the tensor that its writer has in boxes before this one."""
-    writers: np.ndarray
-    """int64 [W]: each once."""
-    nbytes: np.ndarray
-    """int64 [W]: what each writes of the tensor."""
+    offset: np.ndarray  # int64 [B, D]: sorted
+    size: np.ndarray  # int64 [B, D]
+    writer: np.ndarray  # int64 [B]
+    before: np.ndarray  # int64 [B]: bytes of the tensor that its writer has in boxes before this one
+    writers: np.ndarray  # int64 [W]: each once
+    nbytes: np.ndarray  # int64 [W]: bytes that each writes of the tensor
 
 
 def cuttable(nbytes: int) -> bool:
-    """Whether a box of so many bytes may be cut."""
+    """True if a box of this many bytes may be cut."""
     return nbytes >= 2 * LEAST
 
 
 def deal(tensors: Sequence[Held], starts: np.ndarray, holders: np.ndarray, load: np.ndarray) -> list[Dealt]:
-    """Who writes what of tensors whose shares the same ``holders`` have.
+    """Divide tensors whose shares have the same ``holders`` among those.
 
-    starts: int64 [S], where those of each share start. holders: int64 [H], numbers by which writers are called. load:
-    int64 [H], bytes that each has to write already. The holders of a share end at the same level, but for half a slice
-    at each end of a stretch, and near the ends of boxes or where stretches are short, up to ``LEAST``.
+    holders: int64 [H], writers by share. starts: int64 [S], where the holders of each share start. load: int64 [H],
+    bytes that each has to write already. The holders of a share end with the same number of bytes, except for half a
+    slice at each end of a stretch, and up to ``LEAST`` near the ends of boxes and of short stretches.
     """
     line = _line(tensors)
     ends = np.concatenate([[0], np.cumsum(line.nbytes)])
@@ -76,17 +63,14 @@ def deal(tensors: Sequence[Held], starts: np.ndarray, holders: np.ndarray, load:
 
 
 class _Line(NamedTuple):
-    """The boxes of all tensors by share, tensor and place. N: boxes."""
+    """The boxes of all tensors by share, tensor and place; columns int64 [N]."""
 
     tensor: np.ndarray
-    row: np.ndarray
-    """Which of the tensor's boxes."""
+    row: np.ndarray  # index of the box in its tensor
     share: np.ndarray
     nbytes: np.ndarray
-    dim: np.ndarray
-    """Along which it can be cut."""
-    unit: np.ndarray
-    """Bytes of a slice along it. All int64 [N]."""
+    dim: np.ndarray  # along which it can be cut
+    unit: np.ndarray  # bytes of a slice along ``dim``
 
 
 def _line(tensors: Sequence[Held]) -> _Line:
@@ -103,7 +87,7 @@ def _line(tensors: Sequence[Held]) -> _Line:
 
 
 def _slices(size: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of boxes, the dimension along which each can be cut, the bytes of a slice; each int64 [B]."""
+    """Return bytes of boxes, the dimension along which each can be cut, the bytes of a slice; each int64 [B]."""
     nbytes = size.prod(1) * itemsize
     if not size.shape[1]:
         return nbytes, 0 * nbytes, nbytes
@@ -114,7 +98,7 @@ def _slices(size: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def _levelled(load: np.ndarray, starts: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """What each holder takes of its share's bytes, so that the least loaded come to one level; int64 [H]."""
+    """Return the bytes that each holder takes of its share, so that the least loaded become equal; int64 [H]."""
     counts = np.diff(starts, append=len(load))
     share = np.repeat(np.arange(len(starts)), counts)
     order = np.lexsort((load, share))
@@ -130,7 +114,7 @@ def _levelled(load: np.ndarray, starts: np.ndarray, total: np.ndarray) -> np.nda
 
 
 def _snapped(line: _Line, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """Where stretches stop that should have so many bytes: between boxes, or in one far enough from the next stop."""
+    """Return where stretches of about these bytes stop: between boxes, or in one far enough from the next stop."""
     stops, short = np.cumsum(taken), taken < _SHORT * LEAST
     at = np.minimum(np.searchsorted(ends, stops, side="right") - 1, len(line.nbytes) - 1)
     nbytes, unit, into = line.nbytes[at], line.unit[at], stops - ends[at]
@@ -145,19 +129,16 @@ def _snapped(line: _Line, ends: np.ndarray, taken: np.ndarray) -> np.ndarray:
 
 
 class _Pieces(NamedTuple):
-    """Parts of boxes. N: pieces."""
+    """Parts of boxes; columns int64 [N]."""
 
-    at: np.ndarray
-    """The box, by its place in the line."""
+    at: np.ndarray  # index of the box in the line
     writer: np.ndarray
-    skipped: np.ndarray
-    """Slices of the box before the piece."""
+    skipped: np.ndarray  # slices of the box before the piece
     nbytes: np.ndarray
-    """All int64 [N]."""
 
 
 def _by_tensor(tensors: Sequence[Held], line: _Line, pieces: _Pieces) -> list[Dealt]:
-    """pieces: by tensor, and then in the order of the line."""
+    """Split pieces, sorted by tensor and then in the order of the line, into tensors."""
     tensor, numbers = line.tensor[pieces.at], np.arange(len(tensors) + 1)
     new = (tensor[1:] != tensor[:-1]) | (pieces.writer[1:] != pieces.writer[:-1])
     starts = np.flatnonzero(np.concatenate([[True], new]))
@@ -178,7 +159,7 @@ def _by_tensor(tensors: Sequence[Held], line: _Line, pieces: _Pieces) -> list[De
 
 
 def _cut(dealt: Dealt, line: _Line, pieces: _Pieces) -> Dealt:
-    """With the boxes of the pieces instead of whole ones."""
+    """Replace whole boxes by those of the pieces."""
     at, number = pieces.at, np.arange(len(pieces.at))
     offset, size = dealt.offset[line.row[at]], dealt.size[line.row[at]]
     offset[number, line.dim[at]] += pieces.skipped

@@ -1,4 +1,4 @@
-"""The tensors of a group as columns: a number or more for each box, since thousands of ranks make millions of boxes."""
+"""Tensors of a group as columns, a number or more for each box: thousands of ranks make millions of boxes."""
 
 import json
 import math
@@ -15,22 +15,18 @@ from tilth.core.errors import CheckpointError
 from tilth.core.layout import Shape
 
 _COLUMNS = ("offset", "size", "file", "byte0")
-_LONG = 64
+_LONG = 64  # a column with more numbers is written once
 
 
 class TensorRow(NamedTuple):
-    """A tensor as the file has it. B: boxes, D: dimensions."""
+    """A tensor in the manifest. B: boxes, D: dimensions."""
 
     shape: Shape
     dtype: str
-    offset: np.ndarray
-    """int64 [B, D]."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    file: np.ndarray
-    """int64 [B]: number of the file in the order of ``files``."""
-    byte0: np.ndarray
-    """int64 [B]: from the start of the file's data section."""
+    offset: np.ndarray  # int64 [B, D]
+    size: np.ndarray  # int64 [B, D]
+    file: np.ndarray  # int64 [B]: index of the file in ``files``
+    byte0: np.ndarray  # int64 [B]: from the start of the file's data section
 
 
 class TensorTable:
@@ -41,10 +37,10 @@ class TensorTable:
 
     @cached_property
     def text(self) -> list[bytes]:
-        """As JSON, a line for each tensor, in parts.
+        """JSON in parts, a line for each tensor.
 
-        A long column that an earlier tensor has, too, is the name of the first such tensor instead of numbers: most
-        tensors of a model lie as another one does.
+        A long column equal to one of an earlier tensor is the name of the first such tensor: most tensors of a model
+        have the layout of another one.
         """
         known: dict[tuple[str, bytes], bytes] = {}
 
@@ -63,7 +59,7 @@ class TensorTable:
 
 
 def _numbers(values: np.ndarray) -> bytes:
-    """A JSON list. Where neighbours are often the same, as in files of the same layout, each is written once."""
+    """Return a JSON list; a run of equal numbers is formatted once, since the files of one layout have long runs."""
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
     if 4 * len(starts) > len(values):
         return json.dumps(values.tolist(), separators=(",", ":")).encode()
@@ -73,7 +69,7 @@ def _numbers(values: np.ndarray) -> bytes:
 
 
 def json_object(entries: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
-    """A JSON object of these, each on a line."""
+    """Yield a JSON object with one entry per line."""
     for i, (name, parts) in enumerate(entries.items()):
         yield b",\n" if i else b"{\n"
         yield json.dumps(name).encode() + b": "
@@ -81,18 +77,14 @@ def json_object(entries: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
     yield b"\n}" if entries else b"{}"
 
 
-# ---- all pieces ----
-
-
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """All boxes of all tensors one after another. N: boxes."""
+    """All boxes of all tensors one after another; columns int64 [N]."""
 
     file: np.ndarray
     byte0: np.ndarray
     nbytes: np.ndarray
     tiles: np.ndarray
-    """All int64 [N]."""
 
     @classmethod
     def of(cls, rows: Sequence[TensorRow]) -> "Pieces":
@@ -110,12 +102,12 @@ class Pieces:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """By file and then by byte: int64 [N]."""
+        """Indices by file and then by byte: int64 [N]."""
         return np.lexsort((self.nbytes, self.byte0, self.file))
 
     @property
     def first_tile(self) -> np.ndarray:
-        """int64 [N]: number of each piece's first tile in its file."""
+        """Index of each piece's first tile in its file: int64 [N]."""
         file, count = self.file[self.order], self.tiles[self.order]
         first = np.cumsum(count) - count
         starts = np.flatnonzero(np.diff(file, prepend=-1))
@@ -124,7 +116,7 @@ class Pieces:
         return found
 
     def gap(self) -> int:
-        """The number of a piece that does not start where the one before it in its file ends; -1: there is none."""
+        """Return the index of a piece that does not start where the one before it in its file ends; -1: none."""
         file, byte0, nbytes = (column[self.order] for column in (self.file, self.byte0, self.nbytes))
         ends = np.concatenate([[0], (byte0 + nbytes)[:-1]])
         ends[np.flatnonzero(np.diff(file, prepend=-1))] = 0
@@ -132,18 +124,15 @@ class Pieces:
         return int(self.order[wrong[0]]) if len(wrong) else -1
 
 
-# ---- from JSON ----
-
-
 class WrongField(CheckpointError):
-    """A field of the manifest is wrong; key: where, as ``groups.model.weight.offset``, with what is wrong behind it."""
+    """A field of the manifest is wrong; key: its place and the kind of fault, ``groups.model.w.offset.length``."""
 
 
 def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, TensorRow]:
-    """The rows of a group from its JSON. WrongField, also for boxes that do not tile a tensor.
+    """Parse the rows of a group. WrongField, also for boxes that do not tile a tensor.
 
-    boxes: all tensors have at most so many. A column can stand for those of any number of tensors, so without a bound
-    a short text could be a table that no memory holds.
+    boxes: most boxes of all tensors. Any number of tensors can name one column, so without a bound a short text could
+    describe a table that no memory holds.
     """
     known: dict[str, dict[str, np.ndarray]] = {}
     found: dict[str, TensorRow] = {}
@@ -164,7 +153,7 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> d
 
 
 def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[str, np.ndarray]]) -> TensorRow:
-    """known: columns of the tensors before it; its own are added."""
+    """Parse one row. known: columns of the tensors before it, to which its own are added."""
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
         raise WrongField(f"its fields should be {', '.join(fields)}", key=f"{where}.fields")
@@ -189,8 +178,7 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
 
 
 def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int) -> None:
-    """WrongField for sizes whose products are no number of bytes, and for boxes without elements; what has none at all
-    has one box."""
+    """Refuse sizes whose products exceed a number of bytes, and empty boxes: an empty tensor has one box."""
     elements = [shape, *size] if len(size) == 1 else [shape]
     largest = max([math.prod(one.tolist()) for one in elements] + size.astype(float).prod(1).tolist())
     if largest >= MOST // itemsize:
@@ -202,7 +190,7 @@ def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int)
 
 
 def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray:
-    """Numbers, or those of the tensor that is named."""
+    """Return the numbers of a column, or those of the tensor that it names."""
     if not isinstance(values, str):
         return _integers(where, values)
     if values not in known:
@@ -212,8 +200,7 @@ def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[st
 
 
 def _integers(where: str, values: Any) -> np.ndarray:
-    """Numbers from 0 to ``MOST`` as int64. Their types are looked at first: of texts numpy would make a table in which
-    each takes as much as the longest."""
+    """Return integers in [0, MOST) as int64. Types are checked first: numpy pads each text to the longest one."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise WrongField("a list of integers is needed", key=f"{where}.type")
     if min(values, default=0) < 0:

@@ -28,7 +28,7 @@ def tiling_problem(shape: Sequence[int], offset: np.ndarray, size: np.ndarray) -
 
 
 def _covered(cuts: Sequence[np.ndarray], offset: np.ndarray, stop: np.ndarray) -> bool:
-    """Whether every cell of the grid of these cuts is in exactly one box: sums of +1 and -1 at the boxes' corners."""
+    """True if every cell of the grid of these cuts is in exactly one box: sums of +1 and -1 at the boxes' corners."""
     count = np.zeros([len(c) for c in cuts], np.int64)
     bounds = [(np.searchsorted(c, a), np.searchsorted(c, b)) for c, a, b in zip(cuts, offset.T, stop.T)]
     for corner in np.ndindex(*(2,) * len(cuts)):
@@ -47,26 +47,25 @@ def _slow_tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> Checkpoi
             return CheckpointError(f"{box} is not in a tensor of shape {tuple(shape)}", key="outside")
         common = [(piece, piece.intersect(box)) for piece in left]
         if sum(c.numel for _, c in common if c) != box.numel:
-            return CheckpointError(f"{_doubled(box, boxes)} is there twice", key="overlap")
-        left = [part for piece, c in common for part in (_without(piece, c) if c else [piece])]
+            return CheckpointError(f"{_overlap(box, boxes)} is there twice", key="overlap")
+        left = [part for piece, c in common for part in (_subtract(piece, c) if c else [piece])]
     return CheckpointError(f"{left[0]} is missing", key="missing") if left else None
 
 
-def _doubled(box: Box, boxes: Sequence[Box]) -> Box:
-    """A common block of this box and another one."""
+def _overlap(box: Box, boxes: Sequence[Box]) -> Box:
+    """Return a common block of this box and another one."""
     others = list(boxes)
     others.remove(box)
     return next(common for common in map(box.intersect, others) if common)
 
 
-def _without(piece: Box, hole: Box) -> list[Box]:
-    """``piece`` without ``hole``, which lies in it: the slabs before and behind it, dimension by dimension."""
+def _subtract(piece: Box, hole: Box) -> list[Box]:
+    """Subtract ``hole`` from ``piece``, which contains it: the slabs before and behind it, dimension by dimension."""
     slabs, offset, size = [], list(piece.offset), list(piece.size)
     for d in range(len(size)):
         start, stop, end = hole.offset[d], hole.stop[d], offset[d] + size[d]
         for first, last in ((offset[d], start), (stop, end)):
             if last > first:
-                slab = Box((*offset[:d], first, *offset[d + 1 :]), (*size[:d], last - first, *size[d + 1 :]))
-                slabs.append(slab)
+                slabs.append(Box((*offset[:d], first, *offset[d + 1 :]), (*size[:d], last - first, *size[d + 1 :])))
         offset[d], size[d] = start, stop - start
     return slabs

@@ -1,10 +1,9 @@
-"""The checkpoints under a root: which are complete, which is the newest or the best, which go, which are damaged.
+"""Find the checkpoints under a root: complete, newest, best, damaged; remove those that are not kept.
 
-On a local disk a checkpoint is made as ``step-000100.tmp-TOKEN`` and becomes ``step-000100`` by a rename. Where that
-step exists already, the old one is ``step-000100.replaced`` between two renames, and counts until the new one is in
-place. So a ``step-000100`` without a manifest is damage, and never a save under way. A store of objects cannot rename:
-there the files go to ``step-000100`` at once, under names with the token of their save, and it is a checkpoint when its
-manifest is put, which comes last.
+On a local disk a save writes to ``step-000100.tmp-TOKEN`` and renames it to ``step-000100``. An older checkpoint of the
+same step is ``step-000100.replaced`` between two renames, and counts until the new one is there. So ``step-000100``
+without a manifest is damaged, never a save under way. In a store of objects, which cannot rename, the files go to
+``step-000100`` at once, under names with the token of their save; the manifest, put last, makes them a checkpoint.
 """
 
 import json
@@ -16,19 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tilth.checkpoint.manifest import NAME, load_manifest
 from tilth.checkpoint.stages import staged
 from tilth.checkpoint.storage import Location, Storage, join, split, storage_of
 from tilth.core.errors import CheckpointError, StorageError
 
+Place = TypeVar("Place", bound=Location)
 BEST = "best.json"
-"""Beside the checkpoints: which one did best by evaluation ({"step", "metric", "value"})."""
+"""File beside the checkpoints: the best one by evaluation ({"step", "metric", "value"})."""
 DAMAGED = "DAMAGED"
-"""In a checkpoint that failed: the reason. It is never taken again."""
+"""File in a damaged checkpoint, with the reason. Nothing starts from such a checkpoint again."""
 MISSING = f"{NAME} is missing"
-"""What is wrong with ``bare`` ones."""
+"""Reason of ``bare`` checkpoints."""
 
 State = Literal["complete", "damaged", "replaced", "unfinished"]
 
@@ -38,31 +38,27 @@ _REPORTS = ".reports"
 
 
 def step_name(step: int) -> str:
-    """The directory of a step."""
+    """Return the directory name of a step."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Location) -> int | None:
-    """The step that a directory's name promises, or None if it is not the name of a checkpoint."""
+    """Return the step in a directory's name, or None if it is not the name of a checkpoint."""
     match = _PATTERN.fullmatch(split(path)[1])
     return int(match[1]) if match else None
 
 
-# ---- what is there ----
-
-
 class FoundCheckpoint(NamedTuple):
-    """Something under a root that is a checkpoint, was one or was to become one."""
+    """A checkpoint under a root, or what is left of one; ``reason`` if it is damaged."""
 
     path: Location
     step: int
     state: State
     reason: str = ""
-    """Why it is damaged."""
 
 
 def listing(root: Location) -> list[FoundCheckpoint]:
-    """All that is there, by step and name. ``replaced``: an old one whose successor of the same step is in place."""
+    """Return everything under a root, by step and name. ``replaced``: its successor of the same step is in place."""
     storage = storage_of(root)
     taken = set(_complete(storage).values())
     found = []
@@ -88,7 +84,7 @@ def _state(storage: Storage, name: str, match: re.Match[str], taken: set[str]) -
 
 
 def _is_bare(storage: Storage, name: str) -> bool:
-    """Whether it is as in ``bare``. One that was just removed or put aside is not."""
+    """True for a folder of ``bare``; False for one that was just removed or put aside."""
     plain = not storage.remote and step_of(Path(name)) is not None and "." not in name
     if not plain or storage.size(f"{name}/{DAMAGED}") is not None:
         return False
@@ -104,19 +100,15 @@ def _reason(storage: Storage, name: str) -> str:
         return f"its reason cannot be read: {error.strerror or error}"
 
 
-@overload
-def bare(root: Path) -> list[Path]: ...
-@overload
-def bare(root: Location) -> list[Any]: ...
-def bare(root: Location) -> list[Any]:
-    """Folders of steps on a local disk whose manifest is gone, the oldest first: nothing but damage leaves such."""
+def bare(root: Place) -> list[Place]:
+    """Return folders of steps on a local disk without a manifest, oldest first: only damage leaves such."""
     storage = storage_of(root)
     found = {int(match[1]): name for name in storage.names() if (match := _PATTERN.fullmatch(name)) and not match[2]}
     return [join(root, name) for _, name in sorted(found.items()) if _is_bare(storage, name)]
 
 
 def _complete(storage: Storage) -> dict[int, str]:
-    """Names of the complete checkpoints by step."""
+    """Return the names of the complete checkpoints by step."""
     found = {}
     for name in reversed(storage.names()):  # step-000100 comes behind step-000100.replaced and has precedence
         match = _PATTERN.fullmatch(name)
@@ -125,33 +117,22 @@ def _complete(storage: Storage) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-@overload
-def complete(root: Path) -> list[Path]: ...
-@overload
-def complete(root: Location) -> list[Any]: ...
-def complete(root: Location) -> list[Any]:
-    """The complete checkpoints under a root, the oldest first; paths, or URLs where the root is one."""
+def complete(root: Place) -> list[Place]:
+    """Return the complete checkpoints under a root, oldest first: paths, or URLs if the root is one."""
     return [join(root, name) for name in _complete(storage_of(root)).values()]
 
 
-@overload
-def latest(root: Path) -> Path | None: ...
-@overload
-def latest(root: Location) -> Any: ...
-def latest(root: Location) -> Any:
-    """The complete checkpoint of the greatest step under ``root``, or None. What a crashed save left is ignored.
+def latest(root: Place) -> Place | None:
+    """Return the complete checkpoint of the greatest step, or None. Leftovers of crashed saves are ignored.
 
-    Whether its bytes are intact shows when it is read: a damaged newest checkpoint is never passed over in silence.
+    Its bytes are verified when it is read: a damaged newest checkpoint is never passed over in silence.
     """
     found = complete(root)
     return found[-1] if found else None
 
 
-# ---- the best ----
-
-
 def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
-    """Write down which checkpoint did best, {"step", "metric", "value"}, as a whole and durably; None: none did."""
+    """Record the best checkpoint, {"step", "metric", "value"}, atomically and durably; None removes the record."""
     storage = storage_of(root)
     try:
         if best is None:
@@ -164,10 +145,7 @@ def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
 
 
 def note_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """``mark_best``, unless there is no checkpoint of that step (its save failed): then what was marked before stays.
-
-    Returns what is marked now.
-    """
+    """Call ``mark_best`` if there is a checkpoint of that step (its save may have failed). Return the recorded best."""
     if best is not None and best["step"] not in _complete(storage_of(root)):
         best = read_best(root)
     mark_best(root, best)
@@ -175,7 +153,7 @@ def note_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] 
 
 
 def read_best(root: Location) -> dict[str, Any] | None:
-    """What ``mark_best`` wrote; None if nothing was marked. CheckpointError for a file that says something else."""
+    """Return the record of ``mark_best``, or None without one. CheckpointError for any other contents."""
     file = join(root, BEST)
     try:
         found = json.loads(storage_of(root).read(BEST))
@@ -186,23 +164,16 @@ def read_best(root: Location) -> dict[str, Any] | None:
     if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 0:
         raise CheckpointError(f"{file} does not name the step of a checkpoint", key=f"{BEST}.step")
     if not isinstance(found.get("metric"), str) or type(found.get("value")) not in (int, float):
-        raise CheckpointError(f"{file} does not say which metric had which value", key=f"{BEST}.metric")
+        raise CheckpointError(f"{file} has no metric with its value", key=f"{BEST}.metric")
     return found
 
 
-# ---- what goes ----
+def superfluous(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Place]:
+    """Return the checkpoints that need not be kept.
 
-
-@overload
-def superfluous(root: Path, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Path]: ...
-@overload
-def superfluous(root: Location, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Any]: ...
-def superfluous(root: Location, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Any]:
-    """Checkpoints that need not be kept.
-
-    Those stay: the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none),
-    and the best. Damaged ones go when they are older than all of the newest; so do those that have a manifest but are
-    known to be ``bad`` (paths or URLs, as texts), which are not counted.
+    Kept are the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none) and
+    the best. Damaged ones go when they are older than all of the newest, and so do complete ones in ``bad`` (paths or
+    URLs, as texts), which are not counted.
     """
     storage, best = storage_of(root), read_best(root)
     found = _complete(storage)
@@ -215,12 +186,8 @@ def superfluous(root: Location, keep: int, every: int = 0, bad: Collection[str] 
     return [join(root, name) for name in old]
 
 
-@overload
-def prune(root: Path, keep: int, every: int = 0) -> list[Path]: ...
-@overload
-def prune(root: Location, keep: int, every: int = 0) -> list[Any]: ...
-def prune(root: Location, keep: int, every: int = 0) -> list[Any]:
-    """Remove what is ``superfluous``; returns the removed. StorageError if one cannot be removed."""
+def prune(root: Place, keep: int, every: int = 0) -> list[Place]:
+    """Remove and return the ``superfluous`` checkpoints. StorageError if one cannot be removed."""
     old = superfluous(root, keep, every)
     for path in old:
         discard(path)
@@ -228,7 +195,7 @@ def prune(root: Location, keep: int, every: int = 0) -> list[Any]:
 
 
 def discard(path: Location) -> None:
-    """Remove a checkpoint, or what is left of one; interrupted, it is none any more. StorageError."""
+    """Remove a checkpoint or what is left of one; if interrupted, it is no longer a checkpoint. StorageError."""
     root, name = split(path)
     with staged("retention", str(path)):
         _remove(storage_of(root), name)
@@ -242,7 +209,7 @@ def _damaged(storage: Storage) -> Iterator[tuple[int, str]]:
 
 
 def _remove(storage: Storage, name: str) -> None:
-    """Whenever this is interrupted, what is left is no checkpoint and is removed by the next save."""
+    """Remove a checkpoint; if this is interrupted, the rest is no checkpoint, and the next save removes it."""
     if storage.remote:
         storage.remove(f"{name}/{NAME}")
         storage.remove(name)
@@ -252,12 +219,8 @@ def _remove(storage: Storage, name: str) -> None:
         storage.remove(doomed)
 
 
-@overload
-def quarantine(path: Path, reason: str) -> Path: ...
-@overload
-def quarantine(path: Location, reason: str) -> Any: ...
-def quarantine(path: Location, reason: str) -> Any:
-    """Put a damaged checkpoint out of the way, with the reason in it; where it is now. StorageError.
+def quarantine(path: Place, reason: str) -> Place:
+    """Put a damaged checkpoint aside with the reason in it; return its new path. StorageError.
 
     On a local disk ``step-000100`` becomes ``step-000100.damaged``; in a store it stays and is marked.
     """
@@ -275,12 +238,9 @@ def quarantine(path: Location, reason: str) -> Any:
     return join(root, aside)
 
 
-# ---- a save under way ----
-
-
 @dataclass(frozen=True)
 class Attempt:
-    """A save that is not a checkpoint yet: where its files are, relative to the root."""
+    """A save under way, and where its files are."""
 
     root: Location
     step: int
@@ -288,71 +248,69 @@ class Attempt:
 
     @classmethod
     def new(cls, root: Location, step: int) -> "Attempt":
-        """One that never was."""
+        """Make an attempt with a token of its own."""
         return cls(root, step, secrets.token_hex(4))
 
     @classmethod
     def of(cls, folder: Location) -> "Attempt":
-        """The one that ``place`` is of. CheckpointError if it is not such a place."""
+        """Return the attempt whose ``place`` this is; CheckpointError if it is none."""
         root, name = split(folder)
         start, _, token = name.partition(".tmp-")
         step = step_of(start)
         if step is None or not token:
-            message = f"{folder} is no folder of begin_save: its name is not that of a step under way"
+            message = f"{folder} is no folder of begin_save: its name is not step-NUMBER.tmp-TOKEN"
             raise CheckpointError(message, key="folder")
         return cls(root, step, token)
 
     @cached_property
     def storage(self) -> Storage:
-        """Of the root."""
+        """Storage of the root."""
         return storage_of(self.root)
 
     @property
     def name(self) -> str:
-        """By which it is known; on a local disk its folder's."""
+        """Name of the attempt; on a local disk also of its folder."""
         return f"{step_name(self.step)}.tmp-{self.token}"
 
     @property
     def place(self) -> Location:
-        """What is handed to all who write."""
+        """Path or URL that all writers get."""
         return join(self.root, self.name)
 
     @property
     def final(self) -> Location:
-        """The checkpoint that it will be."""
+        """Path or URL of the checkpoint."""
         return join(self.root, step_name(self.step))
 
     @property
     def folder(self) -> str:
-        """Where its data files are until it is a checkpoint."""
+        """Folder of its data files until it is a checkpoint, relative to the root."""
         return step_name(self.step) if self.storage.remote else self.name
 
     @property
     def reports(self) -> str:
-        """Folder of what the ranks report."""
+        """Folder of the ranks' reports, relative to the root."""
         return f"{self.folder}/{_REPORTS}-{self.token}" if self.storage.remote else f"{self.folder}/{_REPORTS}"
 
     def file(self, group: str, part: str) -> str:
-        """Name of a data file in its folder."""
+        """Return the name of a data file."""
         words = [group, part, self.token if self.storage.remote else ""]
         return ".".join([*filter(None, words), "safetensors"])
 
-    # ---- its stages ----
-
     def begin(self) -> None:
-        """Make room, after removing what crashed saves left. OSError."""
+        """Make the folders, after removing leftovers of crashed saves. OSError."""
         _remove_leftovers(self.storage)
-        if self.storage.remote:  # so that it is seen that there was an attempt
+        if self.storage.remote:  # a trace of the attempt
             self.storage.put(f"{self.reports}/begun", b"", durable=False)
         else:
             self.storage.begin(self.reports)
 
     def write_manifest(self, manifest: bytes) -> None:
-        """Durable, but not yet in its place in a store. OSError."""
+        """Write the manifest durably, in a store not yet under its final name. OSError."""
         self.storage.put(f"{self.reports}/{NAME}" if self.storage.remote else f"{self.folder}/{NAME}", manifest)
 
     def publish(self) -> None:
-        """Make it a checkpoint, for good when this returns; one of the same step is replaced. OSError."""
+        """Make it a checkpoint, durably; replaces one of the same step. OSError."""
         storage, final = self.storage, step_name(self.step)
         if storage.remote:
             storage.publish(f"{self.reports}/{NAME}", f"{final}/{NAME}")
@@ -365,7 +323,7 @@ class Attempt:
         _remove_leftovers(storage)
 
     def abandon(self) -> None:
-        """Remove what it wrote, as far as that works; nothing happens where it was published."""
+        """Remove what it wrote, as far as possible; does nothing to a published checkpoint."""
         with suppress(OSError):
             if not self.storage.remote:
                 self.storage.remove(self.name)
@@ -381,10 +339,9 @@ class Attempt:
 
 
 def _remove_leftovers(storage: Storage) -> None:
-    """Remove what crashed saves left; a replaced checkpoint only where its successor is in place.
+    """Remove what crashed saves left; a replaced checkpoint only if its successor is in place.
 
-    One that cannot be removed takes room and is seen in ``listing``; the next save tries again. It is no reason to fail
-    this one: where nothing can be written, that shows when it makes its own folder.
+    A leftover that cannot be removed does not fail this save: ``listing`` shows it, and the next save tries again.
     """
     taken = set(_complete(storage).values())
     for name in storage.names():
@@ -397,13 +354,13 @@ def _remove_leftover(storage: Storage, name: str, match: re.Match[str], taken: b
     _, temporary, replaced, damaged = match.groups()
     if taken:
         if storage.remote:
-            _remove_strangers(storage, name)
+            _remove_foreign_files(storage, name)
     elif temporary or replaced or (storage.remote and not damaged and storage.size(f"{name}/{NAME}") is None):
         storage.remove(name)
 
 
-def _remove_strangers(storage: Storage, name: str) -> None:
-    """In a store: files of other saves beside those of a checkpoint; there can be some where a save left its mark."""
+def _remove_foreign_files(storage: Storage, name: str) -> None:
+    """In a store, remove files of other saves beside those of a checkpoint, where a save left its reports."""
     there = storage.names(name)
     if not any(file.startswith(_REPORTS) for file in there):
         return

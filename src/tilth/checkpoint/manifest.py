@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: which bytes of which file are which box of which tensor. JSON, never code.
+"""The manifest of a checkpoint maps boxes of tensors to bytes of files. It is JSON, never code.
 
-``manifest.json`` starts with the XXH3 of all that follows its first line. Every byte of every file is under some
-checksum: those of tiles cover the data, those of files the safetensors headers. Tensors have columns instead of
-objects, a number or more for each box, since thousands of ranks make millions of boxes; where a long column is the same
-as one of an earlier tensor, that tensor's name stands for it.
+``manifest.json`` starts with the XXH3 of everything behind its first line. A checksum covers every byte of every file:
+those of tiles the data, those of files the safetensors headers. Tensors are columns with a number or more for each box,
+since thousands of ranks make millions of boxes; a long column equal to one of an earlier tensor is that tensor's name.
 """
 
 import json
@@ -21,16 +20,7 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tilth.checkpoint.columns import Pieces, TensorRow, TensorTable, WrongField, json_object, rows_of
-from tilth.checkpoint.planning import (
-    DTYPES,
-    MOST,
-    SAFETENSORS_NAMES,
-    GroupPlan,
-    plan_group,
-    spec_table,
-    specs_of,
-    tiles,
-)
+from tilth.checkpoint.planning import DTYPES, MOST, GroupPlan, plan_group, spec_table, specs_of, tiles
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import MOST_RANKS, Box, Mesh, Shape
 from tilth.core.names import name_problem
@@ -38,32 +28,17 @@ from tilth.core.names import name_problem
 if TYPE_CHECKING:
     from tilth.checkpoint.storage import Storage
 
-__all__ = [
-    "NAME",
-    "SAFETENSORS_NAMES",
-    "FileEntry",
-    "Manifest",
-    "Piece",
-    "Report",
-    "TensorEntry",
-    "assemble",
-    "load_manifest",
-    "parse_report",
-    "report_of",
-    "tiles",
-]
-
 NAME = "manifest.json"
 FORMAT = "tilth-checkpoint"
 VERSION = 2
 
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 _DIGITS = b"0123456789abcdef"
-_SHOWN = 20
+_SHOWN = 20  # problems in one message
 
 
-def _as_hex(checksums: Any) -> Any:
-    """Numbers of 64 bits as text of 16 digits each: a quarter shorter than decimals and copied, not parsed."""
+def _to_hex(checksums: Any) -> Any:
+    """Return 64-bit integers as a text of 16 digits each: a quarter shorter than decimals, and copied, not parsed."""
     if isinstance(checksums, str):
         return checksums
     if not isinstance(checksums, list | tuple) or not all(type(c) is int and 0 <= c < 1 << 64 for c in checksums):
@@ -71,21 +46,21 @@ def _as_hex(checksums: Any) -> Any:
     return np.array(checksums, ">u8").tobytes().hex()
 
 
-def _of_digits(checksums: str) -> str:
-    """Faster than a pattern: manifests of large runs are mostly these."""
+def _check_digits(checksums: str) -> str:
+    """Check the digits, faster than a pattern: manifests of large runs are mostly checksums."""
     if len(checksums) % 16 or not checksums.isascii() or checksums.encode().translate(None, _DIGITS):
         raise ValueError("16 digits of 0-9 and a-f for each checksum are needed")
     return checksums
 
 
-def _of_the_folder(name: str) -> str:
+def _check_file_name(name: str) -> str:
     if problem := name_problem(name):
         raise ValueError(problem)
     return name
 
 
-FileName = Annotated[str, AfterValidator(_of_the_folder)]
-"""Of a file beside the manifest: whoever wrote that may have meant any file of this machine."""
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+"""A file beside the manifest; any other path in a manifest could name any file of this machine."""
 Bytes = Annotated[int, Field(ge=0, lt=MOST)]
 Rank = Annotated[int, Field(ge=0, le=MOST_RANKS)]
 
@@ -95,20 +70,18 @@ class _Entry(BaseModel):
 
 
 class FileEntry(_Entry):
-    """A data file: its group, its size, and what its bytes are checked against."""
+    """A data file: its group, sizes and checksums (xxh3_64)."""
 
     group: str
     nbytes: Bytes
     header_nbytes: Bytes
-    """Bytes before the data."""
     header_checksum: int = Field(ge=0, lt=1 << 64)
-    """xxh3_64 of those."""
-    checksums: Annotated[str, BeforeValidator(_as_hex), AfterValidator(_of_digits)]
-    """xxh3_64 of all tiles of all its pieces in the order of their bytes, 16 hex digits each; may be given as ints."""
+    checksums: Annotated[str, BeforeValidator(_to_hex), AfterValidator(_check_digits)]
+    """Checksums of all tiles in the order of their bytes, 16 hex digits each; may be given as integers."""
 
     @property
     def lines(self) -> Iterator[bytes]:
-        """As JSON, in parts."""
+        """JSON, in parts."""
         yield json.dumps(self.model_dump(exclude={"checksums"}))[:-1].encode()
         yield b', "checksums": "'
         yield self.checksums.encode()
@@ -131,37 +104,30 @@ class Piece(NamedTuple):
     offset: Shape
     size: Shape
     file: str
-    byte0: int
-    """From the start of the file."""
+    byte0: int  # from the start of the file
     nbytes: int
-    checksums: list[int]
-    """Of its tiles, see ``tiles``."""
+    checksums: list[int]  # of its tiles, see ``planning.tiles``
 
     @property
     def box(self) -> Box:
-        """Where in the tensor it belongs."""
+        """Its place in the tensor."""
         return Box(self.offset, self.size)
 
 
 @dataclass(frozen=True, eq=False)
 class TensorEntry:
-    """A tensor: its global shape, its dtype by torch's name, and boxes that tile it, sorted by offset.
-
-    B: boxes, D: dimensions.
-    """
+    """A tensor: its global shape, the name of its dtype, and the B boxes of D dimensions that tile it, by offset."""
 
     shape: Shape
     dtype: str
-    offset: np.ndarray
-    """int64 [B, D]."""
-    size: np.ndarray
-    """int64 [B, D]."""
+    offset: np.ndarray  # int64 [B, D]
+    size: np.ndarray  # int64 [B, D]
     _manifest: "Manifest"
     _row: TensorRow
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Dtype as torch has it."""
         return DTYPES[self.dtype]
 
     def __len__(self) -> int:
@@ -169,7 +135,7 @@ class TensorEntry:
         return len(self.offset)
 
     def piece(self, i: int) -> Piece:
-        """Box number ``i``; cheap, so that of thousands only those are made that are wanted."""
+        """Return box ``i``; only the boxes that are read are made, of perhaps thousands."""
         manifest, row = self._manifest, self._row
         name = manifest.file_names[row.file[i]]
         file, size = manifest.files[name], tuple(row.size[i].tolist())
@@ -180,12 +146,12 @@ class TensorEntry:
 
     @cached_property
     def boxes(self) -> tuple[Piece, ...]:
-        """All of them."""
+        """All boxes."""
         return tuple(map(self.piece, range(len(self))))
 
 
 class _Head(_Entry):
-    """What of the manifest is not columns."""
+    """The manifest before its columns are checked."""
 
     format: Literal["tilth-checkpoint"]
     version: Literal[2]
@@ -203,20 +169,16 @@ class Manifest:
     """The whole table. Made by ``assemble`` and ``load_manifest``, which check it."""
 
     step: int
-    saved: str
-    """When, UTC, as ISO 8601."""
-    layout: dict[str, Any]
-    """``mesh``: that of the writers."""
+    saved: str  # time, UTC, ISO 8601
+    layout: dict[str, Any]  # "mesh": the mesh of the writers
     files: dict[str, FileEntry]
     tables: Mapping[str, TensorTable]
-    objects: dict[str, Any]
-    """Whatever JSON the controller keeps."""
-    total_bytes: int
-    """Of all data files."""
+    objects: dict[str, Any]  # JSON of the controller
+    total_bytes: int  # of all data files
 
     @cached_property
     def file_names(self) -> list[str]:
-        """In order: columns have numbers of these."""
+        """Files in order; columns hold indices of these."""
         return list(self.files)
 
     @cached_property
@@ -228,18 +190,18 @@ class Manifest:
         }
 
     def entry(self, group: str, name: str) -> TensorEntry:
-        """A tensor; KeyError."""
+        """Return a tensor; KeyError."""
         return self.groups[group][name]
 
     @cached_property
     def first_tiles(self) -> dict[int, np.ndarray]:
-        """For each row of a table, by its id, the number of each box's first tile in its file: int64 [B]."""
+        """By id of a row of a table: index of each box's first tile in its file, int64 [B]."""
         rows = [row for table in self.tables.values() for row in table.rows.values()]
         cuts = np.cumsum([len(row.file) for row in rows])[:-1]
         return dict(zip(map(id, rows), np.split(Pieces.of(rows).first_tile, cuts)))
 
     def dump(self) -> bytes:
-        """The contents of ``manifest.json``: one line for each file and each tensor."""
+        """Return the contents of ``manifest.json``: one line for each file and each tensor."""
         parts = list(self._parts())
         hasher = xxhash.xxh3_64()
         for part in parts:
@@ -255,11 +217,8 @@ class Manifest:
         yield f',\n"objects": {json.dumps(self.objects)},\n"total_bytes": {self.total_bytes}}}\n'.encode()
 
 
-# ---- reading ----
-
-
 def load_manifest(storage: "Storage", folder: str) -> Manifest:
-    """Read and check ``manifest.json`` of a folder; CheckpointError names the folder and what is wrong with it."""
+    """Read and check ``manifest.json`` of a folder; CheckpointError."""
     place = f"{storage.where}/{folder}".rstrip("/")
     try:
         data = storage.read(f"{folder}/{NAME}".lstrip("/"))
@@ -270,7 +229,7 @@ def load_manifest(storage: "Storage", folder: str) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str) -> Manifest:
-    """A manifest from its bytes; CheckpointError names ``path`` and the first thing that is wrong."""
+    """Parse a manifest; CheckpointError with the first field that is wrong."""
     first = _FIRST_LINE.match(data)
     sound = first is not None and xxhash.xxh3_64_hexdigest(memoryview(data)[first.end() :]).encode() == first[1]
     try:
@@ -294,22 +253,22 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
 
 
 def _checked(body: Mapping[str, Any]) -> Manifest:
-    """The manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
+    """Return the manifest in a JSON object; ValidationError or WrongField for the first field that is wrong."""
     head = _Head(**body)
     manifest = Manifest(head.step, head.saved, head.layout, head.files, _tables(head), head.objects, head.total_bytes)
-    for problem in _inconsistent(manifest):
+    for problem in _contradictions(manifest):
         raise problem
     return manifest
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:
-    """The dotted place of the first wrong field, and the message."""
+    """Return the dotted place of the first wrong field, and its message."""
     first = error.errors()[0]
     return ".".join(map(str, first["loc"])), first["msg"]
 
 
 def _tables(head: _Head) -> dict[str, TensorTable]:
-    """Each box has a checksum at least, but for the one of a tensor without elements. WrongField."""
+    """Return the tensors of each group. Each box has a checksum or more, unless its tensor is empty. WrongField."""
     boxes = sum(entry.tiles for entry in head.files.values()) + sum(map(len, head.groups.values()))
     tables: dict[str, TensorTable] = {}
     for group, tensors in head.groups.items():
@@ -318,8 +277,8 @@ def _tables(head: _Head) -> dict[str, TensorTable]:
     return tables
 
 
-def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
-    """Contradictions between files and tensors."""
+def _contradictions(manifest: Manifest) -> Iterator[WrongField]:
+    """Yield contradictions between files and tensors."""
     try:
         Mesh.from_json(manifest.layout["mesh"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -346,31 +305,23 @@ def _inconsistent(manifest: Manifest) -> Iterator[WrongField]:
         yield WrongField(f"{manifest.total_bytes}, the files have {total}", key="total_bytes.sum")
 
 
-# ---- reports of ranks ----
-
-
 class Report(_Entry):
-    """What one rank wrote of one group of tensors in one save: what a worker tells the controller, as JSON."""
+    """A worker's report to the controller, as JSON: what one rank wrote of one group in one save."""
 
-    folder: str
-    """Name of the temporary folder, so that no part of another save is taken for one of this."""
+    folder: str  # name of the temporary folder, which identifies the save
     group: str
     rank: Rank
-    ranks: tuple[tuple[Rank, Rank], ...]
-    """All ranks that hold some of the group, as intervals [start, stop)."""
-    digest: str
-    """Of the plan that it followed."""
-    file: FileName | Literal[""]
-    """Its name; empty: there was nothing to write."""
+    ranks: tuple[tuple[Rank, Rank], ...]  # all ranks that hold some of the group, as intervals [start, stop)
+    digest: str  # of the plan that it followed
+    file: FileName | Literal[""]  # empty: nothing to write
     entry: FileEntry | None
-    table: dict[str, Any] | None
-    """Of the lowest rank: the specs of all tensors, see ``spec_table``."""
+    table: dict[str, Any] | None  # ``spec_table`` of all tensors, in the report of the lowest rank
 
 
 def report_of(
     folder: str, group: str, rank: int, plan: GroupPlan, file: str = "", entry: FileEntry | None = None
 ) -> Report:
-    """What a rank reports that followed this plan; ``file`` and ``entry`` if it wrote something."""
+    """Return the report of a rank that followed this plan; ``file`` and ``entry`` if it wrote something."""
     ranks = plan.ranks or (rank,)
     table = spec_table(plan.specs) if rank == ranks[0] else None
     return Report(
@@ -380,7 +331,7 @@ def report_of(
 
 
 def parse_report(data: bytes | str, where: str) -> Report:
-    """A report from its JSON; CheckpointError names ``where`` and the first field that is wrong."""
+    """Parse a report; CheckpointError with ``where`` and the first field that is wrong."""
     try:
         return Report.model_validate_json(data)
     except ValidationError as error:
@@ -390,7 +341,7 @@ def parse_report(data: bytes | str, where: str) -> Report:
 
 
 def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers as the fewest intervals [start, stop)."""
+    """Return numbers as the fewest intervals [start, stop)."""
     found: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         start = found.pop()[0] if found and found[-1][1] == rank else rank
@@ -398,28 +349,19 @@ def intervals(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-# ---- all reports together ----
-
-
 def assemble(
-    folder: str,
-    step: int,
-    reports: Iterable[Report],
-    objects: Mapping[str, Any],
-    *,
-    saved: str,
-    layout: Mesh | None = None,
-    expected: Mapping[str, Collection[int]] | None = None,
-) -> Manifest:
-    """The table of what all ranks wrote in ``folder``, from their reports in any order.
+    folder: str, step: int, reports: Iterable[Report], objects: Mapping[str, Any], *, saved: str,
+    layout: Mesh | None = None, expected: Mapping[str, Collection[int]] | None = None,
+) -> Manifest:  # fmt: skip
+    """Make the manifest of a save from the reports of all ranks, in any order.
 
-    expected: the groups, in their order, and the ranks of each (default: those that the reports name). layout: the
-    mesh of the writers (default: their ranks as they are). Every rank's plan is made again, from the table that the
-    lowest one tells, so that a rank says only what is its own: sizes and checksums. CheckpointError unless there is one
-    report of each rank, all of this save, all of one plan, with the files that it wants.
+    expected: the ranks of each group, groups in order (default: those that the reports name). layout: the mesh of the
+    writers (default: their ranks as they are). The plan is made again from the table of the lowest rank, so that a
+    report holds only sizes and checksums. CheckpointError unless there is exactly one report of each rank, all of this
+    save and of one plan, with the files of that plan.
     """
     reports = list(reports)
-    raise_problems(folder, _stale(folder, reports))
+    raise_problems(folder, _foreign_reports(folder, reports))
     groups: dict[str, list[Report]] = {group: [] for group in expected or {}}
     for report in reports:
         groups.setdefault(report.group, []).append(report)
@@ -428,7 +370,7 @@ def assemble(
     for group, members in groups.items():
         members.sort(key=lambda report: report.rank)
         raise_problems(folder, _wrong_ranks(group, members, None if expected is None else expected.get(group, ())))
-        plan = _agreed(folder, members)
+        plan = _common_plan(folder, members)
         for report in members:
             if report.entry and files.setdefault(report.file, report.entry) is not report.entry:
                 message = f"checkpoint {folder}: two ranks wrote a file {report.file}"
@@ -441,7 +383,7 @@ def assemble(
 
 
 def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
-    """Raise a CheckpointError if there are any: one line of the first ``_SHOWN``, with the key of the first."""
+    """Raise a CheckpointError of one line if there are any: the first ``_SHOWN`` of them, with the key of the first."""
     found = list(problems)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -449,7 +391,7 @@ def raise_problems(place: object, problems: Iterable[CheckpointError]) -> None:
         raise CheckpointError(message, key=found[0].key)
 
 
-def _who(report: Report) -> str:
+def _rank_of(report: Report) -> str:
     return f"rank {report.rank} of group {report.group}"
 
 
@@ -458,11 +400,11 @@ def _world(reports: Sequence[Report]) -> Mesh:
     return Mesh(("world",), (len(ranks),), ranks)
 
 
-def _stale(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
-    """Reports of another save."""
+def _foreign_reports(folder: str, reports: Iterable[Report]) -> Iterator[CheckpointError]:
+    """Yield reports of another save."""
     for report in reports:
         if report.folder != folder:
-            message = f"the report of {_who(report)} was written for {report.folder}"
+            message = f"the report of {_rank_of(report)} was written for {report.folder}"
             yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.folder")
 
 
@@ -481,46 +423,50 @@ def _wrong_ranks(group: str, reports: Sequence[Report], expected: Collection[int
             yield CheckpointError(message, key=f"{group}.rank{rank}.unexpected")
 
 
-def _agreed(folder: str, reports: Sequence[Report]) -> GroupPlan:
-    """The plan that all of these followed; sorted by rank."""
+def _common_plan(folder: str, reports: Sequence[Report]) -> GroupPlan:
+    """Return the plan that all of these followed; sorted by rank."""
     first = reports[0]
     if first.table is None:
-        message = f"checkpoint {folder}: the report of {_who(first)} has no table of its tensors"
+        message = f"checkpoint {folder}: the report of {_rank_of(first)} has no table of its tensors"
         raise CheckpointError(message, key=f"{first.group}.rank{first.rank}.table")
     plan = plan_group(specs_of(first.table))
-    raise_problems(folder, _strangers(plan, reports))
+    raise_problems(folder, _wrong_plans(plan, reports))
     return plan
 
 
-def _strangers(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
-    """Ranks that followed another plan than the first of them, or that are in no mesh of it."""
+def _wrong_plans(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
+    """Yield ranks that followed another plan than the first one, or that are in no mesh of it."""
     for report in reports:
         if report.digest != plan.digest:
             message = (
-                f"the plan of {_who(report)} is {report.digest}, the one of rank {reports[0].rank} is {plan.digest}: "
+                f"the plan of {_rank_of(report)} is {report.digest}, that of rank {reports[0].rank} is {plan.digest}: "
                 "names, shapes, dtypes or layouts differ between them"
             )
             yield CheckpointError(message, key=f"{report.group}.rank{report.rank}.digest")
     known = set(plan.ranks) or {report.rank for report in reports}
     for report in reports:
         if report.rank not in known:
-            yield CheckpointError(f"{_who(report)} is in no mesh of it", key=f"{report.group}.rank{report.rank}.mesh")
+            yield CheckpointError(
+                f"{_rank_of(report)} is in no mesh of it", key=f"{report.group}.rank{report.rank}.mesh"
+            )
 
 
 def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[CheckpointError]:
-    """Files of these ranks, sorted, that are not as planned."""
+    """Yield files of these ranks, sorted, that are not as planned."""
     planned = zip(reports, plan.writes, plan.nbytes, plan.tiles)
     for report, writes, nbytes, count in planned:
         entry, file, key = report.entry, report.file, f"{report.group}.rank{report.rank}.file"
         if entry is None or not file:
             if writes:
                 yield CheckpointError(
-                    f"{_who(report)} wrote no file; it has {nbytes} bytes to write", key=f"{key}.missing"
+                    f"{_rank_of(report)} wrote no file; it has {nbytes} bytes to write", key=f"{key}.missing"
                 )
         elif not writes:
-            yield CheckpointError(f"{_who(report)} wrote {file}; it has nothing to write", key=f"{key}.unexpected")
+            yield CheckpointError(f"{_rank_of(report)} wrote {file}; it has nothing to write", key=f"{key}.unexpected")
         elif entry.group != report.group:
-            yield CheckpointError(f"file {file} of {_who(report)} names the group {entry.group}", key=f"{file}.group")
+            yield CheckpointError(
+                f"file {file} of {_rank_of(report)} names the group {entry.group}", key=f"{file}.group"
+            )
         elif entry.nbytes - entry.header_nbytes != nbytes:
             message = f"file {file} has {entry.nbytes - entry.header_nbytes} bytes of data, planned are {nbytes}"
             yield CheckpointError(message, key=f"{file}.nbytes")
@@ -531,7 +477,7 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[Checkpo
 
 @lru_cache(maxsize=8)
 def _planned_table(plan: GroupPlan, files: int) -> TensorTable:
-    """The tensors of a plan whose files come behind so many others; with its text made once."""
+    """Return the tensors of a plan, whose files come behind ``files`` others; its text is made once."""
     number = files + np.cumsum(plan.writes) - 1
     rows = {
         spec.name: TensorRow(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)

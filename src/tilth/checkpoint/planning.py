@@ -1,8 +1,8 @@
-"""Which rank writes what of a group of tensors, and where in its file: a pure function of symbolic layouts.
+"""Plan which rank writes which boxes of a group of tensors, and where in its file: a pure function of layouts.
 
-Nothing here communicates. Every rank computes the same plan alone, and ranks compare only its digest (section 4 of
-ByteCheckpoint, arXiv 2407.20143, gathers plans instead: placements are deterministic, so nobody has to ask). Work is
-done on arrays over ranks, once for each different layout, so that a plan costs little more for thousands of ranks.
+Nothing here communicates. Every rank computes the same plan, and ranks compare only its digest (section 4 of
+ByteCheckpoint, arXiv 2407.20143, gathers plans instead). All work is done on arrays over ranks, once for each different
+layout, so that a plan for thousands of ranks costs little more.
 """
 
 import json
@@ -42,30 +42,20 @@ SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
-"""By torch's names without ``torch.``, as specs and manifests have them."""
-METADATA = "__metadata__"
-"""The key that safetensors keeps for itself."""
-
-ALIGNMENT = 64
-"""The data section of a file starts at a multiple of so many bytes, for copies and direct reads."""
-LARGEST_TILE = 1 << 20
-ROW_TILE = 1 << 16
-"""Rows are cut into four bands while the tiles have at least so many bytes."""
-COLUMN_TILE = 1 << 15
-"""Columns are cut while the tiles have at least so many bytes."""
-SEGMENT = 256
-"""Bytes of a row in a tile, at least, where columns are cut."""
-
-DIMENSIONS = 16
-"""Of a tensor, at most."""
-MOST = 1 << 53
-"""Every number of elements or bytes is below this."""
-
+"""dtypes by their names in specs and manifests: torch's, without ``torch.``."""
+METADATA = "__metadata__"  # a name that safetensors reserves
+ALIGNMENT = 64  # the data section of a file starts at a multiple of this many bytes, for copies and direct reads
+LARGEST_TILE = 1 << 20  # bytes
+ROW_TILE = 1 << 16  # rows are cut into four bands while tiles keep this many bytes
+COLUMN_TILE = 1 << 15  # columns are cut while tiles keep this many bytes
+SEGMENT = 256  # least bytes of a row in a tile where columns are cut
+DIMENSIONS = 16  # most dimensions of a tensor
+MOST = 1 << 53  # upper bound of every number of elements or bytes
 _PLANS = 16
 
 
 class Spec(NamedTuple):
-    """A tensor of a group: where each rank's share of it lies, and its dtype by torch's name (``float32``)."""
+    """A tensor of a group: its layout over ranks and the name of its dtype (``float32``)."""
 
     name: str
     layout: Layout
@@ -76,8 +66,7 @@ class Planned(NamedTuple):
     """A piece that a rank writes: bytes ``byte0 .. byte0 + nbytes`` of its file's data section are this box."""
 
     name: str
-    key: str
-    """Its name in the safetensors file: the tensor's, with the box where it is not the whole."""
+    key: str  # its name in the safetensors file, see ``piece_key``
     box: Box
     byte0: int
     nbytes: int
@@ -87,40 +76,33 @@ class Planned(NamedTuple):
 class TensorBoxes(NamedTuple):
     """All boxes of a tensor, sorted by offset. B: boxes, D: dimensions."""
 
-    offset: np.ndarray
-    """int64 [B, D]."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    writer: np.ndarray
-    """int64 [B]: place in ``GroupPlan.ranks`` of the rank that writes it."""
-    byte0: np.ndarray
-    """int64 [B]: where it starts in the data section of the rank's file."""
+    offset: np.ndarray  # int64 [B, D]
+    size: np.ndarray  # int64 [B, D]
+    writer: np.ndarray  # int64 [B]: index in ``GroupPlan.ranks`` of the rank that writes it
+    byte0: np.ndarray  # int64 [B]: where it starts in the data section of that rank's file
 
 
 class Tiles(NamedTuple):
-    """A piece as a matrix [elements / last, last] under a grid of tiles: where it is cut, from 0 to the end."""
+    """Cuts of a piece, as a matrix [elements / last, last], into a grid of tiles; each from 0 to the end."""
 
     rows: list[int]
     columns: list[int]
 
     @property
     def total(self) -> int:
-        """Number of tiles: row bands outer, column bands inner. None of a piece without elements."""
+        """Number of tiles: row bands outer, column bands inner; 0 for a piece without elements."""
         return (len(self.rows) - 1) * (len(self.columns) - 1)
 
 
-# ---- symbolic tables ----
-
-
 def spec_table(specs: Sequence[Spec]) -> dict[str, Any]:
-    """The specs as JSON, each different layout once: ``{"layouts": [...], "specs": [[name, layout, dtype], ...]}``."""
+    """Return JSON with each different layout once: ``{"layouts": [...], "specs": [[name, layout, dtype], ...]}``."""
     numbers, layouts = _numbered([spec.layout for spec in specs])
     rows = [[spec.name, number, spec.dtype] for spec, number in zip(specs, numbers)]
     return {"layouts": [layout.to_json() for layout in layouts], "specs": rows}
 
 
 def specs_of(table: Mapping[str, Any]) -> list[Spec]:
-    """The inverse of ``spec_table``. CheckpointError for what is none."""
+    """Invert ``spec_table``; CheckpointError for any other JSON."""
     try:
         layouts = [Layout.from_json(layout) for layout in table["layouts"]]
         return [Spec(str(name), layouts[number], str(dtype)) for name, number, dtype in table["specs"]]
@@ -130,12 +112,12 @@ def specs_of(table: Mapping[str, Any]) -> list[Spec]:
 
 
 def digest_of(table: Mapping[str, Any]) -> str:
-    """128 bits, in hex, of all that a plan follows from: names, shapes, dtypes, meshes, placements and their order."""
+    """Return a hash of 128 bits, in hex, of everything that determines a plan."""
     return xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _numbered(layouts: Sequence[Layout]) -> tuple[list[int], list[Layout]]:
-    """A number for each, and the different ones. Meshes of thousands of ranks are hashed once, not for each tensor."""
+    """Number the different layouts. Meshes of thousands of ranks are hashed once, not for each tensor."""
     meshes: dict[Mesh, int] = {}
     seen: dict[int, int] = {}
     known: dict[Any, int] = {}
@@ -153,16 +135,13 @@ def _numbered(layouts: Sequence[Layout]) -> tuple[list[int], list[Layout]]:
     return numbers, different
 
 
-# ---- tiles ----
-
-
 def tiles(size: Shape, itemsize: int) -> Tiles:
-    """The tiles of a piece of this size, each under one checksum: of its rows' bytes one after another.
+    """Return the tiles of a piece; each has one checksum, over its rows' bytes one after another.
 
-    Columns are cut into 8, 4, 2 or 1 equal bands: the most that leave a row of a tile ``SEGMENT`` bytes and a column
-    of tiles ``COLUMN_TILE``. Rows are cut into bands of at most ``LARGEST_TILE`` bytes a tile, and into at least four
-    where that leaves ``ROW_TILE``. What is one row is cut by elements, as if they were rows. So who reads some rows or
-    a quarter of the columns of a large piece can check just that, and small pieces have one checksum.
+    Columns are cut into the most of 8, 4, 2 or 1 equal bands that leave ``SEGMENT`` bytes in a row of a tile and
+    ``COLUMN_TILE`` in a column of tiles. Rows are cut into bands of at most ``LARGEST_TILE`` bytes a tile, and into at
+    least four where that leaves ``ROW_TILE``. A single row is cut by elements. So a reader of some rows or of a quarter
+    of the columns of a large piece verifies just those, and a small piece has one checksum.
     """
     if not math.prod(size):
         return Tiles([0], [0])
@@ -171,27 +150,23 @@ def tiles(size: Shape, itemsize: int) -> Tiles:
 
 
 def _grid(size: Shape, itemsize: int) -> tuple[int, int, int, int]:
-    """Rows of a piece with elements, rows of a tile, columns of the piece, columns of a tile."""
+    """Return rows of the piece, rows of a tile, columns of the piece, columns of a tile."""
     last = size[-1] if size else 1
     rows = math.prod(size) // last
     if rows == 1:
         return 1, 1, last, _height(last, itemsize)
-    width = last // next(n for n in (8, 4, 2, 1) if n == 1 or _divides(n, rows, last, itemsize))
+    least = max(SEGMENT, -(-COLUMN_TILE // rows))  # bytes of a row of a tile
+    width = last // next(n for n in (8, 4, 2, 1) if n == 1 or (last % n == 0 and last // n * itemsize >= least))
     return rows, _height(rows, width * itemsize), last, width
 
 
-def _divides(bands: int, rows: int, last: int, itemsize: int) -> bool:
-    nbytes = last // bands * itemsize
-    return last % bands == 0 and nbytes >= SEGMENT and rows * nbytes >= COLUMN_TILE
-
-
 def _height(rows: int, nbytes: int) -> int:
-    """Of a band of so many rows of ``nbytes`` each."""
+    """Return the rows of a tile, of ``rows`` rows of ``nbytes`` bytes each."""
     return max(1, min(LARGEST_TILE // nbytes, max(-(-rows // 4), -(-ROW_TILE // nbytes))))
 
 
 def tile_counts(size: np.ndarray, itemsize: int) -> np.ndarray:
-    """Number of tiles of pieces of these sizes, int64 [B, D]; int64 [B]. They are counted, not made."""
+    """Count the tiles of pieces of these sizes: int64 [B, D] -> int64 [B]."""
     sizes = [tuple(one) for one in size.tolist()]
     known = {one: _tile_count(one, itemsize) for one in set(sizes)}
     return np.array([known[one] for one in sizes], np.int64)
@@ -204,49 +179,26 @@ def _tile_count(size: Shape, itemsize: int) -> int:
     return -(-rows // height) * -(-last // width)
 
 
-# ---- what ranks hold ----
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Shares:
-    """What the places of a mesh hold of a tensor. P: places in the mesh's order; S: different shares; B: boxes."""
+    """Shares of a tensor on the places of a mesh. P: places in the mesh's order; S: different shares; B: boxes."""
 
-    of: np.ndarray
-    """int64 [P]: number of the share that a place holds; -1 for none."""
-    numel: np.ndarray
-    """int64 [S]: its elements."""
-    offset: np.ndarray
-    """int64 [B, D]: boxes of all shares, sorted by offset."""
-    size: np.ndarray
-    """int64 [B, D]."""
-    share: np.ndarray
-    """int64 [B]: to which share a box belongs."""
-    before: np.ndarray
-    """int64 [B]: elements of the share in boxes before this one."""
-    holders: np.ndarray = field(init=False)
-    """int64: places that hold something, by share and then by place."""
-    starts: np.ndarray = field(init=False)
-    """int64 [S]: where in ``holders`` each share starts."""
-    counts: np.ndarray = field(init=False)
-    """int64 [S]: how many hold it."""
-    copies: int = field(init=False)
-    """Places of the share that most hold."""
-    largest: int = field(init=False)
-    """Elements of the largest box."""
+    of: np.ndarray  # int64 [P]: number of the share of each place; -1 for none
+    numel: np.ndarray  # int64 [S]: elements of each share
+    offset: np.ndarray  # int64 [B, D]: boxes of all shares, sorted by offset
+    size: np.ndarray  # int64 [B, D]
+    share: np.ndarray  # int64 [B]: share of each box
+    before: np.ndarray  # int64 [B]: elements of the share in boxes before this one
 
     def __post_init__(self) -> None:
-        counts = np.bincount(self.of[self.of >= 0], minlength=len(self.numel))
-        object.__setattr__(self, "holders", np.argsort(self.of, kind="stable")[np.count_nonzero(self.of < 0) :])
-        object.__setattr__(self, "starts", np.cumsum(counts) - counts)
-        object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "copies", int(counts.max()))
-        object.__setattr__(self, "largest", int(self.size.prod(1).max()))
+        self.counts = np.bincount(self.of[self.of >= 0], minlength=len(self.numel))  # [S]: holders of each share
+        self.holders = np.argsort(self.of, kind="stable")[np.count_nonzero(self.of < 0) :]  # places, by share
+        self.starts = np.cumsum(self.counts) - self.counts  # [S]: where in ``holders`` each share starts
+        self.copies = int(self.counts.max())
+        self.largest = int(self.size.prod(1).max())  # elements of the largest box
 
     def writers(self, load: np.ndarray) -> np.ndarray:
-        """For each share the place with the smallest load of those that hold it, the first of several; int64 [S].
-
-        load: int64 [P].
-        """
+        """Return the least loaded holder of each share, the first of several: load int64 [P] -> places int64 [S]."""
         if self.copies == 1:
             return self.holders
         loads = load[self.holders]
@@ -257,9 +209,9 @@ class _Shares:
 
 @lru_cache(maxsize=256)
 def _shares(layout: Layout) -> _Shares:
-    """What each place of the layout's mesh holds; CheckpointError if that is not every element exactly once."""
+    """Return the shares of a layout; CheckpointError unless they hold every element exactly once."""
     places = len(layout.mesh)
-    if not math.prod(layout.shape):  # everyone holds the whole
+    if not math.prod(layout.shape):  # all places hold the whole
         whole, one = np.array([layout.shape], np.int64), np.zeros(1, np.int64)
         return _Shares(np.zeros(places, np.int64), one, whole * 0, whole, one, one)
     place, offset, size = _held(layout)
@@ -284,7 +236,7 @@ def _shares(layout: Layout) -> _Shares:
 
 
 def _held(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All boxes with elements, by place: the place, int64 [N], offset and size, int64 [N, D]. As ``Layout.boxes``."""
+    """Return place int64 [N], offset and size int64 [N, D] of all boxes with elements: ``Layout.boxes``, vectorised."""
     sizes, shape = layout.mesh.sizes, layout.shape
     coordinates = np.indices(sizes).reshape(len(sizes), -1)
     place = np.arange(coordinates.shape[1])
@@ -292,7 +244,7 @@ def _held(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     size = np.tile(np.array(shape, np.int64), (len(place), 1))
     for i in layout.order:
         placement = layout.placements[i]
-        placement.piece(Box.whole(shape), 0, sizes[i])  # a ValueError in its own words
+        placement.piece(Box.whole(shape), 0, sizes[i])  # ArgumentError
         match placement:
             case Shard(dim, copies):
                 length = size[:, dim].copy()
@@ -309,7 +261,7 @@ def _held(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _ragged(
     ragged: RaggedShard, part: np.ndarray, offset: np.ndarray, size: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last split: an interval of the flat block of each place, as boxes."""
+    """Apply the last split: an interval of the flat block of each place, as boxes."""
     ends = [0, *accumulate(ragged.units)]
     found: dict[tuple[int, Shape, Shape], list[Box]] = {}
     place, rows = [], []
@@ -318,7 +270,7 @@ def _ragged(
             at, first, block = key
             unit, rest = divmod(math.prod(block), ends[-1])
             if rest:
-                ragged.piece(Box(first, block), at, len(ragged.units))  # says why not
+                ragged.piece(Box(first, block), at, len(ragged.units))  # ArgumentError
             found[key] = [b.shifted(first) for b in interval_boxes(block, unit * ends[at], unit * ends[at + 1])]
         place += [p] * len(found[key])
         rows += [(box.offset, box.size) for box in found[key]]
@@ -326,14 +278,10 @@ def _ragged(
     return np.array(place, np.int64), table[:, 0], table[:, 1]
 
 
-# ---- who writes ----
-
-
 def plan_group(specs: Sequence[Spec]) -> "GroupPlan":
-    """The plan for a group of tensors, from the cache if these very specs were planned before.
+    """Return the plan for a group of tensors; those used last are cached by ``digest``.
 
-    Kept are the plans used last, by ``digest``. CheckpointError names the tensor that cannot be stored, that is there
-    twice, or whose layout does not split it.
+    CheckpointError for a tensor that cannot be stored, that is there twice, or whose layout does not tile it.
     """
     specs = tuple(specs)
     return _plan(_Wanted(digest_of(spec_table(specs)), specs))
@@ -351,13 +299,12 @@ def _plan(wanted: _Wanted) -> "GroupPlan":
 
 
 class GroupPlan:
-    """Who writes what of a group and where. Made by ``plan_group``; the same on every rank.
+    """Which rank writes which boxes of a group, and where. Made by ``plan_group``; the same on every rank.
 
-    What few hold comes first. Of that, shares with a box that is large enough to be cut are divided among those that
-    hold them, see ``deal``; each other share is written by one of its holders: the one with the fewest bytes so far,
-    the lowest place of several; the large before the small (the worst-fit rule of ByteCheckpoint, arXiv 2407.20143). So
-    where everybody may take everything the most loaded rank has at most the mean and about one piece that was not cut.
-    In a file wide dtypes come first, then names, then boxes, so every piece is aligned without gaps.
+    Tensors with few copies come first. Shares with a box large enough to be cut are divided among their holders
+    (``deal``). Any other share is written by its least loaded holder, large shares before small ones (the worst-fit
+    rule of ByteCheckpoint, arXiv 2407.20143). So where all ranks hold everything, the most loaded one has at most the
+    mean and about one uncut piece. In a file wide dtypes come first, then names, then boxes: no gaps for alignment.
     """
 
     def __init__(self, digest: str, specs: tuple[Spec, ...]) -> None:
@@ -380,7 +327,7 @@ class GroupPlan:
         self._dealt = self._distribute()
 
     def _distribute(self) -> list[Dealt]:
-        """How each tensor is written; writers are places in ``ranks``."""
+        """Choose the writers of each tensor, as indices in ``ranks``."""
         shares, itemsize, specs = self._shares, self._itemsize, self.specs
         largest = [int(share.numel.max()) * size for share, size in zip(shares, itemsize)]
         large = [s.copies > 1 and cuttable(s.largest * size) for s, size in zip(shares, itemsize)]
@@ -395,11 +342,11 @@ class GroupPlan:
         return [found[i] for i in range(len(specs))]
 
     def _holders(self, i: int) -> np.ndarray:
-        """Places in ``ranks`` of those that hold something, by share."""
+        """Indices in ``ranks`` of the holders of a tensor, by share."""
         return self._index[self._number[i]][self._shares[i].holders]
 
     def _by_holders(self, tensors: Iterable[int]) -> Iterable[list[int]]:
-        """Those whose shares the same ranks hold together."""
+        """Group tensors whose shares have the same holders."""
         known: dict[int, tuple[bytes, bytes]] = {}
         found: dict[tuple[bytes, bytes], list[int]] = {}
         for i in tensors:
@@ -410,14 +357,14 @@ class GroupPlan:
         return found.values()
 
     def _divided(self, tensors: Sequence[int]) -> list[Dealt]:
-        """Shares that the same ranks hold, cut among them."""
+        """Cut shares of tensors with the same holders among those."""
         each = [(self._shares[i], self._itemsize[i]) for i in tensors]
         held = [Held(shares.offset, shares.size, shares.share, itemsize) for shares, itemsize in each]
         holders = self._holders(tensors[0])
         return deal(held, each[0][0].starts, holders, self._load[holders])
 
     def _whole(self, i: int) -> Dealt:
-        """Each share by one of its holders."""
+        """Let one holder write each share of a tensor."""
         shares, itemsize, number = self._shares[i], self._itemsize[i], self._number[i]
         if (number, itemsize) in self._alone:
             return self._alone[number, itemsize]
@@ -425,7 +372,7 @@ class GroupPlan:
         writers = index[shares.writers(self._load[index])]
         before, nbytes = shares.before * itemsize, shares.numel * itemsize
         dealt = Dealt(shares.offset, shares.size, writers[shares.share], before, writers, nbytes)
-        if shares.copies == 1:  # then this holds for all such tensors
+        if shares.copies == 1:  # the same for all tensors of this layout
             self._alone[number, itemsize] = dealt
         return dealt
 
@@ -435,13 +382,13 @@ class GroupPlan:
 
     @cached_property
     def _different(self) -> list[tuple[Dealt, int, int]]:
-        """Each once, with the bytes of an element and the number of tensors that are written so."""
+        """Each different assignment once, with the bytes of an element and its number of tensors."""
         times = Counter(map(id, self._dealt))
         found = {id(dealt): (dealt, itemsize) for dealt, itemsize in zip(self._dealt, self._itemsize)}
         return [(dealt, itemsize, times[id(dealt)]) for dealt, itemsize in found.values()]
 
     def place(self, rank: int) -> int:
-        """The rank's number in ``ranks``; CheckpointError if it is not there."""
+        """Return the index of a rank in ``ranks``; CheckpointError if it is not there."""
         try:
             return self.ranks.index(rank)
         except ValueError:
@@ -450,17 +397,17 @@ class GroupPlan:
 
     @property
     def writes(self) -> list[bool]:
-        """For each of ``ranks`` whether it has a file at all."""
+        """For each of ``ranks``, True if it writes a file."""
         return self._writes.tolist()
 
     @property
     def nbytes(self) -> list[int]:
-        """For each of ``ranks`` the bytes of its data section."""
+        """For each of ``ranks``, the bytes of its data section."""
         return self._load.tolist()
 
     @cached_property
     def tiles(self) -> list[int]:
-        """For each of ``ranks`` the tiles of all its pieces."""
+        """For each of ``ranks``, the number of tiles of its pieces."""
         found, known = np.zeros(len(self.ranks), np.int64), {}
         for dealt, itemsize, times in self._different:
             key = id(dealt.size), itemsize
@@ -470,11 +417,11 @@ class GroupPlan:
         return found.tolist()
 
     def data_nbytes(self, rank: int) -> int:
-        """Bytes of the data section of the rank's file."""
+        """Return the bytes of the data section of a rank's file."""
         return 0 if not self.specs else int(self._load[self.place(rank)])
 
     def pieces(self, rank: int) -> tuple[Planned, ...]:
-        """What the rank writes, in the order of its file; empty: it has none."""
+        """Return what a rank writes, in the order of its file."""
         if not self.specs:
             return ()
         me, end = self.place(rank), 0
@@ -492,14 +439,11 @@ class GroupPlan:
         return tuple(found)
 
     def header(self, rank: int) -> bytes:
-        """What stands before the data in the rank's file: a safetensors header with its length before it.
-
-        Filled up with spaces to a multiple of ``ALIGNMENT``. CheckpointError if two pieces need the same key.
-        """
+        """Return the safetensors header of a rank's file, see ``safetensors_header``."""
         return safetensors_header(self.pieces(rank))
 
     def columns(self) -> list[TensorBoxes]:
-        """Where all boxes of all tensors lie in the files of all ranks; in the order of the specs."""
+        """Return the boxes of each tensor in the files of all ranks, in the order of the specs."""
         end = np.zeros(len(self.ranks), np.int64)
         found: dict[int, TensorBoxes] = {}
         for i in self._file_order:
@@ -535,18 +479,21 @@ def _named_shares(name: str, layout: Layout) -> _Shares:
 
 
 def piece_key(name: str, box: Box, shape: Shape) -> str:
-    """What a box is called in a safetensors file: the tensor's name, with its bounds where it is not the whole."""
+    """Return the name of a box in a safetensors file: the tensor's, with the bounds of a box that is not the whole."""
     if box == Box.whole(shape):
         return name
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in zip(box.offset, box.stop))}]"
 
 
 def safetensors_header(pieces: Iterable[Planned]) -> bytes:
-    """The header of a safetensors file of these pieces, see ``GroupPlan.header``."""
+    """Return a safetensors header with its length in front, padded with spaces to a multiple of ``ALIGNMENT``.
+
+    CheckpointError if two pieces need the same key.
+    """
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     for piece in pieces:
         if piece.key in table:
-            message = f"tensor {piece.name}: another one has the name {piece.key!r}, which its part needs"
+            message = f"tensor {piece.name}: another tensor has the name {piece.key!r}, which its part needs"
             raise CheckpointError(message, key=f"{piece.key}.twice")
         table[piece.key] = {
             "dtype": SAFETENSORS_NAMES[DTYPES[piece.dtype]],

@@ -1,4 +1,4 @@
-"""Reading: tensors by name and box, only the tiles that are wanted, each checked while it is read."""
+"""Read tensors by name and box: only the tiles that are needed, each verified while it is read."""
 
 import errno
 import threading
@@ -25,20 +25,18 @@ from tilth.core.layout import Box, Layout
 _T = TypeVar("_T")
 
 _THREADS = 4
-_HEADER = 8 << 20
-"""Bytes of a header that are read at a time."""
-_FEW = 8
-"""So many pieces are looked at one by one."""
+_HEADER = 8 << 20  # bytes of a header that are read at a time
+_FEW = 8  # up to this many pieces are searched one by one
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes have been read, of how many."""
+"""Called with the bytes read so far and their total."""
 
 
 def open_checkpoint(path: Location, share: Share | None = None) -> "Checkpoint":
-    """Open a checkpoint: a directory or a URL. Reads the manifest only, and looks at the sizes of the files.
+    """Open a checkpoint, a directory or a URL: read the manifest and compare the sizes of the files.
 
-    share: ranks that all open it now; what fails on one fails on all. CheckpointError if the manifest or a file is
-    missing, torn or another's; StorageError if the store fails.
+    share: ranks that all open it now; a failure of one is raised on all. CheckpointError if the manifest or a file is
+    missing, torn or of another checkpoint; StorageError if the store fails.
     """
     return _open(path) if share is None else share.each(lambda: _open(path))
 
@@ -60,16 +58,19 @@ def _open(path: Location) -> "Checkpoint":
 def newest_valid(
     root: Location, say: Callable[[str], None], check: Callable[["Checkpoint"], None] = lambda checkpoint: None
 ) -> "Checkpoint":
-    """The newest checkpoint under ``root`` of which every byte is what was saved.
+    """Return the newest checkpoint under ``root`` of which every byte is what was saved.
 
-    check: raises CheckpointError for one that is not wanted, whatever its bytes: that is told to ``say``, and it stays.
-    A newer one that is damaged is put aside (``quarantine``), so that it is never taken again, and told with file and
-    tensor. CheckpointError if none is left; StorageError, and nothing put aside, if the store itself fails.
+    check: raises CheckpointError for a checkpoint to pass over, which stays where it is. A damaged one is put aside
+    (``quarantine``), so that it is never taken again. ``say`` gets a line for each. CheckpointError if none is left;
+    StorageError, and nothing is put aside, if the store itself fails.
     """
     for path in reversed(complete(root)):
         try:
             checkpoint = open_checkpoint(path)
-            if not _wanted(checkpoint, check, say):
+            try:
+                check(checkpoint)
+            except CheckpointError as error:
+                say(f"{error}; it is passed over")
                 continue
             checkpoint.verify()
         except CheckpointError as error:
@@ -80,17 +81,8 @@ def newest_valid(
     raise CheckpointError(f"there is no valid checkpoint under {root}", key="root")
 
 
-def _wanted(checkpoint: "Checkpoint", check: Callable[["Checkpoint"], None], say: Callable[[str], None]) -> bool:
-    try:
-        check(checkpoint)
-    except CheckpointError as error:
-        say(f"{error}; it is passed over")
-        return False
-    return True
-
-
 def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, CheckpointError]:
-    """An error, by file name, for each data file that is missing or has another size than the manifest says."""
+    """Return an error, by file name, for each data file that is missing or not of the size in the manifest."""
     names = list(manifest.files)
     sizes = _each(storage, storage.size, names)
     there = storage.names() if None in sizes else []
@@ -107,7 +99,7 @@ def damaged_files(storage: Storage, manifest: Manifest) -> dict[str, CheckpointE
 
 
 def _each(storage: Storage, ask: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
-    """What is asked about each file; of a store about several at a time."""
+    """Call ``ask`` for each file; for a store several calls run at a time."""
     if not storage.remote:
         return list(map(ask, names))
     with ThreadPoolExecutor(REQUESTS, "tilth-read") as pool:
@@ -115,24 +107,24 @@ def _each(storage: Storage, ask: Callable[[str], _T], names: Sequence[str]) -> l
 
 
 class Checkpoint:
-    """An open checkpoint; tensors are read when they are asked for."""
+    """An open checkpoint; tensors are read on demand."""
 
     def __init__(self, path: Location, storage: Storage, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
         self.bytes_read = 0
-        """Bytes of data files that were asked of the storage since it was opened."""
+        """Bytes of data files requested from the storage since it was opened."""
         self._storage = storage
         self._indices: dict[tuple[str, str], _Index] = {}
 
     @property
     def step(self) -> int:
-        """The step whose end it holds."""
+        """The step after which it was saved."""
         return self.manifest.step
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The JSON objects that were saved."""
+        """The saved JSON objects."""
         return self.manifest.objects
 
     @property
@@ -141,20 +133,17 @@ class Checkpoint:
         return list(self.manifest.groups)
 
     def names(self, group: str) -> list[str]:
-        """The tensors of a group, in the order in which they were saved."""
+        """Return the tensors of a group, in the order in which they were saved."""
         return list(self._group(group))
 
     def entry(self, group: str, name: str) -> TensorEntry:
-        """Shape, dtype and boxes of a tensor."""
+        """Return shape, dtype and boxes of a tensor."""
         if name not in self._group(group):
             raise CheckpointError(f"checkpoint {self.path}: no tensor {name} in group {group}", key=f"{group}/{name}")
         return self.manifest.entry(group, name)
 
     def read(self, group: str, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or one box of it, as a new CPU tensor of the stored dtype. CheckpointError if it is corrupt.
-
-        Of a box only the tiles that meet it are read.
-        """
+        """Read a tensor or one box of it (only the tiles that meet it) as a CPU tensor. CheckpointError if corrupt."""
         entry = self.entry(group, name)
         wanted = box or Box.whole(entry.shape)
         if len(wanted.size) != len(entry.shape) or not Box.whole(entry.shape).contains(wanted):
@@ -165,22 +154,18 @@ class Checkpoint:
         return out
 
     def restore(
-        self,
-        group: str,
-        into: Mapping[str, Tensor],
-        layouts: Mapping[str, Layout] | None = None,
-        rank: int = 0,
+        self, group: str, into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None = None, rank: int = 0,
         share: Share | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy a group into these tensors, in place, on any device.
 
-        layouts: of every tensor of the group; ``into`` then holds what ``rank`` has of them and gets that out of
-        whatever boxes were saved. Without layouts each target is a whole tensor. share: replicas, ranks that restore
-        the same at the same time; together they read it once.
+        layouts: of every tensor of the group; ``into`` then holds the shares of ``rank``, from whatever boxes were
+        saved. Without layouts each target is a whole tensor. share: replicas that restore the same parts at the same
+        time and together read them once.
 
-        Strict: names, shapes and dtypes must be the same, else nothing is copied. CheckpointError names every tensor
-        that is missing in the checkpoint, not expected by ``into``, of another shape or dtype, or corrupt. Tiles are
-        checked as they arrive, so after damage was found the targets hold anything.
+        Names, shapes and dtypes must match, else nothing is copied. CheckpointError lists every tensor that is missing,
+        unexpected, of another shape or dtype, or corrupt. Tiles are verified as they arrive: after damage the contents
+        of the targets are undefined.
         """
         tensors = self._group(group)
         parts = _held(into, layouts, rank)
@@ -200,28 +185,17 @@ class Checkpoint:
                 together(share, xxhash.xxh3_64_intdigest(text.encode()), targets, read)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check every byte of every file; CheckpointError names each damaged file and tensor.
-
-        progress: told from time to time how many bytes of the data have been read, of how many.
-        """
+        """Verify every byte of every file; CheckpointError lists each damaged file and tensor."""
         with _reading(self.path):
             damaged = damaged_files(self._storage, self.manifest)
             there = [name for name in self.manifest.files if name not in damaged]
-            headers = zip(there, _each(self._storage, self._is_sound_header, there))
-            problems = [
-                CheckpointError(f"file {name}: the header is corrupt", key=f"{name}.header")
-                for name, sound in headers
-                if not sound
-            ]
-            problems = [*damaged.values(), *problems]
+            problems = [*damaged.values(), *filter(None, _each(self._storage, self._header_problem, there))]
             wants = [want for group in self.groups for name in self.names(group) for want in self._pieces(group, name)]
             wants = [want for want in wants if want.piece.file not in damaged]
-            told = _Told(progress, sum(want.piece.nbytes for want in wants)) if progress else None
-            fetched = fetch(self._storage, wants, _threads(), told)
+            counter = _Counter(progress, sum(want.piece.nbytes for want in wants)) if progress else None
+            fetched = fetch(self._storage, wants, _threads(), counter)
         self.bytes_read += fetched.nbytes + sum(self.manifest.files[name].header_nbytes for name in there)
         raise_problems(self.path, problems + fetched.problems)
-
-    # ---- what is read ----
 
     def _group(self, group: str) -> Collection[str]:
         if group not in self.manifest.groups:
@@ -235,7 +209,7 @@ class Checkpoint:
         return self._indices[group, name]
 
     def _wants(self, group: str, name: str, boxes: Sequence[Box], targets: Sequence[Tensor]) -> Iterator[Want]:
-        """The parts of stored pieces that make up these boxes."""
+        """Yield the parts of stored pieces that make up these boxes."""
         index, what = self._index(group, name), f"{group}/{name}"
         for box, target in zip(boxes, targets):
             for piece in index.meeting(box):
@@ -246,7 +220,7 @@ class Checkpoint:
                     yield Want(what, piece, index.itemsize, common.within(piece.box), part)
 
     def _pieces(self, group: str, name: str) -> Iterator[Want]:
-        """All of a tensor, to be checked."""
+        """Yield all pieces of a tensor, to verify them."""
         entry = self.manifest.entry(group, name)
         for piece in entry.boxes:
             if piece.nbytes:
@@ -258,7 +232,7 @@ class Checkpoint:
         self.bytes_read += fetched.nbytes
         raise_problems(self.path, fetched.problems)
 
-    def _is_sound_header(self, name: str) -> bool:
+    def _header_problem(self, name: str) -> CheckpointError | None:
         entry = self.manifest.files[name]
         hasher, room = xxhash.xxh3_64(), memoryview(bytearray(min(entry.header_nbytes, _HEADER)))
         with self._storage.ranges(name) as ranges:
@@ -266,11 +240,13 @@ class Checkpoint:
                 some = room[: entry.header_nbytes - at]
                 ranges.read_into(at, some)
                 hasher.update(some)
-        return hasher.intdigest() == entry.header_checksum
+        if hasher.intdigest() == entry.header_checksum:
+            return None
+        return CheckpointError(f"file {name}: the header is corrupt", key=f"{name}.header")
 
 
-class _Told:
-    """Adds up what several threads have read."""
+class _Counter:
+    """Add up the bytes that several threads have read."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -283,7 +259,7 @@ class _Told:
 
 
 class _Index:
-    """The pieces of a tensor, found by what they hold; they are sorted by their first rows."""
+    """The pieces of a tensor, sorted by their first rows, searched by box."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self.itemsize = entry.torch_dtype.itemsize
@@ -291,10 +267,10 @@ class _Index:
         self._few = entry.boxes if len(entry) <= _FEW else None
         if self._few is None:
             self._stop = entry.offset + entry.size
-            self._reach = np.maximum.accumulate(self._stop[:, 0])  # the last row of all pieces up to each
+            self._reach = np.maximum.accumulate(self._stop[:, 0])  # the largest stop of all pieces up to each
 
     def meeting(self, box: Box) -> Iterable[Piece]:
-        """Pieces that may have some of a box: all that do, and where there are few in all also others."""
+        """Return the pieces that meet a box; all pieces if there are few."""
         if self._few is not None:
             return self._few
         offset = self._entry.offset
@@ -311,7 +287,7 @@ def _threads() -> int:
 
 @contextmanager
 def _reading(path: Location) -> Iterator[None]:
-    """One line of a file that is not there, torn or a link, which is damage, and of a disk or a store that fails."""
+    """Turn an OSError into CheckpointError for damage (file missing, torn, a link), else into StorageError."""
     try:
         yield
     except OSError as error:
@@ -321,13 +297,10 @@ def _reading(path: Location) -> Iterator[None]:
         raise (CheckpointError(line, key=key) if damage else StorageError(line, key=key)) from error
 
 
-# ---- what fits ----
-
-
 def _held(
     into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None, rank: int
 ) -> dict[str, tuple[list[Box], list[Tensor] | None]]:
-    """By name the boxes that are wanted and the memory of each; None for memory that is not that of the boxes."""
+    """Return the wanted boxes of each tensor, and the memory of each box; None if the tensor does not fit its boxes."""
     if layouts is None:
         return {name: ([Box.whole(target.shape)], [target]) for name, target in into.items()}
     here = {name for name in into if name in layouts and rank in layouts[name].mesh.ranks}
@@ -336,14 +309,10 @@ def _held(
 
 
 def _mismatches(
-    group: str,
-    manifest: Manifest,
-    into: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout] | None,
-    rank: int,
+    group: str, manifest: Manifest, into: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None, rank: int,
     parts: Mapping[str, tuple[list[Box], list[Tensor] | None]],
-) -> Iterator[CheckpointError]:
-    """An error for each tensor that is not on both sides, or is another one."""
+) -> Iterator[CheckpointError]:  # fmt: skip
+    """Yield an error for each tensor that is not on both sides, or differs."""
     tensors = manifest.groups[group].keys()
     known = into.keys() if layouts is None else layouts.keys()
     here = known if layouts is None else {name for name, layout in layouts.items() if rank in layout.mesh.ranks}

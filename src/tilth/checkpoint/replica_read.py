@@ -1,6 +1,6 @@
-"""Replicas that restore the same parts of a checkpoint read disjoint tensors of it and give them to each other.
+"""Replicas that restore the same parts of a checkpoint read disjoint tensors and broadcast them to each other.
 
-Together they ask the storage for each byte once (section 4.1 of ByteCheckpoint, arXiv 2407.20143).
+Together they read each byte from storage once (section 4.1 of ByteCheckpoint, arXiv 2407.20143).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Parts = Mapping[str, Sequence[Tensor]]
-"""What is to be filled, by the tensor's name."""
-MESSAGE = 1 << 24
-"""Bytes of small tensors that travel together."""
-_TOLD = 1024
+"""Targets by name of the tensor."""
+MESSAGE = 1 << 24  # bytes of small tensors in one broadcast
+_BOARD = 1024  # bytes of a rank's status
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,15 @@ class Share:
     """Ranks that restore the same parts of the same tensors, at the same time."""
 
     ranks: tuple[int, ...]
-    """In one order on all of them."""
+    """In the same order on all of them."""
     me: int
-    """Which of them this process is."""
+    """The rank of this process."""
     broadcast: Callable[[Tensor, int], None]
     """Fill a contiguous uint8 tensor with what it holds on that rank; called on all ranks in the same order."""
 
     @classmethod
     def of_group(cls, group: "ProcessGroup", ranks: Sequence[int], me: int) -> "Share":
-        """The ranks of a process group, by their numbers in the world."""
+        """Make the share of a process group, from global ranks."""
         from tilth.parallel import comm
 
         def broadcast(tensor: Tensor, source: int) -> None:
@@ -46,10 +45,10 @@ class Share:
         return cls(tuple(ranks), me, broadcast)
 
     def each(self, work: Callable[[], T], wanted: int = 0) -> T:
-        """What ``work`` gives on this rank, if it came to its end on all of them; they all call this.
+        """Return the result of ``work`` on this rank if it succeeded on all ranks; all of them call this.
 
-        wanted: a checksum of what it is about, the same on all ranks. What it raises on one rank is raised there as it
-        is, and on the others as a CheckpointError that says which rank and what: nobody waits for what will not come.
+        wanted: a checksum of the work, equal on all ranks. An exception of one rank is raised there as it is, and on
+        the others as a CheckpointError with the rank and the message, so that none waits for data that will not come.
         """
         problem = "it ended before its part was read"
         try:
@@ -65,11 +64,10 @@ class Share:
         return found
 
     def _exchange(self, wanted: int, problem: str) -> list[CheckpointError]:
-        """Send the others what this rank wants and what went wrong (empty: nothing); return their problems."""
-        told = {rank: self._tell(rank, wanted, problem) for rank in self.ranks}
+        """Share what each rank wants and its problem ("": none); return the other ranks' problems."""
+        status = {rank: self._broadcast_status(rank, wanted, problem) for rank in self.ranks}
         failed, strangers = [], []
-        for rank in self.ranks:
-            what, text = told[rank]
+        for rank, (what, text) in status.items():
             if text and rank != self.me:
                 message = f"rank {rank}, which reads for rank {self.me} too: {text}"
                 failed.append(CheckpointError(message, key=f"rank{rank}"))
@@ -78,10 +76,10 @@ class Share:
                 strangers.append(CheckpointError(message, key=f"rank{rank}.parts"))
         return failed + strangers
 
-    def _tell(self, rank: int, wanted: int, problem: str) -> tuple[int, str]:
-        board = torch.zeros(_TOLD, dtype=torch.uint8)
+    def _broadcast_status(self, rank: int, wanted: int, problem: str) -> tuple[int, str]:
+        board = torch.zeros(_BOARD, dtype=torch.uint8)
         if rank == self.me:
-            text = wanted.to_bytes(8, "little") + problem.encode()[: _TOLD - 8]
+            text = wanted.to_bytes(8, "little") + problem.encode()[: _BOARD - 8]
             board[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.broadcast(board, rank)
         raw = board.numpy().tobytes()
@@ -89,9 +87,9 @@ class Share:
 
 
 def together(share: Share, wanted: int, parts: Parts, read: Callable[[Collection[str]], None]) -> None:
-    """Fill ``parts`` on all ranks of the share: each fills some by ``read``, and gets the others' from them.
+    """Fill ``parts`` on all ranks of the share: each reads some and receives the rest.
 
-    wanted: a checksum of what is restored, the same on all ranks. What fails on one fails on all, as in ``Share.each``.
+    wanted: a checksum of what is restored, equal on all ranks. A failure of one rank is raised on all (``Share.each``).
     """
     owners = divided(parts, share.ranks)
     mine = {name for name, owner in owners.items() if owner == share.me}
@@ -102,7 +100,7 @@ def together(share: Share, wanted: int, parts: Parts, read: Callable[[Collection
 
 
 def divided(parts: Parts, ranks: Sequence[int]) -> dict[str, int]:
-    """Who reads which tensor: the large ones first, each to the rank with the fewest bytes so far."""
+    """Return the rank that reads each tensor: large ones first, each to the rank with the fewest bytes so far."""
     nbytes = {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
     load, owners = dict.fromkeys(ranks, 0), {}
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
@@ -112,7 +110,7 @@ def divided(parts: Parts, ranks: Sequence[int]) -> dict[str, int]:
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that travel together: of one dtype, up to ``MESSAGE`` bytes or a larger one alone."""
+    """Yield tensors for one broadcast: of one dtype, up to ``MESSAGE`` bytes or a larger one alone."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

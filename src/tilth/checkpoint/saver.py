@@ -1,14 +1,15 @@
-"""Saving without stalling: in every worker a ``Saver``, in the controller a ``Commit``.
+"""Save without stalling: a ``Saver`` in every worker, a ``Commit`` in the controller.
 
-A worker copies its values (the snapshot), and training goes on while a thread computes checksums, writes, synchronises
-and reports. The controller waits for the reports of all ranks, also in a thread, and then makes a checkpoint of them.
-Each report is a small file beside the data, so that no message of the training has to carry it.
+A worker copies its values (the snapshot); a thread then computes checksums, writes, synchronises and reports while
+training continues. A thread of the controller waits for the reports of all ranks and publishes the checkpoint. Each
+report is a small file beside the data, so that no training message carries it.
 """
 
 import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -26,42 +27,38 @@ from tilth.core.layout import Mesh
 from tilth.trace.spans import span
 
 _FAILED = "failed."
-_SOONEST, _LATEST = 0.005, 0.1  # seconds between two looks at the reports
-_PATIENCE = 0.1  # between those bounds so much of the time that has passed: later than that is no save seen
-_DEPTH = 200  # of objects in one another: a reader of JSON has a bound too, which depends on who calls it
-_LARGE = 4 << 20  # bytes from which on a thread more is worth it
+_SOONEST, _LATEST = 0.005, 0.1  # bounds of the seconds between two polls of the reports
+_PATIENCE = 0.1  # seconds between two polls, as a part of the time that has passed
+_DEPTH = 200  # of nested objects: readers of JSON have a bound too, which depends on their own stack
+_LARGE = 4 << 20  # bytes of a file that is hashed in a thread of its own
 
 
 class Snapshot(NamedTuple):
-    """What a save cost who asked for it."""
+    """Cost of a save for its caller."""
 
-    nbytes: int
-    """That this rank will write."""
-    waited: float
-    """Seconds until the save before was on disk."""
-    seconds: float
-    """Of the copy and what goes with it."""
+    nbytes: int  # that this rank will write
+    waited: float  # seconds until the save before was on disk
+    seconds: float  # of the copy and its preparation
 
 
 class Saver:
-    """Writes what one process has of each group. One save at a time; its memory and its plans are kept."""
+    """Write the share of one process of each group. One save at a time; memory and plans are kept between saves."""
 
     def __init__(self) -> None:
         self._buffer = HostBuffer()
         self._parts: dict[str, RankPart] = {}
-        self._thread: _Background | None = None
+        self._written: Future[Any] | None = None
 
     def start(
         self, folder: Location, groups: Mapping[str, Group], rank: int, part: str = "", background: bool = True
     ) -> Snapshot:
-        """Write what this rank has to write of these groups into a folder of ``begin_save``, and report it there.
+        """Write and report this rank's part of these groups (``planning``) into a folder of ``begin_save``.
 
-        Of what several ranks hold each writes some, without asking (``planning``). Returns when the values are copied:
-        the tensors may change from then on. The rest is done in a thread, or, unless in the ``background``, before this
-        returns. part: a name for this rank's files (``GROUP.PART.safetensors``; empty: ``GROUP.safetensors``).
+        Returns when the values are copied: the tensors may change from then on. A thread does the rest, unless
+        ``background`` is False. part: for the files' names, ``GROUP.PART.safetensors`` ("": ``GROUP.safetensors``).
 
-        Waits for the save before and raises its error, if nobody asked for it. CheckpointError, before anything is
-        copied, for a tensor that cannot be stored or does not fit its layout; StorageError if there is no memory.
+        Waits for the save before and raises its error, if it was not raised yet. CheckpointError, before anything is
+        copied, for a tensor that cannot be stored or does not fit its layout; StorageError without memory for the copy.
         """
         begun = time.perf_counter()
         self.wait()
@@ -69,39 +66,38 @@ class Saver:
         work, nbytes = self._snapshot(Attempt.of(folder), groups, rank, part)
         taken = Snapshot(nbytes, free - begun, time.perf_counter() - free)
         if background:
-            self._thread = _Background(work, f"tilth-save-{rank}")
-            self._thread.start()
+            self._written = _in_background(work, f"tilth-save-{rank}")
         else:
             work()
         return taken
 
     def write(self, folder: Location, groups: Mapping[str, Group], rank: int, part: str = "") -> list[Report]:
-        """As ``start``, but returns when all is on disk, with what was reported of each group."""
+        """Do all of ``start`` in the foreground; return the report of each group."""
         self.wait()
         reports: list[Report] = self._snapshot(Attempt.of(folder), groups, rank, part)[0]()
         return reports
 
     def prepare(self, groups: Mapping[str, Group], rank: int) -> None:
-        """Plan, and find out whether these can be saved: what ``start`` would do anyway. CheckpointError."""
+        """Plan, and check that these can be saved, ahead of ``start``. CheckpointError."""
         for name, group in groups.items():
             self._part(name, group, rank).sources(group.tensors)
 
     def _snapshot(
         self, attempt: Attempt, groups: Mapping[str, Group], rank: int, part: str
     ) -> tuple[Callable[[], list[Report]], int]:
-        """Copy the values; what is left to do, and the bytes."""
+        """Copy the values; return the rest of the work, and the bytes."""
         _check_name("part", part or "_")
         parts = [self._part(name, group, rank) for name, group in groups.items()]
         sources = [part.sources(group.tensors) for part, group in zip(parts, groups.values())]
         pinned = any(values.device.type == "cuda" for of_part in sources for values in of_part)
         nbytes = sum(part.nbytes for part in parts)
-        with _told(attempt, rank), staged("snapshot", str(attempt.place), nbytes):
+        with _explained(attempt, rank), staged("snapshot", str(attempt.place), nbytes):
             images = self._buffer.images(parts, pinned)
             events = self._buffer.copy(zip(images, sources))
         return partial(_write, attempt, images, rank, part, events), nbytes
 
     def _part(self, name: str, group: Group, rank: int) -> RankPart:
-        """As prepared for the save before, where all is the same."""
+        """Return the part of the save before if nothing changed, else a new one."""
         _check_name("group", name)
         specs, known = specs_of(name, group, rank), self._parts.get(name)
         if known is None or known.specs != specs or known.rank != rank:
@@ -109,13 +105,13 @@ class Saver:
         return known
 
     def wait(self) -> None:
-        """Until what was started is on disk and reported; raises what went wrong, once."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.result()
+        """Wait until the save is on disk and reported; raise its error, once."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def settle(self) -> str:
-        """As ``wait``, but says what went wrong; empty if nothing did. For a save that is given up."""
+        """Wait for a save that is given up; return its error message, "" if it succeeded."""
         try:
             self.wait()
         except TilthError as error:
@@ -123,8 +119,8 @@ class Saver:
         return ""
 
     def problem(self) -> str:
-        """What went wrong so far; empty if nothing did. Does not wait."""
-        error = self._thread.error if self._thread is not None else None
+        """Return the error message of the save so far, "" if there is none. Does not wait."""
+        error = self._written.exception() if self._written is not None and self._written.done() else None
         return "" if error is None else str(error)
 
 
@@ -133,39 +129,24 @@ def _check_name(kind: str, name: str) -> None:
         raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed", key=kind)
 
 
-class _Background(Thread):
-    """A thread that keeps what its work raised."""
+def _in_background(work: Callable[[], Any], name: str) -> "Future[Any]":
+    """Run ``work`` in a daemon thread."""
+    future: Future[Any] = Future()
 
-    def __init__(self, work: Callable[[], Any], name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work = work
-        self.error: BaseException | None = None
-        self.value: Any = None
-
-    def run(self) -> None:
-        """The work."""
+    def run() -> None:
         try:
-            self.value = self._work()
-        except BaseException as error:  # noqa: BLE001 - raised again by ``result``
-            self.error = error
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by ``Future.result``
+            future.set_exception(error)
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for it, and raise what it raised. TimeoutError."""
-        self.join(timeout)
-        if self.is_alive():
-            raise TimeoutError
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-# ---- a worker's thread ----
+    Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _write(attempt: Attempt, images: Sequence[FileImage], rank: int, part: str, events: Sequence[Any]) -> list[Report]:
-    """Make the files of the images durable and report them; a failure is reported too, where that is possible."""
+    """Make the files of the images durable and report them; report a failure too, where that is possible."""
     try:
-        with _told(attempt, rank), span("save.background", step=attempt.step):
+        with _explained(attempt, rank), span("save.background", step=attempt.step):
             for event in events:
                 event.synchronize()
             return [_write_image(attempt, image, rank, part) for image in images]
@@ -188,20 +169,16 @@ def _write_image(attempt: Attempt, image: FileImage, rank: int, part: str) -> Re
 
 
 def _write_file(attempt: Attempt, image: FileImage, path: str) -> FileEntry:
-    """Checksums and writes; of a large file at the same time, since a disk that writes leaves the processor alone."""
+    """Hash and write a file; a large one is hashed while the disk writes."""
     checksum = partial(_checksum, image, f"{attempt.root}/{path}")
     if len(image.data) < _LARGE:
-        entry: FileEntry = checksum()
+        entry = checksum()
         attempt.storage.write(path, image.chunks())
         return entry
-    hashing = _Background(checksum, "tilth-checksum")
-    hashing.start()
-    try:
+    with ThreadPoolExecutor(1, "tilth-checksum") as pool:
+        hashed = pool.submit(checksum)
         attempt.storage.write(path, image.chunks())
-    finally:
-        hashing.join()
-    entry = hashing.result()
-    return entry
+    return hashed.result()
 
 
 def _checksum(image: FileImage, place: str) -> FileEntry:
@@ -214,18 +191,18 @@ def _report_name(group: str, rank: int) -> str:
 
 
 @contextmanager
-def _told(attempt: Attempt, rank: int = -1) -> Iterator[None]:
-    """Make one line of a stage that failed: what, where, why, and what is intact."""
+def _explained(attempt: Attempt, rank: int = -1) -> Iterator[None]:
+    """Complete the error of a stage in one line: what failed, where, why, and what is intact."""
     try:
         yield
     except StageError as error:
         where = f"{error.path}, stage {error.stage}" + (f" of rank {rank}" if rank >= 0 else "")
-        message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_before(attempt)}"
+        message = f"checkpoint of step {attempt.step}: cannot write {where}: {error.reason}; {_intact(attempt)}"
         key = error.key + (f".rank{rank}" if rank >= 0 else "")
         raise StageError(message, error.stage, error.path, error.reason, key=key) from error
 
 
-def _before(attempt: Attempt) -> str:
+def _intact(attempt: Attempt) -> str:
     try:
         there = complete(attempt.root)
     except OSError:
@@ -234,20 +211,17 @@ def _before(attempt: Attempt) -> str:
     return f"the checkpoint before it, {others[-1]}, is intact" if others else "there was none before it"
 
 
-# ---- the controller ----
-
-
 def begin_save(root: Location, step: int) -> Any:
-    """The controller's first act: a folder for what all ranks write; its path, or its URL where the root is one.
+    """Begin a save in the controller: make the folder for all ranks, return its path or URL.
 
-    Removes what crashed saves left there, so one save at a time may be under way. StorageError if it cannot be made;
-    CheckpointError for a step that is no number of a step.
+    Removes leftovers of crashed saves, so only one save may be under way. StorageError if the folder cannot be made;
+    CheckpointError for a step that is not an integer of at least 0.
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step = {step!r}: the step of a checkpoint is a whole number of at least 0", key="step")
     attempt = Attempt.new(root, step)
     try:
-        with _told(attempt), staged("begin", str(attempt.place)):
+        with _explained(attempt), staged("begin", str(attempt.place)):
             attempt.begin()
     except BaseException:
         attempt.abandon()
@@ -264,12 +238,12 @@ def commit_save(
     layout: Mesh | None = None,
     expected: Mapping[str, Collection[int]] | None = None,
 ) -> Any:
-    """The controller's last act: check the ranks' reports, write the manifest, give it the name of a checkpoint.
+    """End a save in the controller: check the ranks' reports, write the manifest, publish. Return path or URL.
 
-    parts: the reports, in any order. layout: the mesh of the writers, to be kept (default: their ranks as they are).
-    expected: the ranks of each group (default: as the reports say). CheckpointError if something is missing, there
-    twice, planned otherwise or of another save. StorageError if writing fails. After either nothing of the attempt
-    remains and what was there before is intact. Returns the checkpoint's path or URL.
+    parts: the reports, in any order. layout: the mesh of the writers (default: their ranks as they are). expected: the
+    ranks of each group (default: as in the reports). CheckpointError if a report is missing, there twice, of another
+    plan or of another save. StorageError if writing fails. After either nothing of the attempt remains and earlier
+    checkpoints are intact.
     """
     attempt = Attempt.of(folder)
     try:
@@ -278,40 +252,29 @@ def commit_save(
             message = f"{folder} was begun for step {attempt.step}, not for step {step}"
             raise CheckpointError(message, key="folder.step")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
-        with _told(attempt):
-            _publish(attempt, reports, objects, layout, expected)
+        with _explained(attempt), staged("manifest", f"{attempt.final}/manifest.json") as timed:
+            saved = datetime.now(UTC).isoformat(timespec="seconds")
+            manifest = assemble(attempt.name, step, reports, objects, saved=saved, layout=layout, expected=expected)
+            files = storage_of(join(attempt.root, attempt.folder))
+            raise_problems(attempt.name, damaged_files(files, manifest).values())
+            data = manifest.dump()
+            timed.set(bytes=len(data))
+            attempt.write_manifest(data)
+        with _explained(attempt), staged("publish", str(attempt.final)):
+            attempt.publish()
     except BaseException:
         attempt.abandon()
         raise
     return attempt.final
 
 
-def _publish(
-    attempt: Attempt,
-    reports: Sequence[Report],
-    objects: Mapping[str, Any],
-    layout: Mesh | None,
-    expected: Mapping[str, Collection[int]] | None,
-) -> None:
-    with staged("manifest", f"{attempt.final}/manifest.json") as timed:
-        saved = datetime.now(UTC).isoformat(timespec="seconds")
-        manifest = assemble(attempt.name, attempt.step, reports, objects, saved=saved, layout=layout, expected=expected)
-        files = storage_of(join(attempt.root, attempt.folder))
-        raise_problems(attempt.name, damaged_files(files, manifest).values())
-        data = manifest.dump()
-        timed.set(bytes=len(data))
-        attempt.write_manifest(data)
-    with staged("publish", str(attempt.final)):
-        attempt.publish()
-
-
 def abandon_save(folder: Location) -> None:
-    """Remove what was written of a save that will not be committed; nothing happens where it was."""
+    """Remove a save that will not be committed; does nothing to a published checkpoint."""
     Attempt.of(folder).abandon()
 
 
 class Commit:
-    """Makes a checkpoint of what all ranks report, in a thread; begins at once."""
+    """Wait in a thread for the reports of all ranks and publish the checkpoint; begins at once."""
 
     def __init__(
         self,
@@ -323,33 +286,32 @@ class Commit:
         layout: Mesh | None = None,
         then: Callable[[Any], None] | None = None,
     ) -> None:
-        """groups: the ranks that report of each. then: called with the checkpoint's path or URL when it is there, for
-        what follows (retention, the mark of the best); its failure is one of this save, the checkpoint stays."""
+        """groups: the ranks that report each group. then: called with the path or URL of the published checkpoint, for
+        retention and the record of the best; its failure is an error of this save, but the checkpoint stays."""
         check_objects(objects)
         self._attempt = Attempt.of(folder)
         self._root, self._step, self._groups, self._objects = root, step, groups, objects
         self._layout, self._then = layout, then
         self._cancelled = Event()
-        self._thread = _Background(self._work, "tilth-commit")
-        self._thread.start()
+        self._published = _in_background(self._work, "tilth-commit")
 
     def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
-        return not self._thread.is_alive()
+        """True if it has ended, with a checkpoint or an error."""
+        return self._published.done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The checkpoint's path or URL when it is there. Raises what went wrong; TimeoutError after so many seconds."""
-        return self._thread.result(timeout)
+        """Return the checkpoint's path or URL, or raise the error. TimeoutError after ``timeout`` seconds."""
+        return self._published.result(timeout)
 
     def cancel(self) -> None:
-        """Give it up, unless the checkpoint is there already; returns when nothing of it remains."""
+        """Give the save up unless it is published; returns when nothing of it remains."""
         self._cancelled.set()
-        self._thread.join()
+        self._published.exception()
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong; None so far."""
-        return self._thread.error
+        """The error of an ended save, else None."""
+        return self._published.exception() if self._published.done() else None
 
     def _work(self) -> Any:
         with span("save.commit", step=self._step):
@@ -366,7 +328,7 @@ class Commit:
             return final
 
     def _after(self, final: Any) -> None:
-        """Retention and what else follows: its error says that the checkpoint itself is there."""
+        """Run ``then``; its error states that the checkpoint itself is complete."""
         assert self._then is not None
         try:
             with staged("retention", str(final)):
@@ -377,11 +339,11 @@ class Commit:
             raise StageError(message, stage, str(final), str(error), key=error.key) from error
 
     def _reports(self) -> list[Report]:
-        """All of them, when they are there. Raises what a rank reports that failed."""
+        """Wait for all reports; raise the error of a rank that failed."""
         wanted = {_report_name(group, rank) for group, ranks in self._groups.items() for rank in ranks}
         found: dict[str, Report] = {}
         begun = time.perf_counter()
-        with _told(self._attempt):
+        with _explained(self._attempt):
             while True:
                 found |= self._new_reports(wanted - found.keys())
                 if len(found) == len(wanted):
@@ -389,8 +351,7 @@ class Commit:
                 passed = time.perf_counter() - begun
                 if self._cancelled.wait(min(max(_PATIENCE * passed, _SOONEST), _LATEST)):
                     found |= self._new_reports(wanted - found.keys())
-                    missing = sorted(wanted - found.keys())
-                    raise StorageError(self._missing(missing), key=",".join(missing[:1]))
+                    raise self._given_up(sorted(wanted - found.keys()))
 
     def _new_reports(self, wanted: set[str]) -> dict[str, Report]:
         storage, folder = self._attempt.storage, self._attempt.reports
@@ -405,16 +366,16 @@ class Commit:
             raise failed("report", str(error.filename or folder), error.strerror or str(error)) from error
         return {name: parse_report(data, f"{folder}/{name}") for name, data in come.items()}
 
-    def _missing(self, names: Sequence[str]) -> str:
-        some = ", ".join(name.removesuffix(".json") for name in names[:8]) + (", ..." if len(names) > 8 else "")
-        return (
+    def _given_up(self, missing: Sequence[str]) -> StorageError:
+        some = ", ".join(name.removesuffix(".json") for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
+        return StorageError(
             f"checkpoint of step {self._step} was given up in stage report: no report of {some} (group and rank) had "
-            f"come; {_before(self._attempt)}"
-        )
+            f"come; {_intact(self._attempt)}", key=",".join(missing[:1]),
+        )  # fmt: skip
 
 
 def check_objects(objects: Any) -> None:
-    """CheckpointError unless it is a mapping that comes back from JSON as it is."""
+    """Raise a CheckpointError unless objects are a mapping that JSON preserves."""
     if not isinstance(objects, Mapping):
         message = f"objects is a {type(objects).__name__}; it must be a mapping of names to values"
         raise CheckpointError(message, key="objects")
@@ -422,7 +383,7 @@ def check_objects(objects: Any) -> None:
 
 
 def _check_json(value: Any, place: str, depth: int) -> None:
-    """JSON would turn other keys into text and has no other types: what is read must be what was saved."""
+    """Refuse keys that JSON would turn into text, and types that it lacks."""
     if not depth:
         raise CheckpointError(f"{place[:60]}...: objects are nested more than {_DEPTH} deep", key="objects.depth")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, and where the state of an optimizer lies. Pure functions of layouts."""
+"""Shares of ranks, and layouts of optimizer state. Pure functions of layouts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,20 +9,20 @@ from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Replicate
 
 LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Kinds of optimizer state that have an element for each of the parameter's."""
+"""Kinds of optimizer state with the shape of the parameter."""
 REPLICATED = ("step",)
-"""Kinds that are one number for the whole parameter, the same on every rank."""
+"""Kinds with one number for the parameter, equal on every rank."""
 
 
 def held(layout: Layout, rank: int) -> list[Box]:
-    """What a rank of the mesh holds; of a tensor without elements everyone holds the whole."""
+    """Return the boxes of a rank; every rank holds the whole of a tensor without elements."""
     return layout.boxes(rank) if math.prod(layout.shape) else [Box.whole(layout.shape)]
 
 
 def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor] | None:
-    """A view of ``local`` for each box, or None if it is not the storage of these boxes.
+    """Return a view of ``local`` for each box, or None if it is not the storage of these boxes.
 
-    It has the shape of the only box, or is 1-D with the boxes one after another, each row-major.
+    The storage has the shape of the only box, or is 1-D with the boxes one after another, each row-major.
     """
     if len(boxes) == 1 and tuple(local.shape) == boxes[0].size:
         return [local]
@@ -33,10 +33,10 @@ def views(local: Tensor, boxes: Sequence[Box]) -> list[Tensor] | None:
 
 
 def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict[str, Layout]:
-    """Layouts of optimizer state by its names, ``<kind>.<parameter>``, from those of the parameters.
+    """Return the layouts of optimizer state, named ``<kind>.<parameter>``, from those of the parameters.
 
-    A moment lies as its parameter does; its number of steps is on every rank. CheckpointError for another kind, and
-    for a parameter without a layout.
+    A moment has the layout of its parameter; a step count is replicated. CheckpointError for another kind, and for a
+    parameter without a layout.
     """
     found = {}
     for name in tensors:

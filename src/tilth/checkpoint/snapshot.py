@@ -1,47 +1,41 @@
-"""What one rank writes of a group, as memory: the image of its file, made by a snapshot of its tensors.
+"""Snapshots: the image, in host memory, of the file that one rank writes of a group.
 
-The snapshot is the only thing that training waits for. So all that does not depend on values is prepared once and kept:
-who writes what, the header, and for every piece the place in the image.
+Training waits for nothing but the snapshot. So everything that does not depend on values is prepared once and kept: the
+plan, the header, and for every piece its place in the image.
 """
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from tilth.checkpoint.manifest import FileEntry, raise_problems
-from tilth.checkpoint.planning import DTYPES, METADATA, SAFETENSORS_NAMES, GroupPlan, Planned, Spec, plan_group, tiles
+from tilth.checkpoint.planning import DTYPES, METADATA, SAFETENSORS_NAMES, GroupPlan, Planned, Spec, plan_group
 from tilth.checkpoint.shards import held, views
 from tilth.checkpoint.storage import BLOCK, PART
+from tilth.checkpoint.tile_reader import tile_checksums
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout
 
-_STEP = 1 << 19  # bytes that are rearranged at once to be hashed: they and their copy stay in a core's cache
-_SPARE = 4  # a buffer so many times too large is given back
+_SPARE = 4  # a buffer more than this many times too large is freed
 
 
 class Group(NamedTuple):
-    """A group of tensors of a checkpoint: what this rank holds of it, and where that belongs."""
+    """This rank's share of a group of tensors, and the layouts of the whole group."""
 
     tensors: Mapping[str, Tensor]
-    """This rank's share of each tensor whose mesh it is in: in the shape of its box, or 1-D with its boxes one after
-    another."""
+    """Shares of the tensors whose mesh contains this rank: in the shape of their box, or 1-D with several boxes."""
     layouts: Mapping[str, Layout]
-    """Of all tensors of the group, the same on every rank."""
+    """Layouts of all tensors of the group, equal on every rank."""
     dtypes: Mapping[str, torch.dtype] = {}
-    """Of tensors that this rank is not in the mesh of; without such tensors not needed."""
-
-
-# ---- what does not depend on values ----
+    """Dtypes of tensors whose mesh does not contain this rank."""
 
 
 class RankPart:
-    """What one rank has to write of one group, as long as names, layouts and dtypes stay the same."""
+    """The part of a group that one rank writes, while names, layouts and dtypes stay the same."""
 
     def __init__(self, group: str, specs: tuple[Spec, ...], rank: int) -> None:
         self.group, self.specs, self.rank = group, specs, rank
@@ -53,7 +47,7 @@ class RankPart:
         self._parts = [_part(self._held[piece.name], piece.box) for piece in self.pieces]
 
     def sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The values of every piece, views of the tensors. CheckpointError for one that is not what its layout says."""
+        """Return a view of the values of every piece. CheckpointError for a tensor that does not fit its layout."""
         raise_problems(self.group, self._misfits(tensors))
         found: dict[str, Sequence[Tensor]] = {}
         for piece in self.pieces:
@@ -83,13 +77,13 @@ def _absent(group: str, name: str, rank: int) -> CheckpointError:
 
 
 def _part(boxes: Sequence[Box], piece: Box) -> tuple[int, tuple[slice, ...]]:
-    """In which of the boxes that a rank holds the piece lies, and where."""
+    """Return the index of the rank's box that contains the piece, and the piece's place in it."""
     number = next(i for i, box in enumerate(boxes) if box.contains(piece))
     return number, piece.within(boxes[number]).slices
 
 
 def specs_of(name: str, group: Group, rank: int) -> tuple[Spec, ...]:
-    """The group as it is planned. CheckpointError for a tensor that cannot be stored or has no layout."""
+    """Return the specs of a group. CheckpointError for a tensor that cannot be stored or has no layout."""
     strangers = sorted(group.tensors.keys() - group.layouts.keys(), key=str)
     problems = (CheckpointError(f"tensor {name}/{t} has no layout", key=f"{name}/{t}.layout") for t in strangers)
     raise_problems(name, problems)
@@ -97,9 +91,9 @@ def specs_of(name: str, group: Group, rank: int) -> tuple[Spec, ...]:
 
 
 def check_tensor(group: str, name: str, values: Any) -> None:
-    """CheckpointError for a name that is not text that files can hold, and for what is no tensor, or has no one shape.
+    """Refuse names that are not UTF-8 text, and values that are no tensor of one shape.
 
-    A save calls it for each tensor while training waits, so it asks for nothing that takes more than some 100 ns.
+    A save calls it for each tensor while training waits, so each check takes about 100 ns at most.
     """
     if not isinstance(name, str):
         message = f"tensor {group}/{name!r}: its name is a {type(name).__name__}; it must be text"
@@ -143,14 +137,10 @@ def _dtype(name: str, tensor: str, group: Group, rank: int) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- memory ----
-
-
 class HostBuffer:
-    """Host memory for the images of a save, one behind the other, each from a block on; kept from save to save.
+    """Host memory for the images of a save, aligned to blocks and kept from save to save.
 
-    Memory that is new costs about as much as the copy into it, so it is touched once. Where values come from a CUDA
-    device it is pinned, so that they are copied without the processor.
+    New memory costs about as much as the copy into it. For values from a CUDA device it is pinned.
     """
 
     def __init__(self) -> None:
@@ -160,13 +150,13 @@ class HostBuffer:
         self._streams: dict[torch.device, Any] = {}
 
     def images(self, parts: Sequence[RankPart], pinned: bool) -> "list[FileImage]":
-        """An image for each part; the same as before for the same parts. OSError or MemoryError without memory."""
+        """Return an image for each part, those of the last call for the same parts. OSError or MemoryError."""
         if self._for == list(map(id, parts)) and (self._memory.is_pinned() or not pinned):
             return self._images
         starts = [0]
         for part in parts:
             starts.append(starts[-1] + -(-part.nbytes // BLOCK) * BLOCK)
-        self._images = []  # of the memory that may go
+        self._images = []  # they hold memory that may be freed
         if not starts[-1] <= len(self._memory) <= _SPARE * starts[-1] or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = _allocate(starts[-1], pinned)
@@ -175,10 +165,10 @@ class HostBuffer:
         return self._images
 
     def copy(self, sources: "Iterable[tuple[FileImage, Sequence[Tensor]]]") -> list[Any]:
-        """The snapshot. Returns events to wait for before the images are read.
+        """Copy the values; return events to wait for before the images are read.
 
-        On CUDA devices a stream of its own copies, behind what was asked for so far; what is asked for afterwards waits
-        for it there, since it may change the tensors in place, while this thread goes on.
+        A stream of its own copies from a CUDA device, behind the work queued so far. Work queued afterwards waits for
+        the copy on the device, since it may change the tensors in place.
         """
         used: dict[torch.device, Any] = {}
         with torch.no_grad():
@@ -206,7 +196,7 @@ def _recorded(device: torch.device, stream: Any) -> Any:
 
 
 def _allocate(nbytes: int, pinned: bool) -> Tensor:
-    """Bytes from a block on."""
+    """Allocate bytes aligned to a block."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
@@ -231,14 +221,14 @@ class FileImage:
         self.targets = [b.view(DTYPES[p.dtype]).view(p.box.size) for b, p in zip(self._bytes, part.pieces)]
 
     def chunks(self) -> Iterator[memoryview]:
-        """All of it, each chunk from a block on."""
+        """Yield all bytes in chunks aligned to blocks."""
         return (self.data[at : at + PART] for at in range(0, len(self.data), PART))
 
     def entry(self) -> FileEntry:
-        """What the manifest says of the file: computes the checksums."""
+        """Compute the checksums; return the entry of the file in the manifest."""
         sums: list[int] = []
         for piece, data in zip(self.part.pieces, self._bytes):
-            sums += tile_checksums(data.numpy(), piece.box.size, DTYPES[piece.dtype].itemsize)
+            sums += tile_checksums(data.numpy().data, piece.box.size, DTYPES[piece.dtype].itemsize)
         return FileEntry(
             group=self.part.group,
             nbytes=len(self.data),
@@ -246,37 +236,3 @@ class FileImage:
             header_checksum=xxhash.xxh3_64_intdigest(self.part.header),
             checksums=sums,
         )
-
-
-def tile_checksums(data: np.ndarray, size: Sequence[int], itemsize: int) -> list[int]:
-    """xxh3_64 of the tiles of a piece, in their order; data: uint8 [bytes of the piece], row-major."""
-    cut = tiles(tuple(size), itemsize)
-    if not len(data):
-        return []
-    rows, bands = cut.rows[-1], len(cut.columns) - 1
-    if bands == 1 or rows == 1:
-        cuts, unit = (cut.rows, len(data) // rows) if bands == 1 else (cut.columns, itemsize)
-        view = data.data
-        return [xxhash.xxh3_64_intdigest(view[a * unit : b * unit]) for a, b in pairwise(cuts)]
-    table = data.reshape(rows, bands, -1)
-    return [checksum for a, b in pairwise(cut.rows) for checksum in _columns(table[a:b])]
-
-
-def _columns(table: np.ndarray) -> list[int]:
-    """The checksum of each column band; table: uint8 [rows, bands, bytes].
-
-    Some rows at a time come into the cache in the order in which they lie, and are put apart there: to read the bands
-    one after another from memory takes twice as long.
-    """
-    count, bands, nbytes = table.shape
-    height = min(count, max(1, _STEP // (bands * nbytes)))
-    near = np.empty((height, bands), f"V{nbytes}")
-    apart = np.empty((bands, height), f"V{nbytes}")
-    hashers = [xxhash.xxh3_64() for _ in range(bands)]
-    for at in range(0, count, height):
-        rows = min(height, count - at)
-        np.copyto(near[:rows], table[at : at + rows].view(near.dtype)[..., 0])
-        np.copyto(apart[:, :rows], near[:rows].T)
-        for hasher, band in zip(hashers, apart):
-            hasher.update(band[:rows])
-    return [hasher.intdigest() for hasher in hashers]

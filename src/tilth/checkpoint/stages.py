@@ -1,4 +1,4 @@
-"""The stages of a save: each is timed, and what fails in one is told with its name."""
+"""The stages of a save: each is timed, and an error names the stage that failed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ class StageError(StorageError):
 
 
 def stage(name: str, path: str) -> None:
-    """Called as a stage begins, and while writing before each part. It does nothing: a test fails or ends it here."""
+    """Do nothing; called as a stage begins and before each part is written, so that a test can fail or kill it here."""
 
 
 @contextmanager
 def staged(name: str, path: str, nbytes: int = 0) -> Iterator[span]:
-    """A span ``save.NAME`` around a stage; StageError where the disk, a store or the memory refuses."""
+    """Record a span ``save.NAME`` around a stage; StageError if the disk, a store or the memory fails."""
     try:
         with span(f"save.{name}", bytes=nbytes) as timed:
             stage(name, path)
@@ -35,5 +35,5 @@ def staged(name: str, path: str, nbytes: int = 0) -> Iterator[span]:
 
 
 def failed(stage: str, path: str, reason: str) -> StageError:
-    """The error of a stage, before it is known of which save."""
+    """Make the error of a stage; ``saver`` adds step and rank."""
     return StageError(f"{stage} of {path} failed: {reason}", stage, path, reason, key=f"save.{stage}")

@@ -1,8 +1,8 @@
-"""Bytes of stored pieces into memory: only the tiles that are wanted, each checked while it is in a core's cache.
+"""Read parts of stored pieces into memory: only the tiles that are needed, each verified while it is in a core's cache.
 
-A piece is read as the matrix of its rows (``planning.tiles``). What a reader wants of it are some rows and a range of
-columns; the tiles that meet those are read in steps of about ``STEP`` bytes: straight into the target where that is the
-same memory, else into a scratch buffer and from there to its place.
+A piece is a matrix of rows (``planning.tiles``), of which a reader wants some rows and a range of columns. The tiles
+that meet those are read in steps of about ``STEP`` bytes: straight into the target where its memory has the same order,
+else into a scratch buffer and from there to their place.
 """
 
 import math
@@ -25,45 +25,37 @@ from tilth.checkpoint.storage import Ranges, Storage
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Shape, interval_boxes, runs
 
-STEP = 1 << 19
-"""Bytes that are read and checked at a time: they and the copy that is hashed fit into a core's second level cache."""
-SMALL = 1 << 16
-"""Neighbours of at most so many bytes each are read from a disk together."""
-BLOCK = 1 << 23
-"""Bytes of one request to a remote store."""
-REQUESTS = 8
-"""Requests to a remote store at the same time."""
+STEP = 1 << 19  # bytes that are read and verified at a time; with the copy that is hashed they fit into an L2 cache
+SMALL = 1 << 16  # neighbouring pieces of at most this many bytes are read from a disk together
+BLOCK = 1 << 23  # bytes of one request to a remote store
+REQUESTS = 8  # concurrent requests to a remote store
 
 
 class Want(NamedTuple):
-    """Some of a stored piece."""
+    """A part of a stored piece to read."""
 
     tensor: str
     piece: Piece
     itemsize: int
-    common: Box
-    """What is wanted, in the coordinates of the piece."""
-    target: Tensor | None
-    """Where it goes: of the size of ``common``, on any device, with any strides; None: it is only checked."""
+    common: Box  # the part, in coordinates of the piece
+    target: Tensor | None  # of the size of ``common``, any device and strides; None: only verify
 
 
 class Fetched(NamedTuple):
-    """What came of reading."""
+    """Result of reading: an error for each tensor and file where it is corrupt, and the bytes read from storage."""
 
     problems: list[CheckpointError]
-    """An error for each tensor and file where it is corrupt."""
     nbytes: int
-    """Read from storage."""
 
 
 Progress = Callable[[int], None]
-"""Told how many bytes more have been read."""
+"""Called with the number of further bytes that have been read."""
 
 
 def fetch(storage: Storage, wants: Sequence[Want], threads: int = 1, progress: Progress | None = None) -> Fetched:
-    """Read and check all of this. Damage is told when everything was read; StorageError if a store fails.
+    """Read and verify all wants, also behind damage; OSError if the storage fails.
 
-    threads: of a local disk, each with its share of the bytes. A remote store gets several requests at a time anyway.
+    threads: readers of a local disk, each with a part of the bytes. A remote store gets several requests at a time.
     """
     ordered = sorted(wants, key=lambda want: (want.piece.file, want.piece.byte0))
     parts = [ordered] if storage.remote or threads == 1 else _shares(ordered, threads)
@@ -82,7 +74,7 @@ def fetch(storage: Storage, wants: Sequence[Want], threads: int = 1, progress: P
 
 
 def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
-    """Neighbours in as many runs of about the same number of bytes; fewer where there is little to read."""
+    """Cut wants into runs of about the same number of bytes; into fewer parts where there is little to read."""
     ends = np.cumsum([want.common.numel * want.itemsize for want in wants])
     total = int(ends[-1]) if len(ends) else 0
     parts = max(1, min(parts, total // (4 * STEP)))
@@ -90,19 +82,14 @@ def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
     return [wants[i:j] for i, j in pairwise(cuts)]
 
 
-# ---- which tiles ----
-
-
 class _Matrix(NamedTuple):
-    """A piece as rows: of a piece that is one row every element is one, so that its tiles are bands of rows too."""
+    """A piece as rows under tiles; the elements of a single row count as rows, so that its tiles are bands of rows."""
 
     leading: Shape
     width: int
-    rows: Sequence[int]
+    rows: Sequence[int]  # cuts of the tiles, from 0 to the end
     columns: Sequence[int]
-    """Cuts of the tiles, from 0 to the end."""
-    is_row: bool
-    """It is one row, or a single number."""
+    is_row: bool  # one row, or a single number
 
 
 @lru_cache(maxsize=4096)
@@ -114,31 +101,25 @@ def _matrix(size: Shape, itemsize: int) -> _Matrix:
 
 
 class _PieceCut(NamedTuple):
-    """What is wanted of a piece, and the tiles that hold it."""
+    """The wanted part of a piece, and the tiles that contain it."""
 
     matrix: _Matrix
-    wanted: Box
-    """Rows, as a box of ``matrix.leading``."""
-    interval: tuple[int, int]
-    """The first row and the one behind the last, where they are neighbours; else (0, 0)."""
-    left: int
+    wanted: Box  # rows, as a box of ``matrix.leading``
+    interval: tuple[int, int]  # rows [first, last) if they are neighbours, else (0, 0)
+    left: int  # columns [left, right)
     right: int
-    """Columns that are wanted."""
-    first: int
+    first: int  # bands of columns [first, last) that contain them
     last: int
-    """Bands of columns [first, last) that hold them."""
-    bands: list[tuple[int, int]]
-    """Runs of bands of rows."""
+    bands: list[tuple[int, int]]  # runs of bands of rows
     itemsize: int
 
     @property
     def edges(self) -> tuple[int, int]:
-        """Columns that are read."""
+        """Columns [start, stop) that are read."""
         return self.matrix.columns[self.first], self.matrix.columns[self.last]
 
     @property
     def start(self) -> int:
-        """First column that is read."""
         return self.matrix.columns[self.first]
 
     @property
@@ -173,10 +154,10 @@ def _cut(size: Shape, itemsize: int, common: Box) -> _PieceCut:
 
 
 class _Step(NamedTuple):
-    """Rows that are read at a time: ``bands`` whole bands of the same height, or some rows of one (0)."""
+    """Rows [start, stop) that are read at a time: ``bands`` whole bands of one height from ``first`` on, or a part of
+    one band (0)."""
 
     first: int
-    """Number of the band, or of the first."""
     bands: int
     start: int
     stop: int
@@ -200,35 +181,77 @@ def _steps(cut: _PieceCut) -> Iterator[_Step]:
             i += count
 
 
-# ---- one thread's reading ----
+class _TileHasher:
+    """Checksums of the tiles of a piece, from its rows step by step."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._open: list[xxh3_64] = []
+        self._copy = np.empty(0, np.uint8)
+
+    def add(self, cut: _PieceCut, step: _Step, rows: memoryview) -> None:
+        columns, bands = cut.last - cut.first, max(1, step.bands)
+        if columns > 1:
+            rows = self._by_columns(rows, bands, columns, cut)
+        size = len(rows) // (bands * columns)
+        parts = (rows[i : i + size] for i in range(0, len(rows), size))
+        if step.bands:
+            self.found += map(xxh3_64_intdigest, parts)
+            return
+        self._open = self._open or [xxh3_64() for _ in range(columns)]  # tiles larger than a step
+        for hasher, part in zip(self._open, parts):
+            hasher.update(part)
+        if step.stop == cut.matrix.rows[step.first + 1]:
+            self.found += [hasher.intdigest() for hasher in self._open]
+            self._open = []
+
+    def _by_columns(self, rows: memoryview, bands: int, columns: int, cut: _PieceCut) -> memoryview:
+        """Copy to [bands of rows, bands of columns, height, bytes]: the rows of each tile one after another."""
+        if len(self._copy) < len(rows):
+            self._copy = np.empty(max(2 * STEP, len(rows)), np.uint8)
+        shape = (bands, len(rows) // (bands * cut.nbytes), columns, cut.nbytes // columns)
+        source = np.frombuffer(rows, np.uint8).reshape(shape).swapaxes(1, 2)
+        copy = self._copy[: len(rows)]
+        np.copyto(copy.reshape(source.shape), source)
+        return copy.data
+
+
+def tile_checksums(data: memoryview, size: Sequence[int], itemsize: int) -> list[int]:
+    """Return the xxh3_64 of the tiles of a piece, in their order; data: its bytes, row-major."""
+    if not len(data):
+        return []
+    cut, hasher = _cut(tuple(size), itemsize, Box.whole(size)), _TileHasher()
+    for step in _steps(cut):
+        hasher.add(cut, step, data[step.start * cut.stride : step.stop * cut.stride])
+    return hasher.found
 
 
 class _Reader:
-    """Reads wants, file after file, with buffers of its own."""
+    """Read wants, file after file, with buffers of its own."""
 
     def __init__(self, storage: Storage, progress: Progress | None) -> None:
         self.corrupt: list[tuple[str, str]] = []
         self.nbytes = 0
         self._storage, self._progress = storage, progress
         self._scratch = torch.empty(2 * STEP, dtype=torch.uint8)
-        self._copy = np.empty(2 * STEP, np.uint8)
+        self._hasher = _TileHasher()
 
     def read(self, wants: Sequence[Want]) -> None:
-        """All of them, in order; those of a file are neighbours."""
+        """Read wants sorted by file."""
         files = [(file, list(group)) for file, group in groupby(wants, lambda want: want.piece.file)]
         with torch.no_grad():
             if self._storage.remote:
-                with _Far(self._storage, files) as far:
+                with _StoreSource(self._storage, files) as far:
                     for file, some in files:
                         far.file = file
                         self._read_all(far, some)
                 return
             for file, some in files:
                 with self._storage.ranges(file) as ranges:
-                    self._read_all(_Near(ranges, some, self._storage.gap), some)
+                    self._read_all(_DiskSource(ranges, some, self._storage.gap), some)
 
     def _read_all(self, source: "_Source", wants: list[Want]) -> None:
-        """All that is wanted of a file."""
+        """Read the wants of one file."""
         for want in wants:
             before = source.bytes_read
             sound = self._one_tile(source, want) if _is_one_tile(want) else self._tiles(source, want)
@@ -239,7 +262,7 @@ class _Reader:
                 self._progress(source.bytes_read - before)
 
     def _one_tile(self, source: "_Source", want: Want) -> bool:
-        """A small piece that is wanted whole: most tensors of a model are."""
+        """Read a small piece as a whole, the case of most tensors; True if it is sound."""
         piece, target = want.piece, want.target
         direct = _memory(target)
         into = self._room(piece.nbytes) if direct is None else direct
@@ -249,62 +272,25 @@ class _Reader:
         return xxh3_64_intdigest(into) == piece.checksums[0]
 
     def _tiles(self, source: "_Source", want: Want) -> bool:
-        """Any part of any piece; whether the tiles that hold it are what was saved."""
+        """Read any part of any piece; True if its tiles are sound."""
         cut = _cut(want.piece.size, want.itemsize, want.common)
         straight = _memory(want.target) if (cut.left, cut.right) == cut.edges else None
-        hashers: list[xxh3_64] = []
-        found: list[int] = []
+        self._hasher.found = []
         for step in _steps(cut):
             rows = slice(step.start, step.stop)
             into = _rows(straight, cut, rows)
             direct = into is not None
             if into is None:
                 into = self._room((step.stop - step.start) * cut.nbytes)
-            self._fill(source, want.piece, cut, rows, into)
-            if step.bands:
-                found += self._digests(into, step.bands, cut)
+            at = want.piece.byte0 + rows.start * cut.stride + cut.start * cut.itemsize
+            if cut.stride == cut.nbytes:
+                source.read_into(at, into)
             else:
-                hashers = hashers or [xxh3_64() for _ in range(cut.first, cut.last)]
-                self._update(hashers, into, cut)
-                if step.stop == cut.matrix.rows[step.first + 1]:
-                    found, hashers = found + [h.intdigest() for h in hashers], []
+                source.read_rows(at, cut.stride, cut.nbytes, into)
+            self._hasher.add(cut, step, into)
             if want.target is not None and not direct:
                 _place(want.target, self._scratch, cut, rows)
-        return found == _expected(want.piece, cut)
-
-    def _fill(self, source: "_Source", piece: Piece, cut: _PieceCut, rows: slice, into: memoryview) -> None:
-        stride, nbytes = cut.stride, cut.nbytes
-        at = piece.byte0 + rows.start * stride + cut.start * cut.itemsize
-        if stride == nbytes:
-            source.read_into(at, into)
-        else:
-            source.read_rows(at, stride, nbytes, into)
-
-    def _digests(self, into: memoryview, count: int, cut: _PieceCut) -> list[int]:
-        """Checksums of the tiles of ``count`` bands of rows of the same height."""
-        columns, whole = cut.last - cut.first, len(into)
-        if columns > 1:
-            into = self._by_columns(into, count, columns, cut)
-        size = whole // (count * columns)
-        return [xxh3_64_intdigest(into[i : i + size]) for i in range(0, whole, size)]
-
-    def _update(self, hashers: Sequence[xxh3_64], into: memoryview, cut: _PieceCut) -> None:
-        """Some more rows of a band whose tiles are larger than a step."""
-        columns, whole = len(hashers), len(into)
-        if columns > 1:
-            into = self._by_columns(into, 1, columns, cut)
-        for i, hasher in enumerate(hashers):
-            hasher.update(into[i * whole // columns : (i + 1) * whole // columns])
-
-    def _by_columns(self, into: memoryview, count: int, columns: int, cut: _PieceCut) -> memoryview:
-        """The rows of each tile one after another: [bands of rows, bands of columns, height, bytes]."""
-        if len(self._copy) < len(into):
-            self._copy = np.empty(len(into), np.uint8)
-        shape = (count, len(into) // (count * cut.nbytes), columns, cut.nbytes // columns)
-        source = np.frombuffer(into, np.uint8).reshape(shape).swapaxes(1, 2)
-        copy = self._copy[: len(into)]
-        np.copyto(copy.reshape(source.shape), source)
-        return copy.data
+        return self._hasher.found == _expected(want.piece, cut)
 
     def _room(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
@@ -317,19 +303,19 @@ def _is_one_tile(want: Want) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: a view, uint8 [nbytes]. Of a single element ``view`` would keep a stride."""
+    """Return a view of a contiguous tensor's bytes, uint8 [nbytes]; ``view`` would keep the stride of one element."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _memory(target: Tensor | None) -> memoryview | None:
-    """The bytes of a tensor, if they lie in this process's memory one after another."""
+    """Return the bytes of a contiguous CPU tensor, else None."""
     if target is None or not target.is_contiguous() or target.device.type != "cpu":
         return None
     return as_bytes(target).numpy().data
 
 
 def _rows(straight: memoryview | None, cut: _PieceCut, rows: slice) -> memoryview | None:
-    """Where some rows of a piece lie in the target, if all that is read of them is wanted."""
+    """Return the place of some rows of a piece in the target, if everything that is read of them is wanted."""
     start, stop = cut.interval
     if straight is None or rows.start < start or rows.stop > stop:
         return None
@@ -337,8 +323,8 @@ def _rows(straight: memoryview | None, cut: _PieceCut, rows: slice) -> memoryvie
 
 
 def _place(target: Tensor, scratch: Tensor, cut: _PieceCut, rows: slice) -> None:
-    """Copy what is wanted of some rows from the scratch buffer to its place."""
-    target = target.reshape(*cut.wanted.size, cut.right - cut.left)  # a view: at most ones are left out
+    """Copy the wanted part of some rows from the scratch buffer to the target."""
+    target = target.reshape(*cut.wanted.size, cut.right - cut.left)  # a view: only dimensions of size 1 change
     width = cut.nbytes // cut.itemsize
     read = scratch[: (rows.stop - rows.start) * cut.nbytes].view(target.dtype).view(-1, width)
     columns, at = slice(cut.left - cut.start, cut.right - cut.start), 0
@@ -358,11 +344,8 @@ def _expected(piece: Piece, cut: _PieceCut) -> list[int]:
     return [c for band in bands for c in piece.checksums[band * columns + cut.first : band * columns + cut.last]]
 
 
-# ---- requests ----
-
-
 class _Source(Protocol):
-    """Ranges of a file, asked for in the order of ``_extents``; another order costs more requests."""
+    """Ranges of a file, read in the order of ``_extents``; another order costs more requests."""
 
     @property
     def bytes_read(self) -> int: ...
@@ -370,12 +353,11 @@ class _Source(Protocol):
     def read_into(self, offset: int, into: memoryview) -> None: ...
 
     def read_rows(self, offset: int, stride: int, nbytes: int, into: memoryview) -> None:
-        """Ranges of so many bytes, one after another in ``into``, which begin ``stride`` bytes apart in the file."""
-        ...
+        """Fill ``into`` with ranges of ``nbytes`` that begin ``stride`` bytes apart in the file."""
 
 
 def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
-    """Intervals of a file that will be read, in order; of rows that are nearer than ``gap`` what is between, too."""
+    """Yield the intervals of a file to read, in order; rows at most ``gap`` apart are one with what is between them."""
     for want in wants:
         start = want.piece.byte0
         if _is_one_tile(want):
@@ -392,28 +374,29 @@ def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
 
 
 def _joined(extents: Iterable[tuple[int, int]], gap: int, most: int) -> Iterator[tuple[int, int]]:
-    """Neighbours as one, up to so many bytes."""
-    first, last = -1, -1
+    """Join neighbours up to ``most`` bytes."""
+    joined: tuple[int, int] | None = None
     for start, stop in extents:
-        if first >= 0 and start - last <= gap and stop - first <= most:
-            last = max(stop, last)
+        if joined and start - joined[1] <= gap and stop - joined[0] <= most:
+            joined = joined[0], max(stop, joined[1])
             continue
-        if first >= 0:
-            yield first, last
-        first, last = start, stop
-    if first >= 0:
-        yield first, last
+        if joined:
+            yield joined
+        joined = start, stop
+    if joined:
+        yield joined
 
 
-class _Near:
-    """A local file: small neighbours are read together, all else straight to where it is wanted."""
+class _DiskSource:
+    """A local file: small neighbours are read together, everything else straight to its target."""
 
     def __init__(self, ranges: Ranges, wants: list[Want], gap: int) -> None:
         self._ranges = ranges
-        small = (extent for extent in _small(wants) if extent[1] - extent[0] <= SMALL)
+        few = _extents((want for want in wants if want.piece.nbytes <= SMALL), 0)
+        small = (extent for extent in few if extent[1] - extent[0] <= SMALL)
         self._blocks = _joined(small, gap, STEP)
         self._data = np.empty(STEP, np.uint8).data
-        self._start, self._stop = next(self._blocks, _NONE)
+        self._start, self._stop = next(self._blocks, _END)
         self._loaded = False
 
     @property
@@ -422,7 +405,7 @@ class _Near:
 
     def read_into(self, offset: int, into: memoryview) -> None:
         while offset >= self._stop:
-            (self._start, self._stop), self._loaded = next(self._blocks, _NONE), False
+            (self._start, self._stop), self._loaded = next(self._blocks, _END), False
         start, stop = self._start, self._stop
         if offset < start or offset + len(into) > stop or stop - start == len(into):
             self._ranges.read_into(offset, into)
@@ -436,16 +419,11 @@ class _Near:
         self._ranges.read_rows(offset, stride, nbytes, into)
 
 
-_NONE = (1 << 63, 1 << 63)
-
-
-def _small(wants: Iterable[Want]) -> Iterator[tuple[int, int]]:
-    """Extents of the pieces that may have neighbours near enough."""
-    return _extents((want for want in wants if want.piece.nbytes <= SMALL), 0)
+_END = (1 << 63, 1 << 63)
 
 
 class _BlockRead(NamedTuple):
-    """A request to a store, and what has come of it."""
+    """A request to a store and its future data."""
 
     file: str
     start: int
@@ -453,12 +431,11 @@ class _BlockRead(NamedTuple):
     data: "Future[memoryview]"
 
 
-class _Far:
-    """Files of a store: ranges that are near each other in one request, several requests at a time, ahead of use."""
+class _StoreSource:
+    """Files of a store: near ranges share a request, and several requests run at a time, ahead of use."""
 
     def __init__(self, storage: Storage, files: Sequence[tuple[str, list[Want]]]) -> None:
-        self.file = ""
-        """The one that is read now."""
+        self.file = ""  # the file that is read now
         self.bytes_read = 0
         self._storage = storage
         self._pool = ThreadPoolExecutor(REQUESTS, "tilth-read")
@@ -481,7 +458,7 @@ class _Far:
             self.read_into(offset + i * stride, into[i * nbytes : (i + 1) * nbytes])
 
     def _block(self, offset: int) -> _BlockRead | None:
-        """The first request that has this byte of the file; those before it were for earlier reads, and go."""
+        """Return the first request with this byte of the file and drop those before it, which served earlier reads."""
         self._ask()
         for i, block in enumerate(self._coming):
             if block.file == self.file and block.start <= offset < block.stop:
@@ -501,7 +478,7 @@ class _Far:
             ranges.read_into(start, data)
         return data
 
-    def __enter__(self) -> "_Far":
+    def __enter__(self) -> "_StoreSource":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Saving in one process, which waits until everything is on disk."""
+"""Save a checkpoint from one process, which waits until everything is on disk."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,16 +15,16 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], layout: Mesh | None = None) -> Any:
-    """Write ``root/step-000100`` with one safetensors file per group of tensors and ``manifest.json``; its path or URL.
+    """Write ``root/step-000100``: one safetensors file per group and ``manifest.json``. Return its path or URL.
 
-    Returns when everything is on disk. Leftovers of crashed saves under ``root`` are removed first, so one process at
-    a time may write there. A checkpoint of the same step is replaced. ``layout`` is the mesh of the writers (default:
-    one process). StorageError if writing fails (disk full, read-only, no permission): nothing of the attempt remains
-    and what was there before is intact. CheckpointError, before anything is written, if something cannot be stored.
+    Returns when everything is on disk. Removes leftovers of crashed saves under ``root`` first, so only one process at
+    a time may write there. Replaces a checkpoint of the same step. layout: the mesh of the writers (default: one
+    process). StorageError if writing fails: nothing of the attempt remains and earlier checkpoints are intact.
+    CheckpointError, before anything is written, if something cannot be stored.
     """
     check_objects(objects)
     _check_mapping("groups", groups, "groups")
-    single = {name: _alone(name, tensors) for name, tensors in groups.items()}
+    single = {name: _whole_group(name, tensors) for name, tensors in groups.items()}
     saver = Saver()
     saver.prepare(single, 0)
     folder = begin_save(root, step)
@@ -36,8 +36,8 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
     return commit_save(folder, root, step, reports, objects, layout, {name: (0,) for name in groups})
 
 
-def _alone(name: str, tensors: Mapping[str, Tensor]) -> Group:
-    """Of one process, which holds all of each tensor."""
+def _whole_group(name: str, tensors: Mapping[str, Tensor]) -> Group:
+    """Return the group of one process, which holds whole tensors."""
     _check_mapping(f"groups.{name}", tensors, "tensors")
     layouts = {}
     for tensor, values in tensors.items():

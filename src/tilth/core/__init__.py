@@ -1,1 +1,1 @@
-"""The words everyone shares: trajectories, batches, layouts, random numbers, checksums, errors."""
+"""Shared types: trajectories, batches, layouts, random numbers, checksums, errors."""

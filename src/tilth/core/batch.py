@@ -1,7 +1,7 @@
 """A ``Batch``: one row per sample in the controller, opaque handles to the token payload in a store.
 
-The controller reads and plans on rows only (at most about 200 bytes each, flat in tokens). Workers read the store
-directly; a store that the controller reads counts the bytes.
+The controller plans on rows only, at most about 200 bytes each at any number of tokens. Workers read the store; a store
+that the controller reads counts the bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,26 +20,24 @@ class Jagged(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Jagged":
         """Concatenate rows."""
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(r) for r in rows], out=offsets[1:])
-        return cls(np.concatenate(rows) if len(rows) else np.zeros(0), offsets)
+        return cls.with_lengths(np.concatenate(rows) if len(rows) else np.zeros(0), [len(r) for r in rows])
 
     @classmethod
-    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Jagged":
-        """Packed values with the length of each row."""
+    def with_lengths(cls, values: np.ndarray, lengths: np.ndarray | Sequence[int]) -> "Jagged":
+        """Make a column of packed values and the length of each row."""
         return cls(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [n]."""
+        """Length of each row: int64 [n]."""
         return np.diff(self.offsets)
 
     def row(self, i: int) -> np.ndarray:
-        """Row i, a view."""
+        """Return a view of row i."""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def take(self, rows: np.ndarray) -> "Jagged":
-        """The rows with these indices, in this order, packed anew."""
+        """Pack the rows with these indices, in this order."""
         lengths = self.lengths[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         source = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
@@ -55,44 +53,40 @@ class Handle:
 
 
 class Store(Protocol):
-    """Where payload lives. Every column belongs to the lease under which it was put, and goes with it."""
+    """Storage of payload. Every column belongs to the lease under which it was put, and is freed with it."""
 
     lease: str
-    """The lease of what is put now; "": none, which nobody releases."""
+    """The lease of columns that are put now; "": none, they are never freed."""
 
     def put(self, column: str, data: Jagged) -> Handle:
-        """Keep a column; the handle is its only name."""
-        ...
+        """Store a column; the handle is its only name."""
 
     def get(self, handle: Handle) -> Jagged:
-        """A column as it was put; KeyError if its lease was released."""
-        ...
+        """Return a column; KeyError if its lease was released."""
 
     def release(self, lease: str) -> None:
-        """Forget everything that any process has put under a lease."""
-        ...
+        """Free all columns that any process has put under a lease."""
 
     def held(self) -> dict[str, int]:
-        """Key -> bytes of all columns that are held now."""
-        ...
+        """Return key -> bytes of all stored columns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """Payload of one owner, which lives until ``release``, in this step or a later one. name: what errors call it."""
+    """Payload of one owner, which lives until ``release``, in this step or a later one. name: for error messages."""
 
     name: str
     key: str
     free: Callable[["Lease"], None] = field(repr=False)
 
     def release(self) -> None:
-        """Wait for the calls made under it, then free what they put. Twice is fine."""
+        """Wait for the calls made under it, then free what they put. May be called twice."""
         self.free(self)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where the payload of each row of a batch lies: row i is row ``row[i]`` of ``handles[part[i]]``."""
+    """References to the payload of a batch: row i is row ``row[i]`` of ``handles[part[i]]``."""
 
     handles: tuple[Handle, ...]
     part: np.ndarray
@@ -100,15 +94,15 @@ class Column:
 
     @classmethod
     def whole(cls, handle: Handle, rows: int) -> "Column":
-        """A column whose rows are those of one handle, in order."""
+        """Return the column of all rows of one handle, in order."""
         return cls((handle,), np.zeros(rows, np.int16), np.arange(rows, dtype=np.int32))
 
     def take(self, index: np.ndarray) -> "Column":
-        """The same handles seen through a selection of rows."""
+        """Select rows, of the same handles."""
         return Column(self.handles, self.part[index], self.row[index])
 
     def assemble(self, parts: Sequence[Jagged]) -> Jagged:
-        """Rows in batch order out of the handles' payload."""
+        """Return the rows in batch order, from the payload of each handle."""
         if len(parts) == 1 and np.array_equal(self.row, np.arange(len(parts[0].offsets) - 1)):
             return parts[0]
         starts = np.concatenate([[0], np.cumsum([len(p.offsets) - 1 for p in parts])])
@@ -116,7 +110,7 @@ class Column:
 
 
 def concat_ragged(parts: Sequence[Jagged]) -> Jagged:
-    """Rows of all parts, in order."""
+    """Concatenate the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
     lengths = np.concatenate([p.lengths for p in parts])
@@ -127,8 +121,8 @@ def concat_ragged(parts: Sequence[Jagged]) -> Jagged:
 class Batch:
     """Rows and handles. ``rows`` maps a column name to an array [n] of numbers; NaN in ``reward`` means missing.
 
-    In the controller a batch, and what is derived from it, shares the leases of its payload, which lives until one of
-    them is released. They stay there when the batch travels.
+    In the controller, a batch and the batches derived from it share the leases of the payload, which lives until one of
+    them is released. Leases are not pickled with a batch.
     """
 
     rows: dict[str, np.ndarray]
@@ -142,25 +136,25 @@ class Batch:
         return self.rows[column]
 
     def select(self, index: np.ndarray) -> "Batch":
-        """The rows at ``index`` (integers or a boolean mask), payload by reference."""
+        """Select the rows at ``index`` (integers or a boolean mask), payload by reference."""
         index = np.flatnonzero(index) if index.dtype == bool else index
         rows = {name: values[index] for name, values in self.rows.items()}
         return Batch(rows, {name: column.take(index) for name, column in self.payload.items()}, self.leases)
 
     def with_rows(self, **columns: np.ndarray) -> "Batch":
-        """A batch with these row columns added or replaced."""
+        """Return a batch with these row columns added or replaced."""
         return Batch({**self.rows, **columns}, dict(self.payload), self.leases)
 
     def with_payload(self, **columns: Column) -> "Batch":
-        """A batch with these payload columns added or replaced."""
+        """Return a batch with these payload columns added or replaced."""
         return Batch(dict(self.rows), {**self.payload, **columns}, self.leases)
 
     def read(self, store: Store, *columns: str) -> dict[str, Jagged]:
-        """Payload columns, rows in the order of the batch."""
+        """Read payload columns, rows in the order of the batch."""
         return {c: self.payload[c].assemble([store.get(h) for h in self.payload[c].handles]) for c in columns}
 
     def release(self) -> None:
-        """Give the payload back: that of every batch that shares its leases."""
+        """Free the payload, also of every batch that shares its leases."""
         for lease in self.leases:
             lease.release()
 
@@ -169,7 +163,7 @@ class Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Batches under one another. Payload columns must agree; a row column of floats that one lacks is NaN there."""
+    """Concatenate batches. Payload columns must agree; a missing row column is NaN if floating, else a KeyError."""
     first = batches[0]
     names = dict.fromkeys(name for b in batches for name in b.rows)
     rows = {name: np.concatenate([_row_column(b, name, batches) for b in batches]) for name in names}

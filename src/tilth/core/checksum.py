@@ -1,9 +1,9 @@
-"""A 64-bit checksum of the bits of a tensor: equal on every device, for weights that were published or stored.
+"""A 64-bit checksum of the bits of a tensor, equal on every device, to compare weights after a sync or a load.
 
-The bits are read as 64-bit words. A row of words w becomes ``sum_i k[i] * fold(w[i] * _MIX) mod 2**64`` with odd
-pseudo-random k (multilinear hashing) and ``fold(x) = x ^ x >> 32``: one changed word always changes it, and any other
-change, such as two words swapped, with a probability of about 1 - 2**-32 or better. Without the mixing, top bits would
-not count: all signs flipped would go unseen. The sums of all rows, dtype and shape are then hashed with BLAKE2b.
+A row of 64-bit words w becomes ``sum_i k[i] * fold(w[i] * _MIX) mod 2**64`` with odd pseudo-random k (multilinear
+hashing) and ``fold(x) = x ^ x >> 32``: one changed word always changes it, and any other change, such as two words
+swapped, with a probability of about 1 - 2**-32. Without the mixing top bits would not count: flipping all signs would
+pass. The sums of all rows, dtype and shape are then hashed with BLAKE2b.
 """
 
 import functools
@@ -16,11 +16,9 @@ from torch import Tensor
 from tilth.core.random import stream
 
 _ROW = 1 << 14
-_ROWS_PER_PASS = {"cpu": 1, "cuda": 256}
-"""On a CPU just so few that torch does not start threads for a millisecond of work."""
+_ROWS_PER_PASS = {"cpu": 1, "cuda": 256}  # on a CPU few, so that torch starts no threads for a millisecond of work
 _LOW = 0xFFFFFFFF
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 divided by the golden ratio, as a signed number."""
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, as a signed number
 
 
 @functools.lru_cache(maxsize=16)
@@ -31,9 +29,9 @@ def _multipliers(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> int:
-    """A number in [0, 2**64) of dtype, shape and every bit of the values, whatever the device.
+    """Return a hash in [0, 2**64) of dtype, shape and every bit of the values, equal on every device.
 
-    Scratch memory is bounded (1 MB on a CPU, 100 MB elsewhere); a non-contiguous tensor is copied once.
+    Scratch memory: 1 MB on a CPU, 100 MB elsewhere, and a copy of a non-contiguous tensor.
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -47,7 +45,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _row_sums(data: Tensor) -> Tensor:
-    """The sum of every row in these bytes, int64 [rows]: whole rows, or one that is shorter."""
+    """Return the sum of every row in these bytes, int64 [rows]: whole rows, or one shorter row."""
     mixed = _words(data) * _MIX
     mixed.bitwise_xor_((mixed >> 32).bitwise_and_(_LOW))
     width = min(len(mixed), _ROW)
@@ -55,7 +53,7 @@ def _row_sums(data: Tensor) -> Tensor:
 
 
 def _words(data: Tensor) -> Tensor:
-    """Bytes as int64, filled up with zero bytes, copied only where they are not aligned."""
+    """Return bytes as int64, padded with zeros; copies only unaligned data."""
     missing = -len(data) % 8
     if missing:
         data = torch.cat([data, data.new_zeros(missing)])
@@ -64,13 +62,12 @@ def _words(data: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-SKETCH = 64
-"""Projections of a sketch: relative errors are estimated within about a tenth of their size."""
+SKETCH = 64  # projections of a sketch, which estimate a relative error within about a tenth of its size
 
 
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Tensor:
-    """Random projections of a tensor's values, float64 [SKETCH], whose differences tell how far two tensors are apart.
+    """Return random projections of a tensor, float64 [SKETCH], to estimate the distance of two tensors.
 
     Each is a sum of the values with pseudo-random signs, so its mean square is the squared norm of the tensor.
     """
@@ -90,11 +87,11 @@ def _columns() -> Tensor:
 
 
 def _signs(name: str, start: int, count: int) -> Tensor:
-    """1 or -1, float64 [count, SKETCH]."""
+    """Return pseudo-random signs, float64 [count, SKETCH]."""
     return (stream(0, "sketch", name).bits(start * SKETCH, count * SKETCH).view(-1, SKETCH) & 1).double() * 2 - 1
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| of the tensors of two sketches; 0 where both are 0."""
+    """Estimate |found - expected| / |expected| from two sketches; 0 if both are 0."""
     difference, size = float((found - expected).norm()), float(expected.norm())
     return difference / size if size else difference

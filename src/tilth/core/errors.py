@@ -1,33 +1,11 @@
-"""Errors that users meet. Each message names the thing, its value and what would be right, in one line."""
+"""Errors for users. Each message names, in one line, the key, its value and what would work."""
 
 from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeError, TilthError
 
-__all__ = [
-    "ArgumentError",
-    "AxisError",
-    "CallTimeout",
-    "CheckpointError",
-    "DataError",
-    "LogprobMismatch",
-    "LossMaskError",
-    "ModelError",
-    "NonFiniteError",
-    "OutOfMemory",
-    "PayloadLeak",
-    "PluginError",
-    "RecipeError",
-    "RewardError",
-    "ScheduleError",
-    "StaleGeneration",
-    "StorageError",
-    "TilthError",
-    "TokenCountError",
-    "TokenIdentityError",
-    "TrajectoryError",
-    "WeightMismatch",
-    "WorkerError",
-    "WorkerLost",
-]
+__all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "DataError", "LogprobMismatch"]
+__all__ += ["LossMaskError", "ModelError", "NonFiniteError", "OutOfMemory", "PayloadLeak", "PluginError"]
+__all__ += ["RecipeError", "RewardError", "ScheduleError", "StaleGeneration", "StorageError", "TilthError"]
+__all__ += ["TokenCountError", "TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
 
 
 class DataError(TilthError):
@@ -39,11 +17,11 @@ class ModelError(TilthError):
 
 
 class RewardError(TilthError):
-    """A reward function that cannot be loaded or called at all (a single failing call is a missing reward)."""
+    """A reward function cannot be loaded or called at all (a single failing call is a missing reward)."""
 
 
 class ScheduleError(TilthError):
-    """A schedule of micro-batches that is unknown, or whose passes cannot be done in its order."""
+    """A schedule of micro-batches is unknown, or its passes cannot run in its order."""
 
 
 class CheckpointError(TilthError):
@@ -51,11 +29,11 @@ class CheckpointError(TilthError):
 
 
 class StorageError(TilthError):
-    """Writing failed (disk full, read-only, ...); what was committed before is intact."""
+    """A write failed (disk full, read-only, ...); earlier commits are intact."""
 
 
 class NonFiniteError(TilthError):
-    """The loss or the gradient norm is not finite and the recipe says to stop."""
+    """The loss or the gradient norm is not finite and the recipe asks to stop."""
 
 
 class OutOfMemory(TilthError):
@@ -69,23 +47,23 @@ class OutOfMemory(TilthError):
 
 
 class WeightMismatch(TilthError):
-    """A tensor in the rollout engine's live storage differs from the trainer's after a publish."""
+    """A tensor of the rollout engine differs from the trainer's after a weight sync."""
 
 
 class LogprobMismatch(TilthError):
-    """Log-probs of trainer and rollout engine disagree by more than the stated bound."""
+    """Log-probs of trainer and rollout engine differ by more than the configured bound."""
 
 
 class LossMaskError(TilthError):
-    """The loss mask has the first token of a sequence, which no state of that sequence predicts."""
+    """The loss mask selects the first token of a sequence, which nothing predicts."""
 
 
 class TokenCountError(TilthError):
-    """A token was trained on twice or not at all, or the parts of a loss do not add up to its denominator."""
+    """A token was trained on twice or never, or the parts of a loss do not add up to its denominator."""
 
 
 class PayloadLeak(TilthError):
-    """Payload is held by nobody who could still use it: its owner has not released it."""
+    """Payload that nothing can use any more was not released by its owner."""
 
 
 class TrajectoryError(TilthError):
@@ -93,7 +71,7 @@ class TrajectoryError(TilthError):
 
 
 class TokenIdentityError(TilthError):
-    """The token ids to be trained on are not, bit for bit, those that the rollout engine produced."""
+    """The token ids to train on are not exactly those of the rollout engine."""
 
 
 class WorkerError(TilthError):

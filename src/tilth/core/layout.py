@@ -1,7 +1,7 @@
-"""Where the pieces of a tensor lie: a shard is a box (offset, size) of the global index space.
+"""Layouts of tensors over ranks: a shard is a box (offset, size) of the global index space.
 
-A ``Layout`` is symbolic: a mesh, one placement per mesh dimension, the global shape. ``boxes(rank)`` is computed, never
-stored for all ranks. Offsets, sizes and shapes are in elements.
+A ``Layout`` is symbolic: a mesh, one placement per mesh dimension, the global shape. ``boxes(rank)`` is computed on
+demand. Offsets, sizes and shapes are in elements.
 """
 
 import itertools
@@ -16,8 +16,7 @@ from tilth.core.errors import ArgumentError
 
 Shape = tuple[int, ...]
 
-MOST_RANKS = 1 << 20
-"""Of a mesh that is read from JSON: tables of all ranks are made of it."""
+MOST_RANKS = 1 << 20  # of a mesh from JSON, which bounds the memory of tables over ranks
 _LARGEST = 1 << 53
 
 
@@ -30,12 +29,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """The box of a whole tensor of this shape; of a 0-d one it is ``Box((), ())``, with one element."""
+        """Return the box of a whole tensor; ``Box((), ())``, with one element, for a 0-d tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def stop(self) -> Shape:
-        """The first index behind the box in every dimension."""
+        """First index behind the box in every dimension."""
         return tuple(o + s for o, s in zip(self.offset, self.size))
 
     @property
@@ -45,39 +44,39 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """``tensor[box.slices]`` is the block."""
+        """Slices with which ``tensor[box.slices]`` is the block."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common block, or None if they share no element."""
+        """Return the common block, or None if they share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         size = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset))
         return Box(offset, size) if all(s > 0 for s in size) else None
 
     def contains(self, other: "Box") -> bool:
-        """Whether every index of ``other`` is an index of this box, and so are its bounds if it is empty."""
+        """True if this box contains every index of ``other``, or the bounds of an empty ``other``."""
         return all(a <= b for a, b in zip(self.offset, other.offset)) and all(
             a >= b for a, b in zip(self.stop, other.stop)
         )
 
     def within(self, outer: "Box") -> "Box":
-        """The same block in the coordinates of ``outer``, which contains it: for a view of the outer block's tensor."""
+        """Return the block in the coordinates of ``outer``, which contains it, to index the tensor of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.size)
 
     def shifted(self, offset: Shape) -> "Box":
-        """The block moved by ``offset``: the inverse of ``within``."""
+        """Move the block by ``offset``: the inverse of ``within``."""
         return Box(tuple(a + b for a, b in zip(self.offset, offset)), self.size)
 
 
 class Runs(NamedTuple):
-    """Intervals of the flat (row-major) index, all of one length, in order."""
+    """Ordered intervals of the flat (row-major) index, all of one length."""
 
     starts: list[int]
     length: int
 
 
 def runs(box: Box, shape: Shape) -> Runs:
-    """The longest intervals of the flat index of a tensor of this shape that make up the box, in its own order."""
+    """Return a box of a tensor of this shape as the longest intervals of the tensor's flat index."""
     if box.numel == 0:
         return Runs([], 0)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -90,7 +89,7 @@ def runs(box: Box, shape: Shape) -> Runs:
 
 
 def interval_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """The interval [start, stop) of the flat index as boxes, in flat order: at most 2 * (dimensions - 1) + 1."""
+    """Return the interval [start, stop) of the flat index as at most 2 * (dimensions - 1) + 1 boxes, in flat order."""
     if start >= stop:
         return []
     if len(shape) < 2:
@@ -111,7 +110,7 @@ def _inside_row(shape: Shape, row: int, start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named dimensions over ranks, as a table: row-major coordinate i belongs to rank ``ranks[i]`` (default: i)."""
+    """Named dimensions over ranks: the row-major coordinate i belongs to rank ``ranks[i]`` (default: i)."""
 
     names: tuple[str, ...]
     sizes: Shape
@@ -121,15 +120,15 @@ class Mesh:
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(math.prod(self.sizes))))
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            message = f"mesh names {self.names} and sizes {self.sizes}: one different name per dimension"
-            raise ArgumentError(message, key="names")
+            raise ArgumentError(f"mesh names {self.names}, sizes {self.sizes}: one name per dimension", key="names")
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != math.prod(self.sizes):
-            message = f"mesh of sizes {self.sizes}: {math.prod(self.sizes)} different ranks are needed"
-            raise ArgumentError(message, key="ranks")
+            raise ArgumentError(
+                f"mesh of sizes {self.sizes} needs {math.prod(self.sizes)} different ranks", key="ranks"
+            )
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: tuple[int, ...] = ()) -> "Mesh":
-        """A mesh with all axes of the table, in its order, of size 1 unless named; AxisError for an unknown one."""
+        """Return a mesh with all axes of the table, of size 1 unless given; AxisError for an unknown name."""
         for name in sizes:
             axes.known(name)
         return cls(tuple(axes.AXES), tuple(sizes.get(name, 1) for name in axes.AXES), ranks)
@@ -138,9 +137,9 @@ class Mesh:
         return len(self.ranks)
 
     def coordinates(self, rank: int) -> Shape:
-        """Where a rank stands along every axis; ValueError for a rank that is not in the mesh."""
+        """Return a rank's coordinate along every axis; ArgumentError for a rank that is not in the mesh."""
         place = rank - self.ranks[0]
-        if place < 0 or self.ranks[place : place + 1] != (rank,):  # not neighbouring ranks in their order
+        if place < 0 or self.ranks[place : place + 1] != (rank,):  # ranks are not consecutive
             if rank not in self.ranks:
                 raise ArgumentError(f"rank={rank} is not in a mesh of {len(self)} ranks {self.ranks[:8]}", key="rank")
             place = self.ranks.index(rank)
@@ -148,24 +147,24 @@ class Mesh:
         return tuple(place // step % size for step, size in zip(steps, self.sizes))
 
     def at(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank by name; ValueError as in ``coordinates``."""
+        """Return the coordinates of a rank by name; ArgumentError for a rank that is not in the mesh."""
         return dict(zip(self.names, self.coordinates(rank)))
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Where a rank stands along an axis; AxisError for one that is neither here nor in the table."""
+        """Return a rank's coordinate along an axis, 0 for an axis of the table that is not here; AxisError."""
         return self.at(rank).get(self._known(name), 0)
 
     def size(self, *names: str) -> int:
-        """Number of ranks along these axes together; AxisError for one that is neither here nor in the table."""
+        """Return the product of the sizes of these axes; AxisError for one that is neither here nor in the table."""
         sizes = dict(zip(self.names, self.sizes))
         return math.prod(sizes.get(self._known(name), 1) for name in names)
 
     def over(self, *splits: axes.Split) -> tuple[str, ...]:
-        """Axes of this mesh that split any of these, in its order. AxisError for what no axis can split."""
+        """Return the axes of this mesh that split any of these, in order. AxisError for an unknown split."""
         return tuple(name for name in self.names if name in axes.over(*splits))
 
     def count(self, *splits: axes.Split) -> int:
-        """Number of parts that any of these are divided into."""
+        """Return the number of parts into which these are split."""
         return self.size(*self.over(*splits))
 
     @property
@@ -179,52 +178,51 @@ class Mesh:
         return tuple(name for name in self.over(*axes.DATA) if name in self.over(*axes.MODEL))
 
     def index(self, rank: int, *names: str) -> int:
-        """Row-major place of a rank along these axes."""
+        """Return the row-major index of a rank along these axes."""
         place = 0
         for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
             place = place * size + at if name in names else place
         return place
 
     def along(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along these axes alone, in the mesh's order."""
+        """Return the ranks that differ from this one along these axes only, in the mesh's order."""
         chosen, places = set(map(self._known, names)), [0]
         for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
             places = [place * size + i for place in places for i in (range(size) if name in chosen else (at,))]
         return tuple(self.ranks[place] for place in places)
 
     def part(self, rank: int, *names: str) -> "Mesh":
-        """The mesh of the ranks that differ from this one along these axes alone; all other axes have size 1."""
+        """Return the mesh of the ranks that differ from this one along these axes only; other axes have size 1."""
         return Mesh(self.names, tuple(self.size(n) if n in names else 1 for n in self.names), self.along(rank, *names))
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
-        """All ranks, those together that differ along these axes alone."""
+        """Partition all ranks into groups that differ along these axes only."""
         return tuple(self.along(rank, *names) for rank in self.ranks if not self.index(rank, *names))
 
     def _known(self, name: str) -> str:
         return name if name in self.names else axes.known(name).name
 
     def place(self, rank: int) -> str:
-        """The coordinates of a rank in words, "dp=0 fsdp=1"; ValueError as in ``coordinates``."""
+        """Format the coordinates of a rank: "dp=0 fsdp=1"."""
         return " ".join(f"{name}={at}" for name, at in self.at(rank).items())
 
     def rank(self, coordinates: Shape) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         place = 0
         for size, at in zip(self.sizes, coordinates, strict=True):
             if not 0 <= at < size:
-                message = f"coordinates {coordinates} lie outside of a mesh of sizes {self.sizes}"
-                raise ArgumentError(message, key="coordinates")
+                raise ArgumentError(f"{coordinates=} are not in a mesh of sizes {self.sizes}", key="coordinates")
             place = place * size + at
         return self.ranks[place]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; the ranks only where they are not 0, 1, 2, ..."""
+        """Return a JSON object, with the ranks only if they are not 0, 1, 2, ..."""
         table: dict[str, Any] = {"names": list(self.names), "sizes": list(self.sizes)}
         return table if self.ranks == tuple(range(len(self))) else {**table, "ranks": list(self.ranks)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Mesh":
-        """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
+        """Invert ``to_json``. KeyError, TypeError or ArgumentError for any other JSON."""
         sizes = _integers("sizes", data["sizes"], 1)
         if math.prod(sizes) > MOST_RANKS:
             raise ArgumentError(f"mesh of sizes {sizes}: at most {MOST_RANKS} ranks can be read", key="sizes")
@@ -233,19 +231,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Shard:
-    """Split along a tensor dimension as ``torch.chunk`` does: ceil(n / parts) each, the last ones smaller or empty.
+    """Split along a tensor dimension like ``torch.chunk``: ceil(n / parts) each, the last ones smaller or empty.
 
-    copies: so many neighbouring ranks hold the same piece (key heads of which there are fewer than ranks).
+    copies: number of neighbouring ranks that hold the same piece (if there are fewer key heads than ranks).
     """
 
     dim: int
     copies: int = 1
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
-        """The boxes of one part of ``box``; ValueError unless the parts are a multiple of the copies."""
+        """Return the boxes of one part of ``box``; ArgumentError unless the parts are a multiple of the copies."""
         if self.copies < 1 or parts % self.copies:
-            message = f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece"
-            raise ArgumentError(message, key="copies")
+            raise ArgumentError(f"{self}: {parts} ranks cannot hold {self.copies} copies of each piece", key="copies")
         length, part = box.size[self.dim], part // self.copies
         chunk = -(-length // (parts // self.copies))
         start, stop = min(length, part * chunk), min(length, (part + 1) * chunk)
@@ -256,29 +253,27 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same on every rank of the mesh dimension."""
+    """Place the whole on every rank of the mesh dimension."""
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
-        """The boxes of one part of ``box``."""
+        """Return ``box``."""
         return [box]
 
 
 @dataclass(frozen=True)
 class RaggedShard:
-    """Split the flat storage into intervals in proportion to ``units``, one number per rank, zeros allowed.
+    """Split the flat storage into intervals in proportion to ``units``, one integer >= 0 per rank.
 
-    A rank's local tensor is 1-D: its boxes one after another, each row-major. (RaggedShard of veScale-FSDP,
-    arXiv 2602.22437.)
+    A rank's local tensor is 1-D: its boxes one after another, each row-major (veScale-FSDP, arXiv 2602.22437).
     """
 
     units: tuple[int, ...]
 
     def piece(self, box: Box, part: int, parts: int) -> list[Box]:
-        """The boxes of one part of ``box``; ValueError unless its elements divide by the sum of the units."""
+        """Return the boxes of one part of ``box``; ArgumentError unless its elements divide by the sum of units."""
         total = sum(self.units)
         if len(self.units) != parts or total < 1 or min(self.units) < 0 or box.numel % total:
-            message = f"{self} does not split {box.numel} elements of {box} over {parts} ranks into whole units"
-            raise ArgumentError(message, key="units")
+            raise ArgumentError(f"{self} does not split {box} over {parts} ranks into whole units", key="units")
         unit = box.numel // total
         start = unit * sum(self.units[:part])
         stop = start + unit * self.units[part]
@@ -290,10 +285,9 @@ Placement = Shard | Replicate | RaggedShard
 
 @dataclass(frozen=True)
 class Layout:
-    """A global tensor of this shape over a mesh: ``placements[i]`` says how mesh dimension i splits it.
+    """A global tensor of this shape over a mesh: mesh dimension i splits it by ``placements[i]``.
 
-    ``order`` is the order of mesh dimensions in which they split (default: as they stand, which is DTensor's rule). A
-    ragged split comes last.
+    order: the order in which mesh dimensions split (default: 0, 1, ..., DTensor's rule). A ragged split comes last.
     """
 
     mesh: Mesh
@@ -305,22 +299,21 @@ class Layout:
         if not self.order:
             object.__setattr__(self, "order", tuple(range(len(self.placements))))
         if len(self.placements) != len(self.mesh.sizes) or sorted(self.order) != list(range(len(self.placements))):
-            message = f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}"
-            raise ArgumentError(message, key="placements")
+            text = f"{self.placements}, order {self.order}: one placement per dimension of {self.mesh.sizes}"
+            raise ArgumentError(text, key="placements")
         splits = [p for p in (self.placements[i] for i in self.order) if not isinstance(p, Replicate)]
         if any(isinstance(p, RaggedShard) for p in splits[:-1]):
             raise ArgumentError(f"{self.placements}: a ragged split must be the last one", key="order")
         if any(isinstance(p, Shard) and not 0 <= p.dim < len(self.shape) for p in splits):
-            message = f"{self.placements}: no such dimension in a tensor of shape {self.shape}"
-            raise ArgumentError(message, key="dim")
+            raise ArgumentError(f"{self.placements}: no such dimension in shape {self.shape}", key="dim")
 
     @classmethod
     def single(cls, shape: Sequence[int]) -> "Layout":
-        """The layout of one process."""
+        """Return the layout of a tensor in one process."""
         return cls(Mesh(("world",), (1,)), (Replicate(),), tuple(shape))
 
     def boxes(self, rank: int) -> list[Box]:
-        """What this rank holds, in the order of its storage; nothing if its share is empty."""
+        """Return the boxes of a rank, in the order of its storage; none if its share is empty."""
         coordinates = self.mesh.coordinates(rank)
         boxes = [Box.whole(self.shape)]
         for i in self.order:
@@ -329,7 +322,7 @@ class Layout:
         return [box for box in boxes if box.numel]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {
             "mesh": self.mesh.to_json(),
             "placements": [_placement_json(p) for p in self.placements],
@@ -339,7 +332,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Layout":
-        """The inverse of ``to_json``. KeyError, TypeError or ValueError for what is none."""
+        """Invert ``to_json``. KeyError, TypeError or ArgumentError for any other JSON."""
         placements = tuple(_placement_from_json(p) for p in data["placements"])
         mesh = Mesh.from_json(data["mesh"])
         shape, order = (_integers(name, data[name], 0) for name in ("shape", "order"))
@@ -347,13 +340,9 @@ class Layout:
 
 
 def _placement_json(placement: Placement) -> Any:
-    match placement:
-        case Shard(dim, copies):
-            return {"shard": dim} if copies == 1 else {"shard": dim, "copies": copies}
-        case RaggedShard(units):
-            return {"ragged": list(units)}
-        case _:
-            return "replicate"
+    if isinstance(placement, Shard):
+        return {"shard": placement.dim} | ({"copies": placement.copies} if placement.copies != 1 else {})
+    return {"ragged": list(placement.units)} if isinstance(placement, RaggedShard) else "replicate"
 
 
 def _placement_from_json(data: Any) -> Placement:

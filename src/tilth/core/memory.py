@@ -1,4 +1,4 @@
-"""Memory of a machine: what this process may take of it, and what an allocation that failed says."""
+"""Memory that this process may use, and messages for failed allocations."""
 
 import errno
 import re
@@ -12,29 +12,23 @@ import psutil
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 VMSTAT = Path("/proc/vmstat")
-_NONE = 1 << 60
-"""A limit of cgroup v1 above this is none."""
-_LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-"""Files of cgroup v2 and v1: the limit -> what is used of it."""
-_CACHE = ("inactive_file", "total_inactive_file")
-"""Lines of ``memory.stat``: pages of files that the kernel gives up before anything else."""
+_NONE = 1 << 60  # a larger limit of cgroup v1 is none
+_LIMITS = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}  # cgroup v2 and v1
+_CACHE = ("inactive_file", "total_inactive_file")  # in ``memory.stat``: file pages that the kernel drops first
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 _WANTED = re.compile(r"(?:allocate|malloc of size|allocation of) ([\d.]+ ?(?:[KMGT]iB|bytes)?)")
 
 
 class Room(NamedTuple):
-    """Memory in bytes."""
+    """Memory in bytes; ``where``: of the machine or of which cgroup, for messages."""
 
     total: int
-    """There at all; more can never be had."""
     free: int
-    """That nobody uses now."""
     where: str
-    """Whose it is, in words."""
 
 
 def host_memory(groups: Path = GROUPS, own: Path = OWN_GROUP) -> Room:
-    """Of this machine with its swap, or of the cgroup that bounds this process, where that is less."""
+    """Return the memory of this machine with its swap, or of the cgroup of this process if that is less."""
     seen, swap = psutil.virtual_memory(), psutil.swap_memory()
     found = [Room(seen.total + swap.total, seen.available + swap.free, "this machine")]
     found += [room for folder in _folders(groups, own) if (room := _bounded(folder)) is not None]
@@ -43,7 +37,7 @@ def host_memory(groups: Path = GROUPS, own: Path = OWN_GROUP) -> Room:
 
 
 def _folders(groups: Path, own: Path) -> Iterator[Path]:
-    """The cgroups that this process is in, v2 and v1, from its own to the root; some may not be visible here."""
+    """Yield the cgroups of this process, v2 and v1, up to the root; some may not be visible here."""
     lines = own.read_text().splitlines() if own.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -54,7 +48,7 @@ def _folders(groups: Path, own: Path) -> Iterator[Path]:
 
 
 def _bounded(folder: Path) -> Room | None:
-    """What a cgroup may take; None where it has no limit."""
+    """Return the memory of a cgroup; None without a limit."""
     for name, used in _LIMITS.items():
         limit = _number(folder / name)
         if limit is not None and limit < _NONE:
@@ -63,12 +57,16 @@ def _bounded(folder: Path) -> Room | None:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, or "max" in it."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    """Return the number in a file; None without the file, or if it contains "max"."""
+    text = _text(path).strip()
     return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _cached(folder: Path) -> int:
@@ -76,25 +74,22 @@ def _cached(folder: Path) -> int:
 
 
 def _line(path: Path, name: str) -> int | None:
-    """The number of a line ``NAME NUMBER``."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+    """Return the number of a line ``NAME NUMBER``."""
+    lines = map(str.split, _text(path).splitlines())
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
 
 
 def oom_kills(groups: Path = GROUPS, own: Path = OWN_GROUP, vmstat: Path = VMSTAT) -> int | None:
-    """Processes that the kernel has killed so far since memory ran out, here or in a cgroup of this process; None where
-    it does not say."""
+    """Return the number of processes that the kernel's OOM killer has ended, here or in a cgroup of this process; None
+    if unknown."""
     counts = [_line(folder / "memory.events", "oom_kill") for folder in _folders(groups, own)]
     known = [count for count in (*counts, _line(vmstat, "oom_kill")) if count is not None]
     return max(known) if known else None
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether this says that memory could not be had: Python's, numpy's and pyarrow's MemoryError, torch's on a CPU (a
-    plain RuntimeError) and on a GPU, and ENOMEM."""
+    """True for a failed allocation: MemoryError (Python, numpy, pyarrow), torch's on a GPU and on a CPU (a plain
+    RuntimeError), and ENOMEM."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
@@ -103,7 +98,7 @@ def exhausted(error: BaseException) -> bool:
 
 
 def wanted(error: BaseException) -> str:
-    """How much the allocation asked for, in words; "" where it does not say."""
+    """Return the size of the failed allocation, in words; "" if the error does not contain it."""
     found = _WANTED.search(str(error))
     if found is None:
         return ""
@@ -112,8 +107,8 @@ def wanted(error: BaseException) -> str:
 
 
 def no_memory(error: BaseException) -> str:
-    """What was wanted, and what there is, in one line."""
-    if type(error).__name__ == "OutOfMemoryError":  # of a GPU: torch says what there is, in its first sentences
+    """Describe in one line the failed allocation and the memory that there is."""
+    if type(error).__name__ == "OutOfMemoryError":  # of a GPU: torch's first sentences contain both
         return ". ".join(str(error).split(". ")[:3])
     asked, room = wanted(error), host_memory()
     what = f"no memory for {asked}" if asked else "no memory for what it needs"
@@ -123,6 +118,6 @@ def no_memory(error: BaseException) -> str:
 
 
 def _address_space() -> int:
-    """Bytes; 0: no limit."""
+    """Return the limit of the address space in bytes; 0: none."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return 0 if most == resource.RLIM_INFINITY else most

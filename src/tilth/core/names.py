@@ -1,15 +1,14 @@
-"""Names of files that stand in other files: whoever wrote those may have meant any file of this machine."""
+"""Check file names that are read from other files, which could name any file of this machine."""
 
 import os
 
-LONGEST = 255
-"""Bytes of a name that file systems take."""
+LONGEST = 255  # most bytes of a name in common file systems
 
 
 def name_problem(name: object, folders: bool = False) -> str:
-    """Why this is not the name of a file in the folder of the file that names it; "" if it is.
+    """Return why this does not name a file in the folder of the file that contains it; "" if it does.
 
-    folders: it may lie in a folder there. Links are not followed: that is up to whoever opens it.
+    folders: allow folders below that one. Links are not followed: the caller that opens the file checks those.
     """
     if not isinstance(name, str):
         return f"{name!r} is not the name of a file"

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11) addressed by (seed, stream, global index).
 
 Value e of a stream is ``philox(key=(seed lo, seed hi), counter=(e//4 lo, e//4 hi, stream lo, stream hi))[e % 4]``.
-There is no state: any slice, shard or order of evaluation gives the bits of the whole, on any device and world size.
+There is no state: a slice, shard or other order of evaluation has the bits of the whole, on any device and world size.
 """
 
 import functools
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,11 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_LANES = {"cpu": 1 << 16, "cuda": 1 << 20}
-"""Blocks of four words per pass: enough to pay for dispatch, few enough for the cache."""
+_LANES = {"cpu": 1 << 16, "cuda": 1 << 20}  # blocks of four words per pass, few enough for the cache
 
 
 def stream_id(*path: str | int) -> int:
-    """A stable id in [0, 2**63) of a path such as ``("init", "model.norm.weight")``; fits an int64 tensor."""
+    """Return a stable id in [0, 2**63) of a path such as ``("init", "model.norm.weight")``; it fits int64."""
     digest = hashlib.blake2b(digest_size=8, person=b"tilth.stream")
     for part in path:
         encoded = f"{'i' if isinstance(part, int) else 's'}{part}".encode()
@@ -39,44 +39,27 @@ def stream_id(*path: str | int) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-class _Ops(NamedTuple):
-    """The few array operations used, by numpy on a CPU (a quarter of torch's dispatch cost) and by torch elsewhere.
-
-    Each works in place through ``out=``; both libraries agree on every bit, since each is exact or rounded once.
-    """
-
-    of: Callable[[Tensor], Array]
-    """The array that shares the memory of a tensor."""
-    add: Callable[..., Array]
-    sub: Callable[..., Array]
-    mul: Callable[..., Array]
-    div: Callable[..., Array]
-    sqrt: Callable[..., Array]
-    xor: Callable[..., Array]
-    mask: Callable[..., Array]
-    right: Callable[..., Array]
-    at_least: Callable[..., Array]
-    int32: Any
-    float32: Any
-
-
 def _sqrt(x: Tensor, out: Tensor) -> Tensor:
-    """The square root rounded once: torch's own is 1 ulp off on some CPUs, in one of six values."""
+    """Compute the square root rounded once: torch's own is 1 ulp off on some CPUs, in one of six values."""
     return out.copy_(x.double().sqrt())
 
 
-_NUMPY = _Ops(
-    Tensor.numpy, np.add, np.subtract, np.multiply, np.divide, np.sqrt, np.bitwise_xor, np.bitwise_and,
-    np.right_shift, np.greater_equal, np.int32, np.float32,
+# Array operations by numpy on a CPU (a quarter of torch's dispatch cost) and by torch elsewhere, with ``out=``. Both
+# agree on every bit, since each operation is exact or rounded once. of: the array that shares a tensor's memory.
+_Ops = Any
+_NUMPY: _Ops = SimpleNamespace(
+    of=Tensor.numpy, add=np.add, sub=np.subtract, mul=np.multiply, div=np.divide, sqrt=np.sqrt, xor=np.bitwise_xor,
+    mask=np.bitwise_and, right=np.right_shift, at_least=np.greater_equal, int32=np.int32, float32=np.float32,
 )  # fmt: skip
-_TORCH = _Ops(
-    Tensor.detach, torch.add, torch.sub, torch.mul, torch.div, _sqrt, torch.bitwise_xor, torch.bitwise_and,
-    torch.bitwise_right_shift, torch.ge, torch.int32, torch.float32,
+_TORCH: _Ops = SimpleNamespace(
+    of=Tensor.detach, add=torch.add, sub=torch.sub, mul=torch.mul, div=torch.div, sqrt=_sqrt, xor=torch.bitwise_xor,
+    mask=torch.bitwise_and, right=torch.bitwise_right_shift, at_least=torch.ge, int32=torch.int32,
+    float32=torch.float32,
 )  # fmt: skip
 
 
 class _Constants(NamedTuple):
-    """What the rounds need, as arrays: a Python number costs more per operation."""
+    """Constants of the rounds as arrays: a Python number costs more per operation."""
 
     multipliers: tuple[Array, Array]
     keys: tuple[Array, ...]
@@ -87,7 +70,7 @@ class _Constants(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _constants(seed: int, device: torch.device) -> _Constants:
-    """In even rounds row 0 holds words (0, 1) and row 1 words (2, 3), in odd rounds the other way round."""
+    """Return the constants; row 0 holds words (0, 1) and row 1 words (2, 3) in even rounds, vice versa in odd ones."""
     of = _NUMPY.of if device.type == "cpu" else _TORCH.of
     key = (seed & _MASK, seed >> 32 & _MASK)
     keys = [[k + i * w & _MASK for k, w in zip(key, _WEYL)] for i in range(_ROUNDS)]
@@ -110,10 +93,9 @@ class _Lanes:
         self.spare: Array = None
 
     def run(self, ids: Array, blocks: Array, step: Array) -> None:
-        """Make the words of blocks ``blocks[i] + step[j]`` of stream ``ids[i]``, row by row.
+        """Compute the words of blocks ``blocks[i] + step[j]`` of stream ``ids[i]``, row by row.
 
-        ``x`` then holds words 0 and 2 of every lane, ``y`` words 1 and 3 in the low half of each entry, int64 [2, n];
-        ``spare`` is free.
+        Then ``x`` holds words 0 and 2 of every lane, ``y`` words 1 and 3 in the low half of each entry, int64 [2, n].
         """
         n = len(ids) * len(step)
         self.x, self.y, self.spare = (b[: 2 * n].reshape(2, n) for b in self.buffers)
@@ -124,7 +106,7 @@ class _Lanes:
         self._rounds()
 
     def _rounds(self) -> None:
-        """A round makes each half from the product of the other, so halves change rows instead of being moved."""
+        """Run all rounds; each half follows from the product of the other, so halves swap rows instead of moving."""
         mul, right, xor, mask = self.ops.mul, self.ops.right, self.ops.xor, self.ops.mask
         multipliers, keys, all32, _, half = self.constants
         x, (x0, x1) = self.x, self.x
@@ -140,19 +122,19 @@ class _Lanes:
         self.y, self.spare = y[0], product[0]
 
     def words(self, bits: int = 32) -> tuple[Array, Array, Array, Array]:
-        """Words 0 to 3 of every lane, int64 [n] each, with all bits or only the high 24."""
+        """Return words 0 to 3 of every lane, int64 [n] each, with all bits or only the high 24."""
         if bits == 24:
             self.ops.mask(self.x, self.constants.high24, out=self.x)
         self.ops.mask(self.y, self.constants.high24 if bits == 24 else self.constants.all32, out=self.y)
         return self.x[0], self.y[0], self.x[1], self.y[1]
 
     def floats(self, buffer: Array) -> Array:
-        """Two float32 arrays [2, n] in the memory of one of the three buffers."""
+        """View one of the three buffers as two float32 arrays [2, n]."""
         return buffer.view(self.ops.float32).reshape(2, 2, -1)
 
 
 def _places(out: Array) -> Array:
-    """Where words 0 to 3 of every lane belong in ``out`` [4n]: a view [4, n]."""
+    """View ``out`` [4n] as [4, n]: words 0 to 3 of every lane."""
     return out.reshape(-1, 4).T
 
 
@@ -173,7 +155,7 @@ def _uniform(lanes: _Lanes, out: Array) -> None:
 
 
 def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
-    """Box-Muller on the words (2k, 2k+1): the first gives the radius, the second, as a signed number, the angle."""
+    """Box-Muller on the words (2k, 2k+1): radius from the first, angle from the second, as a signed number."""
     ops = lanes.ops
     u, t = lanes.floats(lanes.spare)
     u[...], t[...] = lanes.x, lanes.y.view(ops.int32)[:, ::2]
@@ -190,12 +172,11 @@ def _normal(lanes: _Lanes, out: Array, scale: float = 1.0) -> None:
         place[...] = words
 
 
-# The functions below use only additions, multiplications, divisions and square roots, which IEEE 754 rounds in one way,
-# each in an operation of its own: so a normal value has the same bits in every slice and on every device. torch.log and
-# torch.cos do not promise that (the last entries of an array may take another path than the others).
+# The functions below use only additions, multiplications, divisions and square roots, which IEEE 754 rounds in one way.
+# So a normal value has the same bits in every slice and on every device. torch.log and torch.cos do not guarantee that
+# (the last entries of an array may take another code path).
 
-_SQRT_HALF = 0x3F3504F3
-"""The bits of the float32 1/sqrt 2."""
+_SQRT_HALF = 0x3F3504F3  # the bits of the float32 1/sqrt 2
 _LOG = (-4.000000476837158, -1.333045244216919, -0.8259008526802063)
 _SINE = (4.442883014678955, -7.308245658874512, 3.606353998184204, -0.8461104035377502, 0.10982204228639603)
 _COSINE = (1.4142135381698608, -6.978850841522217, 5.73945951461792, -1.8835527896881104, 0.3106778562068939)
@@ -210,7 +191,7 @@ def _polynomial(ops: _Ops, x: Array, coefficients: Sequence[float], out: Array) 
 
 
 def _minus_two_log(ops: _Ops, u: Array, free: Sequence[Array]) -> Array:
-    """-2 ln u, never negative, for float32 u in (0, 1]; overwrites u and ``free`` and returns ``free[0]``.
+    """Compute -2 ln u >= 0 for float32 u in (0, 1]; overwrites u and ``free``, returns ``free[0]``.
 
     u = m * 2**e with m in [1/sqrt 2, sqrt 2], and -2 ln m = -4 atanh((m - 1) / (m + 1)).
     """
@@ -227,7 +208,7 @@ def _minus_two_log(ops: _Ops, u: Array, free: Sequence[Array]) -> Array:
 
 
 def _half_angle(ops: _Ops, t: Array, free: Sequence[Array]) -> tuple[Array, Array]:
-    """sqrt(2) times the sine and the cosine of pi * t, to 2e-7, for t in [-1/2, 1/2]; kept in ``free``."""
+    """Compute sqrt(2) times sine and cosine of pi * t, to 2e-7, for t in [-1/2, 1/2], in ``free``."""
     square = ops.mul(t, t, out=free[0])
     sine = _polynomial(ops, square, _SINE, out=free[1])
     return ops.mul(sine, t, out=sine), _polynomial(ops, square, _COSINE, out=free[2])
@@ -239,8 +220,7 @@ Write = Callable[[_Lanes, Array], None]
 class _Tile(NamedTuple):
     rows: slice
     columns: slice
-    blocks: int
-    """Blocks per row that cover the columns."""
+    blocks: int  # per row, to cover the columns
 
     @property
     def lanes(self) -> int:
@@ -249,29 +229,28 @@ class _Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Request:
-    """Values ``starts[i] + j`` of stream ``ids[i]`` for every row i and column j, made by ``write`` in ``dtype``."""
+    """Values ``starts[i] + j`` of stream ``ids[i]`` for row i and column j, computed by ``write`` in ``dtype``."""
 
     write: Write
     dtype: torch.dtype
     seed: int
     ids: Tensor
     starts: Tensor
-    phase: int | None
-    """All the starts modulo 4 where they agree, else None."""
+    phase: int | None  # all starts modulo 4 if they agree, else None
 
     def new(self, count: int) -> Tensor:
-        """A new tensor [rows, count]."""
+        """Return a new tensor [rows, count]."""
         return self.into(torch.empty(len(self.ids), count, dtype=self.dtype, device=self.ids.device))
 
     def into(self, out: Tensor) -> Tensor:
-        """Fill ``out`` [rows, count] of any dtype, tile by tile, on a CPU in as many threads as torch may use."""
+        """Fill ``out`` [rows, count] of any dtype, tile by tile, on a CPU in torch's number of threads."""
         on_cpu = out.device.type == "cpu"
         tiles = list(self._tiles(len(out), out.shape[1], _LANES["cpu" if on_cpu else "cuda"]))
         workers = min(torch.get_num_threads(), len(tiles) // 2) if on_cpu else 1
         if workers < 2:
             self._fill(out, tiles)
         else:
-            # Another thread does not inherit the caller's inference mode, without which it may not write to ``out``.
+            # Threads do not inherit the caller's inference mode, without which they may not write to ``out``.
             fill = torch.inference_mode(torch.is_inference_mode_enabled())(self._fill)
             with ThreadPoolExecutor(workers) as pool:
                 list(pool.map(lambda worker: fill(out, tiles[worker::workers]), range(workers)))
@@ -296,7 +275,7 @@ class _Request:
                 target.copy_(self._cut(made.view(-1, 4 * tile.blocks), tile))
 
     def _cut(self, values: Tensor, tile: _Tile) -> Tensor:
-        """The wanted columns of whole blocks."""
+        """Select the wanted columns of whole blocks."""
         width = tile.columns.stop - tile.columns.start
         if self.phase is not None:
             return values[:, self.phase : self.phase + width]
@@ -325,25 +304,25 @@ class Stream:
         return _request(self, write, dtype, [start], torch.device(device)).new(count)[0]
 
     def bits(self, start: int, count: int, device: Device = "cpu") -> Tensor:
-        """32-bit words ``start .. start + count``: int64 [count]."""
+        """Return 32-bit words ``start .. start + count``: int64 [count]."""
         return self._slice(_bits, torch.int64, start, count, device)
 
     def uniform(self, start: int, count: int, device: Device = "cpu") -> Tensor:
-        """float32 [count] in [0, 1): multiples of 2**-24."""
+        """Return float32 [count] in [0, 1): multiples of 2**-24."""
         return self._slice(_uniform, torch.float32, start, count, device)
 
     def normal(self, start: int, count: int, device: Device = "cpu") -> Tensor:
-        """float32 [count], standard normal, at most 6.77 in size."""
+        """Return standard normal values, float32 [count], of absolute value <= 6.77."""
         return self._slice(_normal, torch.float32, start, count, device)
 
     def integers(self, start: int, count: int, high: int, device: Device = "cpu") -> Tensor:
-        """int64 [count] in [0, high), 1 <= high <= 2**31: ``word * high >> 32``, so the bias is under high / 2**32."""
+        """Return int64 [count] in [0, high), 1 <= high <= 2**31: ``word * high >> 32``, with a bias < high / 2**32."""
         if not 1 <= high <= 1 << 31:
             raise ArgumentError(f"high={high}: must be between 1 and 2**31", key="high")
         return self.bits(start, count, device).mul_(high).bitwise_right_shift_(32)
 
     def permutation(self, n: int, device: Device = "cpu") -> Tensor:
-        """int64 [n]: 0 .. n-1 in the order of their 64-bit keys (words 2i and 2i+1), equal keys by index."""
+        """Return 0 .. n-1 in the order of their 64-bit keys (words 2i and 2i+1), equal keys by index: int64 [n]."""
         words = self.bits(0, 2 * n, device).view(n, 2)
         return torch.argsort((words[:, 0] << 32) | words[:, 1], stable=True)
 
@@ -356,14 +335,14 @@ def _request(stream: Stream, write: Write, dtype: torch.dtype, starts: Sequence[
 
 
 def stream(seed: int, *path: str | int) -> Stream:
-    """The stream of this seed named by a path, for example ``stream(0, "init", "model.norm.weight")``."""
+    """Return the stream of a seed and a path, for example ``stream(0, "init", "model.norm.weight")``."""
     return Stream(seed, stream_id(*path))
 
 
 def uniform_rows(seed: int, ids: Tensor, start: int | Tensor, count: int) -> Tensor:
-    """``Stream(seed, ids[i]).uniform(start, count)`` for every row: ids int64 [B] -> float32 [B, count], one call.
+    """Draw ``Stream(seed, ids[i]).uniform(start, count)`` for every row: ids int64 [B] -> float32 [B, count].
 
-    ``start`` is one index for all rows or an int64 [B] tensor.
+    start: one index for all rows, or int64 [B].
     """
     if isinstance(start, Tensor):
         return _Request(_uniform, torch.float32, seed, ids, start, None).new(count)
@@ -373,21 +352,18 @@ def uniform_rows(seed: int, ids: Tensor, start: int | Tensor, count: int) -> Ten
 def fill_normal_(
     tensor: Tensor, stream: Stream, std: float = 1.0, box: Box | None = None, shape: Shape | None = None
 ) -> Tensor:
-    """Fill in place with N(0, std**2), computed in float32 and rounded to the dtype; returns the tensor.
+    """Fill in place with N(0, std**2), computed in float32 and rounded to the dtype; return the tensor.
 
-    ``tensor`` is the piece ``box`` of a global tensor of this ``shape`` (default: all of it) and gets the bits that the
-    global tensor has there. A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
+    ``tensor`` is the piece ``box`` of a global tensor of this ``shape`` (default: all of it) and gets its bits there.
+    A flat (ragged) interval of a tensor is a box of the flattened shape ``(numel,)``.
     """
-    return _fill(tensor, functools.partial(_normal, scale=float(std)), stream, box, shape)
-
-
-def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: Shape | None) -> Tensor:
     shape = tuple(shape if shape is not None else tensor.shape)
     box = box or Box.whole(shape)
     if tuple(tensor.shape) != box.size or len(shape) != len(box.size) or not Box.whole(shape).contains(box):
         message = f"a tensor of shape {tuple(tensor.shape)} is not the {box} of shape {shape}"
         raise ArgumentError(message, key="box")
     starts, length = runs(box, shape)
+    write = functools.partial(_normal, scale=float(std))
     request = _request(stream, write, torch.float32, starts, tensor.device)
     with torch.no_grad():
         if tensor.is_contiguous():
@@ -398,9 +374,9 @@ def _fill(tensor: Tensor, write: Write, stream: Stream, box: Box | None, shape: 
 
 
 def dropout_mask(stream: Stream, rows: Tensor, width: int, p: float) -> Tensor:
-    """bool [N, width], True (kept) with probability 1 - p; rows int64 [N] are global token indices.
+    """Return bool [N, width], True (kept) with probability 1 - p; rows: global token indices, int64 [N].
 
-    Entry (i, j) is decided by value ``rows[i] * width + j`` of the stream: it does not depend on how tokens are split.
+    Entry (i, j) follows from value ``rows[i] * width + j`` of the stream, however tokens are split over ranks.
     """
     write = functools.partial(_keep, threshold=round(p * 2**32))
     phase = 0 if width % 4 == 0 else None

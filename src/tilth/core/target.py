@@ -1,7 +1,7 @@
-"""Files and folders that are there as a whole or not at all, also after a power cut.
+"""Write files and folders atomically, also under a power cut.
 
-Bytes survive one when the file was synchronised, its name when its folder was: so whatever gets its name here is
-synchronised before, and the folder after. Nothing else in the package renames what has to last.
+Bytes survive a power cut after fsync of the file, its name after fsync of the folder: so a file is synchronised before
+it is renamed, and its folder after. All durable renames of the package are here.
 """
 
 import errno
@@ -19,16 +19,16 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that knows no such thing of folders
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems have no fsync of folders
             raise
     finally:
         os.close(descriptor)
 
 
 def rename(made: Path, final: Path, *, durable: bool = True) -> None:
-    """Give a finished file or folder its name, at once; what had that name is replaced. OSError.
+    """Rename a finished file or folder atomically, replacing an existing one. OSError.
 
-    Durable, with all its bytes, when this returns; of a folder with the names in it, whose files must be so already.
+    Durable when this returns: the bytes of a file, or the names in a folder, whose files must be durable already.
     """
     if durable and not made.is_symlink():
         sync(made)
@@ -38,7 +38,7 @@ def rename(made: Path, final: Path, *, durable: bool = True) -> None:
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Make a folder, and those above it, whose names are durable when this returns. OSError."""
+    """Make a folder and its parents durably. OSError."""
     if exist_ok and path.is_dir():
         return
     if not path.parent.exists():
@@ -49,7 +49,7 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that names path and reason (disk full, read-only ...)."""
+    """Turn an OSError of the block into a StorageError with path and reason (disk full, read-only ...)."""
     try:
         yield
     except OSError as error:
@@ -60,10 +60,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to, beside the file; at the end of the block, unless it failed, that becomes the file, durably.
+    """Yield a temporary path beside the file, which replaces the file durably if the block succeeds.
 
-    Through a link the file is written that it leads to. StorageError, naming ``path``: it cannot be written, or it is
-    there and no regular file (a device, a pipe, a folder), which a new file would take the place of.
+    Of a link, the target is written. StorageError if the file cannot be written, or if it exists and is no regular file
+    (a device, a pipe, a folder), which a new file would replace.
     """
     try:
         real = path.resolve()
@@ -79,5 +79,5 @@ def written_whole(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}", key=path.name) from error
     finally:
-        with suppress(OSError):  # of the same disk, which has said its word; as a rule it has its name by now
+        with suppress(OSError):  # of the disk that failed already; after a success there is no such file
             temporary.unlink(missing_ok=True)

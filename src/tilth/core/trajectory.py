@@ -13,7 +13,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Segment(NamedTuple):
-    """Tokens of one role in an episode, from ``start`` up to the next segment."""
+    """Tokens of one role, from ``start`` up to the next segment."""
 
     role: Role
     start: int
@@ -21,36 +21,29 @@ class Segment(NamedTuple):
 
 @dataclass
 class Trajectory:
-    """One episode: what the policy was given and what it made of it. Token ids are never re-tokenised.
+    """One episode of prompt, answers and tool results; T tokens, which are never re-tokenised.
 
-    All per-token arrays have the length T of ``tokens``. ``mask`` alone says what is trained; a single turn is one
-    user segment and one assistant segment. Raises TrajectoryError for parts that contradict each other.
+    ``mask`` alone decides which tokens are trained. A single turn is one user segment and one assistant segment.
+    TrajectoryError for fields that contradict each other.
     """
 
-    id: int
-    """Global id, unique in a run; keys the random numbers of sampling."""
-    prompt: int
-    """Index of the prompt in its dataset."""
-    group: int
-    """Id of this occurrence of the prompt; samples of one occurrence share it."""
-    tokens: np.ndarray
-    """int64 [T]."""
-    mask: np.ndarray
-    """uint8 [T], 1 where the policy chose the token; only in assistant segments."""
+    id: int  # unique in a run; keys the random numbers of sampling
+    prompt: int  # index in its dataset
+    group: int  # shared by the samples of one occurrence of the prompt
+    tokens: np.ndarray  # int64 [T]
+    mask: np.ndarray  # uint8 [T]: 1 where the policy chose the token; only in assistant segments
     logprobs: np.ndarray
     """float32 [T]: log-prob of each chosen token under the behaviour policy at the sampling temperature, before
     top-k/top-p/min-p; 0 where the policy did not choose."""
     sampling_logprobs: np.ndarray | None = None
-    """float32 [T]: log-prob under the distribution that was really sampled from (after filters); None if no filter."""
+    """float32 [T]: log-prob under the filtered distribution that was sampled from; None without a filter."""
     segments: list[Segment] = field(default_factory=list)
-    """In order, without gaps; none given: a user segment up to the first chosen token, then an assistant segment."""
+    """In order, without gaps; default: a user segment up to the first chosen token, then an assistant segment."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first token index, policy version) for each span of tokens made by one version of the weights."""
-    reward: float | None = None
-    """None while not scored, or missing: a failed reward is missing, never 0."""
+    """(first token, policy version) of each span of tokens that one version of the weights made."""
+    reward: float | None = None  # None before scoring, and if the reward failed
     finish: Finish = "stop"
-    text: str = ""
-    """The last assistant segment decoded, without the end token."""
+    text: str = ""  # the last assistant segment decoded, without the end token
     info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,16 +58,16 @@ class Trajectory:
         ordered = not len(starts) or (starts[0] == 0 and (spans > 0).all())
         tokens = len(self.tokens)
         self._check(bool(ordered), "segments", f"segments at {starts.tolist()} do not tile {tokens} tokens")
-        spoken = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
-        self._check(not self.mask[~spoken].any(), "mask", "the mask has a token outside of assistant segments")
+        assistant = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
+        self._check(not self.mask[~assistant].any(), "mask", "the mask has a token outside of assistant segments")
 
-    def _check(self, good: bool, field: str, what: str) -> None:
+    def _check(self, good: bool, field: str, message: str) -> None:
         if not good:
-            raise TrajectoryError(f"trajectory {self.id}: {what}", key=field)
+            raise TrajectoryError(f"trajectory {self.id}: {message}", key=field)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first one that the policy chose."""
+        """Number of tokens before the first one that the policy chose."""
         chosen = np.flatnonzero(self.mask)
         return int(chosen[0]) if len(chosen) else len(self.tokens)
 
@@ -84,8 +77,8 @@ class Trajectory:
         return int(self.mask.sum())
 
     def token_versions(self) -> np.ndarray:
-        """Version of the policy that chose each token, int32 [T]; 0 where it chose none. TrajectoryError unless the
-        spans of ``versions`` are in order and cover every chosen token."""
+        """Return the policy version that chose each token, int32 [T], 0 elsewhere. TrajectoryError unless ``versions``
+        is in order and covers every chosen token."""
         starts = np.array([start for start, _ in self.versions], np.int64)
         span = np.searchsorted(starts, np.arange(len(self.tokens)), side="right") - 1
         covered = (np.diff(starts) > 0).all() and not np.any(self.mask[span < 0])

@@ -132,7 +132,7 @@ class Saving:
     def _tidy(self, path: Location) -> None:
         self._durable, self._path = time.monotonic(), str(path)
         self._best = note_best(self.root, self._best)
-        if step_of(latest(self.root)) == self._step:  # a newer one is another run's and must not count
+        if step_of(latest(self.root) or "") == self._step:  # else another run's, which would count as kept
             prune(self.root, self.section.keep, self.section.keep_every)
 
     def _fail(self, error: StorageError | CheckpointError) -> None:
