@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis.costs import ENOUGH, fit_costs
 from tilth.analysis.events import from_table
 from tilth.core.errors import DataError, StorageError
@@ -215,9 +216,9 @@ def test_costs_are_never_negative(seed, noise):
 def test_too_few_spans_are_said():
     few = [{"op": "decode", "role": "rollout", "tokens": 5, "duration": 10}] * (ENOUGH - 1)
     assert fit_costs(table(passes() + few)).left == (f"decode of rollout: {ENOUGH - 1} of {ENOUGH} spans",)
-    with pytest.raises(DataError, match=r"nothing to learn costs from \(decode of rollout: 7 of 8 spans\)"):
+    with raises(DataError, "events.few"):
         fit_costs(table(few))
-    with pytest.raises(DataError, match=r"\(no work in the trace\)"):
+    with raises(DataError, "events.work"):
         fit_costs(table([{"op": "step", "role": "", "duration": 10}]))
 
 

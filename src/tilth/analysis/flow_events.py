@@ -15,14 +15,10 @@ BEGIN, ON, END = 0, 1, 2
 class Arrows:
     """Points of arrows, int64 [k] each, those of one arrow in order. Along an arrow time never falls."""
 
-    number: np.ndarray
-    """Of the arrow, from 0 on."""
-    row: np.ndarray
-    """Of the span."""
-    at: np.ndarray
-    """ns, within the span."""
-    place: np.ndarray
-    """BEGIN, ON or END."""
+    number: np.ndarray  # Of the arrow, from 0 on
+    row: np.ndarray  # Of the span
+    at: np.ndarray  # ns, within the span
+    place: np.ndarray  # BEGIN, ON or END
 
     @property
     def count(self) -> int:

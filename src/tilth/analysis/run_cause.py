@@ -31,8 +31,7 @@ now the other."""
 @dataclass(frozen=True)
 class _Candidate:
     kind: str
-    durations: np.ndarray
-    """float64 [n]: seconds of the nodes without it."""
+    durations: np.ndarray  # float64 [n]: seconds of the nodes without it
     text: Callable[[], str]
     where: tuple[Place, ...]
     plausible: bool

@@ -32,26 +32,19 @@ class Steps:
     """Nodes of s steps, n in all, and the k operations that they spend their time in. Each step starts at 0."""
 
     events: Events
-    steps: np.ndarray
-    """int64 [s]: their numbers, ascending."""
-    recorded: np.ndarray
-    """float64 [s]: seconds of the controller's spans."""
+    steps: np.ndarray  # int64 [s]: their numbers, ascending
+    recorded: np.ndarray  # float64 [s]: seconds of the controller's spans
     dropped: list[int]
     """Steps left out, for calls of theirs are missing."""
     ops: tuple[str, ...]
     kind: np.ndarray
     """int64 [n]: LAUNCH ... END."""
-    frame: np.ndarray
-    """int64 [n]: row of the call, or of the step, that the node is part of."""
-    segment: np.ndarray
-    """int64 [n]: its place in the frame."""
-    row: np.ndarray
-    """int64 [n]: row of the communication or the await, -1 for others."""
-    real: np.ndarray
-    """float64 [n, k]: seconds by operation, without waiting for others."""
+    frame: np.ndarray  # int64 [n]: row of the call, or of the step, that the node is part of
+    segment: np.ndarray  # int64 [n]: its place in the frame
+    row: np.ndarray  # int64 [n]: row of the communication or the await, -1 for others
+    real: np.ndarray  # float64 [n, k]: seconds by operation, without waiting for others
     graph: Graph
-    last: np.ndarray
-    """int64 [s]: the END of each step."""
+    last: np.ndarray  # int64 [s]: the END of each step
     older: int = 0
     """Steps left out, for those after them have as many events as are looked at."""
     profiled: tuple[int, ...] = ()
@@ -233,13 +226,14 @@ def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[in
     end before the controller's, and those of a run in progress come to disk by and by."""
     told = np.array(events.steps, np.int64)
     if not len(told):
-        raise DataError("no step of the run has ended yet")
+        raise DataError("no step of the run has ended yet", key="steps.ended")
     steps = told if wanted is None else told[(told >= wanted.start) & (told < wanted.stop)]
     if wanted is not None and not len(steps):
-        raise DataError(f"no events of steps {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}")
+        message = f"no events of steps {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}"
+        raise DataError(message, key="steps")
     broken = np.isin(steps, _missing(events))
     if broken.all():
-        raise DataError(f"no step is complete: calls of step {steps[0]} are missing")
+        raise DataError(f"no step is complete: calls of step {steps[0]} are missing", key="steps.complete")
     return steps[~broken], steps[broken].tolist()
 
 
@@ -247,7 +241,8 @@ def _undisturbed(events: Events, steps: np.ndarray) -> tuple[np.ndarray, tuple[i
     """The steps that were not profiled, and those that were. DataError if all were."""
     during = np.isin(steps, profiled(events))
     if during.all():
-        raise DataError(f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too")
+        message = f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too"
+        raise DataError(message, key="steps.profiled")
     return steps[~during], tuple(steps[during].tolist())
 
 

@@ -24,12 +24,9 @@ class Rates:
     """Of s steps and w ranks. A cost is in seconds of a usual rank."""
 
     steps: Steps
-    frames: np.ndarray
-    """int64 [f]: rows of the calls that more than one rank executed."""
-    spent: np.ndarray
-    """float64 [f]: seconds of work in each, without communications, pauses and waits."""
-    costs: np.ndarray
-    """float64 [f, k]: what they should have taken, by operation."""
+    frames: np.ndarray  # int64 [f]: rows of the calls that more than one rank executed
+    spent: np.ndarray  # float64 [f]: seconds of work in each, without communications, pauses and waits
+    costs: np.ndarray  # float64 [f, k]: what they should have taken, by operation
 
     @cached_property
     def cost(self) -> np.ndarray:

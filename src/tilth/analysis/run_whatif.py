@@ -56,7 +56,7 @@ def analyse(
     try:
         return analyse_events(events, steps, latency, bandwidth)
     except DataError as error:
-        raise DataError(f"{run}: {error}") from error
+        raise DataError(f"{run}: {error}", key=error.key) from error
 
 
 def analyse_events(

@@ -28,14 +28,10 @@ _OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
 class Meetings:
     """What the communications of r ranks took, in seconds, each float64 [r]. Exposed: in the thread of the calls."""
 
-    transfer: np.ndarray
-    """Exposed, once all members were there."""
-    waiting: np.ndarray
-    """Exposed, until the last member was there."""
-    hidden: np.ndarray
-    """Beside the calls, in another thread, while the rank was in a call."""
-    blamed: np.ndarray
-    """How long the other members waited, in the mean, where this rank came last."""
+    transfer: np.ndarray  # Exposed, once all members were there
+    waiting: np.ndarray  # Exposed, until the last member was there
+    hidden: np.ndarray  # Beside the calls, in another thread, while the rank was in a call
+    blamed: np.ndarray  # How long the other members waited, in the mean, where this rank came last
     by_op: dict[str, float]
     """Exposed seconds by operation, the mean over ranks."""
 
@@ -45,8 +41,7 @@ class Account:
     """The time of s steps on r ranks, in c parts. All times in seconds."""
 
     attempt: int
-    steps: np.ndarray
-    """int64 [s]: those that have ended."""
+    steps: np.ndarray  # int64 [s]: those that have ended
     seconds: np.ndarray
     """float64 [s]: from the start of a step to that of the next; of the last to the end of what followed it."""
     ranks: tuple[int, ...]
@@ -56,8 +51,7 @@ class Account:
     by_step: np.ndarray
     """float64 [s, c]: means over ranks. A call belongs to the step that it was made in, also where it goes on into the
     next: such a row sums to more than the step's time."""
-    by_rank: np.ndarray
-    """float64 [r, c]: sums over steps; a row sums to the whole time."""
+    by_rank: np.ndarray  # float64 [r, c]: sums over steps; a row sums to the whole time
     roles: dict[str, np.ndarray]
     """float64 [r] by role: in its calls, without communication and pauses. The longest first."""
     pace: np.ndarray
@@ -90,10 +84,8 @@ class EventParts:
     """What each of n events belongs to."""
 
     names: tuple[str, ...]
-    code: np.ndarray
-    """int64 [n]: of ``names``."""
-    main: np.ndarray
-    """bool [n]: in the thread that executes calls (of the controller: the one that has the steps)."""
+    code: np.ndarray  # int64 [n]: of ``names``
+    main: np.ndarray  # bool [n]: in the thread that executes calls (of the controller: the one that has the steps)
 
 
 def account(events: Events, steps: range | None = None) -> Account:
@@ -102,8 +94,9 @@ def account(events: Events, steps: range | None = None) -> Account:
     chosen = np.ones(len(known), bool) if steps is None else np.isin(known, np.arange(steps.start, steps.stop))
     if not chosen.any():
         if steps is None or not len(known):
-            raise DataError("no step has ended yet")
-        raise DataError(f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}")
+            raise DataError("no step has ended yet", key="steps.ended")
+        message = f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}"
+        raise DataError(message, key="steps")
     parts = parts_of(events)
     place = places(events, bounds, known)
     place = np.where((place >= 0) & chosen[place], np.cumsum(chosen)[place] - 1, -1)
