@@ -117,7 +117,7 @@ def assumed(
 def retimed(
     events: Events, latency: float | None = None, bandwidth: float | None = None, steps: np.ndarray | None = None
 ) -> np.ndarray:
-    """List communications for which ``retimed`` must assume that all time is bandwidth; () if both are given.
+    """int64 [n]: ns of each row without waiting, on a network of this latency (seconds) and bandwidth (bytes/s).
 
     None keeps the run's value; with both None these are the recorded transfers. Rows that are no complete
     communication keep their duration. On a slower link a transfer takes as much longer as the link does. On a faster
