@@ -3,6 +3,7 @@
 Shares are of the time lost, (T - T_mended) / (T - T_ideal). They need not add up to 1: causes overlap.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +159,7 @@ def alikeness(trace: Trace) -> tuple[float, float]:
     )
 
 
-def medians(workers: list[tuple[np.ndarray, ...]]) -> tuple[float, float]:
+def medians(workers: Sequence[tuple[np.ndarray, ...]]) -> tuple[float, float]:
     """Medians over workers of the correlation of forward with backward times, and of the variation of forwards."""
     r, variation = np.median([pearson(f, b) for f, b in workers], axis=0) if workers else (0.0, 0.0)
     return float(r), float(variation)
