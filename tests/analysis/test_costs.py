@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis.costs import ENOUGH, fit_costs
 from tilth.analysis.events import from_table
 from tilth.core.errors import DataError, StorageError
@@ -130,9 +131,9 @@ def test_sequences_of_one_length_go_by_the_token():
     assert found.separate and not found.separate_squares and found.per_square == 0
     assert found.per_token == pytest.approx(1e-6, rel=0.1)
     assert found.lengths == (5, 16)
-    with pytest.raises(DataError, match="fitted on 5 to 16 tokens a sequence, not on 64"):
+    with raises(DataError, "tokens a sequence"):
         found.seconds(320, 64 * 320)
-    with pytest.raises(DataError, match="fitted on 0 to 16 tokens a sequence, not on 64"):
+    with raises(DataError, "tokens a sequence"):
         found.rows(np.array([8, 64]))
     assert found.rows(np.array([8, 64]), beyond=True)[1] == 8 * found.rows(np.array([8]))[0]
     assert found.rows(np.zeros(0)).tolist() == []
@@ -156,11 +157,11 @@ def test_nothing_is_answered_beyond_what_was_fitted(costs):
     found = costs.of("forward", "policy")
     most = found.tokens[1]
     assert found.seconds(most * REACH * 0.99, found.squares[1]).shape == ()
-    with pytest.raises(DataError, match=r"the cost of forward of policy was fitted on [\d,]+ to [\d,]+ tokens, not on"):
+    with raises(DataError, "tokens"):
         found.seconds(most * 2, found.squares[1])
-    with pytest.raises(DataError, match="tokens, not on 0"):
+    with raises(DataError, "tokens"):
         found.seconds(np.array([most, 0]), found.squares[1])
-    with pytest.raises(DataError, match="squares, not on"):
+    with raises(DataError, "squares"):
         found.seconds(most, found.squares[1] * 2)
     assert float(found.seconds(most * 2, found.squares[1], beyond=True)) > float(found.seconds(most, found.squares[1]))
 
@@ -168,17 +169,17 @@ def test_nothing_is_answered_beyond_what_was_fitted(costs):
 def test_communications(costs):
     found = costs.communication("all_reduce", 2, np.array([1000, 64_000]))
     assert found.tolist() == pytest.approx([1e-4 + 5e-6, 1e-4 + 3.2e-4], rel=1e-3)
-    with pytest.raises(DataError, match=r"all_reduce among 2 ranks was fitted on 1,000 to 64,000 bytes, not on 1,0"):
+    with raises(DataError, "bytes"):
         costs.communication("all_reduce", 2, 1e6)
     assert float(costs.communication("all_reduce", 2, 1e6, beyond=True)) == pytest.approx(1e-4 + 5e-3, rel=1e-2)
 
 
 def test_what_was_not_fitted_is_named(costs):
-    with pytest.raises(DataError, match=r"no cost of 'decode' of 'rollout' was fitted; there is that of forward of p"):
+    with raises(DataError, "rollout.decode"):
         costs.of("decode", "rollout")
-    with pytest.raises(DataError, match=r"no cost of 'all_reduce' among 8 ranks was fitted; .* all_reduce of 2"):
+    with raises(DataError, "all_reduce.8"):
         costs.link("all_reduce", 8)
-    with pytest.raises(DataError, match="there is that of nothing"):
+    with raises(DataError, "all_reduce.8"):
         Costs((), ()).link("all_reduce", 8)
 
 
@@ -215,9 +216,9 @@ def test_costs_are_never_negative(seed, noise):
 def test_too_few_spans_are_said():
     few = [{"op": "decode", "role": "rollout", "tokens": 5, "duration": 10}] * (ENOUGH - 1)
     assert fit_costs(table(passes() + few)).left == (f"decode of rollout: {ENOUGH - 1} of {ENOUGH} spans",)
-    with pytest.raises(DataError, match=r"nothing to learn costs from \(decode of rollout: 7 of 8 spans\)"):
+    with raises(DataError, "events.few"):
         fit_costs(table(few))
-    with pytest.raises(DataError, match=r"\(no work in the trace\)"):
+    with raises(DataError, "events.work"):
         fit_costs(table([{"op": "step", "role": "", "duration": 10}]))
 
 
@@ -242,37 +243,37 @@ def test_what_is_no_number_survives_as_such(costs, tmp_path):
 
 
 def test_where_it_cannot_be_written(costs, tmp_path):
-    with pytest.raises(StorageError, match=r"cannot write .*nowhere"):
+    with raises(StorageError, "costs.json"):
         save_costs(costs, tmp_path / "nowhere" / "costs.json")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        (lambda d: "text", "holds no costs; tilth trace costs RUN --save PATH writes them"),
-        (lambda d: d | {"format": "other"}, "holds no costs"),
-        (lambda d: d | {"version": 7}, "of version 7; this Tilth reads 1"),
-        (lambda d: {k: v for k, v in d.items() if k != "links"}, "is damaged: links"),
-        (lambda d: d | {"compute": [d["compute"][0] | {"per_token": -1.0}]}, "is damaged: compute.0.per_token"),
-        (lambda d: d | {"compute": [d["compute"][0] | {"fixed": "much"}]}, "is damaged: compute.0.fixed"),
-        (lambda d: d | {"compute": [d["compute"][0] | {"tokens": [1]}]}, "is damaged: compute.0.tokens"),
-        (lambda d: d | {"compute": [d["compute"][0] | {"ranks": []}]}, "is damaged: compute.0.ranks"),
-        (lambda d: d | {"compute": ["x"]}, "is damaged: compute.0"),
-        (lambda d: d | {"links": [d["links"][0] | {"error": None}]}, "is damaged: links.0.error"),
+        (lambda d: "text", "format"),
+        (lambda d: d | {"format": "other"}, "format"),
+        (lambda d: d | {"version": 7}, "version"),
+        (lambda d: {k: v for k, v in d.items() if k != "links"}, "links"),
+        (lambda d: d | {"compute": [d["compute"][0] | {"per_token": -1.0}]}, "compute.0.per_token"),
+        (lambda d: d | {"compute": [d["compute"][0] | {"fixed": "much"}]}, "compute.0.fixed"),
+        (lambda d: d | {"compute": [d["compute"][0] | {"tokens": [1]}]}, "compute.0.tokens.1"),
+        (lambda d: d | {"compute": [d["compute"][0] | {"ranks": []}]}, "compute.0.ranks"),
+        (lambda d: d | {"compute": ["x"]}, "compute.0"),
+        (lambda d: d | {"links": [d["links"][0] | {"error": None}]}, "links.0.error"),
     ],
 )
-def test_files_that_are_none(costs, tmp_path, change, message):
+def test_files_that_are_none(costs, tmp_path, change, field):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(change(as_dict(costs))))
-    with pytest.raises(DataError, match=message) as raised:
+    with raises(DataError, f"costs.json.{field}") as raised:
         load_costs(path)
     assert str(path) in str(raised.value)
 
 
 def test_files_that_are_not_there_or_torn(costs, tmp_path):
-    with pytest.raises(DataError, match="cannot read costs from"):
+    with raises(DataError, "none.json"):
         load_costs(tmp_path / "none.json")
     path = tmp_path / "torn.json"
     path.write_text(json.dumps(as_dict(costs))[:-20])
-    with pytest.raises(DataError, match="is no JSON"):
+    with raises(DataError, "torn.json.syntax"):
         load_costs(path)

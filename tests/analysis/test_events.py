@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis.events import from_table, load, parse_steps
 from tilth.analysis.read import read_events, self_times
 from tilth.core.errors import DataError
@@ -46,9 +47,9 @@ def test_one_attempt_of_several_and_some_steps(tmp_path):
     second = load(tmp_path, steps=parse_steps("2"))
     assert second.steps == (2,) and second.parent.tolist() == [-1, 0, 1, 1] and second.start[0] > 0
     assert len(load(tmp_path, steps=parse_steps("1:3"))) == 8
-    with pytest.raises(DataError, match="has no attempt 2; there are 1, 3"):
+    with raises(DataError, "attempt"):
         load(tmp_path, 2)
-    with pytest.raises(DataError, match="no events of steps 7:9; its steps are 1 to 2"):
+    with raises(DataError, "steps"):
         load(tmp_path, steps=range(7, 9))
 
 
@@ -61,15 +62,15 @@ def test_children_of_a_row_that_is_left_out_have_no_parent(tmp_path):
 
 
 def test_nothing_yet(tmp_path):
-    with pytest.raises(DataError, match="has no events yet"):
+    with raises(DataError, "events"):
         load(tmp_path)
-    with pytest.raises(DataError, match="there are no events"):
+    with raises(DataError, "events"):
         from_table(EVENTS.empty_table())
 
 
 @pytest.mark.parametrize("text", ["", "a", "5:5", "7:3", "1:2:3", "-1"])
 def test_steps_that_are_none(text):
-    with pytest.raises(DataError, match="are not of the form 20:40"):
+    with raises(DataError, "steps"):
         parse_steps(text)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis.events import from_table
 from tilth.analysis.network import (
     ROOM,
@@ -81,7 +82,7 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(ranks):
 
 
 def test_bytes_of_what_is_no_communication():
-    with pytest.raises(DataError, match="'forward' is no communication"):
+    with raises(DataError, "forward"):
         wire("forward", 2, 1.0)
 
 
@@ -261,7 +262,7 @@ def test_a_worse_network_takes_no_less(latency, bandwidth, factor, seed):
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(-1e-6, None), (float("nan"), None), (None, 0.0), (None, -1.0)])
 def test_networks_that_are_none(latency, bandwidth):
-    with pytest.raises(DataError, match="is none"):
+    with raises(DataError, "bandwidth" if latency is None else "latency"):
         retimed(run(steps=1), latency, bandwidth)
 
 
@@ -276,7 +277,7 @@ def test_bandwidths(text, value):
 
 @pytest.mark.parametrize("text", ["", "10", "10G", "0Gbit", "-1Gbit", "1.2.3Gbit", "10gbit", ".Gbit", "10 Gbit/h"])
 def test_bandwidths_that_are_none(text):
-    with pytest.raises(DataError, match="is not of the form 10Gbit or"):
+    with raises(DataError, "bandwidth"):
         parse_bandwidth(text)
 
 
@@ -287,5 +288,5 @@ def test_latencies(text, value):
 
 @pytest.mark.parametrize("text", ["", "50", "us", "-1us", "1.2.3s", "5m"])
 def test_latencies_that_are_none(text):
-    with pytest.raises(DataError, match="is not of the form 50us"):
+    with raises(DataError, "latency"):
         parse_seconds(text)

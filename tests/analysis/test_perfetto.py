@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis import perfetto
 from tilth.analysis.events import Coded, Events
 from tilth.analysis.flow_events import BEGIN, END, calls, meetings
@@ -221,10 +222,10 @@ def test_numbers_that_are_none_are_no_counters(tmp_path):
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(StorageError, match=r"cannot write .*/none/x\.json: No such file"):
+    with raises(StorageError, "x.json"):
         export(made(CALLED), tmp_path / "none" / "x.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(StorageError, match="cannot write"):
+    with raises(StorageError, "folder.json.type"):
         export(made(CALLED), tmp_path / "folder.json")
     assert os.listdir(tmp_path) == ["folder.json"]
 
@@ -261,5 +262,5 @@ def test_a_link_is_written_through_and_a_device_is_refused(tmp_path):
     assert export(made(CALLED), tmp_path / "link.json").bytes == (tmp_path / "target.json").stat().st_size > 100
     assert (tmp_path / "link.json").is_symlink()
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(StorageError, match="is no regular file"):
+    with raises(StorageError, "pipe.json.type"):
         export(made(CALLED), tmp_path / "pipe.json")

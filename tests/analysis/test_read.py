@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.analysis.read import COLUMNS, attempts, breakdown, parents, parts, read_events, self_times
 from tilth.core.errors import DataError, StorageError
 from tilth.trace import buffer as buffer_module
@@ -129,7 +130,7 @@ def test_a_full_disk_is_told_at_flush_and_does_not_stop_the_spans(tmp_path, monk
         m.setattr(pq, "write_table", full)
         with span("lost"):
             pass
-        with pytest.raises(StorageError, match=r"attempt-0-rank-0-000001\.parquet: No space left"):
+        with raises(StorageError, "attempt-0-rank-0-000001.parquet"):
             recorder.flush()
     with span("kept"):
         pass
@@ -153,7 +154,7 @@ def test_the_writers_thread_outlives_any_error_of_a_batch(tmp_path, monkeypatch,
         with span("kept"):
             pass
         until(lambda: list(tmp_path.glob("*.parquet")))
-        with pytest.raises(StorageError, match=rf"cannot write events to .*: {type(error).__name__}: "):
+        with raises(StorageError, tmp_path.name):
             recorder.flush()
     assert read_events(tmp_path)["op"].to_pylist() == ["kept"] and recorder.dropped == 1
 
@@ -172,7 +173,7 @@ def test_a_batch_that_cannot_be_taken_is_neither_lost_nor_doubled(tmp_path, monk
     with recorder.to(tmp_path, interval=60):
         with span("a"):
             pass
-        with monkeypatch.context() as m, pytest.raises(StorageError, match="MemoryError: no room"):
+        with monkeypatch.context() as m, raises(StorageError, tmp_path.name):
             m.setattr(buffer_module.Chunk, "written", fails)
             recorder.flush()
     assert read_events(tmp_path)["op"].to_pylist() == ["a"] and recorder.dropped == 0
@@ -188,7 +189,7 @@ def test_a_detail_that_is_no_text_is_written_as_far_as_it_is(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot write events to .*file"):
+    with raises(StorageError, "file"):
         recorder.start(tmp_path / "file")
     assert not recorder.recording
 
@@ -247,7 +248,7 @@ def test_a_torn_last_part_is_left_out_and_named_when_read_itself(tmp_path):
     last = tmp_path / "attempt-0-rank-0-000002.parquet"
     last.write_bytes(last.read_bytes()[:-20])
     assert read_events(tmp_path)["op"].to_pylist() == ["a"]
-    with pytest.raises(DataError, match=r"attempt-0-rank-0-000002\.parquet is truncated or not a Parquet file"):
+    with raises(DataError, "attempt-0-rank-0-000002.parquet.format"):
         read_events(last)
 
 
@@ -256,18 +257,16 @@ def test_a_torn_part_in_the_middle_is_an_error(tmp_path):
     record(tmp_path, "b")
     first = tmp_path / "attempt-0-rank-0-000001.parquet"
     first.write_bytes(b"")
-    with pytest.raises(DataError, match="000001"):
+    with raises(DataError, "attempt-0-rank-0-000001.parquet.format"):
         read_events(tmp_path)
 
 
 def test_a_foreign_table_names_its_missing_columns(tmp_path):
     path = tmp_path / "foreign.parquet"
     pq.write_table(EVENTS.empty_table().drop_columns(["duration", "op"]), path)
-    with pytest.raises(
-        DataError, match=r"foreign\.parquet is not an event file of Tilth: it has no column op, duration"
-    ):
+    with raises(DataError, "foreign.parquet.op"):
         read_events(path)
-    with pytest.raises(DataError, match=r"no event file or folder at .*nowhere"):
+    with raises(DataError, "nowhere"):
         read_events(tmp_path / "nowhere")
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
 
+from tests.errors import raises
 from tilth.analysis.straggler_format import COLUMNS, from_table, read_meta, read_study
 from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
@@ -68,31 +69,32 @@ def test_steps_that_lack_operations_are_left_out_and_told():
 @pytest.mark.parametrize("name", ["optype", *COLUMNS])
 def test_a_missing_column_is_named(tmp_path, name):
     pq.write_table(table(drop=name), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=f"t.parquet is no trace in the study's format: it has no column {name}$"):
+    with raises(DataError, f"t.parquet.{name}"):
         read_study(tmp_path / "t.parquet")
 
 
 def test_all_missing_columns_are_named(tmp_path):
     pq.write_table(pa.table({"op": ["a"], "stage": [0]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="no column optype, dp_rank, step, start_ts, duration, seq_id, mc, mb_id"):
+    with raises(DataError, "t.parquet.optype") as caught:
         read_study(tmp_path / "t.parquet")
+    assert str(caught.value).endswith("optype, dp_rank, step, start_ts, duration, seq_id, mc, mb_id")
 
 
 def test_a_truncated_file_an_empty_one_and_none(tmp_path):
     path = tmp_path / "t.parquet"
     pq.write_table(table(), path)
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(DataError, match=r"t.parquet is truncated or not a Parquet file"):
+    with raises(DataError, "t.parquet.format"):
         read_study(path)
     path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"t.parquet is truncated or not a Parquet file"):
+    with raises(DataError, "t.parquet.format"):
         read_study(path)
-    with pytest.raises(DataError, match=r"no trace at .*none.parquet"):
+    with raises(DataError, "none.parquet"):
         read_study(tmp_path / "none.parquet")
-    with pytest.raises(DataError, match="is a folder; a trace in the study's format is one Parquet file"):
+    with raises(DataError, f"{tmp_path.name}.folder"):
         read_study(tmp_path)
     pq.write_table(table()[:0], path)
-    with pytest.raises(DataError, match=r"t.parquet: the trace is empty: it has no rows"):
+    with raises(DataError, "rows"):
         read_study(path)
 
 
@@ -106,57 +108,60 @@ def spoilt(name, value, at=4):
 
 
 @pytest.mark.parametrize(
-    "columns, message",
+    "columns, key",
     [
-        (spoilt("duration", -1.0), "column duration holds -1; the least that makes sense is 0"),
-        (spoilt("duration", float("nan")), "column duration holds numbers that are not finite"),
-        (spoilt("start_ts", float("inf")), "column start_ts holds numbers that are not finite"),
-        (spoilt("stage", -1), "column stage holds -1"),
-        (spoilt("stage", None), "column stage has 1 missing values"),
-        (spoilt("dp_rank", 2**30), "column dp_rank holds 1073741824; the greatest that makes sense is 1000000"),
-        (spoilt("optype", "matmul"), "column optype holds matmul; known are forward-compute, backward-compute"),
-        ({"step": ["a"] * len(column("step"))}, "column step holds string instead of numbers"),
+        (spoilt("duration", -1.0), "duration.least"),
+        (spoilt("duration", float("nan")), "duration.finite"),
+        (spoilt("start_ts", float("inf")), "start_ts.finite"),
+        (spoilt("stage", -1), "stage.least"),
+        (spoilt("stage", None), "stage.null"),
+        (spoilt("dp_rank", 2**30), "dp_rank.greatest"),
+        (spoilt("optype", "matmul"), "optype.matmul"),
+        ({"step": ["a"] * len(column("step"))}, "step.type"),
     ],
 )
-def test_values_that_make_no_sense(columns, message):
-    with pytest.raises(DataError, match=message):
+def test_values_that_make_no_sense(columns, key):
+    with raises(DataError, key):
         from_table(table(**columns))
 
 
 def test_a_row_told_twice_is_named():
     made = to_table(example())
-    with pytest.raises(DataError, match="more than one row for params-all-gather 0 on stage 0, dp rank 0, step 0"):
+    with raises(DataError, "rows.twice") as caught:
         from_table(pa.concat_tables([made, made[:1]]))
+    assert str(caught.value).endswith("params-all-gather 0 on stage 0, dp rank 0, step 0")
 
 
 def test_no_complete_step_names_what_lacks():
     made = to_table(example())
     cut = made.filter(pa.array(~((column("dp_rank") == 1) & (column("seq_id") == 2))))
-    with pytest.raises(DataError, match=r"no step is complete; there is no .* 2 on stage 0, dp rank 1, step 0"):
+    with raises(DataError, "rows.missing") as caught:
         from_table(cut)
+    assert str(caught.value).endswith(" 2 on stage 0, dp rank 1, step 0")
 
 
 def test_transfers_that_belong_to_no_compute():
     made = to_table(example())
     names = np.array(column("optype").tolist())
     cut = made.filter(pa.array(~((names == "forward-send") & (column("seq_id") == 2))))
-    with pytest.raises(DataError, match="stage 0 has 2 forward-send for 3 forward-compute that have a neighbour"):
+    with raises(DataError, "stage.0.forward-send"):
         TraceModel(from_table(cut))
 
 
 @pytest.mark.parametrize("name", ["stage", "dp_rank", "seq_id"])
 def test_numbers_that_would_fill_the_memory(name):
-    with pytest.raises(DataError, match=f"228 rows are far too few for .*{name} up to 900000"):
+    with raises(DataError, "rows.few") as caught:
         from_table(table(**spoilt(name, 900_000)))
+    assert f"{name} up to 900000" in str(caught.value)
 
 
 def test_a_stage_without_operations():
-    with pytest.raises(DataError, match="there is no operation on stage 1, but on stage 2"):
+    with raises(DataError, "stage.1"):
         from_table(table(stage=(column("stage") * 2).tolist()))
 
 
 def test_a_trace_in_which_no_time_passes():
-    with pytest.raises(DataError, match="a step takes no time"):
+    with raises(DataError, "durations"):
         what_if(from_table(table(duration=[0.0] * len(column("step")))))
 
 
@@ -182,27 +187,27 @@ def test_meta_that_fits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, key",
     [
-        (("dp_size: 2", "dp_size: 4"), "m.yaml says dp_size 4, the column dp_rank of the trace says 2"),
-        (("pp_size: 2", "pp_size: 8"), "m.yaml says pp_size 8, the column stage of the trace says 2"),
-        (("vpp_size: 1", "vpp_size: 2"), "m.yaml says vpp_size 2, the column mc of the trace says 1"),
-        (("world_size: 16", "world_size: 64"), "m.yaml says world_size 64, the sizes of its dimensions make 16"),
-        (("tp_size: 4", "tp_size: four"), "must be whole numbers"),
-        (("run_id: 0", "nonsense"), "m.yaml, line 2: 'nonsense' is not of the form key: value"),
+        (("dp_size: 2", "dp_size: 4"), "m.yaml.dp_size"),
+        (("pp_size: 2", "pp_size: 8"), "m.yaml.pp_size"),
+        (("vpp_size: 1", "vpp_size: 2"), "m.yaml.vpp_size"),
+        (("world_size: 16", "world_size: 64"), "m.yaml.world_size"),
+        (("tp_size: 4", "tp_size: four"), "m.yaml.sizes"),
+        (("run_id: 0", "nonsense"), "m.yaml:2"),
     ],
 )
-def test_meta_that_does_not_fit(tmp_path, change, message):
+def test_meta_that_does_not_fit(tmp_path, change, key):
     pq.write_table(table(), tmp_path / "t.parquet")
     (tmp_path / "m.yaml").write_text(META.replace(*change))
-    with pytest.raises(DataError, match=message) as error:
+    with raises(DataError, key) as error:
         read_study(tmp_path / "t.parquet", tmp_path / "m.yaml")
     assert "\n" not in str(error.value)
 
 
 def test_meta_that_is_not_there(tmp_path):
     pq.write_table(table(), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=r"cannot read the meta file .*none.yaml"):
+    with raises(DataError, "none.yaml"):
         read_study(tmp_path / "t.parquet", tmp_path / "none.yaml")
 
 
@@ -211,7 +216,7 @@ def test_meta_that_is_not_there(tmp_path):
 def test_a_number_that_is_none_is_named_in_columns_of_whole_numbers_too(name, value, recwarn):
     values = column(name).astype(float)
     values[3] = value
-    with pytest.raises(DataError, match=f"column {name} holds numbers that are not finite"):
+    with raises(DataError, f"{name}.finite"):
         from_table(table(**{name: values}))
     assert not recwarn.list
 
@@ -219,6 +224,6 @@ def test_a_number_that_is_none_is_named_in_columns_of_whole_numbers_too(name, va
 def test_a_step_that_no_integer_can_hold_is_named(recwarn):
     values = column("step").astype(float)
     values[3] = 1e300
-    with pytest.raises(DataError, match=r"column step holds 1e\+300; the greatest that makes sense is 1e\+15"):
+    with raises(DataError, "step.greatest"):
         from_table(table(step=values))
     assert not recwarn.list

@@ -1,9 +1,9 @@
-"""The events of several processes on one clock, the controller's: from rounds, calls and communications.
+"""Put the events of several processes on the controller's clock, from rounds, calls and communications.
 
-Beside the rounds (``trace.clock_samples``) the trace itself bounds offsets for nothing: a call cannot begin before it
-was submitted, nor end after its answer was there; no rank leaves an all-reduce before the last one has entered it;
-nothing is received before it is sent (dPRO, arXiv 2205.02473, section 5). Processes that read the very same clock (one
-machine) need no estimate, if their rounds do not say otherwise.
+Besides the rounds (``trace.clock_samples``) the trace itself bounds offsets: a call cannot begin before its submit, nor
+end after its answer; no rank leaves an all-reduce before the last one has entered it; nothing is received before it is
+sent (dPRO, arXiv 2205.02473, section 5). Processes that read one clock (one machine) need no estimate, unless their
+rounds contradict it.
 """
 
 import math
@@ -18,15 +18,15 @@ from tilth.analysis.matching import PAIR, Spans, split
 from tilth.trace.clock_samples import Asked
 
 EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
-"""Communications that need something of everyone, so that nobody can be done before all have begun."""
+"""Communications that need data of every member, so that none ends before all have begun."""
 PASSES = 2
-"""Times that ranks tell one another through communications how well their clocks are known."""
+"""Rounds in which ranks tighten each other's bounds through communications."""
 NEVER = np.iinfo(np.int64).min // 4
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """All that is known of one clock."""
+    """Bounds of one clock, and the fit to them."""
 
     least: Bounds
     most: Bounds
@@ -35,8 +35,10 @@ class Known:
 
     @classmethod
     def of(cls, bursts: Sequence[np.ndarray], begin: int, end: int) -> "Known":
-        """From rounds, int64 [k, 3] each burst; of a burst, which is short, the best round of either kind. begin, end:
-        what the clock shall be known for."""
+        """Build from rounds, int64 [k, 3] each burst, with the tightest round of a burst on either side.
+
+        begin, end: range of the clock's times to cover.
+        """
         rounds = [b[(np.argmax(b[:, 0] - b[:, 1]), np.argmin(b[:, 2] - b[:, 1])), :] for b in bursts]
         asked, answered = np.array([r[0] for r in rounds]), np.array([r[1] for r in rounds])
         least = Bounds(asked[:, 1], asked[:, 0] - asked[:, 1])
@@ -45,7 +47,7 @@ class Known:
         return cls(least, most, knots, fit(least, most, knots))
 
     def told(self, least: Bounds, most: Bounds) -> "Known":
-        """With what else is known; of it the tightest at each knot. What contradicts what is known is left out."""
+        """Add the tightest further bounds at each knot; bounds that contradict the present ones are left out."""
         least, most = self.least + self._tightest(least, 1), self.most + self._tightest(most, -1)
         if len(least) + len(most) == len(self.least) + len(self.most):
             return self
@@ -62,7 +64,7 @@ class Known:
 
 
 def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[int, Clock]:
-    """The clock of each rank that was asked, and the controller's own."""
+    """Return the clock of each rank with rounds, and the controller's."""
     known, found = dict[int, Known](), {controller: same()}
     for rank, about in asked.items():
         mine = spans.rows.get(rank)
@@ -70,8 +72,8 @@ def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[in
             continue
         exact = _shared(asked.get(controller), about)
         if exact is None:
-            told = Known.of(about.bursts, int(spans.start[mine].min()), int(spans.end[mine].max()))
-            known[rank] = told.told(*calls(spans, controller, rank))
+            first = Known.of(about.bursts, int(spans.start[mine].min()), int(spans.end[mine].max()))
+            known[rank] = first.told(*calls(spans, controller, rank))
         else:
             found[rank] = exact
     together = [r for r, about in asked.items() if about.origin.waits]
@@ -83,8 +85,10 @@ def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[in
 
 
 def _shared(controller: Asked | None, worker: Asked) -> Clock | None:
-    """The clock of a worker that reads the controller's very own, as both say, if its rounds agree. Nothing is fitted:
-    of a long run that takes seconds."""
+    """Clock of a worker that reads the controller's clock by its own account, if its rounds agree.
+
+    No fit is needed, which takes seconds for a long run.
+    """
     if controller is None or not controller.origin.clock or controller.origin.clock != worker.origin.clock:
         return None
     offset = controller.origin.epoch - worker.origin.epoch
@@ -95,7 +99,7 @@ def _shared(controller: Asked | None, worker: Asked) -> Clock | None:
 
 
 def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
-    """What a rank's calls say: none begins before it was submitted, nor ends after its answer was there."""
+    """Return the bounds from a rank's calls: none begins before its submit, nor ends after its answer."""
     begun, asked, ended, answered = spans.calls(controller, rank)
     return (
         Bounds(spans.start[begun], spans.start[asked] - spans.start[begun]),
@@ -104,8 +108,7 @@ def calls(spans: Spans, controller: int, rank: int) -> tuple[Bounds, Bounds]:
 
 
 def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bounds, Bounds]]:
-    """What communications say: by the time when the first of a group can have left, at the latest, all have entered.
-    Of the ranks that have any."""
+    """Return the bounds from communications, by rank: all members enter before the first one can leave."""
     rows = spans.of(*EVERYONE, *PAIR)
     rows = rows[np.isin(spans.rank[rows], list(clocks))]
     group, _ = spans.grouped(rows)
@@ -124,8 +127,7 @@ def meetings(spans: Spans, clocks: Mapping[int, Clock]) -> dict[int, tuple[Bound
     for rank, mine in members.items():
         a, b = mine[leaves[mine]], mine[enters[mine]]
         least = Bounds(spans.end[rows[a]], entered[group[a]] - spans.end[rows[a]])
-        most = Bounds(spans.start[rows[b]], left[group[b]] - spans.start[rows[b]])
-        found[rank] = least, most
+        found[rank] = least, Bounds(spans.start[rows[b]], left[group[b]] - spans.start[rows[b]])
     return found
 
 
@@ -135,12 +137,14 @@ class Aligned(NamedTuple):
     start: np.ndarray
     end: np.ndarray
     error: float
-    """ns by which the times of a rank may be wrong at most; infinite if one of them was never asked."""
+    """Greatest error of a rank's times in ns; infinite if one of them has no rounds."""
 
 
 def align(asked: Mapping[int, Asked], spans: Spans) -> Aligned:
-    """Put all spans on the controller's clock, which is the last rank's; those of a rank that nobody asked stay as they
-    are. What is within a span stays so, and the order of a process."""
+    """Put all spans on the controller's clock, which is the last rank's; ranks without rounds keep their times.
+
+    Nesting and order of the spans of a process are preserved.
+    """
     start, end, error = spans.start.copy(), spans.end.copy(), 0.0
     found = clocks(asked, max(asked), spans)
     for rank, mine in spans.rows.items():

@@ -1,8 +1,9 @@
-"""The likely cause of a slow job in words, with its evidence (arXiv 2505.05713, sections 5 and 6).
+"""Name the likely cause of a slow job, with its evidence (arXiv 2505.05713, sections 5 and 6).
 
 Shares are of the time lost, (T - T_mended) / (T - T_ideal). They need not add up to 1: causes overlap.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ MOST = 0.5
 """Share of the loss from which something is a cause."""
 ALIKE, SPREAD = 0.95, 0.1
 """Within a worker: least correlation of forward with backward times, and least coefficient of variation of forwards,
-that speak for unequal sequences. (The paper has 0.9 and no second test; that also fires where all is nearly even.)"""
+that indicate unequal sequences. (The paper has 0.9 and no second test, which also fires for nearly even times.)"""
 PAUSE, CALM = 1.5, 1.25
 """A forward this many times its worker's median in the step, whose backward stays below the second, held a pause."""
 
@@ -26,20 +27,20 @@ Place = dict[str, int | str]
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause. ``kind``: slow-worker, stage-imbalance, sequence-lengths, garbage-collection, communication;
-    of our own runs also controller."""
+    """One cause. ``kind``: slow-worker, stage-imbalance, sequence-lengths, garbage-collection, communication; of a run
+    also controller."""
 
     kind: str
     share: float
     text: str
     where: tuple[Place, ...] = ()
     seconds: float | None = None
-    """Of our own runs: what a step would take without it, the median."""
+    """Of a run: median time of a step without the cause."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A sentence, the findings behind it (the first is the likeliest), and the numbers that they were read from."""
+    """A sentence, its findings (the likeliest first), and the numbers that they are based on."""
 
     text: str
     findings: tuple[Finding, ...]
@@ -47,7 +48,7 @@ class Cause:
 
 
 def diagnose(model: TraceModel, found: WhatIf) -> Cause:
-    """Why a job is slow."""
+    """Name why a job is slow."""
     alike, spread = alikeness(model.trace)
     pauses, count = paused(model)
     held = replaced(model, pauses, found.replayed, found.ideal)
@@ -58,8 +59,7 @@ def diagnose(model: TraceModel, found: WhatIf) -> Cause:
         "share_worst_stage": found.m_p.share, "share_within_stages": found.m_l.share,
     }  # fmt: skip
     if found.slowdown < STRAGGLING:
-        text = f"no straggler: S is {found.slowdown:.3f}, below {STRAGGLING}"
-        return Cause(text, (), evidence)
+        return Cause(f"no straggler: S is {found.slowdown:.3f}, below {STRAGGLING}", (), evidence)
     findings = _findings(model.trace, found, evidence)
     kind = max(found.by_optype, key=lambda name: found.by_optype[name].mean)
     text = "; ".join(f.text for f in findings) or f"no single cause; {kind} is slowed most"
@@ -138,37 +138,35 @@ def _communication(found: WhatIf) -> Finding:
 
 def _halves(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """int64 [k] each: forwards and the backwards of the same micro-batch, chunk and stage."""
-
-    def key(name: str) -> tuple[np.ndarray, np.ndarray]:
-        ops = np.flatnonzero(trace.named(name))
-        batches = int(trace.micro_batch.max()) + 2
-        keys = (trace.stage[ops] * (int(trace.chunk.max()) + 1) + trace.chunk[ops]) * batches + trace.micro_batch[ops]
-        return ops, keys
-
-    (forward, a), (backward, b) = key("forward-compute"), key("backward-compute")
+    (forward, a), (backward, b) = (
+        (ops, (trace.stage[ops] * (int(trace.chunk.max()) + 1) + trace.chunk[ops]) * (int(trace.micro_batch.max()) + 2)
+         + trace.micro_batch[ops])
+        for ops in (np.flatnonzero(trace.named(name)) for name in ("forward-compute", "backward-compute"))
+    )  # fmt: skip
     _, i, j = np.intersect1d(a, b, return_indices=True)
     return forward[i], backward[j]
 
 
 def alikeness(trace: Trace) -> tuple[float, float]:
-    """Medians over workers of the correlation (Pearson) of forward with backward times of the same micro-batch, and of
-    the coefficient of variation of forward times. Within a worker, since pooled stages differ for other reasons.
-    """
+    """Return ``medians`` of forward and backward times of each worker, since pooled stages differ for other reasons."""
     forward, backward = _halves(trace)
-    found = []
-    for stage in range(trace.stages):
-        mine = trace.stage[forward] == stage
-        for dp in range(trace.dp):
-            f, b = (trace.duration[ops[mine], :, dp].ravel() for ops in (forward, backward))
-            found.append(pearson(f, b))
-    if not found:
-        return 0.0, 0.0
-    r, variation = np.median(found, axis=0)
+    return medians(
+        [
+            tuple(trace.duration[ops[trace.stage[forward] == stage], :, dp].ravel() for ops in (forward, backward))
+            for stage in range(trace.stages)
+            for dp in range(trace.dp)
+        ]
+    )
+
+
+def medians(workers: Sequence[tuple[np.ndarray, ...]]) -> tuple[float, float]:
+    """Medians over workers of the correlation of forward with backward times, and of the variation of forwards."""
+    r, variation = np.median([pearson(f, b) for f, b in workers], axis=0) if workers else (0.0, 0.0)
     return float(r), float(variation)
 
 
 def pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Correlation (0 where one of them never changes) and coefficient of variation of the first."""
+    """Correlation (0 if one of them is constant) and coefficient of variation of the first."""
     if not len(f) or not f.mean():
         return 0.0, 0.0
     x, y = f - f.mean(), b - b.mean()
@@ -178,8 +176,10 @@ def pearson(f: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def paused(model: TraceModel) -> tuple[np.ndarray, int]:
-    """float64 [n, s, d] in the order of the schedule: durations with forwards that held a pause set to their worker's
-    median in the step; and how many there were. Pauses of Python hold up forwards only: backwards are launched by C++.
+    """Set forwards that held a pause to their worker's median in the step; count them.
+
+    Return durations float64 [n, s, d] in the order of the schedule. Pauses of Python delay forwards only: backwards are
+    launched by C++.
     """
     place = np.empty(len(model.optype), np.int64)
     place[model.schedule.order] = np.arange(len(place))

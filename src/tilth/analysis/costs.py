@@ -1,4 +1,4 @@
-"""Fits of what work costs, on the trace of a run: the numbers behind ``plan.costs``."""
+"""Fit the costs of work on the trace of a run, for ``plan.costs``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,23 +12,23 @@ from tilth.core.errors import DataError
 from tilth.plan.costs import Compute, Costs
 
 APART = 1.25
-"""The fixed part can be told where the most tokens of a span are so many times the fewest."""
+"""The fixed part can be fitted if the most tokens of a span are at least this many times the fewest."""
 LONGER = 2.0
-"""What squares cost can be told where sequences are so many times as long in some spans as in others, at the ``EDGES``:
-a few odd spans tell nothing."""
+"""The cost of squares can be fitted if mean lengths at the upper of ``EDGES`` are this many times those at the lower;
+a few odd spans do not suffice."""
 EDGES = (0.05, 0.95)
 ENOUGH = 8
-"""Fewer rows of an operation are not fitted."""
+"""Fewest rows of an operation for a fit."""
 IDLE = 0.01
-"""What has no amount and took less than this share of its longer spans (their 90th percentile) found nothing to do, as
-an optimizer's step that is skipped: no cost is learned from it."""
+"""A span without tokens and shorter than this share of the longer ones (90th percentile) did nothing, like a skipped
+optimizer step, and is left out."""
 SCORING = ("logprobs", "reference", "values", "judge", "score")
 """Phases that do the work themselves."""
 _TINY = 1e-12
 
 
 def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
-    """Costs of each operation and role, of each communication and size of group. DataError where nothing is enough."""
+    """Fit the cost of each operation and role, and of each communication and group size. Raises DataError if none."""
     compute, left = list[Compute](), list[str]()
     op, role = events.op, events.role
     works = _works(events)
@@ -44,15 +44,14 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
     found = [k for k in every if k.count >= ENOUGH]
     left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
     if not compute and not found:
-        raise DataError(
-            f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
-        )
+        message = f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
+        raise DataError(message, key="events.few" if left else "events.work")
     ordered = sorted(compute, key=lambda c: (c.role, c.op))
     return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))
 
 
 def _works(events: Events) -> np.ndarray:
-    """bool [n]: spans that do work themselves, which those that hold a compute do not."""
+    """bool [n]: spans that do work themselves and hold no compute span."""
     compute = events.kind.is_("compute")
     holds = np.zeros(len(events) + 1, bool)  # the last one: of no parent
     holds[events.parent[compute]] = True

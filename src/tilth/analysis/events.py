@@ -1,7 +1,7 @@
-"""The events of one attempt of a run as columns of numbers: what every analysis and picture of it starts from."""
+"""Events of one attempt of a run as columns of numbers, the input of every analysis and picture."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,43 +25,34 @@ CODED = ("op", "detail", "role", "place", "thread")
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """n finished spans of one attempt, in order of their start. Times in ns since the first of them began."""
+    """n finished spans of one attempt, by start. Times in ns since the first began; arrays are int64 [n]."""
 
     attempt: int
     controller: int
-    """The controller's rank: that of the process which has the steps. Inline it is the only one, 0."""
+    """Rank of the controller: the process with the steps. Inline it is the only one, 0."""
     rank: np.ndarray
-    """int64 [n]."""
-    parent: np.ndarray
-    """int64 [n]: row of the enclosing span of the same thread, -1 at a root and where it is not among these."""
+    parent: np.ndarray  # row of the enclosing span of the same thread, -1 at a root and where it is missing
     start: np.ndarray
-    """int64 [n]."""
     duration: np.ndarray
-    """int64 [n]."""
-    own: np.ndarray
-    """int64 [n]: the duration less that of the spans directly inside."""
-    step: np.ndarray
+    own: np.ndarray  # the duration less that of the spans directly inside
+    step: np.ndarray  # this one and the next five: columns of ``trace.writer.EVENTS``
     micro_batch: np.ndarray
     seq: np.ndarray
     tokens: np.ndarray
     squares: np.ndarray
     bytes: np.ndarray
-    """Each int64 [n], as ``trace.writer.EVENTS`` has them."""
-    flops: np.ndarray
-    """float64 [n]."""
+    flops: np.ndarray  # float64 [n]
     op: Coded
     kind: Coded
-    """Of the operation, as ``trace.ops`` declares; "unknown" for one that it does not."""
+    """Kind of the operation in ``trace.ops``; "unknown" for an undeclared one."""
     detail: Coded
     role: Coded
     place: Coded
     thread: Coded
-    device_start: np.ndarray
-    """int64 [n]: when a CUDA device began with it, on the clock of ``start``; -1: not timed there."""
-    device_duration: np.ndarray
-    """int64 [n], -1 likewise."""
+    device_start: np.ndarray  # start on a CUDA device, on the clock of ``start``; -1: not timed there
+    device_duration: np.ndarray  # -1 likewise
     clock_error: float | None = None
-    """ns by which times of different ranks may be wrong at most; None: clocks were not compared, or there is one."""
+    """Greatest error in ns between times of two ranks; None: clocks were not compared, or there is one."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -73,7 +64,7 @@ class Events:
 
     @cached_property
     def spans(self) -> Spans:
-        """What they are matched by."""
+        """Columns for matching."""
         return Spans(self.rank, self.seq, self.start, self.end, self.op, self.detail)
 
     @cached_property
@@ -83,16 +74,16 @@ class Events:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The processes that execute calls: all but the controller; inline the controller."""
+        """Processes that execute calls: all but the controller; inline the controller."""
         return tuple(r for r in self.ranks if r != self.controller) or self.ranks
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Steps that are told as a whole, ascending: the controller's ``step`` span has ended."""
+        """Complete steps, ascending: the controller's ``step`` span has ended."""
         return tuple(np.unique(self.step[self.op.is_("step")]).tolist())
 
     def select(self, rows: np.ndarray) -> "Events":
-        """Some of the rows (bool [n]), in the same order; times and own times stay as they are."""
+        """Return some of the rows (bool [n]), in the same order; times and own times do not change."""
         kept = np.flatnonzero(rows)
         place = np.full(len(self) + 1, -1, np.int64)  # the last one: of no parent
         place[kept] = np.arange(len(kept))
@@ -102,53 +93,53 @@ class Events:
 
 
 def load(path: str | Path, attempt: int | None = None, steps: range | None = None) -> Events:
-    """The events of an attempt (default: the newest) of a run's folder, its events folder, or one of its files.
+    """Load the events of an attempt (default: the newest) of a run's folder, its events folder, or one of its files.
 
-    steps: only events of these. DataError: nothing was recorded yet, no such attempt, or as ``read_events``.
+    steps: only events of these. Raises DataError if nothing was recorded or the attempt is missing, and the errors of
+    ``read_events``.
     """
     known = attempts(path)
     if not known:
-        raise DataError(f"{path} has no events yet")
+        raise DataError(f"{path} has no events yet", key="events")
     if attempt is not None and attempt not in known:
-        raise DataError(f"{path} has no attempt {attempt}; there {'are' if known[1:] else 'is'} {_listed(known)}")
+        listed = f"{'are' if known[1:] else 'is'} {', '.join(map(str, known))}"
+        raise DataError(f"{path} has no attempt {attempt}; there {listed}", key="attempt")
     chosen = known[-1] if attempt is None else attempt
     asked = read_rounds(events_folder(path), chosen)
-    events = from_table(_of_attempt(path, chosen), asked)
+    table = read_events(path, chosen)
+    if not len(table):
+        raise DataError(f"{path} has no events yet", key="events")
+    if not Path(path).is_dir():
+        table = table.filter(pc.equal(table["attempt"], chosen))
+    events = from_table(table, asked)
     try:
         return events if steps is None else of_steps(events, steps)
     except DataError as error:
-        raise DataError(f"{path} has {error}") from error
+        raise DataError(f"{path} has {error}", key=error.key) from error
 
 
 def of_steps(events: Events, steps: range) -> Events:
-    """The events of these steps. DataError: there are none."""
+    """Return the events of these steps. Raises DataError if there are none."""
     found = events.select((events.step >= steps.start) & (events.step < steps.stop))
     if not len(found):
-        told = f"its steps are {events.steps[0]} to {events.steps[-1]}" if events.steps else "no step has ended yet"
-        raise DataError(f"no events of steps {steps.start}:{steps.stop}; {told}")
+        there = f"its steps are {events.steps[0]} to {events.steps[-1]}" if events.steps else "no step has ended yet"
+        raise DataError(f"no events of steps {steps.start}:{steps.stop}; {there}", key="steps")
     return found
 
 
-def _of_attempt(path: str | Path, attempt: int) -> pa.Table:
-    table = read_events(path, attempt)
-    if not len(table):
-        raise DataError(f"{path} has no events yet")
-    return table if Path(path).is_dir() else table.filter(pc.equal(table["attempt"], attempt))
-
-
 def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Events:
-    """The events of one attempt in a table with the columns of ``trace.writer.EVENTS``.
+    """Return the events of one attempt in a table with the columns of ``trace.writer.EVENTS``.
 
-    asked: what is known of the clocks; with it all times are on the controller's.
+    asked: samples of the clocks, which put all times on the controller's clock.
     """
     if not len(table):
-        raise DataError("there are no events")
+        raise DataError("there are no events", key="events")
     table, error = _aligned(table, asked) if asked else (table, None)
     attempt, order = int(table["attempt"][0].as_py()), np.argsort(_number(table, "start"), kind="stable")
     found = {}
     for name in ("rank", "id", "parent", "start", "duration", *NUMBERS, *CODED, *LATER, "flops"):
         found[name] = _column(table, name)[order]
-        table = table.drop_columns(name)  # of ten million events none is kept twice
+        table = table.drop_columns(name)  # so that no column of ten million events is in memory twice
     rank, duration = found["rank"], found["duration"]
     parent = parents(rank, found.pop("id"), found["parent"])
     own = own_times(parent, duration)
@@ -156,11 +147,13 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
     timed = found["device_start"] >= 0
     found["device_start"] = np.where(timed, found["device_start"] - found["start"][0], -1)
     found |= {"parent": parent, "start": start, "own": own, "kind": _kinds(found["op"])}
-    return Events(attempt, _controller(rank, found["op"]), **found, clock_error=error)
+    steps = rank[found["op"].is_("step")]
+    controller = int(steps[0]) if len(steps) else int(rank.max())  # it has the steps, and the rank after the workers'
+    return Events(attempt, controller, **found, clock_error=error)
 
 
 def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, float]:
-    """With all times on the controller's clock, and by how many ns they may be wrong."""
+    """Put all times on the controller's clock; return their greatest error in ns too."""
     rank, seq, start, took = (_number(table, name) for name in ("rank", "seq", "start", "duration"))
     op, detail = _coded(table, "op"), _coded(table, "detail")
     spans = Spans(rank, seq, start, start + took, op, detail)
@@ -172,23 +165,23 @@ def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, flo
 
 
 def parse_steps(text: str) -> range:
-    """ "20:40" (20 to 39) or "20"; DataError for anything else."""
+    """Parse "20:40" (20 to 39) or "20". Raises DataError."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     if not found or (found[2] is not None and int(found[2]) <= int(found[1])):
-        raise DataError(f"steps {text!r} are not of the form 20:40 (20 to 39) or 20")
+        raise DataError(f"steps {text!r} are not of the form 20:40 (20 to 39) or 20", key="steps")
     first = int(found[1])
     return range(first, first + 1 if found[2] is None else int(found[2]))
 
 
 def parse_ranks(text: str) -> list[int]:
-    """ "0,1" -> [0, 1]; DataError for anything else."""
+    """Parse "0,1" to [0, 1]. Raises DataError."""
     if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text):
-        raise DataError(f"ranks {text!r} are not of the form 0,1")
+        raise DataError(f"ranks {text!r} are not of the form 0,1", key="ranks")
     return [int(rank) for rank in text.split(",")]
 
 
 def _column(table: pa.Table, name: str) -> Any:
-    """As ``Events`` has it."""
+    """Column in the form of ``Events``."""
     if name == "flops":
         return table[name].to_numpy()
     if name in LATER:
@@ -209,12 +202,6 @@ def _coded(table: pa.Table, name: str) -> Coded:
     return Coded(column.indices.to_numpy().astype(np.int32, copy=False), tuple(column.dictionary.to_pylist()))
 
 
-def _controller(rank: np.ndarray, op: Coded) -> int:
-    """The process with the steps; before the first has ended, the one behind the workers."""
-    found = rank[op.is_("step")]
-    return int(found[0]) if len(found) else int(rank.max())
-
-
 def _kinds(op: Coded) -> Coded:
     kinds = [_kind(name) for name in op.names]
     names = tuple(dict.fromkeys(kinds))
@@ -226,7 +213,3 @@ def _kind(name: str) -> str:
         return kind(name)
     except KeyError:  # a user's own span
         return "unknown"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

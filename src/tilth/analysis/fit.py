@@ -1,7 +1,7 @@
-"""What costs how much: non-negative, robust fits of seconds against amounts of work.
+"""Fit seconds against amounts of work: non-negative and robust.
 
-Times have outliers on one side (a busy machine, a page fault), often many of them, and an error that grows with them.
-So the fit is the median's: least absolute relative errors, as many times above it as below, however far.
+Times have outliers on one side (a busy machine, a page fault), often many, and errors that grow with the times. The fit
+minimises absolute relative errors, so as many times lie above it as below, at any distance.
 """
 
 import itertools
@@ -11,18 +11,18 @@ import numpy as np
 from tilth.plan.costs import Error
 
 ENOUGH = 20_000
-"""Rows that a fit looks at; of more, so many drawn by lot (the same ones each time). Evenly spaced ones would all be of
-one rank where ranks take turns."""
+"""Most rows of a fit; of more, a random sample (seeded). Evenly spaced rows would all be of one rank where ranks take
+turns."""
 _NEAR = np.geomspace(0.1, 1e-6, 40)
-"""Relative errors below which an error counts by its square, round by round: absolute errors in the end."""
+"""Relative errors below which an error counts by its square, per iteration: nearly absolute errors at the end."""
 _TINY = 1e-12
 
 
 def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
-    """float64 [k]: coefficients, none below 0, with features [n, k] @ coefficients near ``seconds`` [n].
+    """Return coefficients >= 0, float64 [k], with features [n, k] @ coefficients near ``seconds`` [n].
 
-    A column without any amount gets 0, and so does everything where n is 0. Rows of no time at all are left out. Of
-    columns that say the same the first one counts. weight: float64 [n], above 0, how much each row counts.
+    A column of zeros gets 0, and so does every column if n is 0. Rows of 0 seconds are left out. Of equal columns the
+    first one counts. weight: float64 [n], above 0.
     """
     x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     scale = np.abs(x).max(0, initial=0.0)
@@ -37,7 +37,7 @@ def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = N
 
 
 def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray, *, held_out: bool = False) -> Error:
-    """Of these rows, [n, k] and [n]; rows of no time are left out."""
+    """Return the relative error of coefficients on rows [n, k] and [n]; rows of 0 seconds are left out."""
     x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     apart = np.abs(x[y > 0] @ coefficients - y[y > 0]) / y[y > 0]
     if not len(apart):
@@ -48,9 +48,9 @@ def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray, *
 def held_out_error(
     features: np.ndarray, seconds: np.ndarray, step: np.ndarray, weight: np.ndarray | None = None
 ) -> Error:
-    """How far a fit on four of five steps is from the rows of the fifth ones; of a single step, from its own rows.
+    """Return the error of a fit on four of five steps on the rows of every fifth; of a single step, on its own rows.
 
-    step: int64 [n]; the others as for ``fit``.
+    step: int64 [n]; features, seconds and weight: see ``fit``.
     """
     there, place = np.unique(step, return_inverse=True)
     every = min(5, max(len(there), 1))
@@ -62,10 +62,10 @@ def held_out_error(
 
 
 def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """float64 [k]: the b >= 0 with the least |X b - y|, from X'X [k, k] and X'y [k].
+    """Minimise |X b - y| over b >= 0, float64 [k], from X'X [k, k] and X'y [k].
 
-    The positive ones of the best b solve the equations of their columns alone, so each set of columns is tried: exact,
-    and for a handful of columns cheaper than any search.
+    The positive entries of the best b solve the equations of their columns alone, so each set of columns is tried:
+    exact, and cheap for a handful of columns.
     """
     k = len(moment)
     best, least = np.zeros(k), 0.0
@@ -81,7 +81,7 @@ def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 def _robust(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By iterated weights (Schlossmacher 1973)."""
+    """Fit by iterated weights (Schlossmacher 1973)."""
     b = _weighted(x, y, counts * y**-2)
     for near in _NEAR:
         at = np.maximum(x @ b, _TINY + 1e-3 * y)  # relative to the fit: to the data, low ones would count more

@@ -1,4 +1,4 @@
-"""Which spans of different processes belong together, as arrows to draw: calls, and communications."""
+"""Arrows between spans of different processes: calls and communications."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,22 @@ BEGIN, ON, END = 0, 1, 2
 class Arrows:
     """Points of arrows, int64 [k] each, those of one arrow in order. Along an arrow time never falls."""
 
-    number: np.ndarray
-    """Of the arrow, from 0 on."""
-    row: np.ndarray
-    """Of the span."""
-    at: np.ndarray
-    """ns, within the span."""
-    place: np.ndarray
-    """BEGIN, ON or END."""
+    number: np.ndarray  # of the arrow, from 0 on
+    row: np.ndarray  # of the span
+    at: np.ndarray  # ns, within the span
+    place: np.ndarray  # BEGIN, ON or END
 
     @property
     def count(self) -> int:
-        """How many arrows."""
+        """Number of arrows."""
         return int((self.place == BEGIN).sum())
 
 
 def calls(events: Events) -> Arrows:
-    """From where a call is submitted, by where each rank executes it, to the end of the wait for its answer, if anybody
-    waited. None in a trace of one process."""
+    """Return arrows from a call's submit over its execution on each rank to the end of its await, if there is one.
+
+    None in a trace of one process.
+    """
     spans, points = events.spans, []
     for rank in events.workers:
         begun, asked, ended, answered = spans.calls(events.controller, rank)
@@ -43,8 +41,7 @@ def calls(events: Events) -> Arrows:
 
 
 def meetings(events: Events) -> Arrows:
-    """Through the members of each communication in the order in which they came, to the last, for which all waited; and
-    from each send to its receive."""
+    """Return arrows through the members of each communication by arrival, and from each send to its receive."""
     spans = events.spans
     row = spans.of(*EVERYONE, "broadcast", *PAIR)
     number, _ = spans.grouped(row)
@@ -54,10 +51,10 @@ def meetings(events: Events) -> Arrows:
 
 
 def _arrows(events: Events, number: np.ndarray, row: np.ndarray, turn: np.ndarray, late: np.ndarray) -> Arrows:
-    """Points by arrow, turn and time: where the span begins, or where it ends (late).
+    """Sort points by arrow, turn and time: the start of a span, or its end (late).
 
-    What a clock's error has put before its cause is moved to it if that is within its span, else left out; so are
-    arrows of one point.
+    A point that a clock's error put before its cause is moved to it within its span, else dropped, and so are arrows of
+    one point.
     """
     last = events.start[row] + np.maximum(events.duration[row] - 1, 0)
     at = np.where(late, last, events.start[row])

@@ -1,6 +1,6 @@
-"""The dependency model: which operation waits for which, and which start together.
+"""Build the dependency graph of a foreign trace: the operations that wait for each other or start together.
 
-The same for each data-parallel rank and step, so it is found once, from the order in which the workers of dp rank 0
+It is equal for each data-parallel rank and step, so it is built once, from the order in which the workers of dp rank 0
 launched their operations in the first step. Definitions: arXiv 2505.05713, section 3 and the format of its traces.
 """
 
@@ -14,25 +14,21 @@ from tilth.core.errors import DataError
 
 FORWARD, BACKWARD = OPTYPES.index("forward-compute"), OPTYPES.index("backward-compute")
 ALONE, TOGETHER, ACROSS = 0, 1, 2
-"""How an operation starts: by itself; with one peer on its dp rank; with its group on all dp ranks."""
+"""Start of an operation: alone; with one peer on its dp rank; with its group on all dp ranks."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Edges between operations and the groups that start together. n operations, e edges."""
+    """Edges between n operations, and groups of operations that start together when the last of them is ready."""
 
-    before: np.ndarray
-    """int64 [e]: this operation must have ended ..."""
-    after: np.ndarray
-    """int64 [e]: ... before this one is ready."""
-    group: np.ndarray
-    """int64 [n]: operations of one group start together, when the last of them is ready; a group has one kind."""
-    kind: np.ndarray
-    """int64 [n]: ALONE, TOGETHER or ACROSS."""
+    before: np.ndarray  # int64 [e]: this operation must have ended ...
+    after: np.ndarray  # int64 [e]: ... before this one is ready
+    group: np.ndarray  # int64 [n]: number of the group, whose members are of one kind
+    kind: np.ndarray  # int64 [n]: ALONE, TOGETHER or ACROSS
 
 
 class _Stage:
-    """The operations of one stage in the order of their launch, by type, and the edges among them."""
+    """Operations of one stage in launch order, by type, and the edges among them."""
 
     def __init__(self, trace: Trace, stage: int, edges: list[tuple[int, int]]) -> None:
         mine = np.flatnonzero(trace.stage == stage)
@@ -42,13 +38,13 @@ class _Stage:
         by_seq = mine[np.argsort(trace.seq[mine], kind="stable")]
         self.ops = {name: [int(i) for i in by_seq if OPTYPES[trace.optype[i]] == name] for name in OPTYPES}
         self.pipe: dict[str, dict[tuple[int, int], int]] = {}
-        """For each kind of pipeline transfer: (micro-batch, virtual stage) of its compute to the operation."""
+        """Kind of pipeline transfer -> (micro-batch, virtual stage) of its compute -> operation."""
 
     def chain(self, ops: list[int]) -> None:
         self.edges += itertools.pairwise(ops)
 
     def depend(self) -> None:
-        """All edges of this stage."""
+        """Add all edges of this stage."""
         self.chain(self.compute)
         for name in PIPE:
             self.chain(self.ops[name])
@@ -58,7 +54,7 @@ class _Stage:
         self._data_parallel()
 
     def _transfers(self, way: str, computes: list[int]) -> None:
-        """recv -> compute -> send; and a receive is posted only when the compute before its own has ended."""
+        """Add recv -> compute -> send; a receive is posted when the compute before its own has ended."""
         previous = dict(zip(computes[1:], computes))
         for end in ("recv", "send"):
             ops = self.ops[f"{way}-{end}"]
@@ -75,33 +71,28 @@ class _Stage:
         return int(at.micro_batch[compute]), int(at.chunk[compute] * at.stages + self.stage)
 
     def _owners(self, way: str, end: str, computes: list[int], count: int) -> list[int]:
-        """The computes that these transfers belong to: all but those at the end of the pipeline, which have no peer
-        (some profilers log a transfer of nothing there: then all of them)."""
+        """Computes of these transfers: all but those at the end of the pipeline, which have no peer.
+
+        Some profilers log an empty transfer there; then all of them.
+        """
         if count == len(computes):
             return computes
         last = int(self.trace.chunk.max() + 1) * self.trace.stages - 1
         edge = 0 if (way == "forward") == (end == "recv") else last
         inner = [c for c in computes if self._virtual(c)[1] != edge]
         if count != len(inner):
-            raise DataError(
-                f"stage {self.stage} has {count} {way}-{end} for {len(inner)} {way}-compute that have a neighbour"
-            )
+            message = f"stage {self.stage} has {count} {way}-{end} for {len(inner)} {way}-compute that have a neighbour"
+            raise DataError(message, key=f"stage.{self.stage}.{way}-{end}")
         return inner
 
     def _first_backward(self) -> None:
-        """The first backward transfers are launched after the last but one forward that goes before."""
-        forwards = []
-        for i in self.compute:
-            if self.trace.optype[i] == BACKWARD:
-                break
-            forwards.append(i)
-        if len(forwards) < 2:
-            return
-        for name in ("backward-recv", "backward-send"):
+        """Launch the first backward transfers after the last but one forward before them."""
+        forwards = list(itertools.takewhile(lambda i: self.trace.optype[i] != BACKWARD, self.compute))
+        for name in ("backward-recv", "backward-send") if len(forwards) > 1 else ():
             self.edges += [(forwards[-2], op) for op in self.ops[name][:1]]
 
     def _data_parallel(self) -> None:
-        """Parameters before the first forward of their chunk, gradients after the last compute, then the optimizer."""
+        """Order parameters before their chunk's first forward, gradients after the last compute, then the optimizer."""
         gathers, scatters = self.ops["params-all-gather"], self.ops["grads-reduce-scatter"]
         self.chain(gathers + scatters)
         for gather in gathers:
@@ -119,7 +110,7 @@ class _Stage:
         self.edges += [(scatters[-1], op) for op in rest[1][:1]]
 
     def _overlapped(self, before: list[int], norm: list[int]) -> bool:
-        """Whether gradients are reduced while the backward pass goes on: launched before what follows its end."""
+        """True if gradients are reduced during the backward pass: launched before the operations after its end."""
         scatters, start = self.ops["grads-reduce-scatter"], self.trace.start[:, 0, 0]
         if not scatters or not before:
             return False
@@ -131,7 +122,7 @@ class _Stage:
 
 
 def dependencies(trace: Trace) -> Graph:
-    """The dependency model of a trace. DataError where transfers and computes do not fit together."""
+    """Build the dependency graph of a trace. Raises DataError if transfers and computes do not match."""
     edges: list[tuple[int, int]] = []
     stages = [_Stage(trace, stage, edges) for stage in range(trace.stages)]
     for stage in stages:
@@ -149,7 +140,7 @@ def dependencies(trace: Trace) -> Graph:
 
 
 def _pairs(stages: list[_Stage]) -> list[list[int]]:
-    """Each send with the receive of the same micro-batch on the next virtual stage (forward) or the one before."""
+    """Pair each send with the receive of its micro-batch on the next virtual stage (forward) or the previous one."""
     pairs = []
     for way, move in (("forward", 1), ("backward", -1)):
         receives = {at: op for s in stages for at, op in s.pipe[f"{way}-recv"].items()}
@@ -161,7 +152,7 @@ def _pairs(stages: list[_Stage]) -> list[list[int]]:
 
 
 def _ends(stages: list[_Stage]) -> list[list[int]]:
-    """Gradients of shared embeddings are summed between the first and the last stage."""
+    """Pair the all-reduces of shared embeddings' gradients on the first and the last stage."""
     if len(stages) == 1:
         return []
     name = "embedding-grads-all-reduce"

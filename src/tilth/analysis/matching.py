@@ -1,4 +1,4 @@
-"""Which spans belong to the same call or communication: the one answer for clocks, transfers, waiting and arrows."""
+"""Match spans of the same call or communication, for clocks, transfers, waiting and arrows."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ PAIR = ("send", "receive")
 
 
 def ranks_of(detail: str) -> int:
-    """Ranks in "0,1,2" or "0>1"; 0 where it names none."""
+    """Count the ranks in "0,1,2" or "0>1"; 0 where it names none."""
     names = re.split("[,>]", detail)
     return len(names) if all(name.isdecimal() for name in names) else 0
 
@@ -20,11 +20,10 @@ def ranks_of(detail: str) -> int:
 def together(
     op: np.ndarray, ops: Sequence[str], detail: np.ndarray, details: Sequence[str], seq: np.ndarray, rank: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of k spans of communications the number of the one that each is part of, from 0 on, and how many ranks it has:
-    int64 [k] each; -1 and 0 where it is not there as a whole.
+    """Number the communications of k spans from 0 on, and count their ranks: int64 [k] each; -1 and 0 if incomplete.
 
-    Members have the same operation (a send and its receive count as one), group and number. A communication is whole
-    where each rank that its detail names is there once: members may be lost, or not written yet.
+    Members have the same operation (a send and its receive count as one), group and number. A communication is
+    complete if each rank that its detail names is there once: members may be lost, or not written yet.
 
     op, detail: int [k], codes of ``ops`` and ``details``; seq, rank: int64 [k].
     """
@@ -42,17 +41,17 @@ def together(
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A column of few different texts: ``names[codes]``. codes: int32 [n]."""
+    """A column of few distinct texts: ``names[codes]``."""
 
-    codes: np.ndarray
+    codes: np.ndarray  # int32 [n]
     names: tuple[str, ...]
 
     def is_(self, *names: str) -> np.ndarray:
-        """bool [n]: which rows say one of these."""
+        """bool [n]: rows with one of these texts."""
         return np.array([name in names for name in self.names], bool)[self.codes]
 
     def text(self, row: int) -> str:
-        """What a row says."""
+        """Return the text of a row."""
         return self.names[self.codes[row]]
 
     def __getitem__(self, rows: np.ndarray) -> "Coded":
@@ -61,7 +60,7 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """What spans are matched by. rank, seq, start, end: int64 [n]."""
+    """Columns that spans are matched by. rank, seq, start, end: int64 [n]."""
 
     rank: np.ndarray
     seq: np.ndarray
@@ -83,14 +82,12 @@ class Spans:
         return mine[self.op[mine].is_(*names)]
 
     def grouped(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [k] each: number and ranks of the communication that each of these rows is part of; -1 and 0: of no
-        whole one."""
+        """Apply ``together`` to these rows: numbers and ranks of their communications, int64 [k] each."""
         op, detail = self.op, self.detail
         return together(op.codes[rows], op.names, detail.codes[rows], detail.names, self.seq[rows], self.rank[rows])
 
     def calls(self, controller: int, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """int64: rows of a rank's calls with those of their submits, and rows of its calls with those of their
-        awaits; of the calls that have one."""
+        """Match a rank's calls: int64 rows (calls, their submits, calls, their awaits), of calls that have one."""
         here = self.of("call", rank=rank)
         here = here[self.seq[here] >= 0]
         submits, awaits = self.of("submit", rank=controller), self.of("await", rank=controller)
@@ -100,7 +97,7 @@ class Spans:
 
 
 def split(ranks: np.ndarray) -> dict[int, np.ndarray]:
-    """Where each of the ranks is, ascending. They are below 65,536, which sorts fast."""
+    """Return the rows of each rank, ascending. Ranks are below 65,536: 16-bit integers sort fast."""
     order = np.argsort(ranks.astype(np.uint16), kind="stable")
     found, first = np.unique(ranks[order], return_index=True)
     return dict(zip(found.tolist(), np.split(order, first[1:])))

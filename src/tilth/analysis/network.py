@@ -1,7 +1,7 @@
-"""Communications of a run: their transfers without the waiting, the links that explain them, and another network.
+"""Measure the communications of a run: transfers without waiting, fitted links, and times on another network.
 
-A communication begins for each of its ranks when that one comes to it, but nothing moves before the last has come: the
-transfer is what follows. What a link makes of it says ``plan.costs``.
+A communication begins for each rank on its arrival, but nothing moves before the last one has arrived: the transfer
+starts there. ``plan.costs`` has the cost model of a link.
 """
 
 import re
@@ -17,26 +17,22 @@ from tilth.core.errors import DataError
 from tilth.plan.costs import SMALL, Link, wire
 
 ROOM = 2.0
-"""A transfer up to so many times its link's time is as slow as the network makes it; what is beyond is a delay that
-another network would not mend."""
+"""A transfer up to this many times its link's time is slow because of the network; the rest is delay that another
+network would not remove."""
 APART = 2
-"""Latency and bandwidth can be told apart where the greatest tensor has so many times the bytes of the least."""
+"""Latency and bandwidth can be separated if the greatest tensor has this many times the bytes of the least."""
 _BITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True)
 class CompleteMeetings:
-    """The m rows of communications whose members are all there."""
+    """The m rows of communications with all members."""
 
-    rows: np.ndarray
-    """int64 [m]: in ``Events``, ascending."""
-    number: np.ndarray
-    """int64 [m]: the same for all rows of one communication."""
-    ranks: np.ndarray
-    """int64 [m]: members of its group."""
-    transfer: np.ndarray
-    """int64 [m]: ns from the arrival of the last member to this one's end; 0 where it ended before."""
+    rows: np.ndarray  # int64 [m]: in ``Events``, ascending
+    number: np.ndarray  # int64 [m]: the same for all rows of one communication
+    ranks: np.ndarray  # int64 [m]: size of its group
+    transfer: np.ndarray  # int64 [m]: ns from the arrival of the last member to this one's end; 0 where it ended before
 
     def select(self, chosen: np.ndarray) -> "CompleteMeetings":
         """Some of the rows, bool [m]."""
@@ -44,7 +40,7 @@ class CompleteMeetings:
 
 
 def meetings(events: Events) -> CompleteMeetings:
-    """The communications of a run (those whose members are all there, as ``Spans.grouped`` has them)."""
+    """Return the complete communications of a run, matched by ``Spans.grouped``."""
     rows = np.flatnonzero(events.kind.is_("communication"))
     number, ranks = events.spans.grouped(rows)
     rows, number, ranks = rows[number >= 0], number[number >= 0], ranks[number >= 0]
@@ -53,15 +49,14 @@ def meetings(events: Events) -> CompleteMeetings:
 
 
 def last_start(events: Events, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """int64: of each communication when its last member came, in ns."""
+    """int64: arrival of the last member of each communication, in ns."""
     last = np.full(int(number.max(initial=-1)) + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, number, events.start[rows])
     return last
 
 
 def links(events: Events, met: CompleteMeetings | None = None) -> list[Link]:
-    """A link for each operation and size of group, fitted on transfers; the error is of every fifth step, by a fit on
-    the others."""
+    """Fit a link for each operation and group size; the error is that of every fifth step, by a fit on the others."""
     met = met or meetings(events)
     return [
         _link(op, ranks, *_samples(events, met, mine)) for op, ranks, mine in _kinds(events.op[met.rows], met.ranks)
@@ -95,7 +90,7 @@ def _link(op: str, ranks: int, nbytes: np.ndarray, seconds: np.ndarray, step: np
 
 
 def _tells(nbytes: np.ndarray) -> tuple[bool, bool]:
-    """Whether tensors of these sizes are all ``SMALL``, and whether they tell latency and bandwidth apart."""
+    """(True if all sizes are ``SMALL``, True if they differ enough to separate latency and bandwidth)."""
     least, greatest = int(nbytes.min()), int(nbytes.max())
     small = greatest <= SMALL
     return small, greatest >= APART * max(least, 1) and not small
@@ -104,9 +99,9 @@ def _tells(nbytes: np.ndarray) -> tuple[bool, bool]:
 def assumed(
     events: Events, latency: float | None = None, bandwidth: float | None = None, steps: np.ndarray | None = None
 ) -> tuple[str, ...]:
-    """What ``retimed`` takes for granted of which this run says nothing, in words; () where it is asked for both.
+    """List communications for which ``retimed`` must assume that all time is bandwidth; () if it is given both.
 
-    Where all tensors are of one size nobody can say how much of their time is latency: all of it counts as bandwidth.
+    If all tensors have one size, the share of latency in their time is unknown.
     """
     if (latency is None) == (bandwidth is None):
         return ()
@@ -122,14 +117,12 @@ def assumed(
 def retimed(
     events: Events, latency: float | None = None, bandwidth: float | None = None, steps: np.ndarray | None = None
 ) -> np.ndarray:
-    """int64 [n]: ns that each row takes by itself where messages have this latency (seconds) and links this bandwidth
-    (bytes a second); None: as in the run, so that without both these are the recorded transfers.
+    """int64 [n]: ns of each row without waiting, on a network of this latency (seconds) and bandwidth (bytes/s).
 
-    Of a communication that is the transfer, without waiting for others; of all other rows, and of communications
-    whose members are not all there, the duration as recorded. Where its link becomes slower, a transfer takes as much
-    more as the link does. Where it becomes faster, the transfer keeps its place against the typical one, as many times
-    as fast or slow; but delay beyond ``ROOM`` times that stays as it is. steps: int64, whose
-    transfers say what is typical, where that changes in the run (default: all).
+    None keeps the run's value; with both None these are the recorded transfers. Rows that are no complete
+    communication keep their duration. On a slower link a transfer takes as much longer as the link does. On a faster
+    one it keeps its ratio to the typical transfer, but delay beyond ``ROOM`` times that stays. steps: int64, those
+    whose transfers are typical, where that changes in the run (default: all).
     """
     _positive(latency, bandwidth)
     met, result = meetings(events), events.duration.copy()
@@ -139,7 +132,7 @@ def retimed(
     seen = met if steps is None else met.select(np.isin(events.step[met.rows], steps))
     usual = {(link.op, link.ranks): link for link in links(events, seen)}
     for op, ranks, mine in _kinds(events.op[met.rows], met.ranks):
-        if (op, ranks) not in usual:  # of other steps alone
+        if (op, ranks) not in usual:  # only in other steps
             continue
         link = usual[op, ranks]
         other = replace(
@@ -154,7 +147,7 @@ def retimed(
 
 
 def _moved(took: np.ndarray, usual: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Seconds on the other network of transfers that took so long where ``usual`` is typical."""
+    """Seconds on the other network of transfers that took ``took`` where ``usual`` is typical."""
     inside = np.minimum(took, ROOM * usual)
     times = np.divide(other, usual, out=np.ones_like(usual), where=usual > 0)
     return np.where(other >= usual, took + other - usual, inside * times + (took - inside))
@@ -162,26 +155,26 @@ def _moved(took: np.ndarray, usual: np.ndarray, other: np.ndarray) -> np.ndarray
 
 def _positive(latency: float | None, bandwidth: float | None) -> None:
     if latency is not None and not 0 <= latency < float("inf"):
-        raise DataError(f"a latency of {latency} s is none; it is at least 0, and finite")
+        raise DataError(f"a latency of {latency} s is none; it is at least 0, and finite", key="latency")
     if bandwidth is not None and not bandwidth > 0:
-        raise DataError(f"a bandwidth of {bandwidth} bytes/s is none; it is above 0")
+        raise DataError(f"a bandwidth of {bandwidth} bytes/s is none; it is above 0", key="bandwidth")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes a second of "10Gbit", "10 Gbit/s", "25Gbps", "1.25GB/s" or "800MiB/s"; DataError for anything else."""
+    """Parse "10Gbit", "10 Gbit/s", "25Gbps", "1.25GB/s" or "800MiB/s" to bytes a second. Raises DataError."""
     found = re.fullmatch(r"([\d.]+)\s*([kMGT]i?|)(bit/s|bits/s|bit|bps|B/s|B)", text.strip())
     value = _number(found[1]) if found else 0.0
     if found is None or value <= 0:
-        raise DataError(f"bandwidth {text!r} is not of the form 10Gbit or 1.25GB/s")
+        raise DataError(f"bandwidth {text!r} is not of the form 10Gbit or 1.25GB/s", key="bandwidth")
     return value * _BITS[found[2]] / (1 if found[3].startswith("B") else 8)
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "50us", "0.2 ms", "3ns" or "1s"; DataError for anything else."""
+    """Parse "50us", "0.2 ms", "3ns" or "1s" to seconds. Raises DataError."""
     found = re.fullmatch(r"([\d.]+)\s*(s|ms|us|µs|ns)", text.strip())
     value = _number(found[1]) if found else -1.0
     if found is None or value < 0:
-        raise DataError(f"latency {text!r} is not of the form 50us, 0.2ms or 1s")
+        raise DataError(f"latency {text!r} is not of the form 50us, 0.2ms or 1s", key="latency")
     return value * _SECONDS[found[2]]
 
 

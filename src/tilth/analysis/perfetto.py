@@ -1,8 +1,8 @@
-"""The events of a run in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Export the events of a run in the trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process for each rank and a thread for each of its threads; counters with the controller; arrows of calls and of
-communications (``flow_events``). Format: "Trace Event Format" of Chromium's project Catapult: a JSON object with an
-array of events; times in us there, ours with three decimals.
+A process for each rank and a thread for each of its threads; counters with the controller; arrows of calls and
+communications (``flow_events``). Format: "Trace Event Format" of Chromium's Catapult, a JSON object with an array of
+events; times in us, with three decimals.
 """
 
 import gzip
@@ -24,19 +24,19 @@ from tilth.analysis.matching import split
 from tilth.core.target import written_whole
 
 CHUNK = 65_536
-"""Rows that are turned into text at a time."""
+"""Rows converted to text at once."""
 NAMED = ("call", "submit", "await")
-"""Operations that are called by their detail too."""
+"""Operations whose name includes their detail."""
 PLACES = "stf"
-"""Letters of the format for where an arrow begins, goes on and ends."""
+"""Letters of the format for begin, middle and end of an arrow."""
 SHOWN = ("micro_batch", "seq", "tokens", "squares", "bytes", "flops")
-"""Numbers that are shown with a span beside its step, where they say something."""
+"""Numbers shown with a span besides its step, where they are set."""
 Lines = Iterator[list[str]]
 
 
 @dataclass(frozen=True, eq=False)
 class Counter:
-    """A number over time: from ``at`` (int64 [n], ns as the events have them) on it is ``value`` (float64 [n])."""
+    """A number over time: ``value`` (float64 [n]) from ``at`` on (int64 [n], ns on the events' clock)."""
 
     name: str
     unit: str
@@ -46,7 +46,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Written:
-    """What is in a file."""
+    """Contents of a written file."""
 
     path: Path
     spans: int
@@ -58,8 +58,7 @@ class Written:
 def export(
     events: Events, path: Path, counters: Sequence[Counter] = (), about: Mapping[str, str] | None = None
 ) -> Written:
-    """Write a file, compressed where its name ends in .gz; in chunks, so that millions of spans need no more memory
-    than their columns. about: what else shall stand in it. StorageError names the file."""
+    """Write a file in chunks, compressed if its name ends in .gz. about: further entries. Raises StorageError."""
     tracks = Tracks(events)
     called, met = arrows.calls(events), arrows.meetings(events)
     parts = chain(
@@ -90,30 +89,30 @@ def _write(file: TextIO, parts: Lines, about: Mapping[str, str]) -> None:
 
 
 class Tracks:
-    """Which track of the picture each span is on: a process for each rank, a thread for each of its threads. Spans of a
-    thread that overlap without one being within the other, which the format forbids, go on a further track."""
+    """Assign spans to tracks: a process for each rank, a thread for each of its threads.
+
+    Spans of a thread that overlap without nesting, which the format forbids, get another track.
+    """
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self.process = events.rank + 1  # 0 is the idle process to some readers
-        """int64 [n]."""
+        self.process = events.rank + 1  # int64 [n]; 0 is the idle process to some readers
         self.names: dict[int, tuple[int, str]] = {}
-        """Number of a track, unique over all processes as on one machine -> rank, name."""
+        """Number of a track, unique over all processes of one machine -> rank, name."""
         rows, codes = np.arange(len(events)), events.thread.codes
         self.order, tracks = self._lay(rows, events.start, events.duration, codes, events.thread.names)
-        """int64 [n]: rows by start, what holds others before them."""
-        self.thread = np.empty(len(events), np.int64)
-        """int64 [n]: the track of each row."""
+        """int64 [n]: rows by start, outer spans first."""
+        self.thread = np.empty(len(events), np.int64)  # int64 [n]: the track of each row
         self.thread[self.order] = tracks
         timed = np.flatnonzero(events.device_start >= 0)
         start, took = events.device_start[timed], events.device_duration[timed]
         self.device, self.device_thread = self._lay(timed, start, took, np.zeros_like(timed), ("device",))
-        """int64 [m] each: rows that were timed on a device, by start there, and the tracks that show it."""
+        """int64 [m] each: rows that were timed on a device, by start there, and their tracks."""
 
     def _lay(
         self, rows: np.ndarray, start: np.ndarray, took: np.ndarray, codes: np.ndarray, names: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows in the order of the picture, and a track for each. codes: which of the names their thread has."""
+        """Return rows by start and a track for each. codes: index of their thread's name."""
         order = np.lexsort((-rows, -took, start))
         rows, start, end, codes = rows[order], start[order], (start + took)[order], codes[order]
         tracks = np.empty(len(rows), np.int64)
@@ -128,7 +127,7 @@ class Tracks:
         return rows, tracks
 
     def metadata(self) -> Lines:
-        """Names and order of the tracks, the controller first."""
+        """Yield names and order of the tracks, the controller first."""
         events, roles = self._events, self._roles()
         lines = []
         for rank in events.ranks:
@@ -144,7 +143,7 @@ class Tracks:
         yield lines
 
     def _roles(self) -> dict[int, list[str]]:
-        """The roles that each rank has, and its place in them."""
+        """Roles of each rank, with its place in them."""
         role, place = self._events.role, self._events.place
         key = (self._events.rank * len(role.names) + role.codes) * len(place.names) + place.codes
         found: dict[int, list[str]] = {}
@@ -157,8 +156,7 @@ class Tracks:
 
 
 def nested(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """int64 [n]: for spans by start, the longer first, the lowest lane on which each is within or after what is there
-    already."""
+    """int64 [n]: lowest lane on which each span nests in or follows others; spans by start, the longer first."""
     stacks: list[list[int]] = [[]]
     lanes = [_lane(stacks, begin, until) for begin, until in zip(start.tolist(), end.tolist())]
     return np.array(lanes, np.int64)
@@ -180,7 +178,7 @@ def _meta(what: str, rank: int, args: Mapping[str, str | int], thread: int = 0) 
 
 
 def _spans(events: Events, tracks: Tracks) -> Lines:
-    """A complete event for each span, what holds others before them."""
+    """Yield a complete event for each span, outer spans first."""
     heads = Heads(events)
     for begin in range(0, len(events), CHUNK):
         rows = tracks.order[begin : begin + CHUNK]
@@ -196,7 +194,7 @@ def _spans(events: Events, tracks: Tracks) -> Lines:
 
 
 def _device(events: Events, tracks: Tracks) -> Lines:
-    """What a device did for a span, on tracks of its own."""
+    """Yield the device times of spans, on separate tracks."""
     for begin in range(0, len(tracks.device), CHUNK):
         rows, thread = (column[begin : begin + CHUNK] for column in (tracks.device, tracks.device_thread))
         process, ops = tracks.process[rows].tolist(), events.op.codes[rows].tolist()
@@ -208,7 +206,7 @@ def _device(events: Events, tracks: Tracks) -> Lines:
 
 
 class Heads(dict[tuple[int, ...], str]):
-    """Beginning of the text of a span by its codes, up to its numbers: name, category (its kind) and texts."""
+    """Text of a span by its codes, up to its numbers: name, category (its kind) and texts; cached."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -216,27 +214,27 @@ class Heads(dict[tuple[int, ...], str]):
     def __missing__(self, codes: tuple[int, ...]) -> str:
         e = self._events
         columns = {"op": e.op, "kind": e.kind, "detail": e.detail, "role": e.role, "place": e.place}
-        said = {name: column.names[code] for (name, column), code in zip(columns.items(), codes)}
-        op, kind = said.pop("op"), said.pop("kind")
-        name = f"{op} {said['detail']}" if op in NAMED else op
-        args = "".join(f'"{key}":{json.dumps(text)},' for key, text in said.items() if text)
+        texts = {name: column.names[code] for (name, column), code in zip(columns.items(), codes)}
+        op, kind = texts.pop("op"), texts.pop("kind")
+        name = f"{op} {texts['detail']}" if op in NAMED else op
+        args = "".join(f'"{key}":{json.dumps(text)},' for key, text in texts.items() if text)
         self[codes] = f'"ph":"X","name":{json.dumps(name)},"cat":{json.dumps(kind)},"args":{{{args}'
         return self[codes]
 
 
 def _numbers(events: Events, rows: np.ndarray) -> list[str]:
-    """The numbers of each span that say something, as JSON, after its step."""
+    """Step and set numbers of each span, as JSON."""
     found = [f'"step":{step}' for step in events.step[rows].tolist()]
     for name in SHOWN:
         values = getattr(events, name)[rows]
-        said = np.flatnonzero(values >= 0 if name in ("micro_batch", "seq") else values > 0)
-        for i, value in zip(said.tolist(), values[said].tolist()):
+        known = np.flatnonzero(values >= 0 if name in ("micro_batch", "seq") else values > 0)
+        for i, value in zip(known.tolist(), values[known].tolist()):
             found[i] += f',"{name}":{value}'
     return found
 
 
 def _arrows(found: Arrows, tracks: Tracks, name: str, first: int) -> Lines:
-    """Flow events: each binds to the span of its track that holds its time."""
+    """Yield flow events; each binds to the span of its track at its time."""
     for begin in range(0, len(found.row), CHUNK):
         number, row, at, place = (
             column[begin : begin + CHUNK] for column in (found.number, found.row, found.at, found.place)

@@ -1,4 +1,4 @@
-"""Steps that torch's profiler recorded: they take longer for that, and say little of the others."""
+"""Find steps that torch's profiler recorded: they take longer and are left out of analyses."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tilth.analysis.events import Events
 
 
 def profiled(events: Events) -> np.ndarray:
-    """Numbers of the steps of which some part lies between the beginning and the end of a profile, int64, ascending."""
+    """Return the steps that overlap a profile, from its begin mark to its end mark: int64, ascending."""
     home = events.rank == events.controller
     marks = np.flatnonzero(home & events.op.is_("profile"))
     rows = np.flatnonzero(home & events.op.is_("step"))

@@ -1,6 +1,5 @@
-"""Readers of the event table: all parts of a run as one table, and where the time went by operation."""
+"""Read the event table: all parts of a run as one table, and the time by operation."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,34 +15,29 @@ from tilth.trace.writer import EVENTS, LATER, PART, TEXTS
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Where the time of one operation went, over all of its spans in a table."""
+    """Time of one operation over all of its spans in a table."""
 
     op: str
     count: int
-    seconds: float
-    """Inclusive of the spans inside."""
-    self_seconds: float
-    """Exclusive of the spans inside."""
-    share: float
-    """Own time over that of all operations, 0 to 1."""
-    longest: float
-    """The longest span in seconds."""
+    seconds: float  # with the spans inside
+    self_seconds: float  # without the spans inside
+    share: float  # own time over that of all operations, 0 to 1
+    longest: float  # seconds of the longest span
     tokens: int
     bytes: int
     flops: float
 
 
 COLUMNS = pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.type == pa.string() else f.type) for f in EVENTS])
-"""``writer.EVENTS`` as a reader gets them: each text once, and its number in every row."""
+"""``writer.EVENTS`` with dictionaries for texts."""
 
 
 def read_events(path: str | Path, attempt: int | None = None) -> pa.Table:
-    """The events of a file, or of all parts in a folder (or of a run's folder), as one table with the columns of
-    ``COLUMNS``: 116 bytes a row.
+    """Read the events of a file, or of all parts in a folder (or of a run's folder), as one table of ``COLUMNS``.
 
-    attempt: only its files are read.
-    A run in progress and an empty folder are fine. A part that is torn is left out if it is the last of its process
-    (the process was killed while it wrote it); otherwise, and for a foreign file, DataError names file and reason.
+    attempt: read only its files. A row takes 116 bytes.
+    A run in progress and an empty folder are fine. A truncated part is left out if it is the last of its process (which
+    was killed while it wrote); any other one, and a foreign file, is a DataError.
     """
     path = Path(path)
     if not path.is_dir():
@@ -57,7 +51,7 @@ def read_events(path: str | Path, attempt: int | None = None) -> pa.Table:
 
 
 def attempts(path: str | Path) -> list[int]:
-    """The attempts that have files in a folder (or a run's folder), or events in a file, ascending."""
+    """Return the attempts that have files in a folder (or a run's folder), or events in a file, ascending."""
     path = Path(path)
     if not path.is_dir():
         return sorted(_read_part(path)["attempt"].unique().to_pylist())
@@ -65,7 +59,7 @@ def attempts(path: str | Path) -> list[int]:
 
 
 def parts(folder: Path) -> dict[tuple[int, int], dict[int, Path]]:
-    """Attempt and rank -> number -> file, all in this order: the parts that processes have written to a folder."""
+    """Return (attempt, rank) -> number -> file, in this order: the parts that processes wrote to a folder."""
     found = sorted((tuple(map(int, m.groups())), p) for p in folder.iterdir() if (m := PART.fullmatch(p.name)))
     processes: dict[tuple[int, int], dict[int, Path]] = {}
     for (attempt, rank, number), path in found:
@@ -85,22 +79,24 @@ def _read_part(path: Path) -> pa.Table:
     try:
         there = pq.read_schema(path).names
         if missing := [n for n in EVENTS.names if n not in (*there, *LATER)]:
-            raise DataError(f"{path} is not an event file of Tilth: it has no column {', '.join(missing)}")
+            message = f"{path} is not an event file of Tilth: it has no column {', '.join(missing)}"
+            raise DataError(message, key=f"{path.name}.{missing[0]}")
         with pq.ParquetFile(path, read_dictionary=TEXTS) as file:
             table = file.read(columns=[n for n in EVENTS.names if n in there])
         for name in (n for n in LATER if n not in there):
             table = table.append_column(name, pa.nulls(len(table), EVENTS.field(name).type))
         return table.select(EVENTS.names).cast(COLUMNS)
     except FileNotFoundError as error:
-        raise DataError(f"no event file or folder at {path}") from error
+        raise DataError(f"no event file or folder at {path}", key=path.name) from error
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is truncated or not a Parquet file: {str(error).splitlines()[0]}") from error
+        message = f"{path} is truncated or not a Parquet file: {str(error).splitlines()[0]}"
+        raise DataError(message, key=f"{path.name}.format") from error
 
 
 def self_times(table: pa.Table) -> np.ndarray:
     """int64 [n]: for each event its duration less those of the spans directly inside, in ns.
 
-    A parent that is not in the table (its process was killed inside it) is none: its children are roots.
+    Children of a parent that is not in the table (its process was killed inside it) are roots.
     """
     process = _key(table, "attempt") << 14 | _key(table, "rank")
     return own_times(parents(process, _key(table, "id"), _key(table, "parent")), _key(table, "duration"))
@@ -124,10 +120,10 @@ def own_times(parent: np.ndarray, duration: np.ndarray) -> np.ndarray:
 
 
 def breakdown(table: pa.Table) -> list[OpTime]:
-    """One row for each operation, the greatest own time first. Times in seconds, summed over ranks and threads."""
+    """Return one row for each operation, the greatest own time first; seconds summed over ranks and threads."""
     table = table.append_column("own", pa.array(self_times(table)))
-    sums: Iterable[str] = ("duration", "own", "tokens", "bytes", "flops")
-    grouped = table.group_by("op").aggregate([("id", "count"), ("duration", "max"), *[(c, "sum") for c in sums]])
+    sums = [(name, "sum") for name in ("duration", "own", "tokens", "bytes", "flops")]
+    grouped = table.group_by("op").aggregate([("id", "count"), ("duration", "max"), *sums])
     everything = max(pc.sum(table["own"]).as_py() or 0, 1)
     rows = [
         OpTime(

@@ -1,4 +1,4 @@
-"""What the newest files of a trace say: read in milliseconds however long the run is."""
+"""Read the newest files of a trace, in milliseconds however long the run is."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -14,14 +14,14 @@ from tilth.core.errors import DataError
 from tilth.trace.clock_samples import events_folder, read_rounds
 
 DEPTH = 64
-"""Most files of a rank that are read. Processes do not write at the same moment, and a step may be longer than the time
-between two files: what it held is then in those before the one with its end."""
+"""Most files of a rank to read. Processes write at different moments, and a step may be longer than the time between
+two files: its events are then in the files before the one with its end."""
 
 
 def recent(run: str | Path) -> tuple[Events | None, range]:
-    """The newest events of every rank of the newest attempt, and the steps that all of them tell as a whole.
+    """Return the newest events of every rank of the newest attempt, and the steps that all of them have written.
 
-    run: its folder, or that of its events. None where nothing was written yet; the range may be empty.
+    run: its folder, or that of its events. None if nothing was written yet; the range may be empty.
     """
     folder = events_folder(run)
     ranks = [_Files(paths) for paths in _parts(folder).values()]
@@ -41,7 +41,7 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
 
 
 class _Files:
-    """The files of a rank, read from the newest on as far as asked for; a torn one, but for the newest, ends them."""
+    """Files of a rank, read lazily from the newest on; a truncated one, except the newest, ends them."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -49,27 +49,26 @@ class _Files:
         self.tables: list[pa.Table] = []
         self.ended = False
         self.whole = False
-        """Whether all files are read, to the first."""
+        """True if all files are read, to the first."""
 
     def newest(self, depth: int) -> list[pa.Table]:
-        """At most so many tables, the newest first."""
+        """Return at most ``depth`` tables, the newest first."""
         while len(self.tables) < depth and not self.ended:
             path = self._paths[self._at]
             self._at += 1
+            torn = False
             try:
                 table = read_events(path)
+                self.tables += [table] if len(table) else []
             except DataError:  # as a kill leaves the newest
                 torn = self._at > 1
-            else:
-                torn = False
-                self.tables += [table] if len(table) else []
             self.whole = not torn and self._at == len(self._paths)
             self.ended = torn or self.whole
         return self.tables[:depth]
 
 
 def dropped(run: str | Path, attempt: int | None = None) -> int:
-    """Events that did not fit in memory or on disk, over all ranks of an attempt (default: the newest)."""
+    """Count events that did not fit in memory or on disk, over all ranks of an attempt (default: the newest)."""
     return sum(next(_dropped(paths), 0) for paths in _parts(events_folder(run), attempt).values())
 
 
@@ -92,11 +91,10 @@ def _dropped(paths: list[Path]) -> Iterator[int]:
 
 
 def told(events: Events, cut: Collection[int] = ()) -> range:
-    """The steps that begin before the earliest last event of a rank, and of which no part lies in files before these.
+    """Return the steps that every process has written: they begin before the earliest last event of a rank.
 
-    Of a run that goes on these are the ones of which every process has written its part. cut: ranks whose earlier files
-    are not among the events. A file has what ended before it was written; so of what ends after the first end that is
-    known of such a rank nothing is missing, and the steps that begin after it are whole.
+    cut: ranks whose earlier files are not among the events. A file holds the events that ended before it was written,
+    so nothing is missing of what ends after the first known end of such a rank; steps that begin after it are complete.
     """
     bounds, known = periods(events)
     if not len(known):
@@ -108,7 +106,7 @@ def told(events: Events, cut: Collection[int] = ()) -> range:
 
 
 def _first_end(events: Events, rank: int) -> int:
-    """Spans that were timed on a device may be written later than they ended."""
+    """First end of a rank's events without device times, which may be written later than they ended."""
     mine = events.rank == rank
     prompt = mine & (events.device_start < 0)
     return int(events.end[prompt if prompt.any() else mine].min())

@@ -1,8 +1,8 @@
-"""Replay of a step by its dependency model: max-plus, level by level, for all steps, dp ranks and scenarios at once.
+"""Replay a step by its dependency graph: max-plus, level by level, for all steps, dp ranks and scenarios at once.
 
-Operations are put in level order (a group of operations that start together is one node), so a level is one slice, and
-its ready times are a few gathers and maxima over arrays. The number of Python operations is that of the levels, which
-is the length of the pipeline's longest chain, whatever the number of workers, steps and scenarios.
+Operations are in level order (a group of operations that start together is one node), so a level is one slice, and its
+ready times are a few gathers and maxima over arrays. The number of Python operations is that of the levels, the length
+of the pipeline's longest chain, for any number of workers, steps and scenarios.
 """
 
 import itertools
@@ -20,30 +20,26 @@ class _Level:
 
     low: int
     high: int
-    before: np.ndarray
-    """int64 [width, m]: operations to wait for; the one after the last stands for the start of the step."""
-    together: slice
-    """Where in the slice the pairs are, peer beside peer."""
+    before: np.ndarray  # int64 [width, m]: operations to wait for; n stands for the start of the step
+    together: slice  # place of the pairs in the slice, peer beside peer
     across: tuple[int, np.ndarray, np.ndarray] | None
-    """Where in the slice groups over all dp ranks begin, their first members from there, and their sizes."""
+    """Place in the slice where groups over all dp ranks begin, their first members from there, and their sizes."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A dependency model made ready for replay."""
+    """A dependency graph in level order."""
 
-    order: np.ndarray
-    """int64 [n]: operations by level; all arrays of ``run`` are in this order."""
+    order: np.ndarray  # int64 [n]: operations by level; all arrays of ``run`` are in this order
     levels: list[_Level]
-    last: np.ndarray
-    """int64: places of operations that nothing waits for."""
+    last: np.ndarray  # int64: places of operations that nothing waits for
 
     def run(self, duration: np.ndarray, launched: np.ndarray | None = None) -> np.ndarray:
-        """When each operation ends. duration: float64 [n, x, d], seconds, transfer time for communication, in
-        ``order``; x: steps, scenarios or both; d: dp ranks. launched: [n, x, d], gets when each is ready, which for
-        communication is before its group has come together.
+        """Return the end of each operation, float64 [n, x, d], in seconds since the start of the step.
 
-        Returns float64 [n, x, d], seconds since the start of the step.
+        duration: float64 [n, x, d], seconds, transfer time for communication, in ``order``; x: steps, scenarios or
+        both; d: dp ranks. launched: [n, x, d], receives the time when each is ready, for communication before its
+        group has assembled.
         """
         n = len(self.order)
         end = np.empty((n + 1, *duration.shape[1:]))
@@ -59,12 +55,12 @@ class Schedule:
         return end[:n]
 
     def seconds(self, duration: np.ndarray) -> np.ndarray:
-        """float64 [x]: time of a step, over all dp ranks. duration: as for ``run``."""
+        """float64 [x]: time of a step, over all dp ranks. duration: [n, x, d] like that of ``run``."""
         return self.run(duration)[self.last].max((0, 2))
 
 
 def meet(ready: np.ndarray, level: _Level) -> None:
-    """Members of a group start when the last of them is ready. ready: [m, x, d] of this level, changed in place."""
+    """Delay the members of a group until the last is ready. ready: [m, x, d] of this level, changed in place."""
     pairs = ready[level.together]
     if len(pairs):
         np.maximum(pairs[0::2], pairs[1::2], out=pairs[0::2])
@@ -76,7 +72,7 @@ def meet(ready: np.ndarray, level: _Level) -> None:
 
 
 def schedule(graph: Graph) -> Schedule:
-    """Levels of a dependency model. DataError if operations wait for each other in a circle."""
+    """Put a dependency graph in level order. Raises DataError if operations wait for each other in a circle."""
     n = len(graph.group)
     level = _levels(graph)
     order = np.lexsort((np.arange(n), graph.group, graph.kind, level))
@@ -90,8 +86,7 @@ def schedule(graph: Graph) -> Schedule:
 
 
 def _levels(graph: Graph) -> np.ndarray:
-    """int64 [n]: length of the longest chain of groups that leads to each operation (Kahn's algorithm, a front at a
-    time)."""
+    """int64 [n]: length of the longest chain of groups before each operation (Kahn's algorithm by fronts)."""
     names, group = np.unique(graph.group, return_inverse=True)
     edges = np.stack(np.divmod(_distinct(group[graph.before] * len(names) + group[graph.after]), len(names)))
     first = np.searchsorted(edges[0], np.arange(len(names) + 1))
@@ -106,18 +101,19 @@ def _levels(graph: Graph) -> np.ndarray:
         np.subtract.at(waiting, freed, 1)
         front, depth = _distinct(freed[waiting[freed] == 0]), depth + 1
     if (level < 0).any():
-        raise DataError(f"{(level < 0).sum()} groups of operations wait for each other: the order of launch is damaged")
+        message = f"{(level < 0).sum()} groups of operations wait for each other: the order of launch is damaged"
+        raise DataError(message, key="graph.cycle")
     return level[group]
 
 
 def _distinct(numbers: np.ndarray) -> np.ndarray:
-    """The different ones, ascending: ``np.unique`` by hashes is many times slower on numbers like these."""
+    """Distinct numbers, ascending; faster here than ``np.unique``, which hashes."""
     numbers = np.sort(numbers)
     return numbers[np.r_[True, numbers[1:] != numbers[:-1]][: len(numbers)]]
 
 
 def _padded(before: np.ndarray, after: np.ndarray, n: int) -> np.ndarray:
-    """int64 [width, n]: what each operation waits for; n where there is less to wait for."""
+    """int64 [width, n]: operations that each one waits for, padded with n."""
     order = np.argsort(after, kind="stable")
     before, after = before[order], after[order]
     column = np.arange(len(after)) - np.searchsorted(after, after)

@@ -1,9 +1,9 @@
-"""The likely cause of slow steps in one of our own runs: each candidate is taken out, and the steps are replayed.
+"""Name the likely cause of slow steps in a run: take out each candidate and replay the steps.
 
-What counts is the gain, the share of the step's time that goes with a cause. Slowness of a rank is what it needs beyond
-the cost of its work (``run_rates``); unequal work is costs that differ among the ranks of a call; garbage collection
-is traced; a slow network is one against the run's own fast transfers; a late controller one against its own usual
-steps. Without communications and peers (inline) there are pauses and the controller's own time only.
+The gain of a candidate is the share of the step's time that goes with it. Slowness is a rank's time beyond the cost of
+its work (``run_rates``); unequal work is costs that differ among the ranks of a call; garbage collection is traced; a
+slow network is compared with the run's own fast transfers, a late controller with its own usual steps. Without
+communications and peers (inline) there are pauses and the controller's own time only.
 """
 
 from collections.abc import Callable
@@ -11,58 +11,52 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.analysis.cause import Cause, Finding, Place, pearson
+from tilth.analysis.cause import Cause, Finding, Place, medians
 from tilth.analysis.run_graph import MEET, WORK, Steps
 from tilth.analysis.run_rates import Rates, rates
 from tilth.analysis.run_replay import BLOCK, RunModel, alike, fast, numbered, quantiles
 from tilth.analysis.run_whatif import RunWhatIf, coordinates, place_among
 
 LEAST = 0.05
-"""Share of a step's time that must go with something for it to be a cause."""
+"""Least share of a step's time for a cause."""
 TOLD = 0.005
-"""Share of a step's time from which a gain is worth a word where there is no cause."""
+"""Least share of a step's time for a gain to be listed where there is no cause."""
 SLOWER, LONGER = 1.1, 1.1
-"""Times the usual: from which a rank is slow, and its work more than that of others."""
+"""Ratios to the others from which a rank is slow, and its work unequal."""
 STEADY = 0.25
-"""Quantile of a block's steps at which a rank must be slower than its peers: a busy machine makes now the one slow and
-now the other."""
+"""Quantile of a block's steps at which a rank must be slower than its peers: a busy machine slows ranks by turns."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
     kind: str
-    durations: np.ndarray
-    """float64 [n]: seconds of the nodes without it."""
+    durations: np.ndarray  # float64 [n]: seconds of the nodes without it
     text: Callable[[], str]
     where: tuple[Place, ...]
     plausible: bool
 
 
 def diagnose_run(model: RunModel, found: RunWhatIf) -> Cause:
-    """Why the steps are slow, and how long they would be without each cause."""
+    """Name why the steps are slow, and their time without each cause."""
     steps, work = model.steps, rates(model.steps)
     candidates = [_pauses(steps), _controller(steps)]
     if len(steps.workers) > 1:
         candidates += [_worker(steps, work), _lengths(steps, work), _network(steps)]
-    findings = []
+    without = model.times(np.stack([c.durations[model.order] for c in candidates], 1)).T
+    gains = [1 - float(times.mean() / found.replayed.mean()) for times in without]
+    ranked = [(c, times, gain) for c, times, gain in zip(candidates, without, gains) if c.plausible]
+    findings = sorted(
+        (_finding(c, times, found) for c, times, gain in ranked if gain >= LEAST), key=lambda f: f.seconds or 0.0
+    )
     evidence = {"model_error": found.error, "waste": found.waste, **_evidence(steps, work)}
-    without = model.times(np.stack([c.durations[model.order] for c in candidates], 1))
-    for c, times in zip(candidates, without.T):
-        gain = 1 - times.mean() / found.replayed.mean()
-        evidence[f"gain_{c.kind.replace('-', '_')}"] = float(gain)
-        if gain >= LEAST and c.plausible:
-            findings.append(_finding(c, times, found))
-    findings.sort(key=lambda f: f.seconds or 0.0)
-    gains = {
-        c.kind.replace("-", " "): 1 - float(t.mean() / found.replayed.mean())
-        for c, t in zip(candidates, without.T)
-        if c.plausible
-    }
-    return Cause("; ".join(f.text for f in findings) or _none(gains, found.waste), tuple(findings), evidence)
+    evidence |= {f"gain_{c.kind.replace('-', '_')}": gain for c, gain in zip(candidates, gains)}
+    text = "; ".join(f.text for f in findings)
+    none = _none({c.kind.replace("-", " "): gain for c, _, gain in ranked}, found.waste)
+    return Cause(text or none, tuple(findings), evidence)
 
 
 def _none(gains: dict[str, float], waste: float) -> str:
-    """What of the loss, a share of the time, the causes explain that were looked for."""
+    """Explain the loss, a share of the time, by the gains of candidates where none is a cause."""
     text = f"none: nothing alone costs {100 * LEAST:.0f} % of a step"
     known = {name: gain for name, gain in sorted(gains.items(), key=lambda kv: -kv[1]) if gain >= TOLD}
     scattered = waste - sum(known.values())
@@ -82,14 +76,13 @@ def _none(gains: dict[str, float], waste: float) -> str:
 
 def _finding(c: _Candidate, times: np.ndarray, found: RunWhatIf) -> Finding:
     now, then = float(np.median(found.replayed)), float(np.median(times))
-    lost = found.replayed.mean() - found.ideal.mean()
-    share = float((found.replayed.mean() - times.mean()) / lost) if lost > 0 else 0.0
+    lost, won = found.replayed.mean() - found.ideal.mean(), found.replayed.mean() - times.mean()
     less = 100 * (1 - times.mean() / found.replayed.mean())
-    gain = (
-        f"without it a step would take {then:.4g} s instead of {now:.4g} s (medians), and all of them {less:.0f} % less"
+    text = (
+        f"{c.text()}; without it a step would take {then:.4g} s instead of {now:.4g} s (medians), "
+        f"and all of them {less:.0f} % less"
     )
-    text = f"{c.text()}; {gain}"
-    return Finding(c.kind, share, text, c.where, then)
+    return Finding(c.kind, float(won / lost) if lost > 0 else 0.0, text, c.where, then)
 
 
 def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
@@ -105,8 +98,7 @@ def _evidence(steps: Steps, work: Rates) -> dict[str, float]:
 
 
 def alikeness(steps: Steps) -> tuple[float, float]:
-    """Medians over workers of the correlation (Pearson) of forward with backward times of the same micro-batch, and of
-    the coefficient of variation of forward times; own times, without communications and pauses."""
+    """Return ``cause.medians`` of own forward and backward times of each worker, matched by micro-batch."""
     events = steps.events
     forward, backward = (
         np.flatnonzero(events.op.is_(op) & (events.micro_batch >= 0) & np.isin(events.step, steps.steps))
@@ -118,25 +110,26 @@ def alikeness(steps: Steps) -> tuple[float, float]:
         keys = [events.parent[rows] * (int(events.micro_batch.max()) + 1) + events.micro_batch[rows] for rows in (f, b)]
         _, i, j = np.intersect1d(*keys, return_indices=True)
         if len(i):
-            found.append(pearson(events.own[f[i]].astype(np.float64), events.own[b[j]].astype(np.float64)))
-    r, variation = np.median(found, axis=0) if found else (0.0, 0.0)
-    return float(r), float(variation)
+            found.append((events.own[f[i]].astype(np.float64), events.own[b[j]].astype(np.float64)))
+    return medians(found)
 
 
 def blocks(steps: int) -> np.ndarray:
-    """int64 [s]: numbers of runs of about BLOCK neighbouring steps, none shorter than that but where there are less."""
+    """int64 [s]: block number of each step; blocks have BLOCK neighbouring steps, the last one up to twice as many."""
     return np.minimum(np.arange(steps) // BLOCK, max(steps // BLOCK - 1, 0))
 
 
 def typical(values: np.ndarray, q: float = 0.5) -> np.ndarray:
-    """float64 [s, ...]: the median, or another quantile, of each step's block."""
+    """float64 [s, ...]: median, or another quantile, of each step's block."""
     block = blocks(len(values))
     return np.stack([np.quantile(values[block == b], q, 0) for b in range(int(block[-1]) + 1)])[block]
 
 
 def slowness(work: Rates) -> np.ndarray:
-    """float64 [s, w]: times as long as its peers that a rank takes; 1 in a block where it does not nearly always, and
-    where it has much more work than others: there it may as well be that much work costs more than the fit says."""
+    """float64 [s, w]: a rank's time over its peers' for equal work, block by block.
+
+    1 in a block where it is not nearly always slower, or has much more work: the fit may underestimate much work.
+    """
     steady = (typical(work.excess, STEADY) > 1) & (typical(work.load) < LONGER)
     return np.where(steady, np.maximum(typical(work.excess), 1), 1.0)
 
@@ -152,31 +145,24 @@ def _pauses(steps: Steps) -> _Candidate:
     top = max(by_rank, key=lambda r: by_rank[r])
     where = tuple(_place(steps, r) for r in sorted(by_rank, key=lambda r: -by_rank[r]) if by_rank[r] > by_rank[top] / 2)
 
-    def text() -> str:
-        return f"garbage collection: {1000 * by_rank[top]:.0f} ms a step on rank {top}"
-
-    return _Candidate("garbage-collection", steps.real.sum(1) - took, text, where, True)
+    text = f"garbage collection: {1000 * by_rank[top]:.0f} ms a step on rank {top}"
+    return _Candidate("garbage-collection", steps.real.sum(1) - took, lambda: text, where, True)
 
 
 def _controller(steps: Steps) -> _Candidate:
-    """Its own work in each step is at most as much as in a quick one."""
+    """Cap the controller's own work in each step at that of a quick step."""
     mine = steps.home & (steps.kind == WORK)
     step = np.searchsorted(steps.steps, steps.events.step[steps.frame])
     total = np.bincount(step[mine], steps.real[mine].sum(1), len(steps.steps))
     quick = float(np.quantile(total, 0.25))
     durations = steps.real.sum(1)
     durations[mine] *= np.minimum(1, quick / np.maximum(total, 1e-12))[step[mine]]
-
-    def text() -> str:
-        return (
-            f"late controller: {1000 * total.mean():.0f} ms of its own work a step, {1000 * quick:.0f} ms in quick ones"
-        )
-
-    return _Candidate("controller", durations, text, (), len(steps.workers) > 0)
+    text = f"late controller: {1000 * total.mean():.0f} ms of its own work a step, {1000 * quick:.0f} ms in quick ones"
+    return _Candidate("controller", durations, lambda: text, (), len(steps.workers) > 0)
 
 
 def _worker(steps: Steps, work: Rates) -> _Candidate:
-    """The slowest rank does its work at the rate of its peers, block by block; its jitter stays."""
+    """Give the slowest rank the rate of its peers, block by block; its jitter stays."""
     slow = slowness(work)
     by_rank = slow.mean(0)
     worst = int(by_rank.argmax())
@@ -194,20 +180,17 @@ def _worker(steps: Steps, work: Rates) -> _Candidate:
 
 
 def _lengths(steps: Steps, work: Rates) -> _Candidate:
-    """The work of each call is dealt evenly; each rank keeps its rate."""
+    """Divide the work of each call evenly; each rank keeps its rate."""
     load = work.load.mean(0)
     worst = int(load.argmax())
     name = int(steps.workers[worst])
-
-    def text() -> str:
-        return f"unequal sequences: rank {name} got {load[worst]:.2f} times the work of the mean"
-
+    text = f"unequal sequences: rank {name} got {load[worst]:.2f} times the work of the mean"
     durations = work.scaled(1 / np.maximum(work.uneven, 1e-12))
-    return _Candidate("sequence-lengths", durations, text, (_place(steps, name),), bool(load[worst] >= LONGER))
+    return _Candidate("sequence-lengths", durations, lambda: text, (_place(steps, name),), bool(load[worst] >= LONGER))
 
 
 def _network(steps: Steps) -> _Candidate:
-    """Transfers lose what those of their kind in their block of steps typically have beyond the run's fast ones."""
+    """Subtract from transfers the typical excess of their kind in their block over the run's fast ones."""
     durations = steps.real.sum(1)
     nodes = np.flatnonzero(steps.kind == MEET)
     if not len(nodes):

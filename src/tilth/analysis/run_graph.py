@@ -1,9 +1,9 @@
-"""The dependency model of one of our own runs: calls cut at their communications, and the controller that asks.
+"""Build the dependency graph of a run: calls, cut at their communications, and the controller that submits them.
 
 Within a step each worker executes its calls one after another. A call is ready when the rank's call before it has ended
-and the controller has come to its ``submit``; a communication moves when all its members have come to it; the
+and the controller has reached its ``submit``; a communication moves when all its members have reached it; the
 controller waits in ``await`` for its call on all ranks; a step ends when all of its calls have. Between two such
-meetings a process works by itself: a segment, whose time is told by operation.
+meetings a process works alone: a segment, whose time is split by operation.
 """
 
 from dataclasses import dataclass, replace
@@ -18,44 +18,33 @@ from tilth.analysis.profiled import profiled
 from tilth.core.errors import DataError
 
 LAUNCH, WORK, MEET, REPLY, AWAIT, END = range(6)
-"""Kinds of nodes. LAUNCH: from when a call could begin until it does. WORK: a segment. MEET: a communication's
-transfer. REPLY: a call's end, for who awaits it. AWAIT: from the last answer until the controller goes on. END: of a
+"""Kinds of nodes. LAUNCH: from the moment a call is ready to its start. WORK: a segment. MEET: a communication's
+transfer. REPLY: a call's end, for its await. AWAIT: from the last answer until the controller continues. END: of a
 step."""
 DISPATCH = "dispatch"
-"""What LAUNCH and AWAIT spend: the way of calls and answers between processes."""
+"""Operation of LAUNCH and AWAIT: calls and answers under way between processes."""
 MOST = 500_000
-"""Events of the steps that are looked at, and as many of other steps: about 1 GB and 10 s."""
+"""Most events of the analysed steps, and of the other steps: about 1 GB and 10 s."""
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Nodes of s steps, n in all, and the k operations that they spend their time in. Each step starts at 0."""
+    """n nodes of s steps, and the k operations that take their time. Each step starts at 0."""
 
     events: Events
-    steps: np.ndarray
-    """int64 [s]: their numbers, ascending."""
-    recorded: np.ndarray
-    """float64 [s]: seconds of the controller's spans."""
-    dropped: list[int]
-    """Steps left out, for calls of theirs are missing."""
+    steps: np.ndarray  # int64 [s]: their numbers, ascending
+    recorded: np.ndarray  # float64 [s]: seconds of the controller's spans
+    dropped: list[int]  # steps left out because calls of theirs are missing
     ops: tuple[str, ...]
-    kind: np.ndarray
-    """int64 [n]: LAUNCH ... END."""
-    frame: np.ndarray
-    """int64 [n]: row of the call, or of the step, that the node is part of."""
-    segment: np.ndarray
-    """int64 [n]: its place in the frame."""
-    row: np.ndarray
-    """int64 [n]: row of the communication or the await, -1 for others."""
-    real: np.ndarray
-    """float64 [n, k]: seconds by operation, without waiting for others."""
+    kind: np.ndarray  # int64 [n]: LAUNCH ... END
+    frame: np.ndarray  # int64 [n]: row of the call, or of the step, that the node is part of
+    segment: np.ndarray  # int64 [n]: its place in the frame
+    row: np.ndarray  # int64 [n]: row of the communication or the await, -1 for others
+    real: np.ndarray  # float64 [n, k]: seconds by operation, without waiting for others
     graph: Graph
-    last: np.ndarray
-    """int64 [s]: the END of each step."""
-    older: int = 0
-    """Steps left out, for those after them have as many events as are looked at."""
-    profiled: tuple[int, ...] = ()
-    """Steps left out, for a profiler made them longer."""
+    last: np.ndarray  # int64 [s]: the END of each step
+    older: int = 0  # number of steps left out because later ones have ``MOST`` events
+    profiled: tuple[int, ...] = ()  # steps left out because a profiler made them longer
 
     @cached_property
     def rank(self) -> np.ndarray:
@@ -64,12 +53,12 @@ class Steps:
 
     @cached_property
     def call(self) -> np.ndarray:
-        """int64 [n]: number of the call, -1 for the controller's nodes."""
+        """int64 [n]: number of the call, -1 at the controller's nodes."""
         return np.where(self.home, -1, self.events.seq[self.frame])
 
     @cached_property
     def home(self) -> np.ndarray:
-        """bool [n]: the controller's."""
+        """bool [n]: nodes of the controller."""
         return self.events.op.is_("step")[self.frame]
 
     @cached_property
@@ -82,18 +71,18 @@ class Steps:
 
     @cached_property
     def meet_column(self) -> np.ndarray:
-        """int64 [n]: of a communication's node the column of its operation; 0 of others."""
+        """int64 [n]: column of a communication node's operation; 0 at other nodes."""
         of = np.array([self.ops.index(name) if name in self.ops else 0 for name in self.events.op.names])
         return np.where(self.kind == MEET, of[self.events.op.codes[self.row]], 0)
 
     @property
     def workers(self) -> np.ndarray:
-        """int64 [w]: ranks that executed calls, ascending; none where the run was inline."""
+        """int64 [w]: ranks that executed calls, ascending; none inline."""
         return np.unique(self.rank[~self.home])
 
 
 class _Cut:
-    """The frames of the chosen steps, and every boundary of a span in them in order of time within its frame."""
+    """Frames (calls and steps) of the chosen steps, and every boundary of a span in them, by time within a frame."""
 
     def __init__(self, events: Events, steps: np.ndarray) -> None:
         self.events = events
@@ -103,13 +92,14 @@ class _Cut:
         owner = outermost(events.parent, step_rows | calls)
         self.rows = np.flatnonzero(owner >= 0)
         self.frame = owner[self.rows]
-        self.meetings = _meetings(events, owner)
-        """int64 [n events]: number of the communication that a row is a member of, -1: none."""
+        self.meetings = _meetings(events, owner)  # int64 [n events]: number of a row's communication, -1: none
         self._order()
 
     def _order(self) -> None:
-        """Ends before starts at the same moment; of ends the inner one first, of starts the outer one. One of no time
-        ends right after its start."""
+        """Sort boundaries: at one moment ends before starts, inner ends and outer starts first.
+
+        A span of no time ends right after its start.
+        """
         events, rows = self.events, self.rows
         depth = _depths(events.parent)[rows]
         start, end = events.start[rows], _inside(events, rows, self.frame)
@@ -120,17 +110,15 @@ class _Cut:
         order = np.lexsort((leaving, np.tile(rows, 2), level, late, time, np.tile(self.frame, 2)))
         frame = np.tile(self.frame, 2)
         self.time, self.leaving = time[order], leaving[order].astype(bool)
-        self.at, self.of = np.tile(rows, 2)[order], frame[order]
-        """Rows of the span and of its frame at each boundary."""
+        self.at, self.of = np.tile(rows, 2)[order], frame[order]  # rows of the span and its frame at each boundary
         following = np.flatnonzero(self.of[1:] == self.of[:-1])
-        self.spent = np.zeros(len(self.time), np.int64)
-        """ns from each boundary to the next one of its frame; what they were spent in is ``owner``."""
+        self.spent = np.zeros(len(self.time), np.int64)  # ns from each boundary to the next of its frame, in ``owner``
         self.spent[following] = self.time[following + 1] - self.time[following]
         self.owner = np.where(self.leaving, events.parent[self.at], self.at)
 
 
 def outermost(parent: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """int64 [n]: row of the outermost chosen span (bool [n]) around each, or itself; -1 where there is none."""
+    """int64 [n]: row of the outermost chosen span (bool [n]) around each row, or itself; -1 where there is none."""
     found = np.where(chosen, np.arange(len(parent)), -1)
     up = parent.copy()
     while (going := np.flatnonzero(up >= 0)).size:
@@ -141,8 +129,10 @@ def outermost(parent: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def adopted(events: Events) -> Events:
-    """Communications that a thread of its own issues (those of a backward pass on a device) inside the innermost span
-    of their rank's call that was open all the while."""
+    """Nest communications of a separate thread (a backward pass on a device) in their rank's call.
+
+    The parent is the innermost span that was open for the whole communication.
+    """
     calls = events.op.is_("call") & (events.rank != events.controller)
     strays = np.flatnonzero(events.kind.is_("communication") & (events.parent < 0) & (events.rank != events.controller))
     if not len(strays):
@@ -170,7 +160,7 @@ def _depths(parent: np.ndarray) -> np.ndarray:
 
 
 def _inside(events: Events, rows: np.ndarray, frame: np.ndarray) -> np.ndarray:
-    """Ends of these rows; none after that of the spans around it, whatever the rounding of clocks made of them."""
+    """Ends of these rows, none after that of the spans around it: clock alignment rounds."""
     end = np.minimum(events.end[rows], events.end[frame])
     full = events.end
     full[rows] = end
@@ -182,8 +172,10 @@ def _inside(events: Events, rows: np.ndarray, frame: np.ndarray) -> np.ndarray:
 
 
 def _meetings(events: Events, owner: np.ndarray) -> np.ndarray:
-    """Communications of the chosen calls whose members were in them at the same time; a send that ended before its
-    receive began was buffered and waits for nobody."""
+    """Number the communications of the chosen calls whose members overlap in time.
+
+    A send that ended before its receive began was buffered and waits for nobody.
+    """
     met, number = meetings(events), np.full(len(events), -1)
     rows, groups = met.rows, met.number
     if not len(rows):
@@ -202,8 +194,11 @@ def _meetings(events: Events, owner: np.ndarray) -> np.ndarray:
 
 
 def read_steps(events: Events, wanted: range | None = None, most: int = MOST) -> Steps:
-    """The dependency model of the complete steps among ``wanted`` (default: all), of these the newest with so many
-    events in all, and as many of other steps to compare them with. DataError if there are none."""
+    """Build the dependency graph of the complete steps among ``wanted`` (default: all).
+
+    Of many events, take the newest steps with ``most`` events, and as many events of other steps for comparison.
+    Raises DataError if no step is left.
+    """
     steps, dropped = _complete(events, wanted)
     steps, slowed = _undisturbed(events, steps)
     events, chosen = adopted(events), steps
@@ -215,8 +210,10 @@ def read_steps(events: Events, wanted: range | None = None, most: int = MOST) ->
 
 
 def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The newest of these steps with at most so many events, at least one; and these with others of about as many
-    events: of each few neighbours one, drawn by lot (the same each time), as some work is done every so many steps."""
+    """(the newest of these steps with at most ``most`` events, at least one; these and a sample of the others).
+
+    The sample takes one of every few neighbours at random (seeded), since some work is done every N steps.
+    """
     numbers, count = np.unique(events.step, return_counts=True)
     sizes = count[np.searchsorted(numbers, steps)]
     fit = np.cumsum(sizes[::-1]) <= most
@@ -229,30 +226,31 @@ def _newest(events: Events, steps: np.ndarray, most: int) -> tuple[np.ndarray, n
 
 
 def _complete(events: Events, wanted: range | None) -> tuple[np.ndarray, list[int]]:
-    """Numbers of the steps that are told as a whole, and of those that are not: the events of a worker that was killed
-    end before the controller's, and those of a run in progress come to disk by and by."""
-    told = np.array(events.steps, np.int64)
-    if not len(told):
-        raise DataError("no step of the run has ended yet")
-    steps = told if wanted is None else told[(told >= wanted.start) & (told < wanted.stop)]
+    """(complete steps, incomplete ones): a killed worker's events end early, and a run in progress writes by parts."""
+    known = np.array(events.steps, np.int64)
+    if not len(known):
+        raise DataError("no step of the run has ended yet", key="steps.ended")
+    steps = known if wanted is None else known[(known >= wanted.start) & (known < wanted.stop)]
     if wanted is not None and not len(steps):
-        raise DataError(f"no events of steps {wanted.start}:{wanted.stop}; its steps are {told[0]} to {told[-1]}")
+        message = f"no events of steps {wanted.start}:{wanted.stop}; its steps are {known[0]} to {known[-1]}"
+        raise DataError(message, key="steps")
     broken = np.isin(steps, _missing(events))
     if broken.all():
-        raise DataError(f"no step is complete: calls of step {steps[0]} are missing")
+        raise DataError(f"no step is complete: calls of step {steps[0]} are missing", key="steps.complete")
     return steps[~broken], steps[broken].tolist()
 
 
 def _undisturbed(events: Events, steps: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The steps that were not profiled, and those that were. DataError if all were."""
+    """(steps without a profile, profiled steps). Raises DataError if all were profiled."""
     during = np.isin(steps, profiled(events))
     if during.all():
-        raise DataError(f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too")
+        message = f"step {steps[0]} was profiled, as were all of these: their times are the profiler's too"
+        raise DataError(message, key="steps.profiled")
     return steps[~during], tuple(steps[during].tolist())
 
 
 def _missing(events: Events) -> np.ndarray:
-    """Steps with calls that were submitted and of which no event is there, or not of all ranks of their role."""
+    """Steps with submitted calls that lack the events of a rank of their role."""
     home = events.rank == events.controller
     asked, done = events.op.is_("submit") & home, events.op.is_("call") & ~home
     number, count = np.unique(events.seq[done], return_counts=True)
@@ -267,7 +265,7 @@ def _missing(events: Events) -> np.ndarray:
 
 
 class _Nodes:
-    """Cuts frames into nodes. A frame's nodes have numbers in order of time."""
+    """Cut frames into nodes, numbered by time within a frame."""
 
     def __init__(self, cut: _Cut, steps: np.ndarray) -> None:
         self.cut, self.events, self.steps = cut, cut.events, steps
@@ -278,7 +276,7 @@ class _Nodes:
         self.group = np.arange(self.n)
 
     def _count(self) -> None:
-        """Which nodes begin at each boundary; the node of a boundary is the one that begins or goes on there."""
+        """Number the nodes; the node of a boundary is the one that begins or continues there."""
         cut, events = self.cut, self.events
         is_frame, home = cut.at == cut.of, events.op.is_("step")[cut.of]
         submit, waits = events.op.is_("submit")[cut.at] & home, events.op.is_("await")[cut.at] & home
@@ -307,7 +305,7 @@ class _Nodes:
         self.before[cut.at[asking]] = node[asking] - 1
 
     def _ops(self) -> tuple[np.ndarray, tuple[str, ...]]:
-        """For each name of an operation its column, and the columns: those that occur."""
+        """(column of each operation name, names of the columns), for operations that occur."""
         names = self.events.op.names
         used = np.zeros(len(names), bool)
         used[self.events.op.codes[self.cut.owner[self.cut.spent > 0]]] = True
@@ -318,7 +316,7 @@ class _Nodes:
         return code, (*(names[i] for i in kept), DISPATCH)
 
     def _pieces(self) -> np.ndarray:
-        """Seconds of segments by operation. Those of meetings and ends follow."""
+        """Seconds of segments by operation; those of meetings and ends are added later."""
         cut, k = self.cut, len(self.ops)
         spent = cut.spent * (self.kind[self.node] == WORK)
         spent = self._without_drain(spent)
@@ -327,8 +325,7 @@ class _Nodes:
         return flat.reshape(self.n, k) * 1e-9
 
     def _without_drain(self, spent: np.ndarray) -> np.ndarray:
-        """At its end a step waits for calls that were not awaited: what of the step's own last segment lies before the
-        end of the last of them is waiting."""
+        """Remove the wait of a step's end for calls without an await from the step's last segment."""
         cut, events = self.cut, self.events
         calls = np.unique(self.frame[self.kind == LAUNCH])
         awaits = self.row[self.kind == AWAIT]
@@ -347,7 +344,7 @@ class _Nodes:
         return spent
 
     def made(self, dropped: list[int]) -> Steps:
-        """Edges, groups and the times of what is no segment."""
+        """Add edges, groups and the times of nodes that are no segments."""
         self._chain()
         self._calls()
         self._meet()
@@ -365,12 +362,12 @@ class _Nodes:
         self.edges.append(np.stack([before, after]))
 
     def _chain(self) -> None:
-        """Within a frame one node after the other."""
+        """Order the nodes of a frame."""
         inside = np.flatnonzero(self.frame[1:] == self.frame[:-1])
         self._edge(inside, inside + 1)
 
     def _calls(self) -> None:
-        """A call begins after the one before it on its rank in the step, and after its submit."""
+        """Begin a call after the one before it on its rank in the step, and after its submit."""
         events = self.events
         calls = np.unique(self.frame[self.kind == LAUNCH])
         calls = calls[np.lexsort((events.start[calls], events.step[calls], events.rank[calls]))]
@@ -393,7 +390,7 @@ class _Nodes:
         return self.events.start[rows[np.argsort(self.events.step[rows])]]
 
     def _meet(self) -> None:
-        """Members of a communication; an await and the replies of its call. Each counts from when the last came."""
+        """Join the members of a communication, and an await with its call's replies, from the last arrival on."""
         events = self.events
         meets = np.flatnonzero(self.kind == MEET)
         number = self.cut.meetings[self.row[meets]]
@@ -413,7 +410,7 @@ class _Nodes:
         self.real[self.close[calls]] = 0
 
     def _join(self, nodes: np.ndarray, number: np.ndarray, arrived: np.ndarray, ended: np.ndarray) -> None:
-        """Nodes of one number start together."""
+        """Start the nodes of one number together."""
         if not len(nodes):
             return
         names, which = np.unique(number, return_inverse=True)
@@ -426,7 +423,7 @@ class _Nodes:
         self.real[nodes, column] = np.maximum(ended - latest[which], 0) * 1e-9
 
     def _end(self) -> np.ndarray:
-        """A step ends when the last call of each rank has: one more node for each, that meets with the step's end."""
+        """End a step after the last call of each rank: one more node for each meets with the step's end."""
         events, ends = self.events, np.flatnonzero(self.kind == END)
         final = np.ones(len(self.calls), bool)
         final[:-1] = (events.rank[self.calls[1:]] != events.rank[self.calls[:-1]]) | (
@@ -446,7 +443,7 @@ class _Nodes:
 
 
 def _matched(events: Events, calls: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Calls that one of these rows (of submits or awaits) is of, by its number, and that row for each."""
+    """(calls with a row of their number among these submits or awaits, that row for each)."""
     rows = rows[np.argsort(events.seq[rows], kind="stable")]
     numbers = events.seq[rows]
     place = np.searchsorted(numbers, events.seq[calls]).clip(max=max(len(rows) - 1, 0))

@@ -1,8 +1,7 @@
-"""How much work each rank got in a call, and how fast it did it: seconds against the cost of the work.
+"""Measure the work and the speed of each rank in a call: seconds against the cost of the work.
 
-The cost of a span is what the spans of its operation took in the whole run, on all ranks, for so many tokens and
-squared tokens (``fit``): it is the same for every rank. What a rank needs beyond its cost is its own slowness; costs
-that differ between the ranks of a call are unequal work.
+The cost of a span is the fitted time of its operation on all ranks of the run for its tokens and squared tokens
+(``fit``). A rank's time beyond its cost is slowness; costs that differ between the ranks of a call are unequal work.
 """
 
 from dataclasses import dataclass
@@ -16,29 +15,26 @@ from tilth.analysis.run_graph import WORK, Steps, outermost
 from tilth.analysis.run_replay import numbered
 
 APART = frozenset({"communication", "pause", "wait", "storage", "call", "unknown"})
-"""Kinds of operations whose time is not for tokens."""
+"""Kinds of operations whose time does not depend on tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """Of s steps and w ranks. A cost is in seconds of a usual rank."""
+    """Work and cost of s steps on w ranks. A cost is in seconds of a typical rank."""
 
     steps: Steps
-    frames: np.ndarray
-    """int64 [f]: rows of the calls that more than one rank executed."""
-    spent: np.ndarray
-    """float64 [f]: seconds of work in each, without communications, pauses and waits."""
-    costs: np.ndarray
-    """float64 [f, k]: what they should have taken, by operation."""
+    frames: np.ndarray  # int64 [f]: rows of the calls that more than one rank executed
+    spent: np.ndarray  # float64 [f]: seconds of work in each, without communications, pauses and waits
+    costs: np.ndarray  # float64 [f, k]: what they should have taken, by operation
 
     @cached_property
     def cost(self) -> np.ndarray:
-        """float64 [f]: of all operations together."""
+        """float64 [f]: cost of all operations together."""
         return self.costs.sum(1)
 
     @cached_property
     def at(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [f] each: places of the step and of the rank of each call."""
+        """int64 [f] each: indices of the step and of the rank of each call."""
         rows = self.steps.events
         return (
             np.searchsorted(self.steps.steps, rows.step[self.frames]),
@@ -47,7 +43,7 @@ class Rates:
 
     @cached_property
     def rate(self) -> np.ndarray:
-        """float64 [s, w]: seconds per cost; 1 where a rank had nothing to do with others."""
+        """float64 [s, w]: seconds per cost; 1 where a rank shared no call."""
         shape = len(self.steps.steps), len(self.steps.workers)
         spent, cost = np.zeros(shape), np.zeros(shape)
         np.add.at(spent, self.at, self.spent)
@@ -61,8 +57,9 @@ class Rates:
 
     @cached_property
     def uneven(self) -> np.ndarray:
-        """float64 [f, k]: the cost of an operation in a call on its rank over the mean of the ranks that share it; 1
-        where it has none. By operation, for longer rows make no optimizer's step longer, and ranks may meet in between.
+        """float64 [f, k]: cost of an operation in a call on its rank over the mean of the call's ranks; 1 without cost.
+
+        By operation: longer rows do not lengthen an optimizer step, and ranks may meet in between.
         """
         mean = np.stack([self._shared(cost) for cost in self.costs.T], 1)
         return np.divide(self.costs, mean, out=np.ones(mean.shape), where=(mean > 0) & (self.costs > 0))
@@ -82,8 +79,7 @@ class Rates:
         return np.divide(cost, mean, out=np.ones(shape), where=mean > 0)
 
     def scaled(self, factor: np.ndarray) -> np.ndarray:
-        """float64 [n]: the seconds of all nodes, where the work of each call takes ``factor`` times as long: [f], or
-        [f, k] by operation."""
+        """float64 [n]: seconds of all nodes with each call's work times ``factor``: [f], or [f, k] by operation."""
         steps = self.steps
         place = np.full(len(steps.events), -1)
         place[self.frames] = np.arange(len(self.frames))
@@ -104,8 +100,9 @@ def beside(rate: np.ndarray) -> np.ndarray:
 
 
 def paces(events: Events, chosen: np.ndarray) -> np.ndarray:
-    """float64 [w]: ``excess`` of each worker over all these events together (bool [n]); costs are fitted on all events.
-    NaN: of a rank that shared no call, and where no other did.
+    """float64 [w]: ``excess`` of each worker over all chosen events (bool [n]); costs are fitted on all events.
+
+    NaN for a rank that shared no call, or whose peers did not.
     """
     worked, call = _worked(events)
     cost = _costs(events, worked)
@@ -120,7 +117,7 @@ def paces(events: Events, chosen: np.ndarray) -> np.ndarray:
 
 
 def rates(steps: Steps) -> Rates:
-    """Costs fitted on the whole run, and what the calls of these steps took."""
+    """Fit costs on the whole run, and sum the times of these steps' calls."""
     events = steps.events
     worked, call = _worked(events)
     cost = _costs(events, worked)
@@ -133,26 +130,26 @@ def rates(steps: Steps) -> Rates:
     spent = np.bincount(of, events.own[worked[mine]] * 1e-9, len(frames))
     column = np.array([steps.ops.index(name) if name in steps.ops else -1 for name in events.op.names])
     by_op, k = column[events.op.codes[worked[mine]]], len(steps.ops)
-    told = by_op >= 0  # the others took no time in these steps
-    costs = np.bincount((of * k + by_op)[told], cost[mine][told], len(frames) * k).reshape(len(frames), k)
+    timed = by_op >= 0  # the others took no time in these steps
+    costs = np.bincount((of * k + by_op)[timed], cost[mine][timed], len(frames) * k).reshape(len(frames), k)
     return Rates(steps, frames, spent, costs)
 
 
 def _shared(call: np.ndarray) -> np.ndarray:
-    """bool: whether more than one rank executed the call."""
+    """bool: True if more than one rank executed the call."""
     _, which, count = np.unique(call, return_inverse=True, return_counts=True)
     return count[which.reshape(-1)] > 1
 
 
 def _worked(events: Events) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [k] each: rows of spans of work in calls of workers, and of these calls."""
+    """int64 [k] each: rows of work spans in calls of workers, and rows of these calls."""
     call = outermost(events.parent, events.op.is_("call") & (events.rank != events.controller))
     rows = np.flatnonzero((call >= 0) & ~events.kind.is_(*APART))
     return rows, call[rows]
 
 
 def _costs(events: Events, rows: np.ndarray) -> np.ndarray:
-    """float64: seconds that each of these spans should have taken, by its operation, role and amount of work."""
+    """float64: fitted seconds of each of these spans, by its operation, role and amount of work."""
     which = numbered(np.stack([events.op.codes[rows], events.role.codes[rows]]))
     amounts = np.stack([np.ones(len(rows)), events.tokens[rows], events.squares[rows]], 1).astype(np.float64)
     seconds, cost = events.own[rows] * 1e-9, np.zeros(len(rows))

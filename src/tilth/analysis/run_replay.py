@@ -1,8 +1,8 @@
-"""Replay of our own runs with any times set to ideal: durations for the schedule of ``run_graph``, many at once.
+"""Replay a run with any times set to ideal, many scenarios at once, on the graph of ``run_graph``.
 
-Ideal is what peers take. The work of a call: the mean over the ranks that share it, segment by segment and operation
-by operation. A communication: what is typical of its like (operation, group, size) where the run is fast. A pause:
-nothing. What nobody else does (the controller's own work, waiting for a checkpoint, storage) stays as it is.
+The ideal is the time of peers. Work of a call: the mean over the ranks that share it, by segment and operation. A
+communication: the typical transfer of its kind (operation, group, size) while the run is fast. A pause: 0. Work without
+peers (the controller's, waiting for a checkpoint, storage) keeps its time.
 """
 
 import numpy as np
@@ -12,22 +12,21 @@ from tilth.analysis.replay import schedule
 from tilth.analysis.run_graph import AWAIT, LAUNCH, MEET, WORK, Steps
 
 BLOCK = 10
-"""Steps over which what is typical is taken: a fault may come and go."""
+"""Steps over which a typical value is taken: a fault may come and go."""
 FAST = 0.25
-"""Quantile of what is typical in blocks of steps that stands for a network in good order: in a run where a fault is
-there for half of the time, the median without it."""
+"""Quantile over blocks of steps that stands for a healthy network: if a fault lasts for half of the run, the median
+without it."""
 OWN = frozenset({"wait", "storage"})
-"""Kinds of operations that are no work shared among ranks."""
+"""Kinds of operations without peers."""
 CACHE = 32_000_000
 """Bytes of one array of a replay."""
 
 
 class RunModel:
-    """Steps made ready for replay. n nodes in the order of the schedule, k operations, s steps."""
+    """Steps ready for replay: n nodes in the order of the schedule, k operations, s steps."""
 
     def __init__(self, steps: Steps, retimed: np.ndarray | None = None) -> None:
-        """retimed: int64, for each row of the events the ns that it takes by itself, as ``network.retimed`` has them:
-        communications take these instead of what was recorded."""
+        """retimed: int64 ns for each row of the events, from ``network.retimed``, for communications."""
         self.steps = steps
         self.schedule = schedule(steps.graph)
         order = self.schedule.order
@@ -36,8 +35,7 @@ class RunModel:
         self.place[order] = np.arange(len(order))
         self.last = self.place[steps.last]
         real = steps.real if retimed is None else _with(steps, retimed)
-        self.real, self.ideal = real[order], ideal(steps)[order]
-        """float64 [n, k]: seconds."""
+        self.real, self.ideal = real[order], ideal(steps)[order]  # float64 [n, k]: seconds
         self.rank, self.kind, self.home = steps.rank[order], steps.kind[order], steps.home[order]
         self.sum_real, self.sum_ideal = self.real.sum(1), self.ideal.sum(1)
 
@@ -48,14 +46,14 @@ class RunModel:
         return np.concatenate([self.schedule.run(block)[self.last, :, 0] for block in blocks], axis=1)
 
     def seconds(self, keep: np.ndarray) -> np.ndarray:
-        """float64 [s]: time of each step where ``keep``, bool [n, 1] or [1, k], is as recorded and all else ideal."""
+        """float64 [s]: time of each step with ``keep``, bool [n, 1] or [1, k], as recorded and all others ideal."""
         return self.times(np.where(keep, self.real, self.ideal).sum(1)[:, None])[:, 0]
 
     def usual_delays(self) -> np.ndarray:
-        """float64 [s]: times where each delay of dispatch is the median of its like (calls, or awaits, of one name).
+        """float64 [s]: times with the median delay of its kind (calls or awaits of one name) for each dispatch.
 
-        With its own delays a replay is what was recorded, whatever the model is like. So is the straggler study's
-        error one of replays without delays of launch (arXiv 2505.05713, section 3).
+        With the recorded delays any model replays the recorded time; the straggler study too measures its error on
+        replays without delays of launch (arXiv 2505.05713, section 3).
         """
         steps, seconds = self.steps, self.sum_real.copy()
         nodes = np.flatnonzero(np.isin(self.kind, (LAUNCH, AWAIT)))
@@ -66,11 +64,11 @@ class RunModel:
         return self.times(seconds[:, None])[:, 0]
 
     def groups_of(self, groups: list[np.ndarray]) -> np.ndarray:
-        """float64 [s, g]: times where only the ranks of one group are as recorded."""
+        """float64 [s, g]: times with only the ranks of one group as recorded."""
         return self._each([np.where(np.isin(self.rank, g), self.sum_real, self.sum_ideal) for g in groups])
 
     def operations(self) -> np.ndarray:
-        """float64 [s, k]: times where only one operation is as recorded."""
+        """float64 [s, k]: times with only one operation as recorded."""
         columns = range(self.real.shape[1])
         return self._each([self.sum_ideal + self.real[:, i] - self.ideal[:, i] for i in columns])
 
@@ -81,16 +79,15 @@ class RunModel:
 
 
 def _with(steps: Steps, retimed: np.ndarray) -> np.ndarray:
-    """The recorded times, those of communications replaced."""
+    """Recorded times with other communications."""
     real = steps.real.copy()
     nodes = np.flatnonzero(steps.kind == MEET)
-    column = steps.meet_column[nodes]
-    real[nodes, column] = retimed[steps.row[nodes]] * 1e-9
+    real[nodes, steps.meet_column[nodes]] = retimed[steps.row[nodes]] * 1e-9
     return real
 
 
 def ideal(steps: Steps) -> np.ndarray:
-    """float64 [n, k]: what each node would take if it were like its peers."""
+    """float64 [n, k]: ideal seconds of each node."""
     result = steps.real.copy()
     _share(steps, result)
     _fast(steps, result)
@@ -101,8 +98,10 @@ def ideal(steps: Steps) -> np.ndarray:
 
 
 def _share(steps: Steps, result: np.ndarray) -> None:
-    """Segments and launches of one call take the mean over its ranks, where these have as many segments; where they do
-    not (their groups differ), each keeps its shape and takes the mean's sum."""
+    """Set segments and launches of one call to the mean over its ranks.
+
+    If the ranks differ in their number of segments (their groups differ), scale each rank's to the mean of the sums.
+    """
     nodes = np.flatnonzero(~steps.home & ((steps.kind == WORK) | (steps.kind == LAUNCH)))
     if not len(nodes):
         return
@@ -114,7 +113,7 @@ def _share(steps: Steps, result: np.ndarray) -> None:
 
 
 def _even(steps: Steps, nodes: np.ndarray) -> np.ndarray:
-    """bool: whether the node's call has as many nodes on each of its ranks."""
+    """bool: True if the node's call has equally many nodes on each of its ranks."""
     frames, size = np.unique(steps.frame[nodes], return_counts=True)
     call = steps.events.seq[frames]
     names, which = np.unique(call, return_inverse=True)
@@ -144,7 +143,7 @@ def _scaled(steps: Steps, result: np.ndarray, nodes: np.ndarray) -> None:
 
 
 def _fast(steps: Steps, result: np.ndarray) -> None:
-    """Transfers as they are in the run when the network is in good order."""
+    """Set transfers to those of the healthy network."""
     nodes = np.flatnonzero(steps.kind == MEET)
     if not len(nodes):
         return
@@ -155,13 +154,15 @@ def _fast(steps: Steps, result: np.ndarray) -> None:
 
 
 def fast(steps: Steps) -> np.ndarray:
-    """float64 [rows of the events]: ns of a transfer of the like of each communication while the network is in good
-    order: of the medians of each ``BLOCK`` steps of the run the lower quartile. 0 outside of the steps."""
-    events, met, told = steps.events, meetings(steps.events), np.array(steps.events.steps)
-    inside = np.isin(events.step[met.rows], told)
+    """float64 [rows of the events]: ns of a transfer of each communication's kind on the healthy network.
+
+    The lower quartile of the medians of each ``BLOCK`` steps of the run. 0 outside of the steps.
+    """
+    events, met, known = steps.events, meetings(steps.events), np.array(steps.events.steps)
+    inside = np.isin(events.step[met.rows], known)
     rows, transfer = met.rows[inside], met.transfer[inside]
     kind = alike(steps, rows)
-    block = numbered(np.stack([kind, np.searchsorted(told, events.step[rows]) // BLOCK]))
+    block = numbered(np.stack([kind, np.searchsorted(known, events.step[rows]) // BLOCK]))
     of = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
     of[block] = kind
     result = np.zeros(len(events))
@@ -170,7 +171,7 @@ def fast(steps: Steps) -> np.ndarray:
 
 
 def alike(steps: Steps, rows: np.ndarray) -> np.ndarray:
-    """int64: numbers of kinds of communications: one operation, group and size (by powers of 2)."""
+    """int64: number of each communication's kind: operation, group and size (by powers of 2)."""
     events = steps.events
     size = np.floor(np.log2(np.maximum(events.bytes[rows], 1))).astype(np.int64)
     return numbered(np.stack([events.op.codes[rows], events.detail.codes[rows], size]))
@@ -193,7 +194,7 @@ def numbered(key: np.ndarray) -> np.ndarray:
 
 
 def _dense(code: np.ndarray) -> np.ndarray:
-    """Places among the numbers that occur; without a sort where these lie close."""
+    """Indices among the numbers that occur; without a sort where these lie close."""
     span = int(code.max(initial=0)) + 1
     if span > 8 * len(code) + 1000:
         return np.unique(code, return_inverse=True)[1].reshape(-1)

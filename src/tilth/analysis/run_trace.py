@@ -1,7 +1,7 @@
-"""A run's trace as a person asks for it: the attempt that says something, and what is missing of it, in words.
+"""Open a run's trace for a person: the newest attempt with a complete step, and notes on missing files.
 
-Parts of a rank are numbered without a gap, and the clocks' file and the recipe say which ranks there were: so files
-that are lost are told, and not taken for time in which nothing was done.
+Parts of a rank are numbered without a gap, and the clocks' file and the recipe name the ranks, so lost files are
+reported and not counted as idle time.
 """
 
 import tomllib
@@ -17,22 +17,22 @@ from tilth.core.errors import DataError
 from tilth.trace.clock_samples import events_folder, read_rounds
 
 SHOWN = 3
-"""Most numbers of parts that are named."""
+"""Most numbers of parts to list."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Events of one attempt, and what whoever reads their numbers must know: sentences, none of a whole trace."""
+    """Events of one attempt, and notes on what is missing; none for a complete trace."""
 
     events: Events
     notes: tuple[str, ...]
 
 
 def open_run(path: str | Path, attempt: int | None = None, steps: range | None = None) -> Opened:
-    """The events of an attempt; default: the newest in which a step has ended, with a word if a newer one has begun.
+    """Open an attempt; default: the newest in which a step has ended, with a note if a newer one has begun.
 
-    steps: only events of these. DataError as in ``load``; and where the files of the controller, which has the steps,
-    are gone.
+    steps: only events of these. Raises the errors of ``load``, and DataError if the files of the controller, which has
+    the steps, are lost.
     """
     events, notes = load(path, attempt), []
     earlier = [a for a in attempts(path) if a < events.attempt]
@@ -45,23 +45,23 @@ def open_run(path: str | Path, attempt: int | None = None, steps: range | None =
                 break
     notes += gaps(path, events.attempt)
     if not events.steps and (lost := [note for note in notes if "controller" in note]):
-        raise DataError(f"{path}: {lost[0]}; it has the steps, so nothing can be said of them")
+        raise DataError(f"{path}: {lost[0]}; it has the steps, so nothing can be said of them", key="controller")
     if steps is not None:
         try:
             events = of_steps(events, steps)
         except DataError as error:
-            raise DataError(f"{path} has {error}{hint(path, events.attempt)}") from error
+            raise DataError(f"{path} has {error}{hint(path, events.attempt)}", key=error.key) from error
     return Opened(events, tuple(notes))
 
 
 def hint(path: str | Path, attempt: int) -> str:
-    """Where else steps may be: "" or the attempts beside this one."""
+    """Suggest the other attempts, which may have the steps; "" if there are none."""
     others = [str(a) for a in attempts(path) if a != attempt]
     return f"; this is attempt {attempt}, and there is also --attempt {' or '.join(others)}" if others else ""
 
 
 def gaps(path: str | Path, attempt: int) -> list[str]:
-    """What is missing of an attempt: parts of a rank, a torn last part, whole ranks. Of a single file: nothing."""
+    """List what is missing of an attempt: parts of a rank, a truncated last part, whole ranks. A file has no gaps."""
     if not Path(path).is_dir():
         return []
     folder = events_folder(path)
@@ -92,8 +92,7 @@ def _of_rank(rank: int, files: dict[int, Path]) -> list[str]:
 
 
 def _ranks(folder: Path, attempt: int) -> tuple[int | None, set[int]]:
-    """The controller's rank, where it is a process of its own, and all ranks: as the clocks' file says, or the recipe
-    beside the folder; nothing where neither does."""
+    """(the controller's rank if it is a separate process, all ranks), from the clocks' file or the recipe."""
     known = set(read_rounds(folder, attempt))
     if known:
         return max(known), known

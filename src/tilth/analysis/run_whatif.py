@@ -1,7 +1,7 @@
-"""What a step of one of our own runs would take if some of it were like its peers: S, by operation, data rank, worker.
+"""Time of a run's step if parts of it were like their peers: S, by operation, data rank and worker.
 
-The study's numbers (arXiv 2505.05713; ``whatif`` has the definitions) on the dependency model of ``run_graph``. Our
-runs have no pipeline, so there is one stage. What is ideal is said in ``run_replay``.
+The study's numbers (arXiv 2505.05713; ``whatif`` has the definitions) on the dependency graph of ``run_graph``, with
+the ideal of ``run_replay``. Runs have no pipeline, so there is one stage.
 """
 
 import math
@@ -29,40 +29,34 @@ class RunWhatIf(Replayed):
     with the delays that were recorded the error is 0 by construction."""
 
     by_axis: dict[str, dict[int, Slowdown]]
-    """For each axis of the mesh that has more than one coordinate, each of these."""
-    worst: list[int]
-    """Ranks of the workers that M_W mends."""
-    dropped: list[int]
-    """Steps left out, for calls of theirs are missing."""
-    older: int
-    """Steps left out, for the newer ones have events enough."""
-    profiled: tuple[int, ...]
-    """Steps left out, for a profiler made them longer."""
-    other_network: float | None
-    """Seconds of a step with the recorded work on the network that was asked for; None: none was."""
-    assumed: tuple[str, ...]
-    """Communications whose latency this run cannot tell from bandwidth, so that all of it counted as bandwidth."""
+    """For each axis of the mesh with more than one coordinate, S of each coordinate."""
+    worst: list[int]  # ranks of the workers of M_W
+    dropped: list[int]  # steps left out because calls of theirs are missing
+    older: int  # number of steps left out because the newer ones have enough events
+    profiled: tuple[int, ...]  # steps left out because a profiler made them longer
+    other_network: float | None  # seconds of a step with the recorded work on the given network; None: none was given
+    assumed: tuple[str, ...]  # communications whose latency cannot be separated from bandwidth, ``network.assumed``
 
 
 def analyse(
     run: str | Path, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
 ) -> tuple[RunModel, RunWhatIf, Cause]:
-    """Everything about a run, of the attempt that ``open_run`` takes.
+    """Analyse the attempt of a run that ``open_run`` chooses.
 
-    steps: only these; what is usual is taken from the whole run all the same. latency, bandwidth: seconds and bytes a
-    second of another network, for ``other_network``. DataError: no events, no whole step, none of these steps.
+    steps: only these; typical values still come from the whole run. latency, bandwidth: seconds and bytes a second of
+    another network, for ``other_network``. Raises DataError without events, a complete step or these steps.
     """
     events = open_run(run).events
     try:
         return analyse_events(events, steps, latency, bandwidth)
     except DataError as error:
-        raise DataError(f"{run}: {error}") from error
+        raise DataError(f"{run}: {error}", key=error.key) from error
 
 
 def analyse_events(
     events: Events, steps: range | None = None, latency: float | None = None, bandwidth: float | None = None
 ) -> tuple[RunModel, RunWhatIf, Cause]:
-    """The same of events that were read already. DataError: no whole step, none of these steps."""
+    """Analyse loaded events. Raises DataError without a complete step or these steps."""
     from tilth.analysis.run_cause import diagnose_run
 
     model = RunModel(read_steps(events, steps))
@@ -71,7 +65,7 @@ def analyse_events(
 
 
 def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float | None = None) -> RunWhatIf:
-    """All numbers of a run."""
+    """Compute all findings of a run."""
     steps = model.steps
     everything = np.ones((len(model.order), 1), bool)
     replayed, best = timed(model, everything)
@@ -89,7 +83,7 @@ def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float 
     talk = np.array([kind == "communication" for kind in steps.kinds])[None]
     return RunWhatIf(
         steps=steps.steps, recorded=steps.recorded, replayed=replayed, explained=model.usual_delays(), ideal=best,
-        by_optype={n: Slowdown.of(t, best) for n, t in zip(steps.ops, model.operations().T) if _told(model, n)},
+        by_optype={n: Slowdown.of(t, best) for n, t in zip(steps.ops, model.operations().T) if _takes_time(model, n)},
         by_stage={}, by_dp=apart({int(d): workers[dp == d] for d in np.unique(dp)}),
         by_axis={axis: apart(groups) for axis, groups in _axes(at, workers.tolist()).items()},
         workers=workers, dp=dp, stage=stage, exact=exact, exact_per_step=(alone / best[:, None]).T,
@@ -101,8 +95,8 @@ def what_if_run(model: RunModel, latency: float | None = None, bandwidth: float 
     )  # fmt: skip
 
 
-def _told(model: RunModel, name: str) -> bool:
-    """Frames that spend nothing by themselves say nothing."""
+def _takes_time(model: RunModel, name: str) -> bool:
+    """True for an operation with time of its own; frames have none."""
     return bool(model.real[:, model.steps.ops.index(name)].sum() > 1e-3 * model.sum_real.sum())
 
 
@@ -114,14 +108,14 @@ def _elsewhere(steps: Steps, latency: float | None, bandwidth: float | None) -> 
 
 
 def place_among(at: dict[int, dict[str, int]], split: Split) -> dict[int, int]:
-    """For each rank its place among those that divide this. at: as ``coordinates`` gives them."""
+    """Return each rank's place among those that divide ``split``. at: from ``coordinates``."""
     axes = over(split)
     sizes = {name: max((place.get(name, 0) for place in at.values()), default=0) + 1 for name in axes}
     return {rank: reduce(lambda n, a: n * sizes[a] + place.get(a, 0), axes, 0) for rank, place in at.items()}
 
 
 def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
-    """For each rank its coordinates by axis in the mesh of the role it works for most."""
+    """Return each rank's coordinates by axis in the mesh of the role it works for most."""
     events, found = steps.events, {}
     places = [{axis: int(at) for axis, at in re.findall(r"(\w+)=(\d+)", name)} for name in events.place.names]
     for rank in np.unique(steps.rank).tolist():
@@ -132,7 +126,7 @@ def coordinates(steps: Steps) -> dict[int, dict[str, int]]:
 
 
 def _axes(at: dict[int, dict[str, int]], workers: list[int]) -> dict[str, dict[int, np.ndarray]]:
-    """For each axis with more than one coordinate the ranks at each of them."""
+    """Ranks at each coordinate of every axis that has more than one."""
     found = {}
     for axis in dict.fromkeys(axis for rank in workers for axis in at[rank]):
         mine = [at[rank].get(axis, -1) for rank in workers]

@@ -1,9 +1,8 @@
-"""Where the time of a run went: each moment of each rank belongs to one thing, so that the parts sum to the whole.
+"""Break down the time of a run: each moment of each rank belongs to one part, so the parts sum to the whole.
 
-A step's time is here that from its start to the next one's, so what lies between two steps (saving) is in it. What a
-worker does, it does in one thread, inside of calls: there each span's own time goes to the communication or the pause
-that it is, else to its outermost phase. Outside of calls a worker waits: for another that is still in a call, or for
-the controller.
+A step lasts from its start to the next one's, so the time between two steps (saving) is included. A worker works in one
+thread, inside of calls: each span's own time there counts as communication or pause if it is one, else as its outermost
+phase. Outside of calls a worker waits: for another one that is still in a call, or for the controller.
 """
 
 from dataclasses import dataclass
@@ -19,23 +18,19 @@ COMMUNICATION, PAUSE, DATA, PROFILE, OTHER = "communication", "gc", "data", "pro
 PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
 IDLE = (PEERS, CONTROLLER)
 FIXED = (COMMUNICATION, PAUSE, DATA, PROFILE, OTHER, *IDLE)
-"""What is no phase, in the order in which it stands behind the phases."""
+"""Parts that are no phases, in their order after the phases."""
 NS = 1e-9
 _OWN = {"communication": COMMUNICATION, "pause": PAUSE, "data": DATA}
 
 
 @dataclass(frozen=True, eq=False)
 class Meetings:
-    """What the communications of r ranks took, in seconds, each float64 [r]. Exposed: in the thread of the calls."""
+    """Time of the communications of r ranks, in seconds, each float64 [r]. Exposed: in the thread of the calls."""
 
-    transfer: np.ndarray
-    """Exposed, once all members were there."""
-    waiting: np.ndarray
-    """Exposed, until the last member was there."""
-    hidden: np.ndarray
-    """Beside the calls, in another thread, while the rank was in a call."""
-    blamed: np.ndarray
-    """How long the other members waited, in the mean, where this rank came last."""
+    transfer: np.ndarray  # exposed, after the last member's arrival
+    waiting: np.ndarray  # exposed, before the last member's arrival
+    hidden: np.ndarray  # in another thread, while the rank was in a call
+    blamed: np.ndarray  # mean wait of the other members where this rank arrived last
     by_op: dict[str, float]
     """Exposed seconds by operation, the mean over ranks."""
 
@@ -45,8 +40,7 @@ class Account:
     """The time of s steps on r ranks, in c parts. All times in seconds."""
 
     attempt: int
-    steps: np.ndarray
-    """int64 [s]: those that have ended."""
+    steps: np.ndarray  # int64 [s]: those that have ended
     seconds: np.ndarray
     """float64 [s]: from the start of a step to that of the next; of the last to the end of what followed it."""
     ranks: tuple[int, ...]
@@ -54,56 +48,54 @@ class Account:
     names: tuple[str, ...]
     """Of the parts: phases, the longest first, then those of ``FIXED``."""
     by_step: np.ndarray
-    """float64 [s, c]: means over ranks. A call belongs to the step that it was made in, also where it goes on into the
+    """float64 [s, c]: means over ranks. A call belongs to the step that submitted it, also where it continues into the
     next: such a row sums to more than the step's time."""
-    by_rank: np.ndarray
-    """float64 [r, c]: sums over steps; a row sums to the whole time."""
+    by_rank: np.ndarray  # float64 [r, c]: sums over steps; a row sums to the whole time
     roles: dict[str, np.ndarray]
-    """float64 [r] by role: in its calls, without communication and pauses. The longest first."""
+    """float64 [r] by role: time in its calls without communication and pauses. The longest first."""
     pace: np.ndarray
-    """float64 [r]: what a rank took for the cost of its work over the median of what the others did, as ``run_rates``
-    has both; NaN: nothing that others do too. Above 1 it is slow for what it has to do, not only laden with more."""
+    """float64 [r]: ``run_rates.paces``, a rank's time for the cost of its work over the median of its peers'; above 1
+    it is slow, not only loaded with more work. NaN without peers."""
     meetings: Meetings
     controller: float
-    """What the controller did itself: its time without waiting for answers. Inline: all of it."""
+    """Time of the controller without waiting for answers. Inline: all of it."""
 
     @property
     def whole(self) -> float:
-        """Seconds of all these steps."""
+        """Seconds of all steps."""
         return float(self.seconds.sum())
 
     @property
     def parts(self) -> dict[str, float]:
-        """Part -> seconds, the mean over ranks; parts that took no time are left out."""
+        """Part -> seconds, the mean over ranks; parts of 0 seconds are left out."""
         means = self.by_rank.mean(0)
         return {name: float(t) for name, t in zip(self.names, means) if t > 0}
 
     @property
     def busy(self) -> np.ndarray:
-        """float64 [r]: seconds of work: phases, data and what else was done in calls."""
+        """float64 [r]: seconds of work: phases, data and other time in calls."""
         idle = [self.names.index(n) for n in (COMMUNICATION, PAUSE, PROFILE, *IDLE)]
         return np.delete(self.by_rank, idle, axis=1).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
 class EventParts:
-    """What each of n events belongs to."""
+    """Part of each of n events."""
 
     names: tuple[str, ...]
-    code: np.ndarray
-    """int64 [n]: of ``names``."""
-    main: np.ndarray
-    """bool [n]: in the thread that executes calls (of the controller: the one that has the steps)."""
+    code: np.ndarray  # int64 [n]: of ``names``
+    main: np.ndarray  # bool [n]: in the thread that executes calls (of the controller: the one that has the steps)
 
 
 def account(events: Events, steps: range | None = None) -> Account:
-    """Where the time of these steps went (default: all that have ended). DataError: none of them is there."""
+    """Break down the time of these steps (default: all that have ended). Raises DataError if there are none."""
     bounds, known = periods(events)
     chosen = np.ones(len(known), bool) if steps is None else np.isin(known, np.arange(steps.start, steps.stop))
     if not chosen.any():
         if steps is None or not len(known):
-            raise DataError("no step has ended yet")
-        raise DataError(f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}")
+            raise DataError("no step has ended yet", key="steps.ended")
+        message = f"no events of steps {steps.start}:{steps.stop}; its steps are {known[0]} to {known[-1]}"
+        raise DataError(message, key="steps")
     parts = parts_of(events)
     place = places(events, bounds, known)
     place = np.where((place >= 0) & chosen[place], np.cumsum(chosen)[place] - 1, -1)
@@ -124,7 +116,7 @@ def account(events: Events, steps: range | None = None) -> Account:
 
 
 def periods(events: Events) -> tuple[np.ndarray, np.ndarray]:
-    """Where the steps begin, and the end of the last, in ns (int64 [s + 1]); their numbers (int64 [s])."""
+    """Return starts of the steps and the end of the last, in ns (int64 [s + 1]); their numbers (int64 [s])."""
     rows = np.flatnonzero(events.op.is_("step") & (events.rank == events.controller))
     if not len(rows):
         return np.zeros(1, np.int64), np.zeros(0, np.int64)
@@ -137,22 +129,22 @@ def periods(events: Events) -> tuple[np.ndarray, np.ndarray]:
 
 
 def places(events: Events, bounds: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """int64 [n]: which of the known steps an event belongs to; by its start where it says none itself; -1: to none."""
+    """int64 [n]: index of an event's step among the known; by its start if the event has no step; -1: none."""
     by_time = np.searchsorted(bounds, events.start, side="right") - 1
     by_time[by_time >= len(known)] = -1
     if not len(known):
         return by_time
-    said = np.searchsorted(known, events.step).clip(max=len(known) - 1)
-    return np.where(events.step < 0, by_time, np.where(known[said] == events.step, said, -1))
+    by_step = np.searchsorted(known, events.step).clip(max=len(known) - 1)
+    return np.where(events.step < 0, by_time, np.where(known[by_step] == events.step, by_step, -1))
 
 
 def parts_of(events: Events) -> EventParts:
-    """The part, thread and call of every event."""
+    """Return the part of every event."""
     phase, call = _around(events)
-    told = _phases_of_calls(events, phase)
-    if told[0].size:
-        at = np.searchsorted(told[0], call).clip(max=len(told[0]) - 1)
-        phase = np.where((told[0][at] == call) & (events.rank != events.controller), told[1][at], phase)
+    calls, outer = _phases_of_calls(events, phase)
+    if calls.size:
+        at = np.searchsorted(calls, call).clip(max=len(calls) - 1)
+        phase = np.where((calls[at] == call) & (events.rank != events.controller), outer[at], phase)
     main = _main(events)
     worked = (phase >= 0) & main & np.isin(events.rank, events.workers) & ~events.kind.is_("communication", "pause")
     took = np.bincount(phase[worked], events.own[worked], len(events.op.names))
@@ -169,7 +161,7 @@ def parts_of(events: Events) -> EventParts:
 
 
 def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] each: code of the outermost phase, and number of the call, around an event or that it is; or -1."""
+    """int64 [n] each: code of the outermost phase and number of the call around an event, or of itself; -1: none."""
     is_phase, is_call = events.kind.is_("phase"), events.op.is_("call")
     phase = np.where(is_phase, events.op.codes, -1).astype(np.int64)
     call = np.where(is_call, events.seq, -1)
@@ -184,21 +176,21 @@ def _around(events: Events) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _phases_of_calls(events: Events, phase: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the calls that the controller made inside a phase, ascending, and the code of that phase."""
+    """Numbers of the calls submitted inside a phase, ascending, and the phase's code."""
     rows = np.flatnonzero(events.op.is_("submit") & (phase >= 0))
     numbers, first = np.unique(events.seq[rows], return_index=True)
     return numbers, phase[rows[first]]
 
 
 def _main(events: Events) -> np.ndarray:
-    """bool [n]: in a thread that executes calls, or has steps."""
+    """bool [n]: events in a thread with calls or steps."""
     width = len(events.thread.names)
     key = events.rank * width + events.thread.codes
     return np.isin(key, np.unique(key[events.op.is_("call", "step")]))
 
 
 def _summed(own: np.ndarray, rows: np.ndarray, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """float64 [shape]: sums of these rows' own times in ns, whole numbers."""
+    """float64 [shape]: sums of these rows' own times in ns."""
     key = np.ravel_multi_index((at[0][rows], at[1][rows]), shape)
     return np.bincount(key, own[rows], shape[0] * shape[1]).reshape(shape)
 
@@ -210,7 +202,7 @@ def _free(events: Events, mine: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def covered(start: np.ndarray, end: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """int64: up to these moments, how long at least one of the intervals was open. start: ascending, at least one."""
+    """int64: length of the union of the intervals up to these moments. start: ascending."""
     if not len(start):
         return np.zeros(len(at), np.int64)
     reach = np.maximum.accumulate(end)
@@ -222,8 +214,10 @@ def covered(start: np.ndarray, end: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _rest(events: Events, names: tuple[str, ...], *tables: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """What is left of the time is waiting; inline it is the process's own. Each: a table, the whole time of its rows,
-    and the part of it in which no worker was in a call."""
+    """Add the remaining time as waiting; inline as the process's own.
+
+    Each of tables: a table, the whole time of its rows, and the part of it in which no worker was in a call.
+    """
     peers, controller, other = (names.index(n) for n in (PEERS, CONTROLLER, OTHER))
     for table, whole, alone in tables:
         left = np.maximum(whole - table.sum(1), 0)
@@ -262,8 +256,10 @@ def _per_rank(values: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [n] each, in ns: at the last member of a communication the mean of what the others waited for it, and at
-    every member how long it waited for the last. 0 elsewhere, and where members are missing."""
+    """float64 [n] each, in ns: mean wait of the others at a communication's last member; wait for it at every member.
+
+    0 elsewhere, and where members are missing.
+    """
     late, waits = np.zeros(len(events)), np.zeros(len(events))
     rows = np.flatnonzero(talks)
     group, ranks = events.spans.grouped(rows)
@@ -277,7 +273,7 @@ def arrivals(events: Events, talks: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _hidden(events: Events, beside: np.ndarray, mine: np.ndarray) -> np.ndarray:
-    """int64 [n]: of communications in other threads, how long their rank was in a call meanwhile, in ns."""
+    """int64 [n]: ns that a rank was in a call during its communications in other threads."""
     hidden = np.zeros(len(events), np.int64)
     for r in np.unique(events.rank[beside]):
         rows, roots = beside & (events.rank == r), mine & (events.rank == r) & (events.parent < 0)

@@ -1,8 +1,8 @@
-"""What a step would take if some operations behaved like their peers (arXiv 2505.05713, section 4).
+"""Time of a step if some operations behaved like their peers (arXiv 2505.05713, section 4).
 
-T is the replayed time of the recorded durations, T_ideal that of durations all made equal to their peers' (mean of a
-compute type, median of a communication type), both without the delays that the model does not explain. S = T / T_ideal;
-the S of a type, stage, dp rank or worker is that of a step in which only they keep their recorded durations.
+T is the replayed time of the recorded durations, T_ideal that of durations equal to their peers' (mean of a compute
+type, median of a communication type), both without the delays that the model does not explain. S = T / T_ideal; the S
+of a type, stage, dp rank or worker is that of a step in which only they keep their recorded durations.
 """
 
 import math
@@ -21,80 +21,62 @@ MERGED = {
     "backward-send": "backward-pp-comm", "backward-recv": "backward-pp-comm",
 }  # fmt: skip
 LOCAL = (*COMPUTE, "gc", "optimizer")
-"""Types whose ideal is the mean: the work stays, only its spread goes. All others: the median, for their outliers."""
+"""Types whose ideal is the mean: the work stays, its spread goes. All others: the median, because of outliers."""
 SKEW = -0.01
-"""Seconds; clocks of workers may differ. Transfer times and delays at or below it are taken as 0."""
+"""Seconds; clocks of workers may differ. Transfer times and delays at or below it count as 0."""
 BLOCK = 8_000_000
 """Bytes of one array of a replay, so that the working set stays near the cache."""
 GUILTY = 0.03
-"""Share of workers that M_W mends."""
+"""Share of workers that M_W makes ideal."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
     """S of a group of operations: T with only them as recorded, over T_ideal."""
 
-    mean: float
-    """Of the mean times over steps."""
-    per_step: np.ndarray
-    """float64 [s]."""
+    mean: float  # of the mean times over steps
+    per_step: np.ndarray  # float64 [s]
 
     @classmethod
     def of(cls, seconds: np.ndarray, best: np.ndarray) -> "Slowdown":
-        """From times of each step, and those in the ideal."""
+        """Divide times of each step by those in the ideal."""
         return cls(float(seconds.mean() / best.mean()), seconds / best)
 
 
 @dataclass(frozen=True)
 class Mended:
-    """What is gained where a group of operations is made ideal (M_W, M_S), and lost where only it is as recorded."""
+    """Gain if a group of operations is made ideal (M_W, M_S), and loss if only it is as recorded."""
 
     share: float
-    """(T - T_fixed) / (T - T_ideal): 1 where all of the loss goes with them. Below 0 and above 1 are possible."""
-    seconds: float
-    """T_fixed."""
-    added: float
-    """(T_added - T_ideal) / (T - T_ideal)."""
-    added_seconds: float
-    """T_added: ideal but for them."""
+    """(T - T_fixed) / (T - T_ideal): 1 if it explains all of the loss. Below 0 and above 1 are possible."""
+    seconds: float  # T_fixed
+    added: float  # (T_added - T_ideal) / (T - T_ideal)
+    added_seconds: float  # T_added: all others ideal
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Steps as they were, as the model has them, and in the ideal: s steps, w workers. Times in seconds.
+    """Recorded, replayed and ideal times of s steps on w workers, in seconds.
 
-    Workers are [stages, dp ranks] in a foreign trace; of a run, which has one stage, [w] (0 inline).
+    Workers are [stages, dp ranks] in a foreign trace; in a run, which has one stage, [w] (0 inline).
     """
 
     steps: np.ndarray
-    recorded: np.ndarray
-    """float64 [s]: as the trace has it."""
-    replayed: np.ndarray
-    """float64 [s]: T of the recorded durations."""
-    explained: np.ndarray
-    """float64 [s]: what of ``recorded`` the model explains."""
-    ideal: np.ndarray
-    """float64 [s]: T_ideal."""
+    recorded: np.ndarray  # float64 [s]: as traced
+    replayed: np.ndarray  # float64 [s]: T of the recorded durations
+    explained: np.ndarray  # float64 [s]: the part of ``recorded`` that the model explains
+    ideal: np.ndarray  # float64 [s]: T_ideal
     by_optype: dict[str, Slowdown]
-    by_stage: dict[int, Slowdown]
-    """Empty where there are no stages."""
+    by_stage: dict[int, Slowdown]  # empty without stages
     by_dp: dict[int, Slowdown]
-    workers: np.ndarray
-    """int64 [w]: their global ranks."""
-    dp: np.ndarray
-    """int64 [w]: place of each among the ranks that share the data."""
-    stage: np.ndarray
-    """int64 [w]."""
-    exact: np.ndarray
-    """float64 [w]: S of each worker by a replay of its own."""
-    exact_per_step: np.ndarray
-    """float64 [w, s]."""
-    m_w: Mended
-    """Of the worst 3 % of workers, at least one."""
-    m_s: Mended
-    """Of the last stage; a share of 0 without a pipeline."""
-    m_c: Mended
-    """Of all communication."""
+    workers: np.ndarray  # int64 [w]: global ranks
+    dp: np.ndarray  # int64 [w]: place of each among the ranks that share the data
+    stage: np.ndarray  # int64 [w]
+    exact: np.ndarray  # float64 [w]: S of each worker by a separate replay
+    exact_per_step: np.ndarray  # float64 [w, s]
+    m_w: Mended  # the worst 3 % of workers, at least one
+    m_s: Mended  # the last stage; a share of 0 without a pipeline
+    m_c: Mended  # all communication
 
     @property
     def slowdown(self) -> float:
@@ -113,17 +95,17 @@ class Replayed:
 
     @property
     def error(self) -> float:
-        """The model's own error: recorded over explained, less 1; that of the means over steps."""
+        """Error of the model: recorded over explained time, means over steps, less 1."""
         return float(self.recorded.mean() / self.explained.mean() - 1)
 
     @property
     def worst_error(self) -> float:
-        """The greatest of a step, above 0."""
+        """Greatest absolute error of a step."""
         return float(np.abs(self.recorded / self.explained - 1).max())
 
     @property
     def shortcut(self) -> np.ndarray:
-        """float64 [w]: S of each worker as the study has it, the lesser of its stage's and its dp rank's."""
+        """float64 [w]: the study's S of each worker, the lesser of its stage's and its dp rank's."""
         stages = [self.by_stage[s].mean if self.by_stage else self.slowdown for s in self.stage.ravel().tolist()]
         dp = [self.by_dp[d].mean for d in self.dp.ravel().tolist()]
         return np.minimum(stages, dp).reshape(self.exact.shape)
@@ -146,22 +128,20 @@ class WhatIf(Replayed):
     """Findings of a foreign trace."""
 
     worst: list[tuple[int, int]]
-    """(dp rank, stage) of the workers that M_W mends, the study's choice: by the shortcut."""
-    m_p: Mended
-    """Of the stage with the greatest S."""
-    m_l: Mended
-    """Of the spread of computes within a stage: each takes the mean of its type on its stage in that step."""
+    """(dp rank, stage) of the workers of M_W, chosen like the study by the shortcut."""
+    m_p: Mended  # the stage with the greatest S
+    m_l: Mended  # the spread of computes within a stage: each takes the mean of its type on its stage in that step
 
 
 class Replays(Protocol):
     """Steps that can be replayed with some of their times ideal."""
 
     def seconds(self, keep: np.ndarray) -> np.ndarray:
-        """float64 [s]: time of each step where what ``keep`` chooses is as recorded and all else ideal."""
+        """float64 [s]: time of each step with the operations in ``keep`` as recorded and all others ideal."""
 
 
 class TraceModel:
-    """A trace made ready for replay: durations as recorded and ideal, in the order of the schedule."""
+    """A trace ready for replay: recorded and ideal durations, in the order of the schedule."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, graph = trace, dependencies(trace)
@@ -169,13 +149,11 @@ class TraceModel:
         order = self.schedule.order
         self.optype, self.stage = trace.optype[order], trace.stage[order]
         real = transfers(trace, graph)
-        self.ideal = ideal(trace, real)[order]
-        """float64 [n]: seconds."""
-        self.real = real[order]
-        """float64 [n, s, d]: seconds."""
+        self.ideal = ideal(trace, real)[order]  # float64 [n]: seconds
+        self.real = real[order]  # float64 [n, s, d]: seconds
 
     def seconds(self, keep: np.ndarray) -> np.ndarray:
-        """float64 [s]: time of each step where ``keep``, bool [n] or [n, d], is as recorded and all else ideal."""
+        """float64 [s]: time of each step with ``keep``, bool [n] or [n, d], as recorded and all others ideal."""
         keep = keep.reshape(len(keep), 1, -1)
         blocks = self._blocks(self.real)
         return np.concatenate([self.schedule.seconds(np.where(keep, b, self.ideal[:, None, None])) for b in blocks])
@@ -185,8 +163,10 @@ class TraceModel:
         return np.concatenate([self.schedule.seconds(b) for b in self._blocks(duration)])
 
     def apart(self, keep: np.ndarray) -> np.ndarray:
-        """float64 [d, s]: for each dp rank, time of each step where its operations in ``keep``, bool [n], are as
-        recorded and all others ideal. All other dp ranks are alike then, so one stands for them."""
+        """float64 [d, s]: for each dp rank, time of each step with only its operations in ``keep``, bool [n], recorded.
+
+        All other dp ranks are alike then, so one stands for them.
+        """
         n, steps, dp = self.real.shape
         alike = min(dp, 2)
         flat = self.real.reshape(n, steps * dp, 1)
@@ -198,31 +178,28 @@ class TraceModel:
         return np.concatenate(found).reshape(steps, dp).T
 
     def _blocks(self, real: np.ndarray, width: int = 1) -> list[np.ndarray]:
-        """Views of so many steps each that an array of them has about BLOCK bytes."""
+        """Views of some steps each, with about BLOCK bytes per array."""
         size = max(1, BLOCK // (8 * real.shape[0] * real.shape[2] * width))
         return [real[:, i : i + size] for i in range(0, real.shape[1], size)]
 
 
 def transfers(trace: Trace, graph: Graph) -> np.ndarray:
-    """float64 [n, s, d]: durations without waiting. That of a communication in a group counts from when the last of
-    the group was launched to its own end."""
+    """float64 [n, s, d]: durations without waiting; a communication counts from the launch of its last member."""
     latest = trace.start.copy()
-    members = np.flatnonzero(graph.kind == TOGETHER)
-    members = members[np.argsort(graph.group[members], kind="stable")]
-    _share(latest, members, graph.group)
-    across = np.flatnonzero(graph.kind == ACROSS)
-    across = across[np.argsort(graph.group[across], kind="stable")]
-    latest[across] = latest[across].max(-1, keepdims=True)
-    _share(latest, across, graph.group)
+    for kind in (TOGETHER, ACROSS):
+        members = np.flatnonzero(graph.kind == kind)
+        members = members[np.argsort(graph.group[members], kind="stable")]
+        if kind == ACROSS:
+            latest[members] = latest[members].max(-1, keepdims=True)
+        _share(latest, members, graph.group)
+    alone = (graph.kind != TOGETHER) & (graph.kind != ACROSS)
     moved = trace.start + trace.duration - latest
-    alone = graph.kind != TOGETHER
-    alone &= graph.kind != ACROSS
     moved[alone] = trace.duration[alone]
     return np.where(moved <= SKEW, 0.0, moved)
 
 
 def _share(latest: np.ndarray, members: np.ndarray, group: np.ndarray) -> None:
-    """Each of the members, sorted by group, gets the latest of its group, in place."""
+    """Set each of the members, sorted by group, to the latest of its group, in place."""
     if not len(members):
         return
     names = group[members]
@@ -232,7 +209,7 @@ def _share(latest: np.ndarray, members: np.ndarray, group: np.ndarray) -> None:
 
 
 def ideal(trace: Trace, real: np.ndarray) -> np.ndarray:
-    """float64 [n]: what each operation would take if it were like its peers: all of its type."""
+    """float64 [n]: ideal duration of each operation, from all operations of its type."""
     result = np.zeros(len(trace.optype))
     for kind in np.unique(trace.optype):
         mine = trace.optype == kind
@@ -241,9 +218,9 @@ def ideal(trace: Trace, real: np.ndarray) -> np.ndarray:
 
 
 def what_if(trace: Trace, model: TraceModel | None = None) -> WhatIf:
-    """All findings of a trace. DataError where its operations do not fit together or take no time.
+    """Analyse a trace. Raises DataError if its operations do not match or take no time.
 
-    model: that of the trace, if it is there already.
+    model: that of the trace, if it exists already.
     """
     model = model or TraceModel(trace)
     everything = np.ones(len(model.optype), bool)
@@ -260,14 +237,18 @@ def what_if(trace: Trace, model: TraceModel | None = None) -> WhatIf:
     alone = np.stack([model.apart(model.stage == p) for p in range(trace.stages)])
     shortcut = np.minimum.outer([s.mean for s in by_stage.values()], [s.mean for s in by_dp.values()])
     worst = guilty(shortcut, trace.ranks)
+    mine = np.zeros((len(model.stage), trace.dp), bool)
+    for at, stage in worst:
+        mine[model.stage == stage, at] = True
     last, slowest = trace.stages - 1, max(by_stage, key=lambda p: by_stage[p].mean)
     piped = trace.stages > 1
     places = np.indices(trace.ranks.shape)
+    types = np.array([MERGED.get(name, name) for name in OPTYPES])[model.optype]
     return WhatIf(
         steps=trace.steps, recorded=trace.seconds, replayed=replayed, explained=replayed, ideal=best,
-        by_optype={name: slowdown(mine) for name, mine in _types(model).items()}, by_stage=by_stage, by_dp=by_dp,
+        by_optype={str(name): slowdown(types == name) for name in dict.fromkeys(types)}, by_stage=by_stage, by_dp=by_dp,
         workers=trace.ranks, dp=places[1], stage=places[0], exact=alone.mean(-1) / best.mean(),
-        exact_per_step=alone / best, worst=worst, m_w=without(_workers(model, worst)),
+        exact_per_step=alone / best, worst=worst, m_w=without(mine),
         m_s=without((model.stage == last) & piped), m_p=without((model.stage == slowest) & piped),
         m_c=without(~np.isin(model.optype, [OPTYPES.index(name) for name in LOCAL])),
         m_l=replaced(model, levelled(model), replayed, best),
@@ -275,25 +256,11 @@ def what_if(trace: Trace, model: TraceModel | None = None) -> WhatIf:
 
 
 def timed(model: Replays, everything: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [s] each: times of the steps as recorded, and in the ideal. DataError: they take none."""
+    """float64 [s] each: times of the steps as recorded, and in the ideal. Raises DataError if they are 0."""
     replayed, best = model.seconds(everything), model.seconds(~everything)
     if min(best.min(), replayed.min()) <= 0:
-        raise DataError("a step takes no time: its durations are 0")
+        raise DataError("a step takes no time: its durations are 0", key="durations")
     return replayed, best
-
-
-def _types(model: TraceModel) -> dict[str, np.ndarray]:
-    """bool [n] for each type, sends and receives of one direction together."""
-    names = np.array([MERGED.get(name, name) for name in OPTYPES])[model.optype]
-    return {str(name): names == name for name in dict.fromkeys(names)}
-
-
-def _workers(model: TraceModel, workers: list[tuple[int, int]]) -> np.ndarray:
-    """bool [n, d]: the operations of these (dp rank, stage)."""
-    mine = np.zeros((len(model.stage), model.trace.dp), bool)
-    for dp, stage in workers:
-        mine[model.stage == stage, dp] = True
-    return mine
 
 
 def guilty(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
@@ -303,14 +270,14 @@ def guilty(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
 
 
 def mended(model: Replays, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """What is gained where ``fix``, as ``seconds`` takes it, is made ideal; nothing where it is empty."""
+    """Gain if ``fix``, in the form that ``seconds`` takes, is made ideal; nothing where it is empty."""
     if not fix.any():
         return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
     return mended_by(model.seconds(~fix), model.seconds(fix), replayed, best)
 
 
 def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """From times of each step: with something made ideal, with only it as recorded, as recorded, in the ideal."""
+    """Gain from times of each step: with a group ideal, with only the group recorded, all recorded, all ideal."""
     lost = replayed.mean() - best.mean()
     scale = 1 / lost if lost else 0.0
     gain, loss = replayed.mean() - fixed.mean(), added.mean() - best.mean()
@@ -318,13 +285,13 @@ def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: 
 
 
 def replaced(model: TraceModel, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
-    """What is gained where operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
+    """Gain if operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
     only = model.ideal[:, None, None] + model.real - even
     return mended_by(model.times(even), model.times(np.maximum(only, 0)), replayed, best)
 
 
 def levelled(model: TraceModel) -> np.ndarray:
-    """float64 [n, s, d]: durations where each compute takes the mean of its type on its stage in that step."""
+    """float64 [n, s, d]: durations with the mean of its type on its stage in that step for each compute."""
     even = model.real.copy()
     for stage in range(model.trace.stages):
         for name in COMPUTE:
