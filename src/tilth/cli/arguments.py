@@ -14,8 +14,7 @@ RecipeArgument = Annotated[
     ),
 ]
 OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=completion.overrides),
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=completion.overrides)
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="directory of a run", autocompletion=completion.runs)]
 MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory, a Hugging Face directory or hub id"

@@ -1,6 +1,6 @@
-"""``report.html``: one page that tells what a run learned, how, where the time went and what it said on the way.
+"""``report.html``: curves, sampled answers, time, plan and environment of a run in one file that needs no network.
 
-It is a single file that needs no network, made from what is on disk, so it can be written while the run goes on.
+It is made from the run's files, also while the run is running.
 """
 
 import base64
@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the report is made of."""
+    """The contents of a run's directory."""
 
     run: Path
     state: Record
@@ -48,12 +48,12 @@ class Seen:
 
     @property
     def plan(self) -> Record:
-        """The plan, empty if there is none yet."""
+        """Return the plan, empty if there is none yet."""
         return self.state.get("plan") or {}
 
     @property
     def steps(self) -> tuple[float, float]:
-        """First and last committed step."""
+        """Return the first and last committed step."""
         return (self.records[0]["step"], self.records[-1]["step"]) if self.records else (0, 0)
 
 
@@ -67,7 +67,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def page(seen: Seen) -> str:
-    """The page as text. Nothing but its own script can run in it: that script's digest is the only one it permits."""
+    """Render the page. Its security policy permits one script, by its digest."""
     figures = [_drawn(seen, chart, curves) for chart, curves in charts(seen.records)]
     memory, more = _memory(seen)
     script = text_of("page.js")
@@ -84,7 +84,7 @@ def page(seen: Seen) -> str:
 
 
 def headline(summary: Mapping[str, Any]) -> Markup:
-    """What was learned, in one sentence."""
+    """Return one sentence on what was learned."""
     if not summary["steps"]:
         return Markup("No step has been committed yet.")
     if not summary.get("phases"):
@@ -95,7 +95,7 @@ def headline(summary: Mapping[str, Any]) -> Markup:
 
 
 def _clause(phase: Mapping[str, Any], *, told: bool) -> Markup:
-    """``rose from 12.5 % to 97.1 % in 250 steps of GRPO``. told: the phase before has said where it begins."""
+    """Return ``rose from 12.5 % to 97.1 % in 250 steps of GRPO``. told: the clause before names the first value."""
     metric, first, last = phase["metric"], phase["first"], phase["last"]
     name = format.phase_name(phase["phase"]).replace("-", "\N{NON-BREAKING HYPHEN}")
     took = f" in {format.count(phase['steps'], 'step')} of {name}"
@@ -105,43 +105,36 @@ def _clause(phase: Mapping[str, Any], *, told: bool) -> Markup:
     if begin == end:
         return Markup("stayed at <b>{}</b>{}").format(end, took)
     since = "" if told else Markup(' from <b class="from">{}</b>').format(begin)
-    if last > first:
-        return Markup("rose{} to <b>{}</b>{}").format(since, end, took)
-    return Markup('fell{} to <b class="bad">{}</b>{}').format(since, end, took)
+    form = "rose{} to <b>{}</b>{}" if last > first else 'fell{} to <b class="bad">{}</b>{}'
+    return Markup(form).format(since, end, took)
 
 
 def _text_headline(summary: Mapping[str, Any], spent: str) -> Markup:
-    """Of a run without accuracy."""
+    """Return the sentence of a run without evaluated answers."""
     first, last, bits = (summary.get(k) for k in ("loss_heldout_first", "loss_heldout_last", "bits_per_byte"))
     pairs = summary.get("pairs_heldout_last")
     if pairs is not None:
-        said = Markup("It puts <b>{}</b> of the held-out pairs in their order after {}.")
-        return said.format(format.share(pairs), spent)
+        return Markup("It puts <b>{}</b> of the held-out pairs in their order after {}.").format(
+            format.share(pairs), spent
+        )
     if first is None or last is None:
         return Markup("Trained for {}.").format(spent)
     also = f" ({bits:.3f} bits per byte)" if bits else ""
-    said = Markup('Held-out loss went from <b class="from">{:.3f}</b> to <b>{:.3f}</b> nats per token{} in {}.')
-    return said.format(first, last, also, spent)
+    form = Markup('Held-out loss went from <b class="from">{:.3f}</b> to <b>{:.3f}</b> nats per token{} in {}.')
+    return form.format(first, last, also, spent)
 
 
 def _facts(seen: Seen) -> list[str]:
-    """Size of the model, machine and date, those that are known."""
-    parameters = seen.plan.get("parameters")
-    facts = [
-        f"{_count(parameters)} parameters" if parameters else None,
-        _machine(seen.state.get("environment") or {}),
-        _date(seen.state.get("started")),
-    ]
-    return [f for f in facts if f]
-
-
-def _machine(env: Mapping[str, Any]) -> str:
+    """Return size of the model, machine and date, if known."""
+    parameters, env = seen.plan.get("parameters"), seen.state.get("environment") or {}
     threads = f", {env['threads']} threads" if env.get("threads") else ""
-    return f"{env.get('accelerator') or env['cpu']}{threads}" if env.get("cpu") else ""
-
-
-def _date(text: str | None) -> str | None:
-    return f"{datetime.fromisoformat(text):%d %B %Y, %H:%M} UTC".lstrip("0") if text else None
+    started = seen.state.get("started")
+    facts = [
+        f"{_count(parameters)} parameters" if parameters else "",
+        f"{env.get('accelerator') or env['cpu']}{threads}" if env.get("cpu") else "",
+        f"{datetime.fromisoformat(started):%d %B %Y, %H:%M} UTC".lstrip("0") if started else "",
+    ]
+    return [fact for fact in facts if fact]
 
 
 def _count(number: float) -> str:
@@ -152,7 +145,7 @@ def _count(number: float) -> str:
 
 
 def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
-    """Name, value and a note of each."""
+    """Return name, value and a note of each tile."""
     s = seen.summary
     rates = [
         (name, f"{s[key]:,.0f}", "tokens/s")
@@ -167,14 +160,15 @@ def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
         ("Time", format.timed(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else ""),
         *rates,
         ("Memory, peak", format.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
-        ("Log-prob mismatch", _mismatch(mismatch), "nats at most") if mismatch is not None else None,
+        ("Log-prob mismatch", f"{mismatch:.1e}" if mismatch else "exactly 0", "nats at most")
+        if mismatch is not None else None,
         _missing_tile(seen),
-    ]
+    ]  # fmt: skip
     return [tile for tile in tiles if tile]
 
 
 def _steps(seen: Seen) -> str:
-    """Steps of each phase, or of how many at most."""
+    """Return the steps of each phase, or the planned number of steps."""
     spent = Counter(format.phase_name(r.get("phase", "")) for r in seen.records)
     if len(spent) > 1:
         return ", ".join(f"{count:,} {name}" for name, count in spent.items())
@@ -191,16 +185,12 @@ def _best(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _missing_tile(seen: Seen) -> tuple[str, str, str] | None:
-    """None where nothing is scored."""
+    """Return the tile; None if nothing is scored."""
     missing, samples = seen.summary["rewards_missing"], sum(v for _, v in points(seen.records, "samples"))
     if not any("reward/missing" in r for r in seen.records):
         return None
     scored = f"of {format.count(int(samples), 'sample')}" if samples else ""
     return "Missing rewards", f"{missing:,}", "left out, never 0" if missing else scored
-
-
-def _mismatch(value: float) -> str:
-    return "exactly 0" if value == 0 else f"{value:.1e}"
 
 
 # ---- curves ----
@@ -211,7 +201,7 @@ def _drawn(seen: Seen, chart: Chart, curves: Sequence[Curve]) -> tuple[Markup, R
 
 
 def _phases(seen: Seen) -> list[Phase]:
-    """Each phase with the steps it spans; the next one begins where it ends, so that no gap is drawn."""
+    """Return each phase with its first step and that of the next phase, so that no gap is drawn."""
     names = dict.fromkeys(r.get("phase", "") for r in seen.records)
     starts = [min(r["step"] for r in seen.records if r.get("phase", "") == name) for name in names]
     ends = [*starts[1:], seen.steps[1]]
@@ -222,7 +212,7 @@ def _phases(seen: Seen) -> list[Phase]:
 
 
 def _times(seen: Seen) -> list[Markup]:
-    """From the events of the trace; where there are none, or they cannot be read, from the metrics."""
+    """Draw the events of the trace; without readable ones, the times of the metrics."""
     folder = seen.run / "events"
     try:
         rows = breakdown(read_events(folder)) if folder.is_dir() else []
@@ -239,7 +229,7 @@ def _times(seen: Seen) -> list[Markup]:
 
 
 def _pictures(seen: Seen, events: Events) -> list[Markup]:
-    """Timelines of two steps, the steps beside each other, the ranks beside each other; of the newest attempt."""
+    """Draw timelines of two steps, all steps, and all ranks, of the newest attempt."""
     if not events.steps:
         return _measured(seen)
     found = account(events, told(events) or None if seen.state["state"] == "running" else None)
@@ -255,7 +245,7 @@ def _pictures(seen: Seen, events: Events) -> list[Markup]:
 
 
 def _measured(seen: Seen) -> list[Markup]:
-    """The phases as the metrics have them."""
+    """Draw the phases by the metrics."""
     spent: Counter[str] = Counter()
     for record in seen.records:
         spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})
@@ -264,7 +254,7 @@ def _measured(seen: Seen) -> list[Markup]:
 
 
 def _bar(items: Sequence[tuple[str, float, str]]) -> Markup | None:
-    """One bar in parts, and its legend: name, size, how the size is written."""
+    """Draw one bar in parts and its legend: (name, size, size as text)."""
     whole = sum(value for _, value, _ in items) or 1.0
     hues = [HUES[i] if i < len(HUES) else "grey" for i in range(len(items))]
     parts = [(name, value / whole, hue, text) for hue, (name, value, text) in zip(hues, items)]
@@ -275,7 +265,7 @@ def _bar(items: Sequence[tuple[str, float, str]]) -> Markup | None:
 
 
 def _reasons(seen: Seen) -> list[tuple[tuple[str, str], int]]:
-    """Why rewards are missing, from the journal: status and reason, and how often."""
+    """Count the causes of missing rewards in the journal: ((status, reason), count)."""
     why: Counter[tuple[str, str]] = Counter()
     for entry in read_lines(seen.run / "rewards.jsonl") if seen.summary["rewards_missing"] else ():
         outcome = entry.get("outcome") or {}
@@ -295,7 +285,7 @@ def _plain(value: object) -> str:
 
 
 def _memory(seen: Seen) -> tuple[Record | None, list[Record]]:
-    """What the card shows, with a chart of its own, and the numbers behind that."""
+    """Return the contents of the card with a chart, and the numbers of that chart."""
     predicted, peak = seen.summary["memory_predicted"], seen.summary["memory_peak"]
     items = seen.plan.get("memory") or {}
     if not (predicted or peak):
@@ -322,8 +312,6 @@ def _environment(seen: Seen) -> list[tuple[str, Any]]:
 
 def _attempts(seen: Seen) -> str:
     attempts = seen.state.get("attempts") or []
-    words_ = [
-        f"{a['attempt']}: {a['state']}" + (f" from step {a['from_step']}" if a.get("from_step") else "")
-        for a in attempts
-    ]
-    return ", ".join(words_) if len(attempts) > 1 else ""
+    starts = (f" from step {a['from_step']}" if a.get("from_step") else "" for a in attempts)
+    texts = [f"{a['attempt']}: {a['state']}{start}" for a, start in zip(attempts, starts)]
+    return ", ".join(texts) if len(texts) > 1 else ""
