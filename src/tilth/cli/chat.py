@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import typer
@@ -41,8 +42,9 @@ class ChatOptions:
     seed: int = 0
 
 
-def talk(options: ChatOptions) -> None:
-    """Answer line by line. Answers go to standard output, everything else to standard error."""
+def talk(**given: Any) -> None:
+    """Answer line by line. Answers go to standard output, everything else to standard error. given: ``ChatOptions``."""
+    options = ChatOptions(**given)
     loaded = load_model(options.model)
     chat = Chat(loaded, options)
     _print(chat.greeting(options.model))

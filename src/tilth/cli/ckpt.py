@@ -383,7 +383,9 @@ def _advice(bad: CheckpointFolder, good: set[str]) -> str:
 # ---- prune ----
 
 
-def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
+def prune(
+    where: str, *, keep: int | None = None, every: int | None = None, dry: bool, damaged: bool, as_json: bool
+) -> None:
     """Remove superfluous checkpoints, or list them (dry); never the newest, never the best."""
     removed, stay, left = list[CheckpointRow](), list[str](), 0
     for place in _usable(where):

@@ -85,7 +85,7 @@ class Comparison:
         return not self.tensors and not self.objects
 
 
-def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
+def diff(a: str, b: str, *, tolerance: float | None = None, as_json: bool) -> None:
     """Print the differences; exit code 1 if there are any."""
     if tolerance is not None and not tolerance >= 0:
         raise DataError(f"--tolerance {tolerance}: it must be a number of at least 0", key="--tolerance")

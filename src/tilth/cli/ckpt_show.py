@@ -114,7 +114,7 @@ def _checkpoint(named: Named) -> TensorSource:
     return TensorSource(str(checkpoint.path), tensors, checkpoint.manifest)
 
 
-def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
+def show(spec: str, *, pattern: str | None = None, boxes: bool, as_json: bool) -> None:
     """Print the contents without reading data. pattern: of the tensors to list, as in ``model/*norm*``."""
     source = open_source(spec)
     listed = list(_matching(source, "*" if pattern is None and boxes else pattern, boxes=boxes))

@@ -16,7 +16,7 @@ from tilth.core.errors import DataError
 from tilth.plan.costs import SMALL, Compute, Costs, Error, Link, as_dict, save_costs
 
 
-def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, *, as_json: bool) -> None:
+def costs(run: Path, steps: str, save: Path | None = None, attempt: int | None = None, *, as_json: bool) -> None:
     """Fit, save and print. steps: "" for all."""
     opened = open_run(run, attempt, parse_steps(steps) if steps else None)
     events = opened.events

@@ -104,7 +104,7 @@ class View:
     examples: list[ShownExample] = field(default_factory=list)
 
 
-def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
+def show(name: str, overrides: Sequence[str] = (), *, n: int, as_json: bool) -> None:
     """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
     view = look(load_recipe(name, list(overrides)), n)
     if as_json:

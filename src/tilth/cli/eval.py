@@ -62,8 +62,9 @@ class EvalOptions:
     as_json: bool = False
 
 
-def judge(options: EvalOptions) -> None:
-    """Evaluate and print the numbers."""
+def judge(**given: Any) -> None:
+    """Evaluate and print the numbers. given: ``EvalOptions``."""
+    options = EvalOptions(**given)
     if options.out is not None:
         check_out(options.out)
     loaded = load_model(options.model)

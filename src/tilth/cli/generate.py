@@ -1,6 +1,7 @@
 """``tilth generate``: continue a text by a trained model."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,14 @@ class GenerateOptions:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     seed: int = 0
     template: str | None = None
 
 
-def speak(model: str, prompt: str, options: GenerateOptions, *, logprobs: bool, as_json: bool) -> None:
-    """Print the completions: their text, their tokens with log-probs, or JSON."""
-    found, tokenizer = complete(model, prompt, options)
+def speak(model: str, prompt: str, *, logprobs: bool, as_json: bool, **options: Any) -> None:
+    """Print the completions: their text, their tokens with log-probs, or JSON. options: of ``GenerateOptions``."""
+    found, tokenizer = complete(model, prompt, GenerateOptions(**options))
     lines = []
     for trajectory in found:
         if as_json:
@@ -56,7 +57,7 @@ def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Tr
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        stop=options.stop or loaded.stop,
+        stop=tuple(options.stop) or loaded.stop,
         stop_tokens=template.stops,
     )
     longest = min(loaded.config.max_positions, len(ids) + most)

@@ -61,7 +61,7 @@ class Plan:
     told: list[str]
 
 
-def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
+def show(name: str, overrides: Sequence[str] = (), *, as_json: bool) -> None:
     """Print the plan of a recipe."""
     plan = look(load_recipe(name, list(overrides)))
     if as_json:

@@ -95,9 +95,9 @@ class Trial:
         return sorted({name for o in self.outcomes() for name in o.parts})
 
 
-def try_reward(reward: str, source: str, options: RewardOptions, *, as_json: bool) -> None:
-    """Print the findings. Exit code 1: the reward is broken."""
-    trial = examine(reward, source, options)
+def try_reward(reward: str, source: str, columns: Sequence[str] = (), *, as_json: bool, **options: Any) -> None:
+    """Print the findings. Exit code 1: the reward is broken. options: of ``RewardOptions``."""
+    trial = examine(reward, source, RewardOptions(columns_of(columns), **options))
     typer.echo(json.dumps(as_object(trial)) if as_json else "\n".join(lines(trial)))
     if verdict(trial)[0] == "broken":
         raise typer.Exit(1)

@@ -30,7 +30,7 @@ ENOUGH = 512
 """Prompts that measure accuracy to within some percent; all of addition's would take an hour."""
 
 
-def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
+def train(name_or_path: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:
     """Run to the end. Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a
     line on how to resume; 143 and 129 after SIGTERM and SIGHUP before and after the steps."""
     with outlived(), _terminable():

@@ -25,7 +25,16 @@ HELD = ("last", "max", "min")
 """Reductions of values that hold at the end of a step; the others describe the whole step."""
 
 
-def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | None = None, *, as_json: bool) -> None:
+def write(
+    run: Path,
+    steps: str,
+    ranks: str,
+    path: Path | None = None,
+    attempt: int | None = None,
+    *,
+    as_json: bool,
+    perfetto: bool = True,
+) -> None:
     """Write the file, by default perfetto.json.gz in the run's folder, and print its contents."""
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}", key="RUN")

@@ -28,27 +28,42 @@ SHOWN = 8
 """Most rows of a table of dp ranks or workers."""
 
 
-def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -> None:
-    """Analyse a trace in the straggler study's format and print the findings."""
-    trace = read_study(file, meta)
+def analyse(
+    path: Path, steps: str, latency: str, bandwidth: str, *, as_json: bool,
+    meta: Path | None = None, svg: Path | None = None, attempt: int | None = None,
+) -> None:  # fmt: skip
+    """Analyse a run, or a trace in the straggler study's format (with meta), and print the findings.
+
+    Empty texts: all steps, the recorded network. svg: file for the heat map of workers.
+    """
+    if path.is_dir():
+        if meta is not None:
+            raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
+        _analyse_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
+        return
+    if steps or bandwidth or latency or attempt is not None:
+        raise DataError(
+            "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
+            key="RUN",
+        )
+    trace = read_study(path, meta)
     try:
         model = TraceModel(trace)
         found = what_if(trace, model)
     except DataError as error:
-        raise DataError(f"{file}: {error}", key=error.key) from error
+        raise DataError(f"{path}: {error}", key=error.key) from error
     cause = diagnose(model, found)
     if svg is not None:
-        _write_map(svg, file.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
+        _write_map(svg, path.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
     if as_json:
         typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
     else:
-        show(*_file_parts(file, trace, found, cause))
+        show(*_file_parts(path, trace, found, cause))
 
 
-def whatif_of_run(
+def _analyse_run(
     run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
 ) -> None:
-    """Analyse a run and print the findings. Empty texts: all steps, the recorded network."""
     chosen = parse_steps(steps) if steps else None
     network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
     opened = open_run(run, attempt)
