@@ -103,7 +103,7 @@ def test_a_failure_is_told_once_and_never_raised(at, capsys):
     said = observe(tracker)
     tracker.on_run_end(stand_in(), {})
     tracker.close(False)
-    assert said == ["json: ConnectionError: no route to host second line; the run goes on without it"]
+    assert said == ["json: ConnectionError: no route to host second line; the run continues without it"]
     assert len(tracker.calls) < 5 and capsys.readouterr().err == ""
 
 

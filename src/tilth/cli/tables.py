@@ -25,14 +25,14 @@ def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[
 
 
 def show(*parts: Table | Text | str, width: int = 0) -> None:
-    """Print tables, as wide as the terminal, and texts as they are.
+    """Print tables, as wide as the terminal, and texts as they are; width: wrap both to it.
 
     All of it is one write: a reader that needs the first line only (``| head -1``) gets it before its pipe closes.
     """
     console = Terminal(width=width or shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
     with console.capture() as printed:
         for part in parts:
-            console.print(part, markup=False, soft_wrap=not isinstance(part, Table))
+            console.print(part, markup=False, soft_wrap=not width and not isinstance(part, Table))
     typer.echo(printed.get(), nl=False, color=True)
 
 
