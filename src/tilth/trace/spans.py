@@ -56,8 +56,8 @@ _ops, _details, _places = Codes("", OTHERS), Codes("", OTHERS), Codes(NOWHERE, (
 class Total:
     """Sums over the spans of one operation.
 
-    seconds: inclusive; a span inside one of its own name counts twice. self_seconds: exclusive; these sum to the time of
-    the outermost spans. phase_seconds, phase_tokens: of the spans in PHASES that are not inside another phase.
+    seconds: inclusive; a span inside one of its own name counts twice. self_seconds: exclusive; these sum to the time
+    of the outermost spans. phase_seconds, phase_tokens: of the spans in PHASES that are not inside another phase.
     """
 
     seconds: float
@@ -116,8 +116,8 @@ class span:
 
     ``step``, ``micro_batch`` and ``where`` default to those of the enclosing span (-1, -1, nowhere at the root).
     ``tokens``, ``squares`` (sum of squared lengths of their sequences), ``bytes`` and ``flops`` are the amount of work,
-    also by ``set`` inside. ``detail`` and ``seq`` identify it, as ``trace.ops`` declares. After the block ``seconds`` is
-    its time.
+    also by ``set`` inside. ``detail`` and ``seq`` identify it, as ``trace.ops`` declares. Afterwards ``seconds`` is its
+    time.
     """
 
     __slots__ = (
