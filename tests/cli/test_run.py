@@ -109,7 +109,7 @@ def test_closing_of_a_run_on_text(tmp_path):
     assert shlex.split(line)[3].endswith("bottles of beer on")
     learned |= {"bits_per_byte": None, "best": None}
     lines = closing(recipe, "pretrain", SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
-    assert lines[0].endswith("to 3.250 nats per token.") and "tokens/s" in lines[1]
+    assert lines[0].endswith("to 3.250 nats per token in 650 steps, 2:31 min.") and "tokens/s" in lines[1]
 
 
 def test_the_harder_task_is_for_the_recipe_that_ran():
