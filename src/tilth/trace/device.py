@@ -10,24 +10,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.cuda import Event as CudaEvent
 
 MOST = 20_000
 """Most spans with pending work; further ones are not timed on the device."""
 LOOKS, PAUSE = 50, 1e-4
 """Number of times that the writer polls for the completion of an event, and the seconds between."""
-
-
-class CudaEvent(Protocol):
-    """The part of ``torch.cuda.Event`` that is used."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: "CudaEvent", /) -> float: ...
 
 
 class DeviceClock:
@@ -39,7 +30,7 @@ class DeviceClock:
 
     def __init__(
         self,
-        make: Callable[[], CudaEvent],
+        make: Callable[[], "CudaEvent"],
         unfit: Callable[[], bool] = lambda: False,
         now: Callable[[], int] = time.perf_counter_ns,
         pause: Callable[[float], None] = time.sleep,
@@ -52,18 +43,18 @@ class DeviceClock:
         self._anchor.synchronize()
         self._at = now()
 
-    def begin(self) -> CudaEvent | None:
+    def begin(self) -> "CudaEvent | None":
         """Record an event before the work of a span; None if the span is not timed."""
         if len(self._new) + len(self._open) >= MOST or self._unfit():
             return None
         return self._marked()
 
-    def end(self, span: int, begun: CudaEvent) -> None:
+    def end(self, span: int, begun: "CudaEvent") -> None:
         """Record the event behind the work of a span."""
         if not self._unfit():
             self._new.append((span, begun, self._marked()))
 
-    def _marked(self) -> CudaEvent:
+    def _marked(self) -> "CudaEvent":
         mark = self._make()
         mark.record()
         return mark
@@ -86,10 +77,10 @@ class DeviceClock:
             return {}, frozenset()
         return known, frozenset(span for span, _, _ in self._open)
 
-    def _times(self, begun: CudaEvent, ended: CudaEvent) -> tuple[int, int]:
+    def _times(self, begun: "CudaEvent", ended: "CudaEvent") -> tuple[int, int]:
         return self._host(begun), round(1e6 * begun.elapsed_time(ended))
 
-    def _host(self, mark: CudaEvent) -> int:
+    def _host(self, mark: "CudaEvent") -> int:
         return self._at + round(1e6 * self._anchor.elapsed_time(mark))
 
     def _tie(self) -> None:

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
 from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Codes, EventBuffer, EventNames, Taken
-from tilth.trace.device import CudaEvent, DeviceClock, device_clock
+from tilth.trace.device import DeviceClock, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
 if TYPE_CHECKING:
+    from torch.cuda import Event as CudaEvent
+
     from tilth.trace.writer import PartWriter
 
 P = ParamSpec("P")
@@ -326,11 +328,11 @@ class Recorder:
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None
 
-    def begin(self) -> CudaEvent | None:
+    def begin(self) -> "CudaEvent | None":
         """Mark the start of a span's device work; None if it is not timed."""
         return self._device.begin() if self._device is not None else None
 
-    def end(self, span: int, begun: CudaEvent) -> None:
+    def end(self, span: int, begun: "CudaEvent") -> None:
         """Mark the end of a span's device work."""
         if self._device is not None:
             self._device.end(span, begun)
