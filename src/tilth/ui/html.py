@@ -21,7 +21,9 @@ def _environment() -> Environment:
     names = [file.name for file in (files("tilth.ui") / "templates").iterdir()]
     texts = {name: "".join(line.lstrip() for line in text_of(name).splitlines()) for name in names}
     found = Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined)
-    found.filters |= {"part": format.part, "share": format.share, "number": format.number, "g": "{:g}".format}
+    plain = (format.part, format.share, format.number, format.timed, format.size, format.figure, format.phase_name)
+    found.filters |= {function.__name__: function for function in (*plain, format.amount, format.date)}
+    found.filters |= {"g": "{:g}".format, "counted": format.count}
     found.globals["zip"] = zip
     return found
 

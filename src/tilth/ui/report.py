@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +69,15 @@ def page(seen: Seen) -> str:
     """Render the page. Its security policy permits one script, by its digest."""
     figures = [_drawn(seen, chart, curves) for chart, curves in charts(seen.records)]
     memory, more = _memory(seen)
-    script = text_of("page.js")
-    recipe = seen.run / "recipe.toml"
+    script, recipe = text_of("page.js"), seen.run / "recipe.toml"
+    scores = any("reward/missing" in record for record in seen.records)
     return render(
-        "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), facts=_facts(seen),
-        warnings=seen.summary["warnings"], tiles=_tiles(seen), missing=seen.summary["rewards_missing"],
+        "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
+        warnings=seen.summary["warnings"], missing=seen.summary["rewards_missing"], measures=format.MEASURES,
+        spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
-        times=_times(seen), plan=_plan(seen), memory=memory, environment=_environment(seen),
-        steps=seen.summary["steps"], recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+        times=_times(seen), plan=seen.plan, planned=_plan(seen), memory=memory, steps=seen.summary["steps"],
+        recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
         data=embed([data for _, data in figures] + more), style=Markup(text_of("page.css")), script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )  # fmt: skip
@@ -85,86 +85,7 @@ def page(seen: Seen) -> str:
 
 def headline(summary: Mapping[str, Any]) -> Markup:
     """Return one sentence on what was learned."""
-    if not summary["steps"]:
-        return Markup("No step has been committed yet.")
-    if not summary.get("phases"):
-        return _text_headline(summary, f"{summary['steps']:,} steps, {format.timed(summary['seconds'])}")
-    clauses = [_clause(phase, told=i > 0) for i, phase in enumerate(summary["phases"])]
-    metric = summary["phases"][0]["metric"]
-    return Markup("Held-out {} {}.").format(format.MEASURES[metric], Markup(", then ").join(clauses))
-
-
-def _clause(phase: Mapping[str, Any], *, told: bool) -> Markup:
-    """Return ``rose from 12.5 % to 97.1 % in 250 steps of GRPO``. told: the clause before names the first value."""
-    metric, first, last = phase["metric"], phase["first"], phase["last"]
-    name = format.phase_name(phase["phase"]).replace("-", "\N{NON-BREAKING HYPHEN}")
-    took = f" in {format.count(phase['steps'], 'step')} of {name}"
-    begin, end = format.figure(metric, first), format.figure(metric, last)
-    if first is None:
-        return Markup('reached <b class="from">{}</b>{}').format(end, took)
-    if begin == end:
-        return Markup("stayed at <b>{}</b>{}").format(end, took)
-    since = "" if told else Markup(' from <b class="from">{}</b>').format(begin)
-    form = "rose{} to <b>{}</b>{}" if last > first else 'fell{} to <b class="bad">{}</b>{}'
-    return Markup(form).format(since, end, took)
-
-
-def _text_headline(summary: Mapping[str, Any], spent: str) -> Markup:
-    """Return the sentence of a run without evaluated answers."""
-    first, last, bits = (summary.get(k) for k in ("loss_heldout_first", "loss_heldout_last", "bits_per_byte"))
-    pairs = summary.get("pairs_heldout_last")
-    if pairs is not None:
-        return Markup("It puts <b>{}</b> of the held-out pairs in their order after {}.").format(
-            format.share(pairs), spent
-        )
-    if first is None or last is None:
-        return Markup("Trained for {}.").format(spent)
-    also = f" ({bits:.3f} bits per byte)" if bits else ""
-    form = Markup('Held-out loss went from <b class="from">{:.3f}</b> to <b>{:.3f}</b> nats per token{} in {}.')
-    return form.format(first, last, also, spent)
-
-
-def _facts(seen: Seen) -> list[str]:
-    """Return size of the model, machine and date, if known."""
-    parameters, env = seen.plan.get("parameters"), seen.state.get("environment") or {}
-    threads = f", {env['threads']} threads" if env.get("threads") else ""
-    started = seen.state.get("started")
-    facts = [
-        f"{_count(parameters)} parameters" if parameters else "",
-        f"{env.get('accelerator') or env['cpu']}{threads}" if env.get("cpu") else "",
-        f"{datetime.fromisoformat(started):%d %B %Y, %H:%M} UTC".lstrip("0") if started else "",
-    ]
-    return [fact for fact in facts if fact]
-
-
-def _count(number: float) -> str:
-    return next((f"{number / s:.3g}{u}" for u, s in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= s), f"{number:g}")
-
-
-# ---- tiles ----
-
-
-def _tiles(seen: Seen) -> list[tuple[str, str, str]]:
-    """Return name, value and a note of each tile."""
-    s = seen.summary
-    rates = [
-        (name, f"{s[key]:,.0f}", "tokens/s")
-        for name, key in (("Generation", "tokens_per_second_generate"), ("Training", "tokens_per_second_train"))
-        if s[key]
-    ]
-    predicted = f"{format.size(s['memory_predicted'])} predicted" if s["memory_predicted"] else ""
-    mismatch = s["mismatch_max"]
-    tiles = [
-        ("Steps", f"{s['steps']:,}", _steps(seen)),
-        _best(s["best"]) if s.get("best") else None,
-        ("Time", format.timed(s["seconds"]), f"attempt {s['attempts']}" if (s["attempts"] or 1) > 1 else ""),
-        *rates,
-        ("Memory, peak", format.size(s["memory_peak"]), predicted) if s["memory_peak"] else None,
-        ("Log-prob mismatch", f"{mismatch:.1e}" if mismatch else "exactly 0", "nats at most")
-        if mismatch is not None else None,
-        _missing_tile(seen),
-    ]  # fmt: skip
-    return [tile for tile in tiles if tile]
+    return render("headline.html", s=summary, measures=format.MEASURES)
 
 
 def _steps(seen: Seen) -> str:
@@ -174,23 +95,6 @@ def _steps(seen: Seen) -> str:
         return ", ".join(f"{count:,} {name}" for name, count in spent.items())
     most = sum(seen.plan.get(name, 0) for name in ("supervised_steps", "value_steps", "steps"))
     return f"of at most {most:,}" if most else ""
-
-
-def _best(found: Mapping[str, Any]) -> tuple[str, str, str]:
-    value, step = found["value"], f"at step {found['step']:,}"
-    if found["metric"] == "loss/heldout":
-        return "Best held-out loss", f"{value:.4f}", f"nats a token, {step}"
-    name = {"accuracy/pairs": "order of pairs"} | format.MEASURES
-    return f"Best {name[found['metric']]}", format.figure(found["metric"], value), f"held out, {step}"
-
-
-def _missing_tile(seen: Seen) -> tuple[str, str, str] | None:
-    """Return the tile; None if nothing is scored."""
-    missing, samples = seen.summary["rewards_missing"], sum(v for _, v in points(seen.records, "samples"))
-    if not any("reward/missing" in r for r in seen.records):
-        return None
-    scored = f"of {format.count(int(samples), 'sample')}" if samples else ""
-    return "Missing rewards", f"{missing:,}", "left out, never 0" if missing else scored
 
 
 # ---- curves ----
@@ -261,7 +165,7 @@ def _bar(items: Sequence[tuple[str, float, str]]) -> Markup | None:
     return render("bar.html", parts=parts) if parts else None
 
 
-# ---- missing rewards, plan, memory, environment ----
+# ---- missing rewards, plan, memory ----
 
 
 def _reasons(seen: Seen) -> list[tuple[tuple[str, str], int]]:
@@ -295,23 +199,3 @@ def _memory(seen: Seen) -> tuple[Record | None, list[Record]]:
     found = curve(MEMORY, MEMORY.lines[0], seen.records)
     figure, data = _drawn(seen, MEMORY, [found]) if found.points else ("", None)
     return {"pairs": pairs, "bar": _bar(parts) or "", "figure": figure}, [data] if data else []
-
-
-def _environment(seen: Seen) -> list[tuple[str, Any]]:
-    env = seen.state.get("environment")
-    if not env:
-        return []
-    packages = ", ".join(f"{name} {version}" for name, version in (env.get("packages") or {}).items())
-    cores = f"{env.get('cores')} cores, {env.get('threads') or '?'} threads"
-    return [
-        ("machine", env.get("cpu")), ("cores", cores), ("memory", format.size(env.get("memory"))),
-        ("accelerator", env.get("accelerator")), ("system", env.get("platform")), ("Python", env.get("python")),
-        ("packages", packages), ("recipe digest", seen.state.get("digest")), ("attempts", _attempts(seen)),
-    ]  # fmt: skip
-
-
-def _attempts(seen: Seen) -> str:
-    attempts = seen.state.get("attempts") or []
-    starts = (f" from step {a['from_step']}" if a.get("from_step") else "" for a in attempts)
-    texts = [f"{a['attempt']}: {a['state']}{start}" for a, start in zip(attempts, starts)]
-    return ", ".join(texts) if len(texts) > 1 else ""
