@@ -25,8 +25,7 @@ HELP = """/reset   begin anew
 /quit    end, as Ctrl-D does
 /help    this
 Ctrl-C ends the current answer only. Anything else goes to the model."""
-_OPEN = "\N{REPLACEMENT CHARACTER}"
-"""Decoded form of a character whose last bytes are still to come."""
+_OPEN = "\N{REPLACEMENT CHARACTER}"  # decoded form of a character whose last bytes are still to come
 
 
 @dataclass(frozen=True)

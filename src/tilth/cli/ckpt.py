@@ -46,8 +46,7 @@ from tilth.ui import format
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
-Report = Callable[[str, int, int], None]
-"""Called with the name of what is read, the bytes so far and the bytes in all."""
+Report = Callable[[str, int, int], None]  # called with the name of what is read, the bytes so far and the bytes in all
 
 
 class CheckpointFolder(NamedTuple):

@@ -19,12 +19,9 @@ from tilth.core.layout import Box, Shape
 from tilth.runs.files import to_json
 from tilth.ui import format
 
-BLOCK = 1 << 22
-"""Elements that are compared at once, which bounds memory."""
-_SHOWN = 20
-"""Most tensors and values in a table; ``--json`` has all."""
-_ALWAYS = "events"
-"""The object that holds the attempt, which every resume changes."""
+BLOCK = 1 << 22  # elements that are compared at once, which bounds memory
+_SHOWN = 20  # most tensors and values in a table; ``--json`` has all
+_ALWAYS = "events"  # the object that holds the attempt, which every resume changes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -25,8 +25,7 @@ from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 from tilth.ui import format
 
 MODEL = "model"
-_SHOWN, _WIDTH = 40, 48
-"""Most files and values in a table, and characters of a value; ``--json`` has all."""
+_SHOWN, _WIDTH = 40, 48  # most files and values in a table, and characters of a value; ``--json`` has all
 
 
 @dataclass(frozen=True)

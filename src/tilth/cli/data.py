@@ -29,13 +29,10 @@ from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
 from tilth.ui.terminal import Terminal
 
-MOST = 20_000
-"""Most records that are tokenised, spread evenly over a larger source."""
+MOST = 20_000  # most records that are tokenised, spread evenly over a larger source
 CHUNK = 256
-SHOWN = 600
-"""Most tokens of an example in the terminal."""
-STEPS = 20
-"""Steps that packing is tried on."""
+SHOWN = 600  # most tokens of an example in the terminal
+STEPS = 20  # steps that packing is tried on
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ from tilth.runs.readers import read_state
 from tilth.ui import format
 
 MAX_TOKENS = 512
-SHOWN = 2
-"""Number of right and of wrong samples that are printed."""
-_WIDTH = 300
-"""Most characters of a printed text."""
+SHOWN = 2  # number of right and of wrong samples that are printed
+_WIDTH = 300  # most characters of a printed text
 _EVERY, _EVERY_LINE = 0.5, 30.0
 """Seconds between two updates of the progress line on a terminal, and between two lines elsewhere."""
 

@@ -36,10 +36,8 @@ from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.plan.working import total
 from tilth.ui import format
 
-MOST = 20_000
-"""Most prompts that are tokenised to find the longest, spread evenly over a larger source."""
-SHOWN = 32
-"""Most workers in the tables; ``--json`` has all."""
+MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
+SHOWN = 32  # most workers in the tables; ``--json`` has all
 
 
 @dataclass

@@ -16,8 +16,7 @@ METRICS = {
     "loss_heldout_last": "loss",
     "reward_heldout_last": "reward",
     "reward_last": "reward while training",
-}
-"""Key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics."""
+}  # key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics
 
 
 def ls(

@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 RIGHT, AGAIN, OTHER, EMPTY, GIVEN = "right", "again", "other", "empty", "given"
 LABELS = {RIGHT: "own answer", OTHER: "another's answer", EMPTY: "empty", GIVEN: "--completion"}
 """Names of the kinds of completions; ``again``, the second call, counts for the verdict only."""
-STEP_SAMPLES = 512
-"""Completions of a step with the default recipe, by which speed is judged."""
+STEP_SAMPLES = 512  # completions of a step with the default recipe, by which speed is judged
 SLOW_SECONDS = 5.0
 FIRST_SECONDS, FIRST_TIMES = 0.1, 10
 """A first call that takes more than this, and more than FIRST_TIMES the mean of the others, is reported."""
 MOST_ROWS = 20
-SHOWN = 48
-"""Most characters of a prompt in a table."""
+SHOWN = 48  # most characters of a prompt in a table
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,7 @@ def verdict(trial: Trial) -> tuple[str, list[str]]:
     return ("works", "doubtful", "broken")[worst], [text for _, text in sorted(found, key=lambda one: -one[0])]
 
 
-Sentences = list[tuple[int, str]]
-"""(0: fine, 1: doubtful, 2: broken; a sentence)."""
+Sentences = list[tuple[int, str]]  # (0: fine, 1: doubtful, 2: broken; a sentence)
 
 
 def _failing(trial: Trial) -> Sentences:

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from tilth.flows.launch import RunResult
 
 
-WORDS = 5
-"""Words of a document's beginning that the suggested prompt has."""
-ENOUGH = 512
-"""Prompts that measure accuracy to within some percent; all of addition's would take an hour."""
+WORDS = 5  # words of a document's beginning that the suggested prompt has
+ENOUGH = 512  # prompts that measure accuracy to within some percent; all of addition's would take an hour
 
 
 def train(name_or_path: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from tilth.ui.terminal import Terminal
 
-WIDTH = 100
-"""Columns where there is no terminal."""
+WIDTH = 100  # columns where there is no terminal
 
 
 def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:

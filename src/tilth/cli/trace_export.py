@@ -19,10 +19,8 @@ from tilth.ui import format
 FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|(accuracy|reward)/heldout|grad_norm|entropy")
 """Metrics that become counters."""
-MANY = 2_000_000
-"""Number of spans above which a browser is slow."""
-HELD = ("last", "max", "min")
-"""Reductions of values that hold at the end of a step; the others describe the whole step."""
+MANY = 2_000_000  # number of spans above which a browser is slow
+HELD = ("last", "max", "min")  # reductions of values that hold at the end of a step; the others describe the whole step
 
 
 def write(

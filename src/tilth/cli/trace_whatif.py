@@ -24,8 +24,7 @@ from tilth.ui import format
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
 
 SHADES = " ░▒▓█"
-SHOWN = 8
-"""Most rows of a table of dp ranks or workers."""
+SHOWN = 8  # most rows of a table of dp ranks or workers
 
 
 def analyse(

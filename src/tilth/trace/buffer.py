@@ -16,13 +16,10 @@ T = TypeVar("T")
 FORMAT = struct.Struct("@9qd5i4x")
 """id, parent, step, seq, start, duration, tokens, squares, bytes; flops; micro_batch, depth, op, detail, where."""
 SIZE = FORMAT.size
-CHUNK = 512
-"""Events in a chunk (52 KB)."""
+CHUNK = 512  # events in a chunk (52 KB)
 FULL = CHUNK * SIZE
-Taken = list[tuple[str, bytes]]
-"""Packed events with the name of their thread."""
-MOST_TEXTS = 65_536
-"""Most different texts of a kind, such as details; later ones become OTHERS, which bounds memory."""
+Taken = list[tuple[str, bytes]]  # packed events with the name of their thread
+MOST_TEXTS = 65_536  # most different texts of a kind, such as details; later ones become OTHERS, which bounds memory
 OTHERS = "(others)"
 
 
@@ -43,8 +40,7 @@ class Chunk:
         return self.read + SIZE * ids.index(0) if 0 in ids else used
 
 
-NONE = Chunk(0)
-"""The chunk of a thread before its first event, without room."""
+NONE = Chunk(0)  # the chunk of a thread before its first event, without room
 
 
 class EventBuffer:

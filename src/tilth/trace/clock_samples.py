@@ -23,8 +23,7 @@ import numpy as np
 from tilth.core.errors import DataError, StorageError
 from tilth.trace.spans import recorder
 
-Round = tuple[int, int, int]
-"""(asked, there, answered): on the clocks of the controller, the worker, the controller."""
+Round = tuple[int, int, int]  # (asked, there, answered): on the clocks of the controller, the worker, the controller
 NOT_KNOWN = ""
 BEFORE, FEW = 120_000_000_000, 12
 """How far before ``since`` rounds are read: ns, and the least number of bursts of each worker."""

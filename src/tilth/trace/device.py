@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.cuda import Event as CudaEvent
 
-MOST = 20_000
-"""Most spans with pending work; further ones are not timed on the device."""
-LOOKS, PAUSE = 50, 1e-4
-"""Number of times that the writer polls for the completion of an event, and the seconds between."""
+MOST = 20_000  # most spans with pending work; further ones are not timed on the device
+LOOKS, PAUSE = 50, 1e-4  # number of times that the writer polls for the completion of an event, and the seconds between
 
 
 class DeviceClock:

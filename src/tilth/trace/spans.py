@@ -40,14 +40,11 @@ R = TypeVar("R")
 CAPACITY = 200_000
 """Most events that wait in memory (21 MB, and a chunk a thread); further ones are dropped and counted. Totals stay
 exact."""
-WAKE = 20_000
-"""Number of waiting events that wakes the writer early."""
-LONGEST = 600.0
-"""Most seconds between two parts of the table."""
+WAKE = 20_000  # number of waiting events that wakes the writer early
+LONGEST = 600.0  # most seconds between two parts of the table
 WIDTH = 8  # sums of each operation, followed by
 CODE, PHASE, DEVICE = 8, 9, 10  # its code in events, True for a phase of the step, True for the work of a device
-Where = tuple[str, str]
-"""Role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"."""
+Where = tuple[str, str]  # role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"
 NOWHERE: Where = ("", "")
 _now = time.perf_counter_ns
 _pack = FORMAT.pack_into

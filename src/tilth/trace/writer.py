@@ -42,15 +42,13 @@ EVENTS = pa.schema(
     ]
 )
 TEXTS = [f.name for f in EVENTS if f.type == pa.string()]
-LATER = ("device_start", "device_duration")
-"""Columns that files of version 2 do not have."""
+LATER = ("device_start", "device_duration")  # columns that files of version 2 do not have
 Times = Mapping[int, tuple[int, int]]
 PACKED = np.dtype(
     [(name, "i8") for name in ("id", "parent", "step", "seq", "start", "duration", "tokens", "squares", "bytes")]
     + [("flops", "f8")]
     + [(name, "i4") for name in ("micro_batch", "depth", "op", "detail", "where", "thread")]
-)
-"""An event of ``trace.buffer``, with the thread in the padding at its end."""
+)  # an event of ``trace.buffer``, with the thread in the padding at its end
 assert PACKED.itemsize == SIZE
 FROM = frozenset(PACKED.names or ()) - {"op", "detail", "thread"}
 PART = re.compile(r"attempt-(\d+)-rank-(\d+)-(\d+)\.parquet")

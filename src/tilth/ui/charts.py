@@ -17,12 +17,9 @@ from tilth.ui.html import render
 
 Record = Mapping[str, Any]
 Point = tuple[float, float]
-Phase = tuple[str, float, float]
-"""Name, first and last step."""
-FAMILY = ("leaf", "sky", "sun", "plum", "teal", "clay", "soil")
-"""Colours of a family of metrics."""
-POINTS = 320
-"""Most points of a curve; more are averaged."""
+Phase = tuple[str, float, float]  # name, first and last step
+FAMILY = ("leaf", "sky", "sun", "plum", "teal", "clay", "soil")  # colours of a family of metrics
+POINTS = 320  # most points of a curve; more are averaged
 WIDTH, HEIGHT = 1000.0, 400.0
 
 
@@ -166,8 +163,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return [(points[i][0], sum(y for _, y in p) / len(p)) for i, p in enumerate(parts)]
 
 
-_LEAST = 1e-290
-"""Smallest range that can be divided into powers of ten."""
+_LEAST = 1e-290  # smallest range that can be divided into powers of ten
 
 
 def nice(low: float, high: float, count: int = 4) -> list[float]:

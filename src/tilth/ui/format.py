@@ -6,8 +6,7 @@ from typing import Any
 from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
-PHASES = {"warmup": "warm-up", "values": "critic"}
-"""Phases that are not flows."""
+PHASES = {"warmup": "warm-up", "values": "critic"}  # phases that are not flows
 
 
 def duration(seconds: float) -> str:

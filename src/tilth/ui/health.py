@@ -9,10 +9,8 @@ from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEER
 from tilth.ui.html import render
 from tilth.ui.timeline import hues
 
-ROWS = 24
-"""Most ranks in the table; of more, those that differ most from the median."""
-SLOW = 1.1
-"""Pace (time over that of its peers for the same work) from which a rank is called slow."""
+ROWS = 24  # most ranks in the table; of more, those that differ most from the median
+SLOW = 1.1  # pace (time over that of its peers for the same work) from which a rank is called slow
 
 
 def health(found: Account) -> Markup:

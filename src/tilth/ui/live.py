@@ -42,8 +42,7 @@ COLOURS = (
 )  # fmt: skip
 """Colours of the parts of a step, the longest first; the others have REST."""
 REST = "grey62"
-LEAST = 0.005
-"""Parts of the time below this share are not in the legend."""
+LEAST = 0.005  # parts of the time below this share are not in the legend
 NARROW = 64
 LABEL, VALUE = 17, 25
 FASTEST, COST = 0.25, 0.01

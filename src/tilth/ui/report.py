@@ -31,8 +31,7 @@ from tilth.ui.html import embed, render, text_of
 from tilth.ui.samples import samples
 from tilth.ui.timeline import HUES, LANES, divided, stack, timeline, typical
 
-OPERATIONS = 14
-"""Most operations in the table of times."""
+OPERATIONS = 14  # most operations in the table of times
 Record = dict[str, Any]
 
 

@@ -29,8 +29,7 @@ from tilth.ui.html import render
 
 HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua", "lilac", "moss", "soil")
 """Colours of phases, the longest first, and of data; the others are grey."""
-MEETING = "waiting in communication"
-"""The part of a communication before its last member arrives."""
+MEETING = "waiting in communication"  # the part of a communication before its last member arrives
 FIXED = {
     COMMUNICATION: "ink",
     MEETING: "ink pale",
@@ -39,16 +38,12 @@ FIXED = {
     PEERS: "idle",
     CONTROLLER: "idle far",
 }
-COLUMNS, FINE = 1000, 8
-"""Columns of a lane, and samples of each column, whose most frequent part of the time it shows."""
-BARS = 160
-"""Most columns of the picture over steps; further steps are averaged."""
-LANES = 16
-"""Most ranks in a timeline."""
+COLUMNS, FINE = 1000, 8  # columns of a lane, and samples of each column, whose most frequent part of the time it shows
+BARS = 160  # most columns of the picture over steps; further steps are averaged
+LANES = 16  # most ranks in a timeline
 TALL = 26
 BLANK = -1
-Band = tuple[str, str, str]
-"""Title, path and colour."""
+Band = tuple[str, str, str]  # title, path and colour
 
 
 @dataclass(frozen=True, eq=False)

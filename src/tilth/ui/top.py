@@ -23,12 +23,9 @@ from tilth.runs.readers import ACCURACY, REWARD, read_state
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
-TAIL = 1 << 18
-"""Bytes at the end of the metrics that are read first: some hundred steps."""
-STEPS = 20
-"""Most steps that the breakdown of the newest events covers."""
-RANKS = 16
-"""Most ranks with a line of their own."""
+TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hundred steps
+STEPS = 20  # most steps that the breakdown of the newest events covers
+RANKS = 16  # most ranks with a line of their own
 LOG = 1 << 12
 FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
 METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}

@@ -29,10 +29,8 @@ from tilth.flows.callbacks import Callback, RunView
 from tilth.runs.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
 
-SAMPLE_EVERY = 25
-"""Steps between two sampled answers that are logged as text."""
-PATIENCE = 60.0
-"""Seconds to wait for pending writes and uploads at the end of a run."""
+SAMPLE_EVERY = 25  # steps between two sampled answers that are logged as text
+PATIENCE = 60.0  # seconds to wait for pending writes and uploads at the end of a run
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
