@@ -5,12 +5,19 @@ from collections.abc import Iterable, Sequence
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilth.ui.terminal import Terminal
-
 WIDTH = 100  # columns where there is no terminal
+
+
+class Terminal(Console):
+    """Rich's console, which raises BrokenPipeError instead of exiting."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again; rich calls this where it caught it."""
+        raise
 
 
 def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:

@@ -139,12 +139,12 @@ def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Seq
 
 
 def _summary(found: Replayed, over: str) -> list[str]:
+    lost, worst = f"{100 * found.waste:.1f} % of the time is lost", f"worst step {found.per_step.max():.4f}"
+    instead = f"a step takes {found.replayed.mean():.4g} s instead of {found.ideal.mean():.4g} s"
+    error = f"recorded over {over}; worst step {100 * found.worst_error:.2f} %"
     return [
-        f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
-        f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
-        f"worst step {found.per_step.max():.4f}",
-        f"error of the model {100 * found.error:.2f} % (recorded over {over}; "
-        f"worst step {100 * found.worst_error:.2f} %)",
+        f"slowdown S {found.slowdown:.4f}: {instead}, {lost}; {worst}",
+        f"error of the model {100 * found.error:.2f} % ({error})",
     ]
 
 
@@ -187,7 +187,13 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
     left = "".join(f"; {format.count(n, name)} left out: {why}" for n, name, why in reasons if n)
     yield f"{run}: {who}; {which}{left}"
     yield from _summary(found, "a replay with usual delays of dispatch")
-    yield from (*_shares(found), *_other_network(found), f"cause: {cause.text}\n")
+    if count:
+        which = f"rank{'s' * (len(found.worst) > 1)} {', '.join(map(str, found.worst))}"
+        yield (
+            f"shares of the loss: M_W {found.m_w.share:.4f} ({which} of {count} mended: each step ideal for its own "
+            f"work, jitter included), communication {found.m_c.share:.4f}; they overlap"
+        )
+    yield from (*_other_network(found), f"cause: {cause.text}\n")
     yield from _slowdowns("operation", found.by_optype)
     if count:
         for name, at in ({"dp": found.by_dp} | found.by_axis).items():
@@ -197,17 +203,6 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
         rows = [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest]
         yield from _table(titles, rows, right=titles)
         yield _map(found.exact[None])
-
-
-def _shares(found: RunWhatIf) -> list[str]:
-    if not found.by_worker:
-        return []
-    worst = ", ".join(map(str, found.worst))
-    who = f"rank{'s' * (len(found.worst) > 1)} {worst} of {len(found.by_worker)} mended"
-    return [
-        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: each step ideal for its own work, jitter included), "
-        f"communication {found.m_c.share:.4f}; they overlap"
-    ]
 
 
 def _other_network(found: RunWhatIf) -> list[str]:

@@ -126,18 +126,9 @@ class span:
     )  # fmt: skip
 
     def __init__(
-        self,
-        op: str,
-        step: int = -1,
-        micro_batch: int = -1,
-        tokens: int = 0,
-        bytes: int = 0,
-        flops: float = 0.0,
-        squares: int = 0,
-        detail: str = "",
-        seq: int = -1,
-        where: Where = NOWHERE,
-    ) -> None:
+        self, op: str, step: int = -1, micro_batch: int = -1, tokens: int = 0, bytes: int = 0, flops: float = 0.0,
+        squares: int = 0, detail: str = "", seq: int = -1, where: Where = NOWHERE,
+    ) -> None:  # fmt: skip
         self.op = op
         self.step = step
         self.micro_batch = micro_batch
@@ -151,13 +142,9 @@ class span:
         self.duration = -1  # not finished
 
     def set(
-        self,
-        *,
-        tokens: int | None = None,
-        bytes: int | None = None,
-        flops: float | None = None,
+        self, *, tokens: int | None = None, bytes: int | None = None, flops: float | None = None,
         squares: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set amounts that became known inside the block."""
         self.squares = self.squares if squares is None else squares
         self.tokens = self.tokens if tokens is None else tokens
