@@ -304,17 +304,9 @@ def _documents(recipe: Recipe, n: int) -> View:
 def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
     named = recipe.data.tokenizer or (f"that of {recipe.model.path}" if recipe.model.path else "characters")
     return View(
-        flow=recipe.flow,
-        source=recipe.data.source,
-        train=train,
-        heldout=heldout,
-        tokenizer=named,
-        vocabulary=tokenizer.vocab_size,
-        template="none",
-        stops=[],
-        context=recipe.model.context,
-        seen=seen,
-    )
+        flow=recipe.flow, source=recipe.data.source, train=train, heldout=heldout, tokenizer=named,
+        vocabulary=tokenizer.vocab_size, template="none", stops=[], context=recipe.model.context, seen=seen,
+    )  # fmt: skip
 
 
 def _left_out(tokenizer: Tokenizer) -> Iterator[str]:

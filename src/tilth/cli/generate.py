@@ -53,13 +53,9 @@ def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Tr
     room = loaded.config.max_positions - len(ids)
     most = options.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
-        max_tokens=most,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop=tuple(options.stop) or loaded.stop,
-        stop_tokens=template.stops,
-    )
+        max_tokens=most, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+        stop=tuple(options.stop) or loaded.stop, stop_tokens=template.stops,
+    )  # fmt: skip
     longest = min(loaded.config.max_positions, len(ids) + most)
     engine = make_engine(loaded, seed=options.seed, max_rows=options.n, max_length=longest)
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(options.n)]), tokenizer

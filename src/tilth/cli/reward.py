@@ -384,13 +384,9 @@ def as_object(trial: Trial) -> dict[str, Any]:
     """Return the findings as plain data; a missing value is null, with its reason."""
     word, sentences = verdict(trial)
     return {
-        "reward": trial.reward,
-        "data": trial.data,
-        "records": trial.records,
-        "verdict": word,
-        "sentences": sentences,
+        "reward": trial.reward, "data": trial.data, "records": trial.records, "verdict": word, "sentences": sentences,
         "tried": [_record(tried) for tried in trial.tried],
-    }
+    }  # fmt: skip
 
 
 def _record(tried: Tried) -> dict[str, Any]:

@@ -94,16 +94,10 @@ def about(cause: Cause) -> dict[str, Any]:
 def as_dict(found: Replayed, cause: Cause) -> dict[str, Any]:
     """Return the findings that foreign traces and runs share, as JSON has them. Times in seconds."""
     return {
-        "slowdown": found.slowdown,
-        "ideal_step": float(found.ideal.mean()),
-        "by_optype": _means(found.by_optype),
-        "by_stage": _means(found.by_stage),
-        "by_dp": _means(found.by_dp),
-        "by_worker": found.slowest,
-        "m_w": found.m_w.share,
-        "m_s": found.m_s.share,
-        "cause": about(cause),
-    }
+        "slowdown": found.slowdown, "ideal_step": float(found.ideal.mean()), "by_optype": _means(found.by_optype),
+        "by_stage": _means(found.by_stage), "by_dp": _means(found.by_dp), "by_worker": found.slowest,
+        "m_w": found.m_w.share, "m_s": found.m_s.share, "cause": about(cause),
+    }  # fmt: skip
 
 
 def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:

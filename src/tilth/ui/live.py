@@ -25,15 +25,11 @@ from tilth.ui.output import Outlived
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
-    (ACCURACY, "held-out accuracy", "bold green"),
-    (REWARD, "held-out reward", "bold green"),
-    ("loss/heldout", "held-out loss", "bold green"),
-    ("accuracy/pairs", "held-out pairs", "bold green"),
-    ("reward/mean", "reward", "cyan"),
-    ("loss", "loss", "blue"),
-    ("entropy", "entropy", "magenta"),
+    (ACCURACY, "held-out accuracy", "bold green"), (REWARD, "held-out reward", "bold green"),
+    ("loss/heldout", "held-out loss", "bold green"), ("accuracy/pairs", "held-out pairs", "bold green"),
+    ("reward/mean", "reward", "cyan"), ("loss", "loss", "blue"), ("entropy", "entropy", "magenta"),
     ("length/mean", "length", "yellow"),
-)
+)  # fmt: skip
 RATES = (("tokens_per_second/generate", "generation"), ("tokens_per_second/train", "training"))
 VERDICTS = {"right": ("✓", "green"), "wrong": ("✗", "red"), "partly": ("◐", "yellow"), "missing": ("?", "yellow")}
 COLOURS = (

@@ -31,13 +31,9 @@ HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua",
 """Colours of phases, the longest first, and of data; the others are grey."""
 MEETING = "waiting in communication"  # the part of a communication before its last member arrives
 FIXED = {
-    COMMUNICATION: "ink",
-    MEETING: "ink pale",
-    PAUSE: "clay",
-    PROFILE: "grey pale",
-    PEERS: "idle",
+    COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PROFILE: "grey pale", PEERS: "idle",
     CONTROLLER: "idle far",
-}
+}  # fmt: skip
 COLUMNS, FINE = 1000, 8  # columns of a lane, and samples of each column, whose most frequent part of the time it shows
 BARS = 160  # most columns of the picture over steps; further steps are averaged
 LANES = 16  # most ranks in a timeline
