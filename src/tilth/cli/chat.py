@@ -97,7 +97,6 @@ class Conversation:
         return self.template.name == "plain"
 
     def reset(self) -> None:
-        """Forget all turns."""
         self.ids: list[int] = []
         self._messages: list[Mapping[str, str]] = list(self._first)
 

@@ -40,12 +40,10 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """Return the dtype as ``float32``."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -55,7 +53,6 @@ class SourceTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Return its boxes in a checkpoint."""
         return list(self.entry.boxes) if self.entry is not None else []
 
 

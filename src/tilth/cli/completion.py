@@ -16,7 +16,6 @@ def overrides(incomplete: str) -> list[str]:
 
 
 def keys(incomplete: str) -> list[str]:
-    """Names of keys."""
     from tilth.config.keys import all_names
 
     return [name for name in all_names() if name.startswith(incomplete)]

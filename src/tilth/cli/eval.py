@@ -209,7 +209,6 @@ def _progress(samples: int) -> Progress:
 
 
 def table(s: Mapping[str, Any]) -> list[str]:
-    """Return the numbers as lines."""
     several, sampling = s["samples"] > 1, s["sampling"]
     how = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
     each = f"{s['samples']} samples of each" if several else "one sample of each"

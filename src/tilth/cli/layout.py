@@ -60,7 +60,6 @@ class Plan:
 
 
 def show(name: str, overrides: Sequence[str] = (), *, as_json: bool) -> None:
-    """Print the plan of a recipe."""
     plan = look(load_recipe(name, list(overrides)))
     if as_json:
         typer.echo(json.dumps(as_object(plan), ensure_ascii=False))

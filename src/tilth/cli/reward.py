@@ -310,7 +310,6 @@ def _two_digits(value: float) -> str:
 
 
 def lines(trial: Trial) -> list[str]:
-    """Return the findings as lines."""
     word, sentences = verdict(trial)
     kind = "prompts" if trial.data in task_names() else "records"
     head = [

@@ -133,7 +133,6 @@ def _rates(run: Path, found: Account) -> dict[str, float | None]:
 
 
 def lines(found: Found) -> list[str]:
-    """Return the findings as lines."""
     lost = found["dropped"]
     pairs = [
         ("steps", _steps(found)),

@@ -106,7 +106,6 @@ class Codes(Generic[T]):
         return code
 
     def texts(self) -> dict[int, T]:
-        """Return number -> text."""
         return {code: text for text, code in list(self._codes.items())}
 
 

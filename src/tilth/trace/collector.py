@@ -41,7 +41,6 @@ class Collector:
         self.planned = planned
 
     def collect(self) -> None:
-        """Collect now, all generations."""
         gc.collect()
 
     def stop(self) -> None:

@@ -32,7 +32,6 @@ class ClockMark(NamedTuple):
 
     @classmethod
     def now(cls) -> "ClockMark":
-        """Read the clocks."""
         at, steady = time.time_ns(), time.perf_counter_ns()
         return cls(at, at - steady - recorder.epoch)
 

@@ -153,7 +153,6 @@ class span:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the finished block."""
         return self.duration * 1e-9
 
     def __enter__(self) -> "span":

@@ -29,7 +29,6 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: object) -> Markup:
-    """Render a template with these values."""
     return Markup(_environment().get_template(template).render(values))
 
 

@@ -55,7 +55,6 @@ class Series:
         self._waiting: list[float] = []
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self._waiting.append(value)
         if len(self._waiting) < self.stride:
             return
@@ -315,7 +314,6 @@ def _rates(p: LiveState) -> RenderableType:
 
 
 def _times(p: LiveState, width: int) -> RenderableType:
-    """Draw the time of the recent step."""
     return Group(Text(), *divided(p.times, width)) if p.times else Text()
 
 

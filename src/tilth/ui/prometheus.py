@@ -57,7 +57,6 @@ class Endpoint(Callback):
 
     @property
     def port(self) -> int:
-        """Return the port."""
         return int(self._server.server_port)
 
     def on_run_start(self, run: RunView) -> None:
@@ -76,7 +75,6 @@ class Endpoint(Callback):
         self._newest = kept | fresh  # another dictionary: a request may be reading this one
 
     def close(self, failed: bool) -> None:
-        """Free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -148,7 +148,6 @@ def _pictures(seen: Seen, events: Events) -> list[Markup]:
 
 
 def _measured(seen: Seen) -> list[Markup]:
-    """Draw the phases by the metrics."""
     spent: Counter[str] = Counter()
     for record in seen.records:
         spent.update({k[5:]: v for k, v in record.items() if k.startswith("time/") and k != "time/step" and v})

@@ -79,7 +79,6 @@ class Look:
 
     @property
     def running(self) -> bool:
-        """True while the run is running."""
         return bool(self.state["state"] == "running")
 
 
@@ -96,7 +95,6 @@ class RunWatcher:
         self._recent: Account | None = None
 
     def look(self) -> Look:
-        """Return the present state."""
         state = read_state(self.run)
         records, again = self._tail.new()
         if again:

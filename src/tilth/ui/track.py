@@ -87,7 +87,6 @@ class Tracker(Callback):
         self._look()
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
-        """Write the summary."""
         self._do(self.conclude, summary)
 
     def close(self, failed: bool) -> None:
@@ -148,15 +147,15 @@ class TensorBoard(Tracker):
         self._described: set[str] = set()
         self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
         if fresh:
-            self._add(0, summary=_summary([_text_value("recipe", dump_toml(self.recipe))]))
+            self._add(0, summary={"value": [self._text("recipe", dump_toml(self.recipe))]})
         self._writer.flush()
 
     def write(self, step: int, values: Mapping[str, float], text: str) -> None:
         """Write one event for all metrics of the step; the first of each has its description."""
         found = [self._scalar(name, value) for name, value in values.items()]
         if text:
-            found.append(_text_value("sample", text))
-        self._add(step, summary=_summary(found))
+            found.append(self._text("sample", text))
+        self._add(step, summary={"value": found})
         self._writer.flush()  # a SIGKILL must not lose a step that a checkpoint has
 
     def finish(self, failed: bool) -> None:
@@ -179,23 +178,16 @@ class TensorBoard(Tracker):
         about = create_summary_metadata(display_name="", description=declaration(name).about)
         return Summary.Value(tag=name, simple_value=value, metadata=about)
 
+    def _text(self, tag: str, text: str) -> Any:
+        """Make a value of the text plugin; as a code block, so that its Markdown is not interpreted."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
 
-def _summary(values: list[Any]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Summary(value=values)
-
-
-def _text_value(tag: str, text: str) -> Any:
-    """Make a text of the text plugin; as a code block, so that its Markdown is not interpreted."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-    from tensorboard.plugins.text.metadata import create_summary_metadata
-
-    block = "\n".join("    " + line for line in text.splitlines())
-    tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode()])
-    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
+        block = "\n".join("    " + line for line in text.splitlines())
+        tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode()])
+        return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
 
 
 class WeightsAndBiases(Tracker):
