@@ -154,7 +154,8 @@ class Chat:
     def __init__(self, loaded: LoadedModel, options: ChatOptions) -> None:
         self.options, self.config = options, loaded.config
         self.tokenizer = wants_tokenizer(loaded)
-        template = make_template(_template(loaded, self.tokenizer, options), self.tokenizer)
+        default = loaded.template if loaded.run is not None else "model" if self.tokenizer.chat_template else ""
+        template = make_template(default if options.template is None else options.template, self.tokenizer)
         self.conversation = Conversation(template, self.tokenizer, options.system)
         if options.system and self.conversation.plain:
             raise DataError(
@@ -162,12 +163,9 @@ class Chat:
                 key="--system",
             )
         self.params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            stop=loaded.stop,
-            stop_tokens=template.stops,
-        )
+            max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p,
+            stop=loaded.stop, stop_tokens=template.stops,
+        )  # fmt: skip
         self.engine = make_engine(loaded, seed=options.seed, max_rows=1, max_length=self.config.max_positions)
         self.turns = 0
 
@@ -199,14 +197,6 @@ class Chat:
         answer = listen(self.engine, request, voice)
         voice.close(answer.text)
         return answer
-
-
-def _template(loaded: LoadedModel, tokenizer: Tokenizer, options: ChatOptions) -> str:
-    if options.template is not None:
-        return options.template
-    if loaded.run is not None:
-        return loaded.template
-    return "model" if tokenizer.chat_template else ""
 
 
 class Voice:

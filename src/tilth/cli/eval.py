@@ -86,25 +86,19 @@ def judge(**given: Any) -> None:
 
 def plan(options: EvalOptions, loaded: LoadedModel) -> How:
     """Resolve numbers and sampling. Default temperature: greedy for one sample, 1 for several."""
-    k = _whole_numbers(options.k)
+    parts = [part.strip() for part in options.k.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise DataError(f"--k {options.k}: it must be whole numbers of at least 1, as in 1,8", key="--k")
+    k = tuple(sorted({int(part) for part in parts}))
     rollout = loaded.settings.get("rollout", {})
     several = max(options.n, *k) > 1
     sampling = SamplingParams(
         max_tokens=options.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
         temperature=float(several) if options.temperature is None else options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop=tuple(options.stop) or loaded.stop,
-    )
+        top_k=options.top_k, top_p=options.top_p, stop=tuple(options.stop) or loaded.stop,
+    )  # fmt: skip
     template = loaded.template if options.template is None else options.template
     return How(k, options.n, sampling, template, options.seed, options.max_rows)
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8", key="--k")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
@@ -133,7 +127,14 @@ def prompts_of(options: EvalOptions, loaded: LoadedModel) -> PromptSet:
         with own_option():
             prompts = load_source(_data(options, loaded.settings.get("data", {})))
     elif loaded.run is not None:
-        prompts = _heldout(loaded.run)
+        own = _own(loaded.run)
+        if own is None:
+            raise DataError(
+                f"run {loaded.run} had other prompts than its recipe's data.source gives now: they came from "
+                "tilth.train, or files have changed; name the data: tilth eval MODEL DATA",
+                key="data.source",
+            )
+        prompts = own[1]
     else:
         raise DataError(
             f"{options.model} is no run, so it has no held-out prompts; name the data: tilth eval MODEL DATA",
@@ -153,17 +154,6 @@ def trained_on(options: EvalOptions, loaded: LoadedModel, prompts: PromptSet) ->
     except TilthError:  # its files are gone, or its recipe is of another version
         return None
     return None if own is None else prompts.common(own[0])
-
-
-def _heldout(run: Path) -> PromptSet:
-    own = _own(run)
-    if own is None:
-        raise DataError(
-            f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or "
-            "files have changed; name the data: tilth eval MODEL DATA",
-            key="data.source",
-        )
-    return own[1]
 
 
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:

@@ -19,7 +19,7 @@ from tilth.config.plugins import task_names
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import PromptSet, load_texts
+from tilth.data.prompts import load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
@@ -110,7 +110,9 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # given answers may have any length
     if recipe.flow_spec.samples:
-        longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
+        template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
+        lengths = (len(ids) for ids in template.prompts([some[i] for i in range(len(some))]))
+        longest = min(context, max(lengths, default=0) + recipe.rollout.max_tokens)
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)
     return new_config(recipe.model, tokenizer.vocab_size), longest, name or "characters of the data"
@@ -125,29 +127,20 @@ def _loaded(spec: str, group: str = "") -> LoadedModel:
     return LoadedModel(DecoderConfig.from_hf(read_config(folder)), {}, tokenizer, folder)
 
 
-def _longest_prompt(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer) -> int:
-    template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
-    chosen = [some[i] for i in range(len(some))]
-    return max((len(ids) for ids in template.prompts(chosen)), default=0)
-
-
 # ---- JSON ----
 
 
 def as_object(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, in bytes and tokens."""
     return {
-        "backend": plan.recipe.cluster.backend,
-        "workers": len(plan.workers),
-        "parameters": parameters(plan.shape),
-        "vocabulary": plan.shape.vocab_size,
-        "longest": plan.longest,
+        "backend": plan.recipe.cluster.backend, "workers": len(plan.workers), "parameters": parameters(plan.shape),
+        "vocabulary": plan.shape.vocab_size, "longest": plan.longest,
         "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
         "ranks": [_worker(worker) for worker in plan.workers],
         "machine": [asdict(p) | {"room": p.room._asdict(), "fits": not p.tight} for p in plan.places],
         "told": plan.told,
         "traffic": [asdict(talk) for talk in plan.talks],
-    }
+    }  # fmt: skip
 
 
 def _role(plan: Plan, placed: Placed) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def examine(reward: str, source: str, options: RewardOptions) -> Trial:
         if source not in task_names():
             check_answers(spec, prompts)
         chosen = _spread(prompts, options.n)
-        wants_mark = _wants_mark(spec)
+        names = [spec] if isinstance(spec, str) else spec
+        wants_mark = any(isinstance(builtin(name), Gsm8k) for name in names)  # it looks for the number behind ####
         asked = _completions(chosen, prompts, options.completion, wants_mark)
         pool.ready()
         found = pool.score([(key, chosen[key[0]].text, text, chosen[key[0]].info) for key, text in asked.items()])
@@ -177,11 +178,6 @@ def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
     """Choose records at equal distances over the whole source."""
     places = np.unique(np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(np.int64))
     return [prompts[i] for i in prompts.rows[places]]
-
-
-def _wants_mark(spec: str | Mapping[str, float]) -> bool:
-    """True if a reward, or one of several, looks for the number behind ``####``."""
-    return any(isinstance(builtin(name), Gsm8k) for name in ([spec] if isinstance(spec, str) else spec))
 
 
 def _formed(answer: str) -> str:
