@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilth.cli import completion
+from tilth.cli.arguments import runs
 from tilth.core.errors import DataError, TilthError
 
 METRICS = {
@@ -21,7 +21,7 @@ METRICS = {
 
 def ls(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=completion.runs)
+        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=runs)
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
 ) -> None:

@@ -12,7 +12,6 @@ import typer
 from typer import Argument, Option
 
 import tilth
-from tilth.cli import completion
 from tilth.cli.arguments import (
     AnyArgument,
     AttemptOption,
@@ -32,6 +31,7 @@ from tilth.cli.arguments import (
     TopKOption,
     TopPOption,
     WhereArgument,
+    keys,
 )
 from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
@@ -88,7 +88,7 @@ def command(target: str, group: typer.Typer = app, name: str = "") -> Callable[[
     return register
 
 
-ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=completion.keys)
+ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=keys)
 
 
 @command("run:train")

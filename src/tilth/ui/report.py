@@ -26,10 +26,9 @@ from tilth.runs.readers import curve as points
 from tilth.runs.readers import read_metrics, read_state, summarise
 from tilth.ui import format
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
-from tilth.ui.health import chosen, health
 from tilth.ui.html import embed, render, text_of
 from tilth.ui.samples import samples
-from tilth.ui.timeline import HUES, LANES, divided, stack, timeline, typical
+from tilth.ui.timeline import HUES, LANES, chosen, divided, health, stack, timeline, typical
 
 OPERATIONS = 14  # most operations in the table of times
 Record = dict[str, Any]
