@@ -178,8 +178,8 @@ def tables(plan: Plan) -> list[Table | str]:
         parts.append(f"and {len(plan.workers) - SHOWN} more; --json has all")
     heaviest = max(plan.workers, key=lambda worker: worker.memory.peak)
     items = sorted(heaviest.memory.items, key=lambda item: -item.bytes)[:4]
-    told = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
-    parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({told})")
+    largest = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
+    parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({largest})")
     parts += [_place(place) for place in plan.places] + plan.told
     return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
 

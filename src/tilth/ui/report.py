@@ -121,13 +121,13 @@ def _times(seen: Seen) -> list[Markup]:
         if not rows:
             return _measured(seen)
         opened = open_run(folder)
-        notes = [render("times.html", said=note, rows=[], health="") for note in opened.notes]
+        notes = [render("times.html", note=note, rows=[], health="") for note in opened.notes]
         longest = max(r.share for r in rows) or 1.0
-        table = render("times.html", said="", health="", rows=rows[:OPERATIONS], longest=longest)
+        table = render("times.html", note="", health="", rows=rows[:OPERATIONS], longest=longest)
         return [*notes, *_pictures(seen, opened.events), table]
     except DataError as error:
-        said = f"The trace cannot be read: {error}"
-        return [*_measured(seen), render("times.html", said=said, rows=[], health="")]
+        note = f"The trace cannot be read: {error}"
+        return [*_measured(seen), render("times.html", note=note, rows=[], health="")]
 
 
 def _pictures(seen: Seen, events: Events) -> list[Markup]:
@@ -142,7 +142,7 @@ def _pictures(seen: Seen, events: Events) -> list[Markup]:
     figures = [timeline(events, usual, "A typical step", ranks)]
     if longest != usual:
         figures.append(timeline(events, longest, "The longest step", ranks))
-    beside = [render("times.html", said="", rows=[], health=health(found))] if len(found.ranks) > 1 else []
+    beside = [render("times.html", note="", rows=[], health=health(found))] if len(found.ranks) > 1 else []
     return [divided(found), *figures, stack(found), *beside]
 
 
