@@ -69,7 +69,7 @@ def test_what_is_offered(folder, monkeypatch, typed, expected):
 
 
 def test_every_key_is_offered():
-    from tilth.cli.completion import keys
+    from tilth.cli.arguments import keys
 
     assert keys("") == all_names()
 

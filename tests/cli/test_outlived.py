@@ -81,10 +81,24 @@ def test_a_command_that_only_prints_ends_as_by_a_broken_pipe(finished, command):
     assert errors == b"" and process.returncode == 141
 
 
-def test_a_command_that_only_prints_says_that_the_disk_is_full(finished):
-    with open("/dev/full", "wb") as out, started(finished, "show", "runs/a", stdout=out) as process:
+@pytest.mark.parametrize("command", PRINTS, ids=" ".join)
+def test_a_reader_of_the_first_line_alone_is_no_error(finished, command):
+    line = f"set -o pipefail; {shlex.join([*TILTH, *command])} | head -1"
+    ended = subprocess.run(["bash", "-c", line], cwd=finished, env=ENVIRONMENT, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"") and ended.stdout.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("command", [["show", "runs/a"], ["--version"], ["--help"], ["layout", "--help"]], ids=" ".join)
+def test_a_command_that_only_prints_says_that_the_disk_is_full(finished, command):
+    with open("/dev/full", "wb") as out, started(finished, *command, stdout=out) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and b"No space left" in errors and errors.count(b"\n") == 1
+
+
+def test_versions_that_nobody_reads_end_as_by_a_broken_pipe(tmp_path):
+    with nobody() as out, started(tmp_path, "--version", stdout=out) as process:
+        _, errors = process.communicate(timeout=60)
+    assert errors == b"" and process.returncode == 141
 
 
 def test_an_error_that_nobody_reads_is_still_an_exit_code(tmp_path):

@@ -59,5 +59,5 @@ def test_at_the_end_a_reward_model_is_something_to_learn_from(tmp_path):
     made = from_dict({"flow": "reward_model", "supervised": {"steps": 1}})
     summary = {"steps": 4, "seconds": 2.0, "pairs_heldout_last": 0.75}
     said = "\n".join(closing(made, "reward-model", summary, tmp_path, tmp_path / "report.html"))
-    assert "75.0 % of the pairs it never trained on" in said
+    assert "75.0 % of the held-out pairs" in said
     assert f"reward.model={tmp_path}@best" in said and "tilth generate" not in said

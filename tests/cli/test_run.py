@@ -79,7 +79,7 @@ def test_what_to_try_next_is_a_valid_recipe():
 
 def test_closing_without_measurements():
     empty = dict.fromkeys(SUMMARY) | {"steps": 3, "seconds": 1.0}
-    assert said(**empty).startswith("Done in 3 steps and 0:01 min.\n")
+    assert said(**empty).startswith("Trained for 3 steps, 0:01 min.\n")
 
 
 def test_a_reward_that_is_no_accuracy_is_told_as_a_reward():
@@ -102,14 +102,14 @@ def test_closing_of_a_run_on_text(tmp_path):
     recipe = load_recipe("pretrain", [f"data.source={tmp_path / 'd.txt'}", "data.holdout=0.3"])
     lines = closing(recipe, "pretrain", SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
     assert lines[:2] == [
-        "In 650 steps and 2:31 min, held-out loss went from 7.600 to 3.250 nats per token (2.500 bits per byte).",
+        "Held-out loss went from 7.600 to 3.250 nats per token (2.500 bits per byte) in 650 steps, 2:31 min.",
         "best at step 300: held-out loss 3.2000 nats per token",
     ]
     (line,) = [line for line in lines if "tilth generate" in line]
     assert shlex.split(line)[3].endswith("bottles of beer on")
     learned |= {"bits_per_byte": None, "best": None}
     lines = closing(recipe, "pretrain", SUMMARY | learned, Path("runs/a"), Path("runs/a/report.html"))
-    assert lines[0].endswith("to 3.250 nats per token.") and "tokens/s" in lines[1]
+    assert lines[0].endswith("to 3.250 nats per token in 650 steps, 2:31 min.") and "tokens/s" in lines[1]
 
 
 def test_the_harder_task_is_for_the_recipe_that_ran():

@@ -50,7 +50,7 @@ def test_it_shows_what_a_person_asks():
     live.stop()
     for want in (
         "warm-up ✓", "GRPO", "step 2 of 100", "94.1 % from 61.2 %", "0.5220", "4.2 tokens, 2% cut", "max 1.2e-06",
-        "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50%", "update 30%", "123+456=0579",
+        "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50 %", "update 30 %", "123+456=0579",
         "✓ reward 1", "rewards missing", "0:11",
     ):  # fmt: skip
         assert want in shown, want

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.analysis.tree import s, tree, two_workers
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, account
 from tilth.ui.charts import HEIGHT, WIDTH, nice
-from tilth.ui.health import ROWS, chosen, health
 from tilth.ui.timeline import (
     BARS,
     BLANK,
@@ -20,7 +19,10 @@ from tilth.ui.timeline import (
     FIXED,
     LANES,
     MEETING,
+    ROWS,
+    chosen,
     divided,
+    health,
     hues,
     lanes,
     runs,

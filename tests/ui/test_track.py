@@ -103,7 +103,7 @@ def test_a_failure_is_told_once_and_never_raised(at, capsys):
     said = observe(tracker)
     tracker.on_run_end(stand_in(), {})
     tracker.close(False)
-    assert said == ["json: ConnectionError: no route to host second line; the run goes on without it"]
+    assert said == ["json: ConnectionError: no route to host second line; the run continues without it"]
     assert len(tracker.calls) < 5 and capsys.readouterr().err == ""
 
 
@@ -347,7 +347,7 @@ def test_wandb_knows_recipe_units_and_a_sample(offline):
 def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "sideways")
     said = watched(WeightsAndBiases, offline, range(1, 4))
-    lines = said + [line for line in capsys.readouterr().err.splitlines() if "goes on without" in line]
+    lines = said + [line for line in capsys.readouterr().err.splitlines() if "continues without" in line]
     assert len(lines) == 1 and lines[0].startswith("wandb: ") and "sideways" in lines[0]
 
 

@@ -11,7 +11,7 @@ from tilth.config.load import parse_overrides
 from tilth.rl.overview import COLUMNS, entries, overview, row
 
 
-def compare(words: Sequence[str], *, as_json: bool) -> None:
+def compare(words: Sequence[str] = (), *, as_json: bool) -> None:
     """Print the flows among the words, or all; the others are overrides. Of several named ones only differences."""
     flows = [word for word in words if "=" not in word]
     found = overview(flows, parse_overrides([word for word in words if "=" in word]))

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import typer
@@ -24,8 +25,7 @@ HELP = """/reset   begin anew
 /quit    end, as Ctrl-D does
 /help    this
 Ctrl-C ends the current answer only. Anything else goes to the model."""
-_OPEN = "\N{REPLACEMENT CHARACTER}"
-"""Decoded form of a character whose last bytes are still to come."""
+_OPEN = "\N{REPLACEMENT CHARACTER}"  # decoded form of a character whose last bytes are still to come
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class ChatOptions:
     seed: int = 0
 
 
-def talk(options: ChatOptions) -> None:
-    """Answer line by line. Answers go to standard output, everything else to standard error."""
+def talk(**given: Any) -> None:
+    """Answer line by line. Answers go to standard output, everything else to standard error. given: ``ChatOptions``."""
+    options = ChatOptions(**given)
     loaded = load_model(options.model)
     chat = Chat(loaded, options)
     _print(chat.greeting(options.model))
@@ -96,7 +97,6 @@ class Conversation:
         return self.template.name == "plain"
 
     def reset(self) -> None:
-        """Forget all turns."""
         self.ids: list[int] = []
         self._messages: list[Mapping[str, str]] = list(self._first)
 
@@ -154,7 +154,8 @@ class Chat:
     def __init__(self, loaded: LoadedModel, options: ChatOptions) -> None:
         self.options, self.config = options, loaded.config
         self.tokenizer = wants_tokenizer(loaded)
-        template = make_template(_template(loaded, self.tokenizer, options), self.tokenizer)
+        default = loaded.template if loaded.run is not None else "model" if self.tokenizer.chat_template else ""
+        template = make_template(default if options.template is None else options.template, self.tokenizer)
         self.conversation = Conversation(template, self.tokenizer, options.system)
         if options.system and self.conversation.plain:
             raise DataError(
@@ -162,12 +163,9 @@ class Chat:
                 key="--system",
             )
         self.params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            stop=loaded.stop,
-            stop_tokens=template.stops,
-        )
+            max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p,
+            stop=loaded.stop, stop_tokens=template.stops,
+        )  # fmt: skip
         self.engine = make_engine(loaded, seed=options.seed, max_rows=1, max_length=self.config.max_positions)
         self.turns = 0
 
@@ -199,14 +197,6 @@ class Chat:
         answer = listen(self.engine, request, voice)
         voice.close(answer.text)
         return answer
-
-
-def _template(loaded: LoadedModel, tokenizer: Tokenizer, options: ChatOptions) -> str:
-    if options.template is not None:
-        return options.template
-    if loaded.run is not None:
-        return loaded.template
-    return "model" if tokenizer.chat_template else ""
 
 
 class Voice:

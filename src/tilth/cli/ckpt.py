@@ -46,8 +46,7 @@ from tilth.ui import format
 
 _DAMAGED_ANYWHERE = ("damaged", "replaced")
 _DAMAGED = (*_DAMAGED_ANYWHERE, "unfinished")
-Report = Callable[[str, int, int], None]
-"""Called with the name of what is read, the bytes so far and the bytes in all."""
+Report = Callable[[str, int, int], None]  # called with the name of what is read, the bytes so far and the bytes in all
 
 
 class CheckpointFolder(NamedTuple):
@@ -383,7 +382,9 @@ def _advice(bad: CheckpointFolder, good: set[str]) -> str:
 # ---- prune ----
 
 
-def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged: bool, as_json: bool) -> None:
+def prune(
+    where: str, *, keep: int | None = None, every: int | None = None, dry: bool, damaged: bool, as_json: bool
+) -> None:
     """Remove superfluous checkpoints, or list them (dry); never the newest, never the best."""
     removed, stay, left = list[CheckpointRow](), list[str](), 0
     for place in _usable(where):
@@ -394,7 +395,9 @@ def prune(where: str, *, keep: int | None, every: int | None, dry: bool, damaged
             )
         with ExitStack() as stack:
             if place.run is not None and not dry:
-                stack.callback(_lock(place.run).release)
+                if not os.access(place.run, os.W_OK):
+                    raise StorageError(f"{place.run} is not writable, so nothing can be removed from it", key="RUN")
+                stack.callback(Lock(place.run / "run.lock").release)  # StorageError while a process writes the run
             gone = _superfluous(place, *_retention(place, keep, every), damaged=damaged)
             for row in gone if not dry else ():
                 discard(row.checkpoint if is_url(row.checkpoint) else Path(row.checkpoint))
@@ -427,13 +430,6 @@ def _check_best(place: CheckpointFolder) -> None:
         raise CheckpointError(
             f"{error}; it names the checkpoint that prune must keep: remove {file}, then none is the best", key=BEST
         ) from error
-
-
-def _lock(run: Path) -> Lock:
-    """Take the lock of a process that writes the run. StorageError while another one has it."""
-    if not os.access(run, os.W_OK):
-        raise StorageError(f"{run} is not writable, so nothing can be removed from it", key="RUN")
-    return Lock(run / "run.lock")
 
 
 def _retention(place: CheckpointFolder, keep: int | None, every: int | None) -> tuple[int, int]:

@@ -19,12 +19,9 @@ from tilth.core.layout import Box, Shape
 from tilth.runs.files import to_json
 from tilth.ui import format
 
-BLOCK = 1 << 22
-"""Elements that are compared at once, which bounds memory."""
-_SHOWN = 20
-"""Most tensors and values in a table; ``--json`` has all."""
-_ALWAYS = "events"
-"""The object that holds the attempt, which every resume changes."""
+BLOCK = 1 << 22  # elements that are compared at once, which bounds memory
+_SHOWN = 20  # most tensors and values in a table; ``--json`` has all
+_ALWAYS = "events"  # the object that holds the attempt, which every resume changes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -85,7 +82,7 @@ class Comparison:
         return not self.tensors and not self.objects
 
 
-def diff(a: str, b: str, *, tolerance: float | None, as_json: bool) -> None:
+def diff(a: str, b: str, *, tolerance: float | None = None, as_json: bool) -> None:
     """Print the differences; exit code 1 if there are any."""
     if tolerance is not None and not tolerance >= 0:
         raise DataError(f"--tolerance {tolerance}: it must be a number of at least 0", key="--tolerance")

@@ -25,8 +25,7 @@ from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 from tilth.ui import format
 
 MODEL = "model"
-_SHOWN, _WIDTH = 40, 48
-"""Most files and values in a table, and characters of a value; ``--json`` has all."""
+_SHOWN, _WIDTH = 40, 48  # most files and values in a table, and characters of a value; ``--json`` has all
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,10 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """Return the dtype as ``float32``."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -56,7 +53,6 @@ class SourceTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Return its boxes in a checkpoint."""
         return list(self.entry.boxes) if self.entry is not None else []
 
 
@@ -114,7 +110,7 @@ def _checkpoint(named: Named) -> TensorSource:
     return TensorSource(str(checkpoint.path), tensors, checkpoint.manifest)
 
 
-def show(spec: str, *, pattern: str | None, boxes: bool, as_json: bool) -> None:
+def show(spec: str, *, pattern: str | None = None, boxes: bool, as_json: bool) -> None:
     """Print the contents without reading data. pattern: of the tensors to list, as in ``model/*norm*``."""
     source = open_source(spec)
     listed = list(_matching(source, "*" if pattern is None and boxes else pattern, boxes=boxes))

@@ -16,7 +16,7 @@ from tilth.core.errors import DataError
 from tilth.plan.costs import SMALL, Compute, Costs, Error, Link, as_dict, save_costs
 
 
-def costs(run: Path, steps: str, save: Path | None, attempt: int | None = None, *, as_json: bool) -> None:
+def costs(run: Path, steps: str, save: Path | None = None, attempt: int | None = None, *, as_json: bool) -> None:
     """Fit, save and print. steps: "" for all."""
     opened = open_run(run, attempt, parse_steps(steps) if steps else None)
     events = opened.events
@@ -60,7 +60,7 @@ def _parts(found: Costs) -> list[Any]:
         rows = [(k.op, str(k.ranks), *_speed(k), _span((k.least, k.greatest)), *_errors(k.error)) for k in found.links]
         parts += [new_table(*titles, right=titles[1:], rows=rows), ""]
     parts.append("error: |predicted - measured| / measured, median and 90th percentile, of steps that were not fitted")
-    if not all(one.error.held_out for one in (*found.compute, *found.links)):
+    if not all([*(c.error.held_out for c in found.compute), *(k.error.held_out for k in found.links)]):
         parts.append("*: of the fitted steps themselves, there were no others")
     return [*parts, f"too few: {'; '.join(found.left)}"] if found.left else parts
 

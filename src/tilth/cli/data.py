@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import typer
 from rich.text import Text
 
 from tilth.cli.layout import generating
+from tilth.cli.tables import Terminal
 from tilth.cli.tables import show as show_parts
 from tilth.config.load import load_recipe
 from tilth.config.plugins import task_names
@@ -27,15 +30,11 @@ from tilth.flows.build import CACHE
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
-from tilth.ui.terminal import Terminal
 
-MOST = 20_000
-"""Most records that are tokenised, spread evenly over a larger source."""
+MOST = 20_000  # most records that are tokenised, spread evenly over a larger source
 CHUNK = 256
-SHOWN = 600
-"""Most tokens of an example in the terminal."""
-STEPS = 20
-"""Steps that packing is tried on."""
+SHOWN = 600  # most tokens of an example in the terminal
+STEPS = 20  # steps that packing is tried on
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,14 @@ class View:
     examples: list[ShownExample] = field(default_factory=list)
 
 
-def show(name: str, overrides: Sequence[str], n: int, *, as_json: bool) -> None:
+def show(name: str, overrides: Sequence[str] = (), *, n: int, as_json: bool) -> None:
     """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
     view = look(load_recipe(name, list(overrides)), n)
     if as_json:
         typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:
         on_terminal = Terminal().is_terminal
-        show_parts(*lines(view), *(coloured(one) if on_terminal else "\n".join(plain(one)) for one in view.examples))
+        show_parts(*lines(view), *(coloured(one) if on_terminal else plain(one) for one in view.examples))
     if view.problems:
         raise typer.Exit(1)
 
@@ -305,17 +304,9 @@ def _documents(recipe: Recipe, n: int) -> View:
 def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
     named = recipe.data.tokenizer or (f"that of {recipe.model.path}" if recipe.model.path else "characters")
     return View(
-        flow=recipe.flow,
-        source=recipe.data.source,
-        train=train,
-        heldout=heldout,
-        tokenizer=named,
-        vocabulary=tokenizer.vocab_size,
-        template="none",
-        stops=[],
-        context=recipe.model.context,
-        seen=seen,
-    )
+        flow=recipe.flow, source=recipe.data.source, train=train, heldout=heldout, tokenizer=named,
+        vocabulary=tokenizer.vocab_size, template="none", stops=[], context=recipe.model.context, seen=seen,
+    )  # fmt: skip
 
 
 def _left_out(tokenizer: Tokenizer) -> Iterator[str]:
@@ -389,40 +380,32 @@ def _lengths(view: View, name: str) -> str:
 
 def runs(example: ShownExample, most: int = SHOWN) -> Iterator[tuple[int, list[str]]]:
     """Group neighbouring tokens with the same mask: (mask, their texts)."""
-    at = 0
-    for i in range(1, min(len(example.tokens), most) + 1):
-        if i == min(len(example.tokens), most) or example.mask[i] != example.mask[at]:
-            yield example.mask[at], example.texts[at:i]
-            at = i
+    for mask, group in groupby(zip(example.mask[:most], example.texts), key=itemgetter(0)):
+        yield mask, [text for _, text in group]
 
 
-def plain(example: ShownExample) -> list[str]:
+def _frame(example: ShownExample) -> tuple[str, str]:
+    """Return a title, and a line that counts the tokens left out."""
+    left = len(example.tokens) - SHOWN
+    title = f"\n[{example.index}] {len(example.tokens):,} tokens, {sum(example.mask):,} with loss"
+    return title, f"\n  and {left:,} tokens more" if left > 0 else ""
+
+
+def plain(example: ShownExample) -> str:
     """Join tokens by a dot, with ``+`` before those with loss."""
-    text = [_title(example)]
-    text += [f"{'+' if mask else ' '} {_visible('·'.join(texts))}" for mask, texts in runs(example)]
-    return [*text, *_rest(example)]
+    title, rest = _frame(example)
+    parts = [f"{'+' if mask else ' '} {_visible('·'.join(texts))}" for mask, texts in runs(example)]
+    return "\n".join([title, *parts]) + rest
 
 
 def coloured(example: ShownExample) -> Text:
     """Colour tokens with loss green, the others grey; every other token is underlined."""
-    text = Text(f"{_title(example)}\n", style="bold")
-    count = 0
-    for mask, texts in runs(example):
-        for token in texts:
-            style = "not bold green" if mask else "not bold bright_black"
-            text.append(_visible(token, "\n"), style=f"{style} underline" if count % 2 else style)
-            count += 1
-    text.append("".join(f"\n{line}" for line in _rest(example)), style="not bold")
-    return text
-
-
-def _title(example: ShownExample) -> str:
-    return f"\n[{example.index}] {len(example.tokens):,} tokens, {sum(example.mask):,} with loss"
-
-
-def _rest(example: ShownExample) -> list[str]:
-    left = len(example.tokens) - SHOWN
-    return [f"  and {left:,} tokens more"] if left > 0 else []
+    title, rest = _frame(example)
+    text = Text(f"{title}\n", style="bold")
+    for i, (mask, token) in enumerate(zip(example.mask[:SHOWN], example.texts)):
+        style = "not bold green" if mask else "not bold bright_black"
+        text.append(_visible(token, "\n"), style=f"{style} underline" if i % 2 else style)
+    return text.append(rest, style="not bold")
 
 
 def _visible(text: str, after: str = "") -> str:

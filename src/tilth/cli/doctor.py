@@ -59,7 +59,6 @@ class Findings:
 
     @property
     def able(self) -> bool:
-        """True if a run works here."""
         return self.run_error is None and self.disk_writable
 
 
@@ -170,7 +169,6 @@ def advise(found: Findings) -> list[str]:
 
 
 def lines(found: Findings) -> list[str]:
-    """Return the findings as lines."""
     busy = f"{found.cores} cores, {found.usable} usable, {found.threads} threads, load {found.load:.1f}"
     speed = [f"{p.name:<14}{p.gflops:7,.0f} GFLOP/s, error {p.error:.0e}" for p in found.products]
     writable = "writable" if found.disk_writable else "not writable"

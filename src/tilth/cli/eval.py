@@ -29,10 +29,8 @@ from tilth.runs.readers import read_state
 from tilth.ui import format
 
 MAX_TOKENS = 512
-SHOWN = 2
-"""Number of right and of wrong samples that are printed."""
-_WIDTH = 300
-"""Most characters of a printed text."""
+SHOWN = 2  # number of right and of wrong samples that are printed
+_WIDTH = 300  # most characters of a printed text
 _EVERY, _EVERY_LINE = 0.5, 30.0
 """Seconds between two updates of the progress line on a terminal, and between two lines elsewhere."""
 
@@ -62,8 +60,9 @@ class EvalOptions:
     as_json: bool = False
 
 
-def judge(options: EvalOptions) -> None:
-    """Evaluate and print the numbers."""
+def judge(**given: Any) -> None:
+    """Evaluate and print the numbers. given: ``EvalOptions``."""
+    options = EvalOptions(**given)
     if options.out is not None:
         check_out(options.out)
     loaded = load_model(options.model)
@@ -87,25 +86,19 @@ def judge(options: EvalOptions) -> None:
 
 def plan(options: EvalOptions, loaded: LoadedModel) -> How:
     """Resolve numbers and sampling. Default temperature: greedy for one sample, 1 for several."""
-    k = _whole_numbers(options.k)
+    parts = [part.strip() for part in options.k.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise DataError(f"--k {options.k}: it must be whole numbers of at least 1, as in 1,8", key="--k")
+    k = tuple(sorted({int(part) for part in parts}))
     rollout = loaded.settings.get("rollout", {})
     several = max(options.n, *k) > 1
     sampling = SamplingParams(
         max_tokens=options.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
         temperature=float(several) if options.temperature is None else options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop=tuple(options.stop) or loaded.stop,
-    )
+        top_k=options.top_k, top_p=options.top_p, stop=tuple(options.stop) or loaded.stop,
+    )  # fmt: skip
     template = loaded.template if options.template is None else options.template
     return How(k, options.n, sampling, template, options.seed, options.max_rows)
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise DataError(f"--k {text}: it must be whole numbers of at least 1, as in 1,8", key="--k")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
@@ -134,7 +127,14 @@ def prompts_of(options: EvalOptions, loaded: LoadedModel) -> PromptSet:
         with own_option():
             prompts = load_source(_data(options, loaded.settings.get("data", {})))
     elif loaded.run is not None:
-        prompts = _heldout(loaded.run)
+        own = _own(loaded.run)
+        if own is None:
+            raise DataError(
+                f"run {loaded.run} had other prompts than its recipe's data.source gives now: they came from "
+                "tilth.train, or files have changed; name the data: tilth eval MODEL DATA",
+                key="data.source",
+            )
+        prompts = own[1]
     else:
         raise DataError(
             f"{options.model} is no run, so it has no held-out prompts; name the data: tilth eval MODEL DATA",
@@ -154,17 +154,6 @@ def trained_on(options: EvalOptions, loaded: LoadedModel, prompts: PromptSet) ->
     except TilthError:  # its files are gone, or its recipe is of another version
         return None
     return None if own is None else prompts.common(own[0])
-
-
-def _heldout(run: Path) -> PromptSet:
-    own = _own(run)
-    if own is None:
-        raise DataError(
-            f"run {run} had other prompts than its recipe's data.source gives now: they came from tilth.train, or "
-            "files have changed; name the data: tilth eval MODEL DATA",
-            key="data.source",
-        )
-    return own[1]
 
 
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
@@ -210,7 +199,6 @@ def _progress(samples: int) -> Progress:
 
 
 def table(s: Mapping[str, Any]) -> list[str]:
-    """Return the numbers as lines."""
     several, sampling = s["samples"] > 1, s["sampling"]
     how = f"temperature {sampling['temperature']:g}" if sampling["temperature"] else "greedy"
     each = f"{s['samples']} samples of each" if several else "one sample of each"

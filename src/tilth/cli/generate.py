@@ -1,6 +1,7 @@
 """``tilth generate``: continue a text by a trained model."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,14 @@ class GenerateOptions:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     seed: int = 0
     template: str | None = None
 
 
-def speak(model: str, prompt: str, options: GenerateOptions, *, logprobs: bool, as_json: bool) -> None:
-    """Print the completions: their text, their tokens with log-probs, or JSON."""
-    found, tokenizer = complete(model, prompt, options)
+def speak(model: str, prompt: str, *, logprobs: bool, as_json: bool, **options: Any) -> None:
+    """Print the completions: their text, their tokens with log-probs, or JSON. options: of ``GenerateOptions``."""
+    found, tokenizer = complete(model, prompt, GenerateOptions(**options))
     lines = []
     for trajectory in found:
         if as_json:
@@ -52,13 +53,9 @@ def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Tr
     room = loaded.config.max_positions - len(ids)
     most = options.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
-        max_tokens=most,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        stop=options.stop or loaded.stop,
-        stop_tokens=template.stops,
-    )
+        max_tokens=most, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+        stop=tuple(options.stop) or loaded.stop, stop_tokens=template.stops,
+    )  # fmt: skip
     longest = min(loaded.config.max_positions, len(ids) + most)
     engine = make_engine(loaded, seed=options.seed, max_rows=options.n, max_length=longest)
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(options.n)]), tokenizer

@@ -18,8 +18,7 @@ from tilth.config.plugins import Declaration, absolute, declared_by, load_plugin
 from tilth.core.errors import CallTimeout, PluginError, TilthError, WorkerError, WorkerLost
 from tilth.ui.output import discard
 
-USAGE: Any = typer.BadParameter.__mro__[1]
-"""click's UsageError, which recent versions of typer have a copy of."""
+USAGE: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which recent versions of typer have a copy of
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tilth.config.plugins import task_names
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import PromptSet, load_texts
+from tilth.data.prompts import load_texts
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
@@ -36,10 +36,8 @@ from tilth.plan.traffic import Talk, tokens_of_rank, traffic, work
 from tilth.plan.working import total
 from tilth.ui import format
 
-MOST = 20_000
-"""Most prompts that are tokenised to find the longest, spread evenly over a larger source."""
-SHOWN = 32
-"""Most workers in the tables; ``--json`` has all."""
+MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
+SHOWN = 32  # most workers in the tables; ``--json`` has all
 
 
 @dataclass
@@ -61,8 +59,7 @@ class Plan:
     told: list[str]
 
 
-def show(name: str, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of a recipe."""
+def show(name: str, overrides: Sequence[str] = (), *, as_json: bool) -> None:
     plan = look(load_recipe(name, list(overrides)))
     if as_json:
         typer.echo(json.dumps(as_object(plan), ensure_ascii=False))
@@ -113,7 +110,9 @@ def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # given answers may have any length
     if recipe.flow_spec.samples:
-        longest = min(context, _longest_prompt(recipe, prompts, tokenizer) + recipe.rollout.max_tokens)
+        template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
+        lengths = (len(ids) for ids in template.prompts([some[i] for i in range(len(some))]))
+        longest = min(context, max(lengths, default=0) + recipe.rollout.max_tokens)
     if loaded is not None:
         return loaded.config, longest, str(loaded.source)
     return new_config(recipe.model, tokenizer.vocab_size), longest, name or "characters of the data"
@@ -128,29 +127,20 @@ def _loaded(spec: str, group: str = "") -> LoadedModel:
     return LoadedModel(DecoderConfig.from_hf(read_config(folder)), {}, tokenizer, folder)
 
 
-def _longest_prompt(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer) -> int:
-    template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
-    chosen = [some[i] for i in range(len(some))]
-    return max((len(ids) for ids in template.prompts(chosen)), default=0)
-
-
 # ---- JSON ----
 
 
 def as_object(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, in bytes and tokens."""
     return {
-        "backend": plan.recipe.cluster.backend,
-        "workers": len(plan.workers),
-        "parameters": parameters(plan.shape),
-        "vocabulary": plan.shape.vocab_size,
-        "longest": plan.longest,
+        "backend": plan.recipe.cluster.backend, "workers": len(plan.workers), "parameters": parameters(plan.shape),
+        "vocabulary": plan.shape.vocab_size, "longest": plan.longest,
         "roles": {role: _role(plan, p) for role, p in plan.placed.items()},
         "ranks": [_worker(worker) for worker in plan.workers],
         "machine": [asdict(p) | {"room": p.room._asdict(), "fits": not p.tight} for p in plan.places],
         "told": plan.told,
         "traffic": [asdict(talk) for talk in plan.talks],
-    }
+    }  # fmt: skip
 
 
 def _role(plan: Plan, placed: Placed) -> dict[str, Any]:
@@ -188,8 +178,8 @@ def tables(plan: Plan) -> list[Table | str]:
         parts.append(f"and {len(plan.workers) - SHOWN} more; --json has all")
     heaviest = max(plan.workers, key=lambda worker: worker.memory.peak)
     items = sorted(heaviest.memory.items, key=lambda item: -item.bytes)[:4]
-    told = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
-    parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({told})")
+    largest = ", ".join(f"{item.name} {size(item.bytes)}" for item in items)
+    parts.append(f"most memory: rank {heaviest.rank}, {size(heaviest.memory.peak)} ({largest})")
     parts += [_place(place) for place in plan.places] + plan.told
     return [*parts, "", _talks(plan) if plan.talks else "no rank talks with another about tensors"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilth.cli import completion
+from tilth.cli.arguments import runs
 from tilth.core.errors import DataError, TilthError
 
 METRICS = {
@@ -16,13 +16,12 @@ METRICS = {
     "loss_heldout_last": "loss",
     "reward_heldout_last": "reward",
     "reward_last": "reward while training",
-}
-"""Key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics."""
+}  # key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics
 
 
 def ls(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=completion.runs)
+        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=runs)
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
 ) -> None:

@@ -1,15 +1,17 @@
 """``tilth``: the commands and their options. Each body is a module of its own, imported when the command runs."""
 
+import functools
+import importlib
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 import tilth
-from tilth.cli import completion
 from tilth.cli.arguments import (
     AnyArgument,
     AttemptOption,
@@ -29,10 +31,10 @@ from tilth.cli.arguments import (
     TopKOption,
     TopPOption,
     WhereArgument,
+    keys,
 )
 from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
-from tilth.core.errors import DataError
 
 
 def _version(wanted: bool) -> None:
@@ -68,12 +70,30 @@ def _group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.
     return made
 
 
-ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=completion.keys)
+def command(target: str, group: typer.Typer = app, name: str = "") -> Callable[[Callable[..., None]], None]:
+    """Register a command: the function declares its options, ``target`` (module:function of this package) runs it.
+
+    The module is imported when the command runs. Options that are None are left to the target's defaults.
+    """
+
+    def register(declared: Callable[..., None]) -> None:
+        @functools.wraps(declared)
+        def call(**given: Any) -> None:
+            module, _, function = target.partition(":")
+            body = getattr(importlib.import_module(f"tilth.cli.{module}"), function)
+            body(**{option: value for option, value in given.items() if value is not None})
+
+        group.command(name or declared.__name__)(call)
+
+    return register
 
 
-@app.command()
+ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=keys)
+
+
+@command("run:train")
 def run(
-    recipe: RecipeArgument,
+    name_or_path: RecipeArgument,
     overrides: OverridesArgument = None,
     allow: Annotated[list[str] | None, ALLOW] = None,
     fallback: Annotated[
@@ -87,12 +107,9 @@ def run(
 
     A run whose recipe has changed is resumed only if each change is allowed by name: --allow algorithm.steps
     """
-    from tilth.cli.run import train
-
-    train(recipe, overrides or [], allow or [], fallback=fallback)
 
 
-@app.command()
+@command("algorithms:compare")
 def algorithms(
     words: Annotated[
         list[str] | None,
@@ -105,23 +122,17 @@ def algorithms(
     As in: tilth algorithms dapo grpo; with your own: tilth algorithms 'plugins=["mine.py"]'. Keys of --json: algorithms
     (flow -> its keys, null: the flow has none), entries (kind -> names).
     """
-    from tilth.cli.algorithms import compare
-
-    compare(words or [], as_json=as_json)
 
 
-@app.command()
-def layout(recipe: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+@command("layout:show")
+def layout(name: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
     """Show where a recipe puts roles, ranks, shares of the model and memory, and which ranks communicate.
 
     Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
     """
-    from tilth.cli.layout import show
-
-    show(recipe, overrides or [], as_json=as_json)
 
 
-@app.command()
+@command("generate:speak")
 def generate(
     model: ModelArgument,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="text to continue")],
@@ -137,13 +148,9 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text by a trained model. --json: one object a completion."""
-    from tilth.cli.generate import GenerateOptions, speak
-
-    options = GenerateOptions(n, temperature, top_p, top_k, max_tokens, tuple(stop or ()), seed, template)
-    speak(model, prompt, options, logprobs=logprobs, as_json=as_json)
 
 
-@app.command()
+@command("chat:talk")
 def chat(
     model: ModelArgument,
     system: Annotated[str, Option(help="system text before the first turn")] = "",
@@ -158,15 +165,12 @@ def chat(
     Each line is a turn. /reset starts over, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
     come from a pipe.
     """
-    from tilth.cli.chat import ChatOptions, talk
-
-    talk(ChatOptions(model, system, temperature, top_p, max_tokens, template, seed))
 
 
 REWARDS = Option(help="FILE.py:function or a verifier; repeated: their sum; default: the run's or the task's")
 
 
-@app.command("eval")
+@command("eval:judge", name="eval")
 def evaluate(
     model: ModelArgument,
     data: Annotated[str, Argument(metavar="DATA", help="a task or files; default: held-out data of the run")] = "",
@@ -191,29 +195,19 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on a dataset: pass@k and avg@k with their confidence intervals."""
-    given = {name: value for name, value in locals().items() if value is not None}
-    from tilth.cli.eval import EvalOptions, judge
-
-    judge(EvalOptions(**given))
 
 
-@app.command()
-def export(model: ModelArgument, out: OutArgument) -> None:
+@command("export:write_model")
+def export(spec: ModelArgument, where: OutArgument) -> None:
     """Write a model for transformers and vLLM; tilth ckpt export has more options."""
-    from tilth.cli.export import write_model
-
-    write_model(model, out)
 
 
-@app.command()
+@command("show:write")
 def report(run: RunArgument) -> None:
     """Write report.html of a run, finished or still running."""
-    from tilth.cli.show import write
-
-    write(run)
 
 
-@app.command()
+@command("show:show_run")
 def show(
     run: RunArgument,
     as_json: JsonOption = False,
@@ -222,12 +216,6 @@ def show(
     ] = None,
 ) -> None:
     """Summarise a run, finished or still running."""
-    from tilth.cli.show import show_run, write_table
-
-    if parquet is not None:
-        write_table(run, parquet)
-    else:
-        show_run(run, as_json=as_json)
 
 
 app.command()(ls)
@@ -239,10 +227,10 @@ REWARD = Argument(
 )
 
 
-@reward.command(name="try")
+@command("reward:try_reward", reward, "try")
 def reward_try(
-    function: Annotated[str, REWARD],
-    data: Annotated[str, Argument(metavar="DATA", help="files as for data.source, or a task")],
+    reward: Annotated[str, REWARD],
+    source: Annotated[str, Argument(metavar="DATA", help="files as for data.source, or a task")],
     columns: ColumnsOption = None,
     n: Annotated[int, Option("--n", min=1, help="number of records, spread evenly")] = 20,
     completion: Annotated[str | None, Option(help="your own completion, scored for each record")] = None,
@@ -255,32 +243,25 @@ def reward_try(
     The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
     run. Report the rewards, the failures and their reasons, and the time. Exit code 1: the verdict is "broken".
     """
-    from tilth.cli.reward import RewardOptions, columns_of, try_reward
-
-    options = RewardOptions(columns_of(columns or []), n, completion, timeout, digits)
-    try_reward(function, data, options, as_json=as_json)
 
 
 data = _group("data", "Inspect data.")
 
 
-@data.command(name="show")
+@command("data:show", data, "show")
 def data_show(
-    recipe: RecipeArgument,
+    name: RecipeArgument,
     overrides: OverridesArgument = None,
     n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1)."""
-    from tilth.cli.data import show
-
-    show(recipe, overrides or [], n, as_json=as_json)
 
 
 ckpt = _group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
 
 
-@ckpt.command(name="ls")
+@command("ckpt:ls", ckpt, "ls")
 def ckpt_ls(where: WhereArgument, as_json: JsonOption = False) -> None:
     """List checkpoints: step, when saved, layout, tensors, bytes, state.
 
@@ -289,16 +270,13 @@ def ckpt_ls(where: WhereArgument, as_json: JsonOption = False) -> None:
     are lost or cannot be listed; in --json its state is missing and its step null. Keys of --json: run, checkpoint,
     step, state, reason, newest, best, bytes, saved, layout, tensors.
     """
-    from tilth.cli.ckpt import ls
-
-    ls(where, as_json=as_json)
 
 
-@ckpt.command(name="show")
+@command("ckpt_show:show", ckpt, "show")
 def ckpt_show(
-    checkpoint: CheckpointArgument,
-    tensors: Annotated[
-        str | None, Option(metavar="PATTERN", help="list tensors whose name matches, as in 'model/*norm*'")
+    spec: CheckpointArgument,
+    pattern: Annotated[
+        str | None, Option("--tensors", metavar="PATTERN", help="list tensors whose name matches, as in 'model/*norm*'")
     ] = None,
     boxes: Annotated[bool, Option("--boxes", help="list the boxes of each tensor too")] = False,
     as_json: JsonOption = False,
@@ -308,12 +286,9 @@ def ckpt_show(
     Keys of --json: path, kind, step, saved, layout, bytes, groups (group, tensors, elements, bytes, dtypes), files
     (name, group, bytes), objects, and on request tensors (group, name, shape, dtype, bytes, files, boxes).
     """
-    from tilth.cli.ckpt_show import show
-
-    show(checkpoint, pattern=tensors, boxes=boxes, as_json=as_json)
 
 
-@ckpt.command(name="verify")
+@command("ckpt:verify", ckpt, "verify")
 def ckpt_verify(
     where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")],
     everything: Annotated[bool, Option("--all", help="all checkpoints, not the newest only")] = False,
@@ -324,12 +299,9 @@ def ckpt_verify(
     Exit code 1: there are some. Checkpoints that a running process removes meanwhile are skipped. Keys of --json: run,
     checkpoint, step, intact, bytes, seconds, problems, own (its run made it).
     """
-    from tilth.cli.ckpt import verify
-
-    verify(where, everything=everything, as_json=as_json)
 
 
-@ckpt.command(name="diff")
+@command("ckpt_diff:diff", ckpt, "diff")
 def ckpt_diff(
     a: Annotated[str, Argument(metavar="A", help=AnyArgument)],
     b: Annotated[str, Argument(metavar="B", help="likewise")],
@@ -344,17 +316,12 @@ def ckpt_diff(
     (group, name, kind, a, b, count, share, max_abs, max_rel, first), objects (key, a, b, there), compared, groups,
     bytes, tolerance, within (greatest difference of the tensors that do not differ by more), left_out.
     """
-    from tilth.cli.ckpt_diff import diff
-
-    diff(a, b, tolerance=tolerance, as_json=as_json)
 
 
-@ckpt.command(name="export")
+@command("export:write_model", ckpt, "export")
 def ckpt_export(
-    checkpoint: Annotated[
-        str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")
-    ],
-    out: OutArgument,
+    spec: Annotated[str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")],
+    where: OutArgument,
     group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
     dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = "",
     as_json: JsonOption = False,
@@ -363,20 +330,17 @@ def ckpt_export(
 
     Keys of --json: path, step, files, bytes.
     """
-    from tilth.cli.export import write_model
-
-    write_model(checkpoint, out, group=group, dtype=dtype, as_json=as_json)
 
 
 EVERY = "also keep steps that are a multiple; default: run.keep_every of the run"
 
 
-@ckpt.command(name="prune")
+@command("ckpt:prune", ckpt, "prune")
 def ckpt_prune(
     where: WhereArgument,
     keep: Annotated[int | None, Option(min=1, help="newest ones to keep; default: run.keep of the run")] = None,
     every: Annotated[int | None, Option(min=0, help=EVERY)] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
+    dry: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
     damaged: Annotated[bool, Option("--damaged", help="also remove damaged, unfinished and replaced ones")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -385,15 +349,12 @@ def ckpt_prune(
     In a folder or URL outside of any run no such process is known, so --damaged leaves unfinished ones there.
     Keys of --json: dry_run, removed (run, checkpoint, step, state, bytes), bytes, kept.
     """
-    from tilth.cli.ckpt import prune
-
-    prune(where, keep=keep, every=every, dry=dry_run, damaged=damaged, as_json=as_json)
 
 
 trace = _group("trace", "Analyse the trace of a run. As in: tilth trace runs/addition-grpo-001 --steps 10:20", RunFirst)
 
 
-@trace.command(name="RUN")
+@command("trace_run:account_of", trace, "RUN")
 def trace_run(
     run: RunArgument, steps: StepsOption = "", attempt: AttemptOption = None, as_json: JsonOption = False
 ) -> None:
@@ -408,12 +369,9 @@ def trace_run(
     profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, earlier, cause; null inline),
     notes (what is missing of the trace). Times in seconds.
     """
-    from tilth.cli.trace_run import account_of
-
-    account_of(run, steps, attempt, as_json=as_json)
 
 
-@trace.command(name="whatif")
+@command("trace_whatif:analyse", trace, "whatif")
 def trace_whatif(
     path: Annotated[Path, Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")],
     meta: Annotated[Path | None, Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")] = None,
@@ -435,28 +393,13 @@ def trace_whatif(
     earlier, profiled, other_network, assumed, attempt, notes, and in findings seconds, those of a step without the
     cause.
     """
-    if path.is_dir():
-        from tilth.cli.trace_whatif import whatif_of_run
-
-        if meta is not None:
-            raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
-        whatif_of_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
-        return
-    from tilth.cli.trace_whatif import whatif_of_file
-
-    if steps or bandwidth or latency or attempt is not None:
-        raise DataError(
-            "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
-            key="RUN",
-        )
-    whatif_of_file(path, meta, svg, as_json=as_json)
 
 
 PATH = Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz")
 PERFETTO = Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False)
 
 
-@trace.command(name="export")
+@command("trace_export:write", trace, "export")
 def trace_export(
     run: RunArgument,
     path: Annotated[Path | None, PATH] = None,
@@ -471,12 +414,9 @@ def trace_export(
     As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
     bytes, ranks, steps, clock_error (seconds; null: not known), notes.
     """
-    from tilth.cli.trace_export import write
-
-    write(run, path, steps, ranks, attempt, as_json=as_json)
 
 
-@trace.command(name="costs")
+@command("costs:costs", trace, "costs")
 def trace_costs(
     run: RunArgument,
     steps: StepsOption = "",
@@ -490,12 +430,9 @@ def trace_costs(
     tokens, squares, lengths, count, ranks, separate, separate_squares, error), links (op, ranks, latency, bandwidth,
     least, greatest, count, separate, error), left.
     """
-    from tilth.cli.costs import costs
-
-    costs(run, steps, save, attempt, as_json=as_json)
 
 
-@trace.command(name="capture")
+@command("capture:capture", trace, "capture")
 def trace_capture(
     run: RunArgument,
     steps: Annotated[int, Option("--steps", metavar="N", help="number of its next steps")] = 3,
@@ -509,12 +446,9 @@ def trace_capture(
     steps that are known beforehand: run.profile=A:B. Keys of --json: id, state, first, last, ranks, memory, errors
     (rank -> why), files (rank -> path, bytes).
     """
-    from tilth.cli.capture import capture
-
-    capture(run, steps, ranks, memory=memory, as_json=as_json)
 
 
-@app.command()
+@command("top:top")
 def top(
     run: RunArgument,
     once: Annotated[bool, Option("--once", help="show the state once, not until the run ends")] = False,
@@ -527,17 +461,11 @@ def top(
     left, silent (since the last step), loss, reward, accuracy, reward_heldout, tokens_per_second, time, memory, recent
     (first, last, parts, ranks: shares of the newest steps), message.
     """
-    from tilth.cli.top import top
-
-    top(run, every, once=once, as_json=as_json)
 
 
-@app.command()
+@command("doctor:examine")
 def doctor(as_json: JsonOption = False) -> None:
     """Examine this machine and suggest settings."""
-    from tilth.cli.doctor import examine
-
-    examine(as_json=as_json)
 
 
 def main() -> None:

@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 RIGHT, AGAIN, OTHER, EMPTY, GIVEN = "right", "again", "other", "empty", "given"
 LABELS = {RIGHT: "own answer", OTHER: "another's answer", EMPTY: "empty", GIVEN: "--completion"}
 """Names of the kinds of completions; ``again``, the second call, counts for the verdict only."""
-STEP_SAMPLES = 512
-"""Completions of a step with the default recipe, by which speed is judged."""
+STEP_SAMPLES = 512  # completions of a step with the default recipe, by which speed is judged
 SLOW_SECONDS = 5.0
 FIRST_SECONDS, FIRST_TIMES = 0.1, 10
 """A first call that takes more than this, and more than FIRST_TIMES the mean of the others, is reported."""
 MOST_ROWS = 20
-SHOWN = 48
-"""Most characters of a prompt in a table."""
+SHOWN = 48  # most characters of a prompt in a table
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,9 @@ class Trial:
         return sorted({name for o in self.outcomes() for name in o.parts})
 
 
-def try_reward(reward: str, source: str, options: RewardOptions, *, as_json: bool) -> None:
-    """Print the findings. Exit code 1: the reward is broken."""
-    trial = examine(reward, source, options)
+def try_reward(reward: str, source: str, columns: Sequence[str] = (), *, as_json: bool, **options: Any) -> None:
+    """Print the findings. Exit code 1: the reward is broken. options: of ``RewardOptions``."""
+    trial = examine(reward, source, RewardOptions(columns_of(columns), **options))
     typer.echo(json.dumps(as_object(trial)) if as_json else "\n".join(lines(trial)))
     if verdict(trial)[0] == "broken":
         raise typer.Exit(1)
@@ -117,7 +115,8 @@ def examine(reward: str, source: str, options: RewardOptions) -> Trial:
         if source not in task_names():
             check_answers(spec, prompts)
         chosen = _spread(prompts, options.n)
-        wants_mark = _wants_mark(spec)
+        names = [spec] if isinstance(spec, str) else spec
+        wants_mark = any(isinstance(builtin(name), Gsm8k) for name in names)  # it looks for the number behind ####
         asked = _completions(chosen, prompts, options.completion, wants_mark)
         pool.ready()
         found = pool.score([(key, chosen[key[0]].text, text, chosen[key[0]].info) for key, text in asked.items()])
@@ -181,11 +180,6 @@ def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
     return [prompts[i] for i in prompts.rows[places]]
 
 
-def _wants_mark(spec: str | Mapping[str, float]) -> bool:
-    """True if a reward, or one of several, looks for the number behind ``####``."""
-    return any(isinstance(builtin(name), Gsm8k) for name in ([spec] if isinstance(spec, str) else spec))
-
-
 def _formed(answer: str) -> str:
     """Format an answer as a completion of GSM8K: a bare number gets the mark before it."""
     return answer if said_number(answer) is not None else f"#### {answer}"
@@ -222,8 +216,7 @@ def verdict(trial: Trial) -> tuple[str, list[str]]:
     return ("works", "doubtful", "broken")[worst], [text for _, text in sorted(found, key=lambda one: -one[0])]
 
 
-Sentences = list[tuple[int, str]]
-"""(0: fine, 1: doubtful, 2: broken; a sentence)."""
+Sentences = list[tuple[int, str]]  # (0: fine, 1: doubtful, 2: broken; a sentence)
 
 
 def _failing(trial: Trial) -> Sentences:
@@ -313,7 +306,6 @@ def _two_digits(value: float) -> str:
 
 
 def lines(trial: Trial) -> list[str]:
-    """Return the findings as lines."""
     word, sentences = verdict(trial)
     kind = "prompts" if trial.data in task_names() else "records"
     head = [
@@ -387,13 +379,9 @@ def as_object(trial: Trial) -> dict[str, Any]:
     """Return the findings as plain data; a missing value is null, with its reason."""
     word, sentences = verdict(trial)
     return {
-        "reward": trial.reward,
-        "data": trial.data,
-        "records": trial.records,
-        "verdict": word,
-        "sentences": sentences,
+        "reward": trial.reward, "data": trial.data, "records": trial.records, "verdict": word, "sentences": sentences,
         "tried": [_record(tried) for tried in trial.tried],
-    }
+    }  # fmt: skip
 
 
 def _record(tried: Tried) -> dict[str, Any]:

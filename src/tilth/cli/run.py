@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from tilth.flows.launch import RunResult
 
 
-WORDS = 5
-"""Words of a document's beginning that the suggested prompt has."""
-ENOUGH = 512
-"""Prompts that measure accuracy to within some percent; all of addition's would take an hour."""
+WORDS = 5  # words of a document's beginning that the suggested prompt has
+ENOUGH = 512  # prompts that measure accuracy to within some percent; all of addition's would take an hour
 
 
-def train(name_or_path: str, overrides: Sequence[str], allow: Sequence[str], *, fallback: bool) -> None:
+def train(name_or_path: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:
     """Run to the end. Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a
     line on how to resume; 143 and 129 after SIGTERM and SIGHUP before and after the steps."""
     with outlived(), _terminable():
@@ -118,7 +116,9 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
 def _learned(s: Mapping[str, Any]) -> list[str]:
     """Return the result of each phase; of a run without evaluated answers, one sentence."""
     if not s.get("phases"):
-        return [_learned_text(s, f"{s['steps']:,} steps and {format.timed(s['seconds'])}")]
+        from tilth.ui.report import headline
+
+        return [str(headline(s).striptags())]
     first = s["phases"][0]
     metric = first["metric"]
     rows = [] if first["first"] is None else [("before the first step", first["first"])]
@@ -128,18 +128,6 @@ def _learned(s: Mapping[str, Any]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     results = [f"  {name:<{width}}  {format.figure(metric, value)}" for name, value in rows]
     return [f"{format.MEASURES[metric].capitalize()} on problems it never trained on:", *results]
-
-
-def _learned_text(s: Mapping[str, Any], spent: str) -> str:
-    """Return the result of a run without accuracy on held-out text."""
-    first, last, bits = s.get("loss_heldout_first"), s.get("loss_heldout_last"), s.get("bits_per_byte")
-    pairs = s.get("pairs_heldout_last")
-    if pairs is not None:
-        return f"In {spent}, it came to put {format.share(pairs)} of the pairs it never trained on in their order."
-    if first is None or last is None:
-        return f"Done in {spent}."
-    also = f" ({bits:.3f} bits per byte)" if bits else ""
-    return f"In {spent}, held-out loss went from {first:.3f} to {last:.3f} nats per token{also}."
 
 
 def _took(s: Mapping[str, Any]) -> str:

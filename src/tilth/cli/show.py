@@ -14,9 +14,14 @@ from tilth.ui import format
 Lines = list[tuple[str, str]]
 
 
-def show_run(run: Path, *, as_json: bool) -> None:
-    """Print the summary of a run's directory."""
+def show_run(run: Path, parquet: Path | None = None, *, as_json: bool) -> None:
+    """Print the summary of a run's directory; parquet: write the metrics of all steps there and print the path."""
     check_run(run)
+    if parquet is not None:
+        from tilth.runs.columns import write_metrics
+
+        typer.echo(str(write_metrics(run, parquet)))
+        return
     from tilth.runs.readers import summarise
 
     summary = summarise(run)
@@ -29,14 +34,6 @@ def write(run: Path) -> None:
     from tilth.ui.report import write_report
 
     typer.echo(str(write_report(run)))
-
-
-def write_table(run: Path, path: Path) -> None:
-    """Write the metrics of all steps as Parquet and print where they are."""
-    check_run(run)
-    from tilth.runs.columns import write_metrics
-
-    typer.echo(str(write_metrics(run, path)))
 
 
 def table(s: Mapping[str, Any]) -> Lines:

@@ -5,13 +5,19 @@ from collections.abc import Iterable, Sequence
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilth.ui.terminal import Terminal
+WIDTH = 100  # columns where there is no terminal
 
-WIDTH = 100
-"""Columns where there is no terminal."""
+
+class Terminal(Console):
+    """Rich's console, which raises BrokenPipeError instead of exiting."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again; rich calls this where it caught it."""
+        raise
 
 
 def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
@@ -25,14 +31,14 @@ def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[
 
 
 def show(*parts: Table | Text | str, width: int = 0) -> None:
-    """Print tables, as wide as the terminal, and texts as they are.
+    """Print tables, as wide as the terminal, and texts as they are; width: wrap both to it.
 
     All of it is one write: a reader that needs the first line only (``| head -1``) gets it before its pipe closes.
     """
     console = Terminal(width=width or shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
     with console.capture() as printed:
         for part in parts:
-            console.print(part, markup=False, soft_wrap=not isinstance(part, Table))
+            console.print(part, markup=False, soft_wrap=not width and not isinstance(part, Table))
     typer.echo(printed.get(), nl=False, color=True)
 
 

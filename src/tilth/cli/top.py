@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.text import Text
 
 from tilth.cli.show import check_run
+from tilth.cli.tables import Terminal
 from tilth.ui.live import PLAIN_EVERY, line
-from tilth.ui.terminal import Terminal
 from tilth.ui.top import Look, RunWatcher, as_dict, drawn
 
 

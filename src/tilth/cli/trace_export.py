@@ -19,13 +19,20 @@ from tilth.ui import format
 FILE = "perfetto.json.gz"
 SHOWN = re.compile(r"tokens_per_second/.*|memory/.*|mfu|loss|reward/mean|(accuracy|reward)/heldout|grad_norm|entropy")
 """Metrics that become counters."""
-MANY = 2_000_000
-"""Number of spans above which a browser is slow."""
-HELD = ("last", "max", "min")
-"""Reductions of values that hold at the end of a step; the others describe the whole step."""
+MANY = 2_000_000  # number of spans above which a browser is slow
+HELD = ("last", "max", "min")  # reductions of values that hold at the end of a step; the others describe the whole step
 
 
-def write(run: Path, path: Path | None, steps: str, ranks: str, attempt: int | None = None, *, as_json: bool) -> None:
+def write(
+    run: Path,
+    steps: str,
+    ranks: str,
+    path: Path | None = None,
+    attempt: int | None = None,
+    *,
+    as_json: bool,
+    perfetto: bool = True,
+) -> None:
     """Write the file, by default perfetto.json.gz in the run's folder, and print its contents."""
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}", key="RUN")

@@ -21,12 +21,9 @@ from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
 from tilth.ui import format
 
-SHOWN = 4
-"""Most ranks with a line of their own; of more, half have most work and half least."""
-INDENT, SHORT = 15, 40
-"""Columns of the labels, and most letters of a part that is not wrapped."""
-LEAST = 0.01
-"""Parts of the time below this share are summed up as the rest."""
+SHOWN = 4  # most ranks with a line of their own; of more, half have most work and half least
+INDENT, SHORT = 15, 40  # columns of the labels, and most letters of a part that is not wrapped
+LEAST = 0.01  # parts of the time below this share are summed up as the rest
 Found = dict[str, Any]
 
 
@@ -136,7 +133,6 @@ def _rates(run: Path, found: Account) -> dict[str, float | None]:
 
 
 def lines(found: Found) -> list[str]:
-    """Return the findings as lines."""
     lost = found["dropped"]
     pairs = [
         ("steps", _steps(found)),

@@ -24,31 +24,45 @@ from tilth.ui import format
 from tilth.ui.heat import HIGH, LOW, colour, heat_map
 
 SHADES = " ░▒▓█"
-SHOWN = 8
-"""Most rows of a table of dp ranks or workers."""
+SHOWN = 8  # most rows of a table of dp ranks or workers
 
 
-def whatif_of_file(file: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -> None:
-    """Analyse a trace in the straggler study's format and print the findings."""
-    trace = read_study(file, meta)
+def analyse(
+    path: Path, steps: str, latency: str, bandwidth: str, *, as_json: bool,
+    meta: Path | None = None, svg: Path | None = None, attempt: int | None = None,
+) -> None:  # fmt: skip
+    """Analyse a run, or a trace in the straggler study's format (with meta), and print the findings.
+
+    Empty texts: all steps, the recorded network. svg: file for the heat map of workers.
+    """
+    if path.is_dir():
+        if meta is not None:
+            raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
+        _analyse_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
+        return
+    if steps or bandwidth or latency or attempt is not None:
+        raise DataError(
+            "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
+            key="RUN",
+        )
+    trace = read_study(path, meta)
     try:
         model = TraceModel(trace)
         found = what_if(trace, model)
     except DataError as error:
-        raise DataError(f"{file}: {error}", key=error.key) from error
+        raise DataError(f"{path}: {error}", key=error.key) from error
     cause = diagnose(model, found)
     if svg is not None:
-        _write_map(svg, file.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
+        _write_map(svg, path.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
     if as_json:
         typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
     else:
-        show(*_file_parts(file, trace, found, cause))
+        show(*_file_parts(path, trace, found, cause))
 
 
-def whatif_of_run(
+def _analyse_run(
     run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
 ) -> None:
-    """Analyse a run and print the findings. Empty texts: all steps, the recorded network."""
     chosen = parse_steps(steps) if steps else None
     network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
     opened = open_run(run, attempt)
@@ -80,16 +94,10 @@ def about(cause: Cause) -> dict[str, Any]:
 def as_dict(found: Replayed, cause: Cause) -> dict[str, Any]:
     """Return the findings that foreign traces and runs share, as JSON has them. Times in seconds."""
     return {
-        "slowdown": found.slowdown,
-        "ideal_step": float(found.ideal.mean()),
-        "by_optype": _means(found.by_optype),
-        "by_stage": _means(found.by_stage),
-        "by_dp": _means(found.by_dp),
-        "by_worker": found.slowest,
-        "m_w": found.m_w.share,
-        "m_s": found.m_s.share,
-        "cause": about(cause),
-    }
+        "slowdown": found.slowdown, "ideal_step": float(found.ideal.mean()), "by_optype": _means(found.by_optype),
+        "by_stage": _means(found.by_stage), "by_dp": _means(found.by_dp), "by_worker": found.slowest,
+        "m_w": found.m_w.share, "m_s": found.m_s.share, "cause": about(cause),
+    }  # fmt: skip
 
 
 def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:
@@ -125,12 +133,12 @@ def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Seq
 
 
 def _summary(found: Replayed, over: str) -> list[str]:
+    lost, worst = f"{100 * found.waste:.1f} % of the time is lost", f"worst step {found.per_step.max():.4f}"
+    instead = f"a step takes {found.replayed.mean():.4g} s instead of {found.ideal.mean():.4g} s"
+    error = f"recorded over {over}; worst step {100 * found.worst_error:.2f} %"
     return [
-        f"slowdown S {found.slowdown:.4f}: a step takes {found.replayed.mean():.4g} s instead of "
-        f"{found.ideal.mean():.4g} s, {100 * found.waste:.1f} % of the time is lost; "
-        f"worst step {found.per_step.max():.4f}",
-        f"error of the model {100 * found.error:.2f} % (recorded over {over}; "
-        f"worst step {100 * found.worst_error:.2f} %)",
+        f"slowdown S {found.slowdown:.4f}: {instead}, {lost}; {worst}",
+        f"error of the model {100 * found.error:.2f} % ({error})",
     ]
 
 
@@ -173,7 +181,13 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
     left = "".join(f"; {format.count(n, name)} left out: {why}" for n, name, why in reasons if n)
     yield f"{run}: {who}; {which}{left}"
     yield from _summary(found, "a replay with usual delays of dispatch")
-    yield from (*_shares(found), *_other_network(found), f"cause: {cause.text}\n")
+    if count:
+        which = f"rank{'s' * (len(found.worst) > 1)} {', '.join(map(str, found.worst))}"
+        yield (
+            f"shares of the loss: M_W {found.m_w.share:.4f} ({which} of {count} mended: each step ideal for its own "
+            f"work, jitter included), communication {found.m_c.share:.4f}; they overlap"
+        )
+    yield from (*_other_network(found), f"cause: {cause.text}\n")
     yield from _slowdowns("operation", found.by_optype)
     if count:
         for name, at in ({"dp": found.by_dp} | found.by_axis).items():
@@ -183,17 +197,6 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
         rows = [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest]
         yield from _table(titles, rows, right=titles)
         yield _map(found.exact[None])
-
-
-def _shares(found: RunWhatIf) -> list[str]:
-    if not found.by_worker:
-        return []
-    worst = ", ".join(map(str, found.worst))
-    who = f"rank{'s' * (len(found.worst) > 1)} {worst} of {len(found.by_worker)} mended"
-    return [
-        f"shares of the loss: M_W {found.m_w.share:.4f} ({who}: each step ideal for its own work, jitter included), "
-        f"communication {found.m_c.share:.4f}; they overlap"
-    ]
 
 
 def _other_network(found: RunWhatIf) -> list[str]:

@@ -1,4 +1,4 @@
-"""What happened: spans on every phase, their totals per step, and one event table in Parquet."""
+"""Recording: spans, their totals per step, and a table of events in Parquet."""
 
 from tilth.trace.ops import PHASES
 from tilth.trace.spans import Recorder, Total, recorder, span, traced

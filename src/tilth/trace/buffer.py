@@ -1,8 +1,8 @@
-"""Finished spans on their way to a file: packed numbers, so that one costs no object and no collection of garbage.
+"""Buffers of finished spans, as packed numbers: an event makes no Python object and triggers no garbage collection.
 
-Each thread packs its events into chunks of its own and takes no lock; one other thread takes them from there. An event
-takes its place in the chunk before it is written there, because a collection of garbage may come between the two and is
-an event itself; a place whose id is still 0 has not been written yet.
+Each thread packs events into its own chunks without a lock; the writer's thread takes them. An event reserves its place
+before it is packed, since a garbage collection, which is an event too, may come in between. An id of 0 marks a place
+that is reserved and not packed yet.
 """
 
 import itertools
@@ -16,18 +16,15 @@ T = TypeVar("T")
 FORMAT = struct.Struct("@9qd5i4x")
 """id, parent, step, seq, start, duration, tokens, squares, bytes; flops; micro_batch, depth, op, detail, where."""
 SIZE = FORMAT.size
-CHUNK = 512
-"""Events in a chunk (52 KB)."""
+CHUNK = 512  # events in a chunk (52 KB)
 FULL = CHUNK * SIZE
-Taken = list[tuple[str, bytes]]
-"""Packed events of threads by name, on their way from the recorder to the writer."""
-MOST_TEXTS = 65_536
-"""Most different details, say; those beyond are all called OTHERS, so that memory stays bounded."""
+Taken = list[tuple[str, bytes]]  # packed events with the name of their thread
+MOST_TEXTS = 65_536  # most different texts of a kind, such as details; later ones become OTHERS, which bounds memory
 OTHERS = "(others)"
 
 
 class Chunk:
-    """Room for events: bytes [read, used) wait to be taken."""
+    """Room for events; bytes [read, used) are waiting."""
 
     __slots__ = ("buffer", "read", "used")
 
@@ -37,18 +34,17 @@ class Chunk:
         self.used = FULL - size
 
     def written(self) -> int:
-        """Up to where it may be taken."""
+        """Return the end of the packed events."""
         used = self.used
         ids = memoryview(self.buffer).cast("q")[self.read // 8 : used // 8 : SIZE // 8].tolist()
         return self.read + SIZE * ids.index(0) if 0 in ids else used
 
 
-NONE = Chunk(0)
-"""What a thread has before its first event: no room."""
+NONE = Chunk(0)  # the chunk of a thread before its first event, without room
 
 
 class EventBuffer:
-    """The events of one thread: that thread alone adds, one other takes."""
+    """The events of one thread, which adds them; one other thread takes them."""
 
     __slots__ = ("_before", "_taken", "chunk", "dropped", "full")
 
@@ -56,7 +52,7 @@ class EventBuffer:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all events."""
         self.chunk = NONE
         self.full: deque[Chunk] = deque()
         self.dropped = 0
@@ -64,13 +60,13 @@ class EventBuffer:
 
     @property
     def waiting(self) -> int:
-        """Events that were added and not taken. Any thread may ask; it may be out by a chunk while one is added."""
+        """Return the number of waiting events; off by a chunk while one is added. Callable from any thread."""
         return (self._before + self.chunk.used - self._taken) // SIZE
 
     def grow(self) -> Chunk:
-        """A chunk with room, after the one that is full."""
+        """Return a chunk with room, after the full one."""
         fresh = Chunk()
-        if self.chunk.used >= FULL:  # else a collection in the line above was an event of this thread, and came here
+        if self.chunk.used >= FULL:  # else a garbage collection in the line above has grown it
             if self.chunk is not NONE:
                 self.full.append(self.chunk)
             self.chunk = fresh
@@ -78,14 +74,13 @@ class EventBuffer:
         return self.chunk
 
     def take(self) -> bytes:
-        """What was added since the last time, packed as FORMAT says, oldest first. What it raises (MemoryError) leaves
-        everything where it was."""
-        last = self.chunk  # looked at before the full ones, as it may become one of them meanwhile
+        """Take the new events in FORMAT, oldest first. An exception (MemoryError) changes nothing."""
+        last = self.chunk  # read before the full ones, as it may become one of them meanwhile
         full = [self.full[i] for i in range(len(self.full))]
         ends = list[tuple[Chunk, int]]()
         for chunk in [*takewhile(lambda chunk: chunk is not last, full), *([last] if last is not NONE else [])]:
             ends.append((chunk, chunk.written()))
-            if ends[-1][1] < FULL:  # those behind an event that is being written wait with it
+            if ends[-1][1] < FULL:  # events behind one that is being packed wait with it
                 break
         taken = b"".join([memoryview(chunk.buffer)[chunk.read : end] for chunk, end in ends])
         for chunk, end in ends:
@@ -97,10 +92,7 @@ class EventBuffer:
 
 
 class Codes(Generic[T]):
-    """Numbers for texts, given once and for all. Usable from any thread, without a lock.
-
-    first: has number 0. others: stands for all that come when there are MOST_TEXTS already.
-    """
+    """Numbers of texts, for any thread, without a lock. first: number 0; others: replaces those after MOST_TEXTS."""
 
     def __init__(self, first: T, others: T) -> None:
         self._codes: dict[T, int] = {first: 0}
@@ -114,14 +106,12 @@ class Codes(Generic[T]):
         return code
 
     def texts(self) -> dict[int, T]:
-        """Number -> text."""
         return {code: text for text, code in list(self._codes.items())}
 
 
 class EventNames(NamedTuple):
-    """What the numbers of events stand for."""
+    """Texts of the numbers in events; where: role and place."""
 
     op: Mapping[int, str]
     detail: Mapping[int, str]
     where: Mapping[int, tuple[str, str]]
-    """Role and place."""

@@ -1,6 +1,6 @@
-"""torch's profiler in this process: what it saw of some steps, as a Chrome trace that Perfetto opens.
+"""torch's profiler in this process, over some steps; written as a Chrome trace, which Perfetto opens.
 
-It never ends a run: whatever goes wrong with it becomes a text. torch is imported when a capture begins, never before.
+It never ends a run: every error becomes a text. torch is imported when a capture starts.
 """
 
 import gzip
@@ -15,12 +15,12 @@ from tilth.trace.overlay import ClockMark, head_with_spans
 from tilth.trace.spans import recorder
 
 SUFFIX = ".json.gz"
-_LEVEL = 1  # of compression: the run waits for it, and 1 takes a fifth of the time of 9 for a file a third larger
+_LEVEL = 1  # of gzip: a fifth of the time of level 9, which the run waits for, and a third more bytes
 _CHUNK = 1 << 20
 
 
 class Captured(NamedTuple):
-    """What became of a capture: a file of so many bytes, or why there is none."""
+    """Result of a capture: a file and its size, or the error."""
 
     path: str = ""
     bytes: int = 0
@@ -28,27 +28,27 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """One capture at a time, begun and ended in the same thread."""
+    """One capture at a time, started and stopped in the same thread."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
         self._since: ClockMark | None = None
 
     def start(self, memory: bool = False) -> str:
-        """Record every operation, with its shapes, from now on; memory: each allocation too. "" or what went wrong."""
+        """Start recording operations with their shapes; memory: allocations too. Return the error or ""."""
         if self._profiler is not None:
             return "this process is being profiled already"
         self._since = ClockMark.now() if recorder.recording else None
         try:
             self._profiler = _started(memory)
-        except Exception as error:  # noqa: BLE001 - whatever torch raises (another profiler is running, no CUPTI)
-            return _told(error)
+        except Exception as error:  # noqa: BLE001 - errors of torch: another profiler, no CUPTI
+            return _text(error)
         return ""
 
     def stop(self, stem: str, folder: str = "", rank: int = 0) -> Captured:
-        """End it and write ``stem.json.gz``, as a whole or not at all; an empty stem: write nothing.
+        """Stop and write ``stem.json.gz`` atomically; an empty stem: write nothing.
 
-        folder: where the recorder of this process writes, as ``rank``; its spans are laid over the operations.
+        folder, rank: those of this process's recorder, whose spans are merged into the trace.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -58,15 +58,15 @@ class Capture:
             profiler.__exit__(None, None, None)
             spans = (Path(folder), rank, self._since) if folder and self._since else None
             return Captured(str(target), _write(profiler, target, spans) if stem else 0)
-        except Exception as error:  # noqa: BLE001 - whatever torch raises, a full disk
-            return Captured(error=_told(error))
+        except Exception as error:  # noqa: BLE001 - errors of torch, a full disk
+            return Captured(error=_text(error))
 
     def drop(self) -> None:
-        """End it and forget what it saw; without one nothing happens."""
+        """Stop without writing; without a capture do nothing."""
         self.stop("")
 
     def named(self, name: str) -> AbstractContextManager[Any]:
-        """The block is shown under this name, above the operations inside."""
+        """Show the block under this name, above its operations."""
         if self._profiler is None:
             return nullcontext()
         from torch.autograd.profiler import record_function
@@ -75,19 +75,18 @@ class Capture:
 
 
 def _started(memory: bool) -> Any:
-    """torch.autograd.profiler and not torch.profiler: the same events by Kineto, without the latter's import of the
-    compiler (seconds) at the first start."""
+    """Start torch.autograd.profiler: the events of torch.profiler, without its import of the compiler (seconds)."""
     import torch
     from torch.autograd.profiler import profile
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read at the first start: else it prints its stages to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read at the first start; keeps it from printing to stderr
     device = "cuda" if torch.cuda.is_available() else None
     found = profile(use_cpu=True, use_device=device, use_kineto=True, record_shapes=True, profile_memory=memory)
     return found.__enter__()
 
 
 def _write(profiler: Any, target: Path, spans: tuple[Path, int, ClockMark] | None) -> int:
-    """The trace as a compressed file; its size in bytes."""
+    """Write the compressed trace and return its size in bytes."""
     plain, packed = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "tmp"))
     make_folder(target.parent)
     try:
@@ -105,5 +104,5 @@ def _write(profiler: Any, target: Path, spans: tuple[Path, int, ClockMark] | Non
     return target.stat().st_size
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

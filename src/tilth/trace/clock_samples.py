@@ -1,8 +1,8 @@
-"""Round trips between the controller's clock and those of its workers, kept in a file beside the events.
+"""Round trips between the clocks of the controller and its workers, in a file beside the events.
 
-A round is three readings: the controller asks, the worker reads its clock, the controller has the answer. All are in ns
-on the clock of the events of the process that read them. One JSON object a line, so that a kill loses the last line at
-most: first who has which clock, ``{"rank", "epoch", "clock", "host", "pid", "waits"}``, then bursts of rounds,
+A round has three readings in ns, each on the clock of the events of its process: the controller asks, the worker reads
+its clock, the controller has the answer. The file has one JSON object a line, so that a SIGKILL loses one line at most:
+first the clock of each process, ``{"rank", "epoch", "clock", "host", "pid", "waits"}``, then bursts of rounds,
 ``{"rank", "rounds": [[asked, there, answered], ...]}``.
 """
 
@@ -23,45 +23,44 @@ import numpy as np
 from tilth.core.errors import DataError, StorageError
 from tilth.trace.spans import recorder
 
-Round = tuple[int, int, int]
-"""Asked (controller's clock), there (worker's), answered (controller's)."""
+Round = tuple[int, int, int]  # (asked, there, answered): on the clocks of the controller, the worker, the controller
 NOT_KNOWN = ""
 BEFORE, FEW = 120_000_000_000, 12
-"""Of rounds before a time that is asked for: ns that are read, and bursts of each worker at least."""
+"""How far before ``since`` rounds are read: ns, and the least number of bursts of each worker."""
 _ASKED = re.compile(r'"rounds": \[\[(-?\d+)')
 
 
 class Origin(NamedTuple):
-    """The clock of a process."""
+    """The clock of a process.
+
+    epoch: ns added to the monotonic clock for the starts of events. clock: identifies that clock; equal texts mean the
+    same clock, "": unknown. waits: True if a communication ends with its span, False on a GPU, which queues it.
+    """
 
     epoch: int
-    """ns that were added to the steady clock's: what the events' starts begin at."""
     clock: str
-    """Which steady clock it is: processes that say the same read the very same one. "": not known."""
     host: str
     pid: int
     waits: bool = True
-    """Whether a communication is over when its span ends: not on a GPU, which is only told to do it."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was found out about one process's clock. bursts: int64 [k, 3] each, in order of time."""
+    """The clock of a process and its bursts of rounds: int64 [k, 3] each, in order of time."""
 
     origin: Origin
     bursts: list[np.ndarray] = field(default_factory=list)
 
 
 def origin() -> Origin:
-    """That of this process, as its recorder writes its events now."""
+    """Return the clock that this process's recorder uses now."""
     torch = sys.modules.get("torch")
     waits = torch is None or not torch.cuda.is_initialized()
     return Origin(recorder.epoch, steady_clock(), socket.gethostname(), os.getpid(), waits)
 
 
 def steady_clock() -> str:
-    """Name of the clock that ``time.perf_counter_ns`` reads: on Linux CLOCK_MONOTONIC, one for each boot and time
-    namespace. "" elsewhere."""
+    """Identify the clock of ``time.perf_counter_ns``: on Linux CLOCK_MONOTONIC by boot and time namespace; else ""."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
@@ -70,7 +69,7 @@ def steady_clock() -> str:
 
 
 def events_folder(path: str | Path) -> Path:
-    """Where the events of a run are: its own folder, its folder of events, and a file in there lead to it."""
+    """Return a run's folder of events, by the run's folder, the folder itself, or a file in it."""
     path = Path(path)
     if not path.is_dir():
         return path.parent
@@ -78,12 +77,12 @@ def events_folder(path: str | Path) -> Path:
 
 
 def rounds_path(folder: Path, attempt: int) -> Path:
-    """The file of an attempt in a folder of events."""
+    """Return the file of an attempt in a folder of events."""
     return folder / f"attempt-{attempt}-clocks.jsonl"
 
 
 class RoundsFile:
-    """Where the controller writes them. StorageError if the file cannot be made."""
+    """The file that the controller appends to. StorageError if it cannot be opened."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         path = rounds_path(folder, attempt)
@@ -94,11 +93,11 @@ class RoundsFile:
             raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
     def introduce(self, origins: Mapping[int, Origin]) -> None:
-        """Say who has which clock."""
+        """Write the clocks of processes."""
         self._write([{"rank": rank, **who._asdict()} for rank, who in origins.items()])
 
     def add(self, bursts: Mapping[int, Sequence[Round]]) -> None:
-        """Rounds by worker."""
+        """Write rounds by worker."""
         self._write([{"rank": rank, "rounds": list(rounds)} for rank, rounds in bursts.items()])
 
     def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
@@ -107,22 +106,22 @@ class RoundsFile:
         try:
             self._file.write("".join(f"{json.dumps(line)}\n" for line in lines))
             self._file.flush()
-        except OSError:  # a full disk must not end the run from here: the clocks are as well known as they were
+        except OSError:  # a full disk must not end the run: clocks are compared by the rounds so far
             self._file = None
 
     def close(self) -> None:
-        """No more will come. Twice is fine."""
+        """Close; a second call does nothing."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what a full disk on a network refused: as in _write
+            with suppress(OSError):  # a full disk must not end the run
                 file.close()
 
 
 def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, Asked]:
-    """All that is known of the clocks of an attempt, by rank, the controller's among them; {} where there is no file. A
-    torn last line, with a line end or without, is left out; DataError names the file and line of any other fault.
+    """Read the clocks of an attempt by rank, the controller's included; {} if there is no file.
 
-    since: ns on the controller's clock; rounds long before are not read, but always some of the last.
+    An incomplete last line is skipped; DataError names file and line of any other fault. since: ns on the controller's
+    clock; rounds long before it are not read, except some of the last.
     """
     path = rounds_path(folder, attempt)
     try:
@@ -132,13 +131,13 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}", key=path.name) from error
     found: dict[int, Asked] = {}
-    lines = lines[:-1]  # what follows the last line end was torn off
+    lines = lines[:-1]  # the rest after the last line end is incomplete
     for i in range(len(lines)) if since is None else _newest(lines, since):
         line, number = lines[i], i + 1
         try:
             _take(json.loads(line), found)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            if number == len(lines):  # torn by a kill, as what has no line end
+            if number == len(lines):  # cut by a SIGKILL
                 break
             raise DataError(
                 f"{path}, line {number}: this is no round of clocks: {line[:80]!r}; without this file the times of "
@@ -149,7 +148,7 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
 
 
 def _newest(lines: Sequence[str], since: int) -> list[int]:
-    """Places of all introductions, and of the rounds from ``BEFORE`` this time on."""
+    """Return the places of all clocks, and of the rounds from ``BEFORE`` this time on."""
     known = [i for i, line in enumerate(lines) if '"epoch"' in line]
     first, least = len(lines), len(lines) - FEW * max(len(known), 1)
     while first and (first > least or _begun(lines[first - 1]) >= since - BEFORE):
@@ -158,7 +157,7 @@ def _newest(lines: Sequence[str], since: int) -> list[int]:
 
 
 def _begun(line: str) -> float:
-    """When the first of a line's rounds was asked; inf where it says nothing of the kind."""
+    """Return the time of a line's first round; inf for a line without rounds."""
     found = _ASKED.search(line)
     return int(found[1]) if found else math.inf
 

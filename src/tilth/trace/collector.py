@@ -1,9 +1,8 @@
-"""Garbage collection by Python: seen as spans, and, where a run asks for it, done at planned moments only.
+"""Python's garbage collections as spans and, on request, at planned moments only.
 
-Python collects when it has made some hundred objects more than it has freed, in whichever thread that happens. A rank
-that does so alone lets all others wait for it in the next collective, and with many ranks one of them nearly always
-does. Collected at the same step on all ranks the pauses fall together (MegaScale, arXiv 2402.15627; the straggler
-study, arXiv 2505.05713).
+Python collects after some hundred new objects, in the thread that makes the last one. All ranks wait in the next
+collective for a rank that collects, and with many ranks one of them nearly always does. If all ranks collect after the
+same step, the pauses coincide (MegaScale, arXiv 2402.15627; the straggler study, arXiv 2505.05713).
 """
 
 import gc
@@ -15,64 +14,62 @@ from tilth.trace.spans import _local, span
 
 
 class Collector:
-    """The collections of this process. Use the instance ``collector``; there is one per process."""
+    """The collections of this process; use its one instance, ``collector``. planned: only ``collect`` collects."""
 
     def __init__(self) -> None:
         self.watching = False
         self.planned = False
-        """Whether collections happen in ``collect`` only."""
         self._was_enabled = True
         self._open: span | None = None
 
     def start(self, planned: bool = False) -> None:
-        """From now on every collection is a span ``gc`` (detail: the generation) of the thread that it stopped.
+        """Make every collection a span ``gc`` (detail: the generation) of the thread that it stops.
 
-        planned: Python collects no more of itself. What stands now (modules, models) is taken to stay and is looked at
-        no more, so that a planned collection costs as much as was made since. A second call changes the plan.
+        planned: disable automatic collections and freeze the present objects (modules, models), so that a planned
+        collection only visits newer ones. A second call changes ``planned``.
         """
         if not self.watching:
             self.watching = True
-            gc.callbacks.append(self._heard)
+            gc.callbacks.append(self._on_collection)
         if planned and not self.planned:
             self._was_enabled = gc.isenabled()
             gc.disable()
             gc.collect()
             gc.freeze()
         elif self.planned and not planned:
-            self._give_back()
+            self._unplan()
         self.planned = planned
 
     def collect(self) -> None:
-        """Collect now, all generations."""
         gc.collect()
 
     def stop(self) -> None:
-        """Collections are no spans any more and happen when Python likes. Stopping twice is fine."""
+        """Restore Python's collections, without spans; a second call does nothing."""
         if self.planned:
-            self._give_back()
+            self._unplan()
         if self.watching:
-            gc.callbacks.remove(self._heard)
+            gc.callbacks.remove(self._on_collection)
         self.watching = self.planned = False
 
     @contextmanager
     def to(self, planned: bool = False) -> Iterator["Collector"]:
-        """``start`` and ``stop`` around a block."""
+        """Call ``start`` and ``stop`` around a block."""
         self.start(planned)
         try:
             yield self
         finally:
             self.stop()
 
-    def _give_back(self) -> None:
+    def _unplan(self) -> None:
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
-    def _heard(self, phase: str, about: dict[str, int]) -> None:
-        """Python's word that a collection begins or has ended, in the same thread; there is only one at a time.
+    def _on_collection(self, phase: str, about: dict[str, int]) -> None:
+        """Open or close the span; Python calls this at both ends of a collection, in the same thread, one at a time.
 
-        It may come wherever an object is made: no lock is taken here. In the midst of the first span of a thread there
-        is no place yet where this one could be put.
+        It may interrupt any code that makes an object, so it takes no lock. While the state of a thread is being made,
+        there is no place for a span yet.
         """
         if phase == "start":
             if getattr(_local, "state", None) is not None:

@@ -1,45 +1,34 @@
-"""When the work of a span ran on a CUDA device, by events recorded around it; training waits for nothing.
+"""Times of spans on a CUDA device, by CUDA events around them; training never waits for these.
 
-A span measures the host, and on a GPU that only queues its work. Events of CUDA tell milliseconds between each other as
-32-bit floats, of a clock of its own. So times are counted from an anchor near by, and the anchor is tied to the host's
-clock: once by waiting, before the first step, and then whenever the thread that writes the trace sees an event come to
-pass (MegaScale, arXiv 2402.15627, waits at each flush).
+A span measures the host, which only queues the work of a GPU. CUDA events give the milliseconds between each other on
+their own clock, as 32-bit floats. So times are counted from a recent anchor, which is tied to the host's clock: before
+the first step by waiting for it, later whenever the writer's thread sees an event complete (MegaScale, arXiv
+2402.15627, waits at each flush).
 """
 
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-MOST = 20_000
-"""Most spans whose work is not done yet; beyond it they are not timed on the device."""
-LOOKS, PAUSE = 50, 1e-4
-"""How often, and after how many seconds each, the writer looks whether an event comes to pass."""
+if TYPE_CHECKING:
+    from torch.cuda import Event as CudaEvent
 
-
-class CudaEvent(Protocol):
-    """What is used of ``torch.cuda.Event``."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: "CudaEvent", /) -> float: ...
+MOST = 20_000  # most spans with pending work; further ones are not timed on the device
+LOOKS, PAUSE = 50, 1e-4  # number of times that the writer polls for the completion of an event, and the seconds between
 
 
 class DeviceClock:
-    """Device times of spans by their ids. Any thread may ``begin`` and ``end``; one takes what is known.
+    """Device times of spans by their ids. Any thread may call ``begin`` and ``end``; one calls ``take``.
 
-    make: a new mark. unfit: whether nothing can be recorded now (a graph is being captured). now: ns of the clock that
-    spans have.
+    make: makes an event. unfit: True while none can be recorded (a graph is being captured). now: ns on the clock of
+    spans.
     """
 
     def __init__(
         self,
-        make: Callable[[], CudaEvent],
+        make: Callable[[], "CudaEvent"],
         unfit: Callable[[], bool] = lambda: False,
         now: Callable[[], int] = time.perf_counter_ns,
         pause: Callable[[float], None] = time.sleep,
@@ -52,26 +41,26 @@ class DeviceClock:
         self._anchor.synchronize()
         self._at = now()
 
-    def begin(self) -> CudaEvent | None:
-        """A mark before the work of a span; None if it shall not be timed."""
+    def begin(self) -> "CudaEvent | None":
+        """Record an event before the work of a span; None if the span is not timed."""
         if len(self._new) + len(self._open) >= MOST or self._unfit():
             return None
         return self._marked()
 
-    def end(self, span: int, begun: CudaEvent) -> None:
-        """And one behind it."""
+    def end(self, span: int, begun: "CudaEvent") -> None:
+        """Record the event behind the work of a span."""
         if not self._unfit():
             self._new.append((span, begun, self._marked()))
 
-    def _marked(self) -> CudaEvent:
+    def _marked(self) -> "CudaEvent":
         mark = self._make()
         mark.record()
         return mark
 
     def take(self) -> tuple[dict[int, tuple[int, int]], frozenset[int]]:
-        """Start and duration in ns, by id, of the spans whose work is done; and the ids of those that still wait.
+        """Return (start, duration) in ns by id of the spans whose work is done, and the ids of pending ones.
 
-        A device that has failed tells nothing: then no span has, or waits for, a time on it.
+        After a failure of the device both are empty.
         """
         self._open += [self._new.popleft() for _ in range(len(self._new))]
         try:
@@ -81,19 +70,19 @@ class DeviceClock:
             self._open = [entry for entry in self._open if entry[0] not in known]
             if done:
                 self._at, self._anchor = self._host(done[-1][2]), done[-1][2]
-        except RuntimeError:  # of CUDA: whoever waits for the device will be told the same
+        except RuntimeError:  # of CUDA: the training thread gets the same error
             self._open.clear()
             return {}, frozenset()
         return known, frozenset(span for span, _, _ in self._open)
 
-    def _times(self, begun: CudaEvent, ended: CudaEvent) -> tuple[int, int]:
+    def _times(self, begun: "CudaEvent", ended: "CudaEvent") -> tuple[int, int]:
         return self._host(begun), round(1e6 * begun.elapsed_time(ended))
 
-    def _host(self, mark: CudaEvent) -> int:
+    def _host(self, mark: "CudaEvent") -> int:
         return self._at + round(1e6 * self._anchor.elapsed_time(mark))
 
     def _tie(self) -> None:
-        """The host's time of the anchor anew, if a mark comes to pass while one looks: it did so between two looks."""
+        """Correct the anchor's time on the host, if an event completes between two polls."""
         pending = next((ended for _, _, ended in self._open if not ended.query()), None)
         if pending is None:
             return
@@ -107,7 +96,7 @@ class DeviceClock:
 
 
 def device_clock() -> DeviceClock | None:
-    """That of this process, if it uses a CUDA device by now; torch is not imported for it."""
+    """Return the clock of this process if it uses a CUDA device by now; does not import torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

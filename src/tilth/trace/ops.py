@@ -1,6 +1,6 @@
-"""Every operation that a span may name, declared once: its kind, and what ``detail`` and ``seq`` say of it.
+"""The operations that spans may name, each declared once: its kind, and the meaning of ``detail`` and ``seq``.
 
-The readers go by kinds, never by guesses from names; ``tests/trace/test_ops.py`` finds each span of the source here.
+Readers use kinds and never guess from names; ``tests/trace/test_ops.py`` checks that each span of the source is here.
 """
 
 import difflib
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["step", "phase", "compute", "communication", "call", "wait", "storage", "data", "pause", "frame"]
-"""step: the controller's whole step. phase: a part of it, see PHASES. communication: ranks meet in it, and its time is
-waiting for the last of them and the transfer. call: a worker executes what the controller asked. wait: for others,
-nothing is done. pause: what nobody asked for, garbage collection. frame: holds others, no work of its own."""
+"""step: a whole step of the controller. phase: a part of it, see PHASES. communication: between ranks; its time is the
+wait for the last of them, and the transfer. call: a worker executes a call of the controller. wait: idle, for others.
+pause: garbage collection. frame: contains other operations, and has no work of its own."""
 COLLECTIVE = "detail: ranks of the group, as 0,1; seq: its number among the communications of that group"
 
 
@@ -25,27 +25,27 @@ class Op:
 
 _DECLARED = (
     Op("step", "step", "one step of the flow, from its first draw until it is committed"),
-    Op("generate", "phase", "the engines write completions"),
-    Op("score", "phase", "rewards are given"),
+    Op("generate", "phase", "the engines sample completions"),
+    Op("score", "phase", "rewards are computed"),
     Op("judge", "phase", "a model judges completions"),
-    Op("values", "phase", "the critic says what it expects"),
+    Op("values", "phase", "the critic computes values"),
     Op("reference", "phase", "log-probs of the reference"),
     Op("logprobs", "phase", "log-probs of the policy before its update"),
     Op("advantages", "phase", "advantages from rewards"),
-    Op("critic", "phase", "the critic learns"),
-    Op("update", "phase", "the policy learns"),
+    Op("critic", "phase", "the critic is updated"),
+    Op("update", "phase", "the policy is updated"),
     Op("publish", "phase", "weights go from the policy to its copies"),
     Op("verify", "phase", "the copies are compared with the policy"),
-    Op("evaluate", "phase", "what is held out is measured"),
-    Op("save", "phase", "a checkpoint is begun; what of it stops the run"),
+    Op("evaluate", "phase", "held-out data is evaluated"),
+    Op("save", "phase", "the part of a checkpoint that blocks the run"),
     Op("forward", "compute", "forward pass and loss of a micro-batch"),
     Op("backward", "compute", "backward pass of a micro-batch"),
-    Op("infer", "compute", "forward pass of a micro-batch that nothing is learned from"),
-    Op("padding", "compute", "an empty micro-batch, for another rank has more"),
-    Op("reduce", "frame", "gradients become those of all ranks"),
+    Op("infer", "compute", "forward pass of a micro-batch without a gradient"),
+    Op("padding", "compute", "an empty micro-batch, since another rank has more"),
+    Op("reduce", "frame", "gradients are summed over ranks"),
     Op("optimizer", "compute", "clipping and the optimizer's step"),
     Op("prefill", "compute", "prompts go into the cache"),
-    Op("place", "compute", "rows of the cache are given away"),
+    Op("place", "compute", "rows of the cache are assigned"),
     Op("decode", "compute", "one token of each row"),
     Op("sample", "compute", "the tokens are chosen"),
     Op("all_reduce", "communication", COLLECTIVE),
@@ -62,20 +62,20 @@ _DECLARED = (
     Op("save.*", "storage", "a stage of a checkpoint"),
     Op("load", "data", "rows of the data become tokens"),
     Op("payload.*", "data", "a column goes to the store of payload, or comes from it: put, get"),
-    Op("profile", "frame", "torch's profiler begins, or ends and writes what it saw; detail: begin, end"),
+    Op("profile", "frame", "torch's profiler starts, or stops and writes; detail: begin, end"),
     Op("gc", "pause", "garbage collection by Python; detail: generation"),
 )  # fmt: skip
 OPS = {op.name: op for op in _DECLARED}
 PHASES = frozenset(op.name for op in _DECLARED if op.kind == "phase")
-"""Operations that a step consists of. Time inside several of them (generating within ``evaluate``) belongs to the
-outermost, so that the phases of a step never overlap."""
+"""The parts of a step. Time inside nested ones (generating within ``evaluate``) belongs to the outermost, so that the
+phases of a step never overlap."""
 
 ON_DEVICE = frozenset(op.name for op in _DECLARED if op.kind in ("compute", "communication"))
-"""Operations whose work a GPU does, where there is one."""
+"""Operations that a GPU executes, if there is one."""
 
 
 def kind(name: str) -> Kind:
-    """The kind of an operation; KeyError with the nearest name for one that is not declared."""
+    """Return the kind of an operation. KeyError names the nearest one for an undeclared operation."""
     found = OPS.get(name) or OPS.get(f"{name.partition('.')[0]}.*")
     if found is None:
         near = difflib.get_close_matches(name, OPS, 1)

@@ -1,7 +1,7 @@
-"""The spans of this process laid over a profile of it: which phase, micro-batch and call an operation belongs to.
+"""Merge the spans of this process into its profile, which shows the phase, micro-batch and call of an operation.
 
-Both give times since the Unix epoch: the profiler by the system's clock when it began, the spans by the same clock when
-the recorder began and the steady one since then. ``ClockMark`` holds how far these two are apart.
+Both have times since the Unix epoch: the profiler's by the system clock at its start, the spans' by the system clock at
+the start of the recorder plus the monotonic clock. ``ClockMark`` has the difference.
 """
 
 import json
@@ -19,29 +19,28 @@ from tilth.trace.spans import recorder
 
 BASE = re.compile(rb'"baseTimeNanoseconds": *(\d+)')
 EVENTS = re.compile(rb'"traceEvents": *\[')
-_THREAD = 2_000_000_000  # of the first lane of spans: above the numbers that the system gives to threads
+_THREAD = 2_000_000_000  # first lane of spans: above the thread ids of the system
 _SHOWN = ("step", "micro_batch", "tokens", "bytes", "flops", "detail", "role")
 _NONE = (-1, 0, "", None)
 
 
 class ClockMark(NamedTuple):
-    """A moment: ns since the Unix epoch, and what to add to a span's start for the system's clock of that moment."""
+    """A moment: ns since the Unix epoch; shift: converts a span's start to the system clock of that moment."""
 
     at: int
     shift: int
 
     @classmethod
     def now(cls) -> "ClockMark":
-        """This moment."""
         at, steady = time.time_ns(), time.perf_counter_ns()
         return cls(at, at - steady - recorder.epoch)
 
 
 def head_with_spans(head: bytes, folder: Path, rank: int, since: ClockMark) -> bytes:
-    """The beginning of a Chrome trace with the spans of this process since then before its other events.
+    """Insert the spans of this process since a moment into the beginning of a Chrome trace.
 
-    head: of torch's trace, to behind the bracket that opens its events. folder: where the recorder writes, as ``rank``.
-    DataError for the head of another trace, StorageError if the spans so far cannot be written.
+    head: of torch's trace, at least to the bracket that opens its events. folder, rank: of the recorder. DataError:
+    another trace; StorageError: the spans so far cannot be written.
     """
     base, opened = BASE.search(head), EVENTS.search(head)
     if base is None or opened is None:
@@ -52,7 +51,7 @@ def head_with_spans(head: bytes, folder: Path, rank: int, since: ClockMark) -> b
 
 
 def _events(folder: Path, rank: int, since: ClockMark, base: int) -> Iterator[dict[str, Any]]:
-    """Chrome events of the spans that have begun since then; times in us since ``base``."""
+    """Yield Chrome events of the spans that started since then; times in us since ``base``."""
     process, lanes = os.getpid(), dict[str, int]()
     for row in _spans(folder, rank, since):
         lane = lanes.setdefault(row["thread"], _THREAD + len(lanes))
@@ -71,7 +70,7 @@ def _meta(what: str, process: int, lane: int, args: dict[str, Any]) -> dict[str,
 
 
 def _spans(folder: Path, rank: int, since: ClockMark) -> list[dict[str, Any]]:
-    """Rows of the event table; only files that were written since then are read."""
+    """Read rows of the event table, only from files that were written since then."""
     import pyarrow.parquet as pq  # takes a third of a second
 
     from tilth.trace.writer import PART

@@ -1,11 +1,11 @@
 """Spans: ``with span("generate", step=3) as s: ...; s.set(tokens=n)``, or ``@traced("score")``.
 
-A finished span does two things: it adds to the totals of its operation (always), and it becomes one event in the
-Parquet table of the run (once ``recorder.start`` was called). Every phase timing that anybody shows comes from here.
+A finished span adds to the totals of its operation and, after ``recorder.start``, becomes an event in the run's Parquet
+table. Every reported time of a phase comes from here.
 
-A span costs about a microsecond, so that an operation of a millisecond can be traced without a second thought: no
-lock is taken, nothing is formatted and no object is kept on the way. Each thread sums up its own totals, which only
-ever grow; reading and resetting work on differences, so no update can be lost between the two.
+A span costs about a microsecond, so operations of a millisecond may be traced: it takes no lock, formats nothing and
+keeps no object. Each thread has its own totals, which only grow; reading and resetting use differences, so that no
+update is lost.
 """
 
 import functools
@@ -26,26 +26,25 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
 from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Codes, EventBuffer, EventNames, Taken
-from tilth.trace.device import CudaEvent, DeviceClock, device_clock
+from tilth.trace.device import DeviceClock, device_clock
 from tilth.trace.ops import ON_DEVICE, PHASES
 
 if TYPE_CHECKING:
+    from torch.cuda import Event as CudaEvent
+
     from tilth.trace.writer import PartWriter
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 CAPACITY = 200_000
-"""Most events that wait in memory (21 MB, and a chunk a thread); beyond it they are dropped and counted. Totals
-stay exact."""
-WAKE = 20_000
-"""As many waiting events wake the writer before its time."""
-LONGEST = 600.0
-"""Most seconds between two parts."""
-WIDTH = 8  # sums kept for each operation; behind them stand
-CODE, PHASE, DEVICE = 8, 9, 10  # its code in events, whether it is a phase of the step, whether devices do its work
-Where = tuple[str, str]
-"""Role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"."""
+"""Most events that wait in memory (21 MB, and a chunk a thread); further ones are dropped and counted. Totals stay
+exact."""
+WAKE = 20_000  # number of waiting events that wakes the writer early
+LONGEST = 600.0  # most seconds between two parts of the table
+WIDTH = 8  # sums of each operation, followed by
+CODE, PHASE, DEVICE = 8, 9, 10  # its code in events, True for a phase of the step, True for the work of a device
+Where = tuple[str, str]  # role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"
 NOWHERE: Where = ("", "")
 _now = time.perf_counter_ns
 _pack = FORMAT.pack_into
@@ -54,52 +53,52 @@ _ops, _details, _places = Codes("", OTHERS), Codes("", OTHERS), Codes(NOWHERE, (
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What the spans of one operation add up to. A span within a span of its own name counts in ``seconds`` twice."""
+    """Sums over the spans of one operation.
+
+    seconds: inclusive; a span inside one of its own name counts twice. self_seconds: exclusive; these sum to the time
+    of the outermost spans. phase_seconds, phase_tokens: of the spans in PHASES that are not inside another phase.
+    """
 
     seconds: float
-    """Inclusive of the spans inside."""
     self_seconds: float
-    """Exclusive of the spans inside: these sum to the time of the outermost spans."""
     count: int
     tokens: int
     bytes: int
     flops: float
     phase_seconds: float
-    """Inclusive time of those spans that are a phase of the step: in PHASES and not inside another phase."""
     phase_tokens: int
-    """Their tokens."""
 
 
 class _Thread(EventBuffer):
-    """What one thread keeps: the innermost open span, by name the sums that ``Total`` shows (times in ns), those that
-    were told, and the events that wait."""
+    """State of a thread: innermost open span, sums of ``Total`` by operation (times in ns), the part of them that was
+    read, and waiting events."""
 
-    __slots__ = ("name", "place", "sums", "thread", "told", "top", "where")
+    __slots__ = ("name", "place", "reported", "sums", "thread", "top", "where")
 
     def __init__(self) -> None:
         super().__init__()
-        self.where, self.place = NOWHERE, _places[NOWHERE]  # the newest, and its code
+        self.where, self.place = NOWHERE, _places[NOWHERE]  # the newest place, and its code
         self.thread = threading.current_thread()
         self.name = self.thread.name
         self.top: span | None = None
         self.sums: dict[str, list[float]] = {}
-        self.told: dict[str, list[float]] = {}
+        self.reported: dict[str, list[float]] = {}
 
-    def untold(self, into: dict[str, list[float]], tell: bool) -> None:
-        """Add what came to the sums since they were last told. A worker asks at each call, however small: operations
-        that did not end since then cost next to nothing."""
-        for op, row in list(self.sums.items()):  # a copy: the thread may be adding a name right now
-            before = self.told.get(op)
+    def add_new(self, into: dict[str, list[float]], reset: bool) -> None:
+        """Add the sums since the last reset. A worker calls this in each call, so operations without new spans are
+        skipped."""
+        for op, row in list(self.sums.items()):  # a copy: the thread may add an operation meanwhile
+            before = self.reported.get(op)
             if before is not None and row[2] == before[2]:
                 continue
             now = row[:WIDTH]
             new = now if before is None else [a - b for a, b in zip(now, before)]
             into[op] = [a + b for a, b in zip(into[op], new)] if op in into else new
-            if tell:
-                self.told[op] = now
+            if reset:
+                self.reported[op] = now
 
     def begin(self, op: str) -> list[float]:
-        """The sums of an operation that this thread has not done before."""
+        """Add an operation that is new in this thread."""
         sums: list[float] = [0] * WIDTH
         self.sums[op] = sums = [*sums, _ops[op], op in PHASES, op in ON_DEVICE]
         return sums
@@ -112,12 +111,12 @@ class _Local(threading.local):
 
 
 class span:
-    """A context manager that times its block under the name ``op``; name the thing done, e.g. ``generate``.
+    """A context manager that times its block as one run of the operation ``op``, e.g. ``generate``. Usable once.
 
     ``step``, ``micro_batch`` and ``where`` default to those of the enclosing span (-1, -1, nowhere at the root).
-    ``tokens``, ``squares`` (the sum of squared lengths of their sequences), ``bytes`` and ``flops`` say how much was
-    done, here or by ``set`` inside. ``detail`` and ``seq`` say which one it is of its kind, as ``trace.ops`` declares.
-    Usable once. After the block ``seconds`` is its time.
+    ``tokens``, ``squares`` (sum of squared lengths of their sequences), ``bytes`` and ``flops`` are the amount of work,
+    also by ``set`` inside. ``detail`` and ``seq`` identify it, as ``trace.ops`` declares. Afterwards ``seconds`` is its
+    time.
     """
 
     __slots__ = (
@@ -127,18 +126,9 @@ class span:
     )  # fmt: skip
 
     def __init__(
-        self,
-        op: str,
-        step: int = -1,
-        micro_batch: int = -1,
-        tokens: int = 0,
-        bytes: int = 0,
-        flops: float = 0.0,
-        squares: int = 0,
-        detail: str = "",
-        seq: int = -1,
-        where: Where = NOWHERE,
-    ) -> None:
+        self, op: str, step: int = -1, micro_batch: int = -1, tokens: int = 0, bytes: int = 0, flops: float = 0.0,
+        squares: int = 0, detail: str = "", seq: int = -1, where: Where = NOWHERE,
+    ) -> None:  # fmt: skip
         self.op = op
         self.step = step
         self.micro_batch = micro_batch
@@ -149,17 +139,13 @@ class span:
         self.detail = detail
         self.seq = seq
         self.where = where
-        self.duration = -1  # it is not over
+        self.duration = -1  # not finished
 
     def set(
-        self,
-        *,
-        tokens: int | None = None,
-        bytes: int | None = None,
-        flops: float | None = None,
+        self, *, tokens: int | None = None, bytes: int | None = None, flops: float | None = None,
         squares: int | None = None,
-    ) -> None:
-        """State what became known inside the block."""
+    ) -> None:  # fmt: skip
+        """Set amounts that became known inside the block."""
         self.squares = self.squares if squares is None else squares
         self.tokens = self.tokens if tokens is None else tokens
         self.bytes = self.bytes if bytes is None else bytes
@@ -167,7 +153,6 @@ class span:
 
     @property
     def seconds(self) -> float:
-        """Time of the finished block."""
         return self.duration * 1e-9
 
     def __enter__(self) -> "span":
@@ -217,7 +202,7 @@ class span:
         if parent is not None:
             parent._inside += took
         if thread.top is self:
-            # A generator may have left a span behind that was closed out of order: skip those.
+            # Skip spans that a generator closed out of order.
             thread.top = parent if parent is None or parent.duration < 0 else _still_open(parent)
         if recorder.recording:
             if self._begun is not None:
@@ -232,7 +217,7 @@ def _still_open(top: span | None) -> span | None:
 
 
 def _add(s: span, thread: _Thread, code: float, parent: int) -> None:
-    """The event of a finished span. In here a collection of garbage may come, and its event before this one."""
+    """Add the event of a finished span. A garbage collection in here may add its own event first."""
     place = thread.place
     if s.where is not thread.where:
         place = _places[s.where]
@@ -260,7 +245,7 @@ def _add(s: span, thread: _Thread, code: float, parent: int) -> None:
 
 
 def _fitting(number: float, bits: int) -> int:
-    """What was said to be an integer as one of so many bits, 0 where it is no number: tracing ends no run."""
+    """Clamp an amount to a signed integer; 0 if it is no number: tracing must not end a run."""
     most = (1 << bits) - 1
     try:
         return min(max(int(number), -most), most)
@@ -276,19 +261,19 @@ def _finite(number: float) -> float:
 
 
 def in_phase() -> bool:
-    """Whether this thread is inside a phase of the step, so that what it asks of others is part of that phase."""
+    """True if this thread is inside a phase of the step; its calls are part of that phase."""
     top = _local.state.top
     return top is not None and bool(top._covered)
 
 
 def current_step() -> int:
-    """The step that this thread is in, as its innermost open span says; -1: none."""
+    """Return the step of this thread's innermost open span; -1: none."""
     top = _local.state.top
     return -1 if top is None else top.step
 
 
 def traced(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: every call of the function is a span of this name."""
+    """Decorate a function: every call is a span of this operation."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -302,24 +287,21 @@ def traced(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Recorder:
-    """The process-wide collector of finished spans. Use the instance ``recorder``; there is one per process."""
+    """Totals and events of the process; use its one instance, ``recorder``. timed: True if device work is timed too."""
 
     def __init__(self) -> None:
-        self.recording = False
-        self.timed = False
-        """Whether spans of what devices do are timed there too."""
         self._threads: list[_Thread] = []
-        self._gone: dict[str, list[float]] = {}  # what threads that ended had not told
+        self._gone: dict[str, list[float]] = {}  # unread sums of threads that have ended
         self._forget()
 
     def _forget(self) -> None:
-        """Start without a writer (also in a forked child, whose events are not those of this rank)."""
+        """Reset to a state without a writer, also in a forked child, whose events are not those of this rank."""
         self.recording = self.timed = False
         self._writer: PartWriter | None = None
         self._device: DeviceClock | None = None
         self._held: Taken = []
         self._background: threading.Thread | None = None
-        # No Event: a collection of garbage inside one of its own methods would wait for its lock for ever.
+        # No threading.Event: a garbage collection inside one of its methods would deadlock on its lock.
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._left: deque[_Thread] = deque()
         self._lost = 0
@@ -329,17 +311,17 @@ class Recorder:
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None
 
-    def begin(self) -> CudaEvent | None:
-        """The device's work of a span begins; None if it is not timed."""
+    def begin(self) -> "CudaEvent | None":
+        """Mark the start of a span's device work; None if it is not timed."""
         return self._device.begin() if self._device is not None else None
 
-    def end(self, span: int, begun: CudaEvent) -> None:
-        """It ends."""
+    def end(self, span: int, begun: "CudaEvent") -> None:
+        """Mark the end of a span's device work."""
         if self._device is not None:
             self._device.end(span, begun)
 
     def _room(self) -> bool:
-        """Whether one more chunk may wait. The writer is told when there are many."""
+        """Return True if one more chunk may wait; wake the writer if there are many."""
         waiting = sum(thread.waiting for thread in [*self._threads, *self._left])
         if waiting >= WAKE and self._wake.empty():
             self._wake.put(None)
@@ -347,45 +329,45 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Events since the start that did not fit in memory or on disk."""
+        """Return the number of events since the start that did not fit in memory or on disk."""
         return self._lost + sum(thread.dropped for thread in [*self._threads, *self._left])
 
     @property
     def epoch(self) -> int:
-        """ns to add to ``time.perf_counter_ns`` for the clock of the events that are being written; 0: none are."""
+        """Return the ns to add to ``time.perf_counter_ns`` for the clock of events; 0: none are written."""
         writer = self._writer
         return 0 if writer is None else writer.epoch
 
     def totals(self, reset: bool = True) -> dict[str, Total]:
-        """Sums by operation over the spans that ended since the last reset, in all threads; time in seconds."""
+        """Return the sums by operation over spans that ended since the last reset, in all threads."""
         return {op: total_of(row) for op, row in self.rows(reset).items()}
 
     def rows(self, reset: bool = True) -> dict[str, list[float]]:
-        """What ``totals`` tells, as ``total_of`` takes it: what a worker sends with each answer."""
+        """Return the sums as rows for ``total_of``; a worker sends them with each answer."""
         with self._totals_lock:
             self._retire()
             new = dict(self._gone)
             for state in list(self._threads):
-                state.untold(new, reset)
+                state.add_new(new, reset)
             if reset:
                 self._gone = {}
         return {op: row for op, row in new.items() if row[2]}
 
     def _retire(self) -> None:
-        """Keep what threads that ended have not told, so memory stays bounded. (Called with the lock of totals.)"""
+        """Move the unread sums of ended threads, which bounds memory. Requires the lock of totals."""
         for state in [t for t in self._threads if not t.thread.is_alive()]:
             if self._writer is not None and (state.waiting or state.dropped):
                 self._left.append(state)  # its last events are still to be written
             self._threads.remove(state)
-            state.untold(self._gone, True)
+            state.add_new(self._gone, True)
 
     def start(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> None:
-        """Write events to ``path/attempt-A-rank-R-NNNNNN.parquet`` from now on, in a thread of its own.
+        """Start a thread that writes events to ``path/attempt-A-rank-R-NNNNNN.parquet``.
 
-        A new part is written after ``interval`` seconds at first and later after 1 % of the time so far (at most ten
-        minutes), or when WAKE events wait: a process that is killed (SIGKILL) loses what ended since, no more. That
-        makes about 650 parts in the first 12 hours and 150 a day later on, or one for each 20,000 events where those
-        are more. StorageError if the folder cannot be made; RuntimeError if the recorder is already writing.
+        It writes a part after ``interval`` seconds, later after 1 % of the time so far (at most LONGEST), or when WAKE
+        events wait; SIGKILL loses the events since the last part. That makes about 650 parts in the first 12 hours and
+        150 a day later, or one for each WAKE events. StorageError: the folder cannot be made; RuntimeError: already
+        started.
         """
         from tilth.trace.writer import PartWriter  # pyarrow takes a third of a second to import
 
@@ -417,13 +399,13 @@ class Recorder:
             try:
                 self._take()
                 self._put(self._writer)
-            except Exception as error:  # noqa: BLE001 - none ends the run, or the writer's thread; flush and stop tell it
+            except Exception as error:  # noqa: BLE001 - must not end the writer's thread; flush and stop raise it
                 self._lost += sum(len(packed) for _, packed in self._held) // SIZE
                 self._held = []
                 self._error = error if isinstance(error, StorageError) else _unwritten(self._writer.folder, error)
 
     def _take(self) -> None:
-        """Hold name and finished events of each thread that has any, those that have ended among them."""
+        """Take the finished events of each thread, also of ended ones."""
         with self._totals_lock:
             self._retire()
         for thread in list(self._threads):
@@ -437,7 +419,7 @@ class Recorder:
             self._held.append((thread.name, packed))
 
     def _put(self, writer: "PartWriter") -> None:
-        """Write the events that are held, but for those that still wait for a device."""
+        """Write the taken events, except those that wait for a device."""
         now, later, times = self._held, Taken(), dict[int, tuple[int, int]]()
         if self._device is not None:
             times, waiting = self._device.take()
@@ -447,15 +429,14 @@ class Recorder:
         self._held = later
 
     def flush(self) -> None:
-        """Write all finished spans now. StorageError if this or an earlier background write failed: what it should have
-        written is dropped."""
+        """Write all finished spans now. StorageError if this or an earlier write failed, whose events are dropped."""
         self._write()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def stop(self) -> None:
-        """Flush and end the writing; totals go on. Stopping twice is fine. StorageError as in ``flush``."""
+        """Flush and stop writing; totals continue. A second call does nothing. StorageError: events are dropped."""
         self.recording = False
         self._wake.put(None)
         if self._background is not None:
@@ -469,8 +450,7 @@ class Recorder:
             self._wake = SimpleQueue()
 
     def conclude(self) -> str:
-        """``stop`` where what was recorded counts and its trace does not: a line on what of the trace could not be
-        written, and how many events are missing; "": nothing, all is there."""
+        """Stop; return the error and the number of dropped events in a line, or "" if the trace is complete."""
         try:
             self.stop()
         except StorageError as error:
@@ -479,13 +459,13 @@ class Recorder:
 
     @contextmanager
     def to(self, path: str | Path, rank: int = 0, attempt: int = 0, interval: float = 2.0) -> Iterator["Recorder"]:
-        """``start`` and ``stop`` around a block. What the block raises stays, with the StorageError as a note."""
+        """Call ``start`` and ``stop`` around a block. An exception of the block gets a StorageError as a note."""
         self.start(path, rank, attempt, interval)
         try:
             yield self
         except BaseException as failed:
-            if untold := self.conclude():
-                failed.add_note(untold)
+            if note := self.conclude():
+                failed.add_note(note)
             raise
         self.stop()
 
@@ -497,14 +477,14 @@ def _unwritten(folder: Path, error: Exception) -> StorageError:
 
 
 def total_of(row: Sequence[float]) -> Total:
-    """Of sums in the order of the fields, times in ns."""
+    """Convert sums in the order of the fields, times in ns."""
     took, own, count, tokens, size, flops, phase, phase_tokens = row
     return Total(
         took * 1e-9, own * 1e-9, int(count), int(tokens), int(size), float(flops), phase * 1e-9, int(phase_tokens)
     )  # fmt: skip
 
 
-_ids = itertools.count(1)  # 0: an event that is not written yet
+_ids = itertools.count(1)  # 0: a place that is not packed yet
 recorder = Recorder()
 _local = _Local()
 os.register_at_fork(after_in_child=recorder._forget)

@@ -1,4 +1,4 @@
-"""Events to Parquet parts: written under a temporary name, then renamed, so that a reader never meets half a file."""
+"""Write events as Parquet parts, each renamed from a temporary name, so that readers never see half a file."""
 
 import os
 import re
@@ -24,7 +24,7 @@ EVENTS = pa.schema(
         ("parent", pa.int64()),  # id of the enclosing span of the same thread, -1 at the root
         ("depth", pa.int32()),
         ("op", pa.string()),  # one of trace.ops
-        ("detail", pa.string()),  # which one of its kind, as trace.ops declares: "" where nothing is to be said
+        ("detail", pa.string()),  # which one of its kind, as trace.ops declares, or ""
         ("seq", pa.int64()),  # its number among those, -1: none
         ("role", pa.string()),  # "" outside of every role's calls
         ("place", pa.string()),  # coordinates in the role's mesh, "dp=0 fsdp=1 tp=0"
@@ -42,30 +42,28 @@ EVENTS = pa.schema(
     ]
 )
 TEXTS = [f.name for f in EVENTS if f.type == pa.string()]
-LATER = ("device_start", "device_duration")
-"""Columns that files of version 2 lack."""
+LATER = ("device_start", "device_duration")  # columns that files of version 2 do not have
 Times = Mapping[int, tuple[int, int]]
 PACKED = np.dtype(
     [(name, "i8") for name in ("id", "parent", "step", "seq", "start", "duration", "tokens", "squares", "bytes")]
     + [("flops", "f8")]
     + [(name, "i4") for name in ("micro_batch", "depth", "op", "detail", "where", "thread")]
-)
-"""An event of ``trace.buffer``; its last number, which is free there, is the thread here."""
+)  # an event of ``trace.buffer``, with the thread in the padding at its end
 assert PACKED.itemsize == SIZE
 FROM = frozenset(PACKED.names or ()) - {"op", "detail", "thread"}
 PART = re.compile(r"attempt-(\d+)-rank-(\d+)-(\d+)\.parquet")
 
 
 class PartWriter:
-    """Writes the parts of one process. StorageError names the folder or file that could not be written."""
+    """Writes the parts of one process. StorageError names the folder or file that cannot be written."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.folder, self.rank, self.attempt = folder, rank, attempt
-        # One reading of the wall clock: within the process the order and the durations are those of the steady clock.
+        # One reading of the wall clock: order and durations within the process are those of the monotonic clock.
         self.epoch = time.time_ns() - time.perf_counter_ns()
         try:
             make_folder(folder)
-            for half in folder.glob(f".attempt-*-rank-{rank}-*.parquet.tmp"):  # of a process that was killed
+            for half in folder.glob(f".attempt-*-rank-{rank}-*.parquet.tmp"):  # of a killed process
                 half.unlink(missing_ok=True)
             names = [PART.fullmatch(p.name) for p in folder.iterdir()]
         except OSError as error:
@@ -74,7 +72,7 @@ class PartWriter:
         self.part = max(mine, default=0)
 
     def without(self, taken: Taken, waiting: frozenset[int]) -> tuple[Taken, Taken]:
-        """What can be written now, and the events that wait for their times on the device, by id."""
+        """Split off the events, by id, that wait for their device times: (ready, waiting)."""
         now, later = Taken(), Taken()
         for name, packed in taken:
             rows = np.frombuffer(packed, PACKED)
@@ -84,9 +82,9 @@ class PartWriter:
         return now, later
 
     def write(self, taken: Taken, texts: EventNames, dropped: int, times: Times | None = None) -> Path:
-        """One part out of packed events (start on the steady clock), in order of their ends.
+        """Write packed events as one part, in order of their ends.
 
-        times: start and duration of work on a device, ns of the same clock, by the id of its span.
+        times: (start, duration) on a device by span id, in ns on the events' monotonic clock.
         """
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
         with written_whole(target) as temporary:
@@ -102,11 +100,11 @@ class PartWriter:
             "attempt": pa.array(np.full(len(rows), self.attempt, np.int32)),
             "rank": pa.array(np.full(len(rows), self.rank, np.int32)),
             "start": pa.array(rows["start"] + self.epoch),
-            "op": _said(rows["op"], texts.op),
-            "detail": _said(rows["detail"], texts.detail),
-            "role": _said(rows["where"], {code: role for code, (role, _) in texts.where.items()}),
-            "place": _said(rows["where"], {code: place for code, (_, place) in texts.where.items()}),
-            "thread": _said(rows["thread"], dict(enumerate(name for name, _ in taken))),
+            "op": _dictionary(rows["op"], texts.op),
+            "detail": _dictionary(rows["detail"], texts.detail),
+            "role": _dictionary(rows["where"], {code: role for code, (role, _) in texts.where.items()}),
+            "place": _dictionary(rows["where"], {code: place for code, (_, place) in texts.where.items()}),
+            "thread": _dictionary(rows["thread"], dict(enumerate(name for name, _ in taken))),
             **self._on_device(rows["id"], times),
         }
         about = {
@@ -125,21 +123,21 @@ class PartWriter:
 
 
 def _rows(taken: Taken) -> np.ndarray:
-    """PACKED [n], in order of their ends."""
+    """Return PACKED [n] in order of their ends."""
     words = np.concatenate([np.frombuffer(packed, np.int64).reshape(-1, SIZE // 8) for _, packed in taken])
     thread = np.repeat(np.arange(len(taken)), [len(packed) // SIZE for _, packed in taken])
     rows = words.view(PACKED)[:, 0]
     order = np.argsort(rows["start"] + rows["duration"], kind="stable")
-    rows = words[order].view(PACKED)[:, 0]  # by words: numpy copies records field by field
+    rows = words[order].view(PACKED)[:, 0]  # as words: numpy copies records field by field
     rows["thread"] = thread[order]
     return rows
 
 
-def _said(codes: np.ndarray, texts: Mapping[int, str]) -> pa.DictionaryArray:
-    """The texts that codes (int32 [n]) stand for."""
+def _dictionary(codes: np.ndarray, texts: Mapping[int, str]) -> pa.DictionaryArray:
+    """Return the texts of codes (int32 [n]); a path among them may be invalid Unicode."""
     used = np.flatnonzero(np.bincount(codes))  # codes are small: no need to sort
-    said = [str(texts[code]).encode("utf-8", "replace").decode() for code in used.tolist()]  # a path may be no text
-    distinct = {text: i for i, text in enumerate(dict.fromkeys(said))}
+    found = [str(texts[code]).encode("utf-8", "replace").decode() for code in used.tolist()]
+    distinct = {text: i for i, text in enumerate(dict.fromkeys(found))}
     which = np.zeros(used[-1] + 1, np.int32)
-    which[used] = [distinct[text] for text in said]
+    which[used] = [distinct[text] for text in found]
     return pa.DictionaryArray.from_arrays(which[codes], pa.array(list(distinct), pa.string()))

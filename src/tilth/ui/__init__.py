@@ -1,1 +1,1 @@
-"""How people see a run: the terminal while it goes on (``live``), one page when they ask (``report``)."""
+"""Views of a run: in the terminal (``live``, ``top``), as a page (``report``), in trackers (``track``)."""

@@ -1,6 +1,6 @@
 """Curves as inline SVG that stretches, with labels as text beside it, so that they stay sharp at any width.
 
-The numbers behind a curve go along as JSON; a few lines of script show them under the pointer, in all charts at once.
+A script shows their numbers, which the page has as JSON, at the pointer in all charts at once.
 """
 
 import itertools
@@ -17,12 +17,9 @@ from tilth.ui.html import render
 
 Record = Mapping[str, Any]
 Point = tuple[float, float]
-Phase = tuple[str, float, float]
-"""Name, first and last step."""
-FAMILY = ("leaf", "sky", "sun", "plum", "teal", "clay", "soil")
-"""Colours of the lines of a family of metrics."""
-POINTS = 320
-"""Most points of a curve; more are averaged."""
+Phase = tuple[str, float, float]  # name, first and last step
+FAMILY = ("leaf", "sky", "sun", "plum", "teal", "clay", "soil")  # colours of a family of metrics
+POINTS = 320  # most points of a curve; more are averaged
 WIDTH, HEIGHT = 1000.0, 400.0
 
 
@@ -37,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows. ``phase``: of this phase only. ``note``: one sentence under the title."""
+    """Contents of a chart. note: a sentence under the title; phase: of this phase only."""
 
     title: str
     lines: tuple[Line, ...]
@@ -93,7 +90,7 @@ class Curve:
 
 @dataclass
 class Frame:
-    """The ranges of a chart and how a value becomes a height: 0 at the top, 1 at the bottom."""
+    """The ranges of a chart, and places in it."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -101,12 +98,12 @@ class Frame:
     ticks: list[float] = field(default_factory=list)
 
     def across(self, x: float) -> float:
-        """0 at the left to 1 at the right."""
+        """Return the place of a step: 0 at the left, 1 at the right."""
         low, high = self.x
         return (x - low) / (high - low) if high > low else 0.5
 
     def down(self, y: float) -> float:
-        """0 at the top to 1 at the bottom, held inside."""
+        """Return the place of a value: 0 at the top, 1 at the bottom, clamped."""
         low, high = self.y
         if self.log:
             y, low, high = (math.log10(max(v, 1e-300)) for v in (y, low, high))
@@ -114,7 +111,7 @@ class Frame:
 
 
 def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
-    """The charts that these records can fill; the loss of each phase apart: their scales have nothing in common."""
+    """Make the charts that these records fill; each phase has a chart of its loss, as their scales differ."""
     found = []
     phases = [p for p in dict.fromkeys(r.get("phase", "") for r in records) if p]
     beside = REWARD if told_by(records) == ACCURACY else ACCURACY
@@ -133,7 +130,7 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
 
 
 def _members(line: Line, records: Sequence[Record]) -> list[Line]:
-    """The lines of a family ``name/*``, one for each metric that was measured; any other line as it is."""
+    """Expand a family ``name/*`` to a line for each recorded metric."""
     if not line.metric.endswith("/*"):
         return [line]
     family = line.metric.removesuffix("*")
@@ -149,7 +146,7 @@ def curve(chart: Chart, line: Line, records: Sequence[Record]) -> Curve:
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most ``limit`` points: each the mean of a stretch, the last one kept as it is."""
+    """Reduce to at most ``limit`` points: means of stretches, and the last point."""
     if len(points) <= limit:
         return list(points)
     bounds = [round(i * (len(points) - 1) / (limit - 1)) for i in range(limit)]
@@ -158,7 +155,7 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A centred moving average over a twentieth of the curve; short curves as they are."""
+    """Return the centred moving average over a twentieth of the curve; a short curve is unchanged."""
     reach = len(points) // 40
     if reach == 0:
         return list(points)
@@ -166,12 +163,11 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return [(points[i][0], sum(y for _, y in p) / len(p)) for i, p in enumerate(parts)]
 
 
-_LEAST = 1e-290
-"""A smaller range cannot be divided: powers of ten end there."""
+_LEAST = 1e-290  # smallest range that can be divided into powers of ten
 
 
 def nice(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers that cover ``low`` to ``high``, about ``count`` steps apart."""
+    """Return round numbers that cover ``low`` to ``high`` in about ``count`` steps."""
     if not high - low > _LEAST:
         half = 0.5 * max(abs(low), abs(high))
         low, high = (low - half, high + half) if half > _LEAST else (low - 0.5, high + 0.5)
@@ -183,7 +179,7 @@ def nice(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten around ``low`` to ``high``, at most five of them."""
+    """Return at most five powers of ten that cover ``low`` to ``high``."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     every = -(-(last - first) // 4)
@@ -191,7 +187,7 @@ def decades(low: float, high: float) -> list[float]:
 
 
 def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> Frame:
-    """Ranges and ticks of a chart. ``steps``: first and last of the whole run."""
+    """Choose ranges and ticks of a chart. steps: first and last of the whole run."""
     values = [y for c in curves for _, y in c.points]
     xs = [x for c in curves for x, _ in c.points]
     across = (min(xs), max(xs)) if chart.phase else steps
@@ -201,7 +197,7 @@ def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> 
         ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
     elif chart.form == "number":
         ticks = nice(min(values), max(values))
-    else:  # neither shares nor amounts are ever below 0, and no share is above 1
+    else:  # shares and amounts are never below 0
         ticks = nice(0.0, max(values) if max(values) > _LEAST else 1.0)
     return Frame(across, (ticks[0], ticks[-1]), chart.log, ticks)
 
@@ -209,7 +205,7 @@ def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> 
 def draw(
     chart: Chart, curves: Sequence[Curve], steps: tuple[float, float], phases: Sequence[Phase] = ()
 ) -> tuple[Markup, dict[str, Any]]:
-    """The figure, and its numbers for the script. The ground is darker behind all phases but the last."""
+    """Render the figure; return its numbers for the script too. All phases but the last are shaded."""
     f = frame(chart, curves, steps)
     behind = [] if chart.phase else phases
     shown = phases if chart.hero and len(phases) > 1 else []
@@ -230,7 +226,7 @@ def _numbers(curve: Curve) -> dict[str, Any]:
 
 
 def _paths(chart: Chart, curve: Curve, f: Frame) -> Iterator[tuple[str, str]]:
-    """Each path of a curve, and its class."""
+    """Yield each path of a curve with its class."""
     colour, points = curve.line.colour, curve.points
     line = _path(points, f)
     if chart.dots or len(points) == 1:
@@ -258,7 +254,7 @@ def _y(f: Frame, y: float) -> str:
 
 
 def _short(value: float) -> str:
-    """``15.2k`` for counts, three digits otherwise."""
+    """Format as ``15.2k`` from 1000 on, else with three digits."""
     for unit, scale in (("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
             return f"{value / scale:.3g}{unit}"

@@ -1,12 +1,12 @@
 """Numbers as text, the same in terminal and report."""
 
+from datetime import datetime
 from typing import Any
 
 from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
-PHASES = {"warmup": "warm-up", "values": "critic"}
-"""Phases that are not flows."""
+PHASES = {"warmup": "warm-up", "values": "critic"}  # phases that are not flows
 
 
 def duration(seconds: float) -> str:
@@ -38,6 +38,16 @@ def count(number: int, what: str) -> str:
 def share(value: float | None) -> str:
     """``94.1 %``; a dash for None."""
     return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def amount(number: float) -> str:
+    """``855k``, ``1.2M``."""
+    return next((f"{number / s:.3g}{u}" for u, s in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= s), f"{number:g}")
+
+
+def date(text: str) -> str:
+    """``1 May 2026, 12:30 UTC`` of an ISO 8601 time."""
+    return f"{datetime.fromisoformat(text):%d %B %Y, %H:%M} UTC".lstrip("0")
 
 
 MEASURES = {"accuracy/heldout": "accuracy", "reward/heldout": "mean reward"}

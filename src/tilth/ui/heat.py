@@ -7,10 +7,8 @@ from markupsafe import Markup
 
 from tilth.ui.html import render
 
-COOL, WARM = (0xF1, 0xEF, 0xE6), (0xB9, 0x53, 0x2D)
-"""Colours of the report: ground and clay."""
-LOW, HIGH = 1.0, 1.5
-"""Slowdowns at both ends of the colours, as in the study; values outside are clamped."""
+COOL, WARM = (0xF1, 0xEF, 0xE6), (0xB9, 0x53, 0x2D)  # colours of the report: ground and clay
+LOW, HIGH = 1.0, 1.5  # slowdowns at both ends of the colours, as in the study; values outside are clamped
 WIDTH, LEAST, LEFT, TOP = 960.0, 4.0, 70.0, 84.0
 """Pixels: width of the picture, least size of a cell, margins left of and above the cells."""
 

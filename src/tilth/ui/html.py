@@ -1,22 +1,13 @@
 """Render pages and pictures from the templates beside this module; values are escaped."""
 
 import json
-from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
-from jinja2 import BaseLoader, Environment, StrictUndefined
+from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from tilth.ui import format
-
-
-class _Templates(BaseLoader):
-    """Load templates without line ends and indents, so that there is no text between elements."""
-
-    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        """Return text and name of a template, and that it never changes."""
-        return "".join(line.lstrip() for line in text_of(template).splitlines()), template, lambda: True
 
 
 def text_of(name: str) -> str:
@@ -26,14 +17,18 @@ def text_of(name: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    found = Environment(loader=_Templates(), autoescape=True, undefined=StrictUndefined)
-    found.filters |= {"part": format.part, "share": format.share, "number": format.number, "g": "{:g}".format}
+    """Load the templates without line ends and indents, so that there is no text between elements."""
+    names = [file.name for file in (files("tilth.ui") / "templates").iterdir()]
+    texts = {name: "".join(line.lstrip() for line in text_of(name).splitlines()) for name in names}
+    found = Environment(loader=DictLoader(texts), autoescape=True, undefined=StrictUndefined)
+    plain = (format.part, format.share, format.number, format.timed, format.size, format.figure, format.phase_name)
+    found.filters |= {function.__name__: function for function in (*plain, format.amount, format.date)}
+    found.filters |= {"g": "{:g}".format, "counted": format.count}
     found.globals["zip"] = zip
     return found
 
 
 def render(template: str, **values: object) -> Markup:
-    """Render a template with these values."""
     return Markup(_environment().get_template(template).render(values))
 
 

@@ -25,15 +25,11 @@ from tilth.ui.output import Outlived
 
 LEVELS = "▁▂▃▄▅▆▇█"
 CURVES = (
-    (ACCURACY, "held-out accuracy", "bold green"),
-    (REWARD, "held-out reward", "bold green"),
-    ("loss/heldout", "held-out loss", "bold green"),
-    ("accuracy/pairs", "held-out pairs", "bold green"),
-    ("reward/mean", "reward", "cyan"),
-    ("loss", "loss", "blue"),
-    ("entropy", "entropy", "magenta"),
+    (ACCURACY, "held-out accuracy", "bold green"), (REWARD, "held-out reward", "bold green"),
+    ("loss/heldout", "held-out loss", "bold green"), ("accuracy/pairs", "held-out pairs", "bold green"),
+    ("reward/mean", "reward", "cyan"), ("loss", "loss", "blue"), ("entropy", "entropy", "magenta"),
     ("length/mean", "length", "yellow"),
-)
+)  # fmt: skip
 RATES = (("tokens_per_second/generate", "generation"), ("tokens_per_second/train", "training"))
 VERDICTS = {"right": ("✓", "green"), "wrong": ("✗", "red"), "partly": ("◐", "yellow"), "missing": ("?", "yellow")}
 COLOURS = (
@@ -42,8 +38,7 @@ COLOURS = (
 )  # fmt: skip
 """Colours of the parts of a step, the longest first; the others have REST."""
 REST = "grey62"
-LEAST = 0.005
-"""Parts of the time below this share are not in the legend."""
+LEAST = 0.005  # parts of the time below this share are not in the legend
 NARROW = 64
 LABEL, VALUE = 17, 25
 FASTEST, COST = 0.25, 0.01
@@ -60,7 +55,6 @@ class Series:
         self._waiting: list[float] = []
 
     def add(self, value: float) -> None:
-        """Add a value."""
         self._waiting.append(value)
         if len(self._waiting) < self.stride:
             return
@@ -320,7 +314,6 @@ def _rates(p: LiveState) -> RenderableType:
 
 
 def _times(p: LiveState, width: int) -> RenderableType:
-    """Draw the time of the recent step."""
     return Group(Text(), *divided(p.times, width)) if p.times else Text()
 
 

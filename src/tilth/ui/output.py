@@ -15,12 +15,10 @@ class Outlived:
         self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write, unless the stream is lost."""
         self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Flush, unless the stream is lost."""
         self._try(self._stream.flush)
 
     def _try(self, action: Callable[[], object]) -> None:

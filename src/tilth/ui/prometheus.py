@@ -11,17 +11,13 @@ from tilth.core.errors import RecipeError
 from tilth.flows.callbacks import Callback, RunView
 from tilth.runs.metrics import KEYS, METRICS, MetricSpec, declaration
 
-HOST = "127.0.0.1"
-"""Loopback only: metrics describe the data, and the endpoint has no authentication."""
+HOST = "127.0.0.1"  # loopback only: metrics describe the data, and the endpoint has no authentication
 POSITION = {
     "step": MetricSpec("step", "steps", "last", "the newest committed step"),
     "seconds": MetricSpec("seconds", "s", "last", "run time until then"),
-}
-"""Fields of a record that count progress, as metrics."""
-OF_ONE_STEP = "time/"
-"""Prefix of the parts of a step; a part that the newest step does not have is dropped."""
-_WORDS = {"s": "seconds", "bytes": "bytes"}
-"""Units that Prometheus names end in."""
+}  # fields of a record that count progress, as metrics
+OF_ONE_STEP = "time/"  # prefix of the parts of a step; a part that the newest step does not have is dropped
+_WORDS = {"s": "seconds", "bytes": "bytes"}  # units that Prometheus names end in
 
 
 def exposed(metric: MetricSpec) -> str:
@@ -61,7 +57,6 @@ class Endpoint(Callback):
 
     @property
     def port(self) -> int:
-        """Return the port."""
         return int(self._server.server_port)
 
     def on_run_start(self, run: RunView) -> None:
@@ -80,7 +75,6 @@ class Endpoint(Callback):
         self._newest = kept | fresh  # another dictionary: a request may be reading this one
 
     def close(self, failed: bool) -> None:
-        """Free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

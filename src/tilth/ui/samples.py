@@ -23,8 +23,16 @@ Pieces = Callable[[Sequence[int]], list[str]]
 
 def samples(run: Path) -> Markup | None:
     """Render the section; None if there is no trajectory yet."""
-    moments = [(step, read_trajectories(run, step).to_pylist()) for step in moments_of(run)]
-    shown = [_moment(step, rows, pieces_of(run)) for step, rows in moments if rows]
+    shown, pieces = [], pieces_of(run)
+    for step in moments_of(run):
+        rows = read_trajectories(run, step).to_pylist()
+        rewards = [row["reward"] for row in rows if row["reward"] is not None]
+        groups = [
+            {"prompt": _prompt(g[0], pieces), "answer": g[0].get("answer"), "samples": [_sample(r, pieces) for r in g]}
+            for g in groups_of(rows)
+        ]
+        mean = f", mean reward {format.number(sum(rewards) / len(rewards))}" if rewards else ""
+        shown += [{"step": step, "count": len(rows), "mean": mean, "groups": groups}] if rows else []
     return render("samples.html", moments=shown) if shown else None
 
 
@@ -85,19 +93,10 @@ def _varied(group: Sequence[Row]) -> list[Row]:
     return sorted(chosen, key=lambda r: math.inf if r["reward"] is None else -r["reward"])
 
 
-def _moment(step: int, rows: Sequence[Row], pieces: Pieces) -> Row:
-    rewards = [r["reward"] for r in rows if r["reward"] is not None]
-    mean = f", mean reward {format.number(sum(rewards) / len(rewards))}" if rewards else ""
-    return {"step": step, "count": len(rows), "mean": mean, "groups": [_group(g, pieces) for g in groups_of(rows)]}
-
-
-def _group(rows: Sequence[Row], pieces: Pieces) -> Row:
-    first = rows[0]
-    prompt = first["prompt_text"]
-    if prompt is None:
-        prompt = "".join(pieces((first["tokens"] or [])[: first["prompt_length"] or 0]))
-    samples = [_sample(row, pieces) for row in rows]
-    return {"prompt": _cut(prompt, 1500), "answer": first.get("answer"), "samples": samples}
+def _prompt(first: Row, pieces: Pieces) -> str:
+    known = first["prompt_text"]
+    text = "".join(pieces((first["tokens"] or [])[: first["prompt_length"] or 0])) if known is None else known
+    return _cut(text, 1500)
 
 
 def _sample(row: Row, pieces: Pieces) -> Row:

@@ -1,9 +1,10 @@
-"""Pictures of a trace for the report: the timeline of each rank in one step, and the parts of all steps.
+"""Pictures of a trace for the report: timelines of the ranks in one step, the parts of all steps, a table of ranks.
 
 Both are SVG with one path for each colour, so that a page with many ranks and steps stays small.
 """
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,26 +30,17 @@ from tilth.ui.html import render
 
 HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua", "lilac", "moss", "soil")
 """Colours of phases, the longest first, and of data; the others are grey."""
-MEETING = "waiting in communication"
-"""The part of a communication before its last member arrives."""
+MEETING = "waiting in communication"  # the part of a communication before its last member arrives
 FIXED = {
-    COMMUNICATION: "ink",
-    MEETING: "ink pale",
-    PAUSE: "clay",
-    PROFILE: "grey pale",
-    PEERS: "idle",
+    COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PROFILE: "grey pale", PEERS: "idle",
     CONTROLLER: "idle far",
-}
-COLUMNS, FINE = 1000, 8
-"""Columns of a lane, and samples of each column, whose most frequent part of the time it shows."""
-BARS = 160
-"""Most columns of the picture over steps; further steps are averaged."""
-LANES = 16
-"""Most ranks in a timeline."""
+}  # fmt: skip
+COLUMNS, FINE = 1000, 8  # columns of a lane, and samples of each column, whose most frequent part of the time it shows
+BARS = 160  # most columns of the picture over steps; further steps are averaged
+LANES = 16  # most ranks in a timeline
 TALL = 26
 BLANK = -1
-Band = tuple[str, str, str]
-"""Title, path and colour."""
+Band = tuple[str, str, str]  # title, path and colour
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,3 +184,36 @@ def _x(value: float) -> str:
 
 def _y(value: float, most: float) -> str:
     return f"{HEIGHT * (1 - value / most):.4g}"
+
+
+# ---- ranks ----
+
+ROWS = 24  # most ranks in the table; of more, those that differ most from the median
+SLOW = 1.1  # pace (time over that of its peers for the same work) from which a rank is called slow
+
+
+def health(found: Account) -> Markup:
+    """Render the table: for each rank its parts of the time, its pace, and how long others waited for it."""
+    shown = chosen(found)
+    return render("health.html", rows=[_row(found, i) for i in shown], left=len(found.ranks) - len(shown))
+
+
+def chosen(found: Account, most: int = ROWS) -> list[int]:
+    """Choose at most ``most`` ranks, those whose parts differ most from the median; return their places, ascending."""
+    if len(found.ranks) <= most:
+        return list(range(len(found.ranks)))
+    far = np.abs(found.by_rank - np.median(found.by_rank, axis=0)).sum(1)
+    return sorted(np.argsort(-far, kind="stable")[:most].tolist())
+
+
+def _row(found: Account, i: int) -> tuple[int, list[tuple[str, float, str]], list[float], str, bool]:
+    """Return rank, parts, shares of the time, pace, and True if it is slow."""
+    whole, colours = found.whole, hues(found.names)
+    at = {name: float(found.by_rank[i, k]) / whole for k, name in enumerate(found.names)}
+    pace = float(found.pace[i])
+    shares = [
+        float(found.busy[i]) / whole, at[COMMUNICATION], at[PAUSE], at[PEERS] + at[CONTROLLER],
+        float(found.meetings.blamed[i]) / whole,
+    ]  # fmt: skip
+    parts = [(name, share, colours[name]) for name, share in at.items() if share > 0]
+    return found.ranks[i], parts, shares, "–" if math.isnan(pace) else f"{pace:.2f}", pace >= SLOW

@@ -23,12 +23,9 @@ from tilth.runs.readers import ACCURACY, REWARD, read_state
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
-TAIL = 1 << 18
-"""Bytes at the end of the metrics that are read first: some hundred steps."""
-STEPS = 20
-"""Most steps that the breakdown of the newest events covers."""
-RANKS = 16
-"""Most ranks with a line of their own."""
+TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hundred steps
+STEPS = 20  # most steps that the breakdown of the newest events covers
+RANKS = 16  # most ranks with a line of their own
 LOG = 1 << 12
 FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
 METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}
@@ -82,7 +79,6 @@ class Look:
 
     @property
     def running(self) -> bool:
-        """True while the run is running."""
         return bool(self.state["state"] == "running")
 
 
@@ -99,21 +95,19 @@ class RunWatcher:
         self._recent: Account | None = None
 
     def look(self) -> Look:
-        """Return the present state."""
         state = read_state(self.run)
         records, again = self._tail.new()
         if again:
             self._progress, self._before = LiveState(self._recipe), 0.0
         for record in records:
-            self._take(record)
+            now = float(record.get("seconds") or 0.0)
+            took = now - self._before if self._before else float(record.get("time/step") or 0.0)
+            self._progress.take(record, max(took, 0.0))
+            self._before = now
         self._events()
-        return Look(self.run, state, self._progress, self._recent, last_line(self.run / "log.txt"), self._silent())
-
-    def _take(self, record: Mapping[str, Any]) -> None:
-        now = float(record.get("seconds") or 0.0)
-        took = now - self._before if self._before else float(record.get("time/step") or 0.0)
-        self._before = now
-        self._progress.take(record, max(took, 0.0))
+        written = (self.run / "metrics.jsonl").stat().st_mtime if self._progress.record else None
+        silent = None if written is None else max(time.time() - written, 0.0)
+        return Look(self.run, state, self._progress, self._recent, last_line(self.run / "log.txt"), silent)
 
     def _events(self) -> None:
         folder = self.run / "events"
@@ -127,11 +121,6 @@ class RunWatcher:
                 self._recent = account(events, range(max(steps.start, steps.stop - STEPS), steps.stop))
         except DataError:  # a file came or went meanwhile: the next look reads them
             self._files = frozenset()
-
-    def _silent(self) -> float | None:
-        if not self._progress.record:
-            return None
-        return max(time.time() - (self.run / "metrics.jsonl").stat().st_mtime, 0.0)
 
 
 def last_line(path: Path) -> str:
@@ -210,16 +199,12 @@ def _title(look: Look) -> Text:
     if peak:
         predicted = f" (predicted {format.size(memory['predicted'])})" if memory.get("predicted") else ""
         text.append(f"  memory at most {format.size(peak)}{predicted}", "dim")
-    if look.running and look.silent is not None and look.silent > _usual(look):
+    usual = max(10.0, 3 * float(look.progress.record.get("time/step") or 0.0))  # seconds that a step may take
+    if look.running and look.silent is not None and look.silent > usual:
         text.append(f"  no step for {format.timed(look.silent)}", "bold yellow")
     if look.state.get("error"):
         text.append(f"  {look.state['error']}", "red")
     return text
-
-
-def _usual(look: Look) -> float:
-    """Return the seconds without a step that are worth a warning: three times the last step, at least 10."""
-    return max(10.0, 3 * float(look.progress.record.get("time/step") or 0.0))
 
 
 def _ranks(found: Account, width: int) -> RenderableType:

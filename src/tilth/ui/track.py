@@ -1,7 +1,7 @@
-"""Trackers: a run's metrics in TensorBoard and in Weights & Biases too, as ``run.track`` asks.
+"""Trackers: a run's metrics in TensorBoard and Weights & Biases (``run.track``).
 
-Each writes in a thread of its own, so that a slow disk or network never holds up a step; whatever its library raises is
-told once, and the run goes on without it. Steps that a resume runs again appear once.
+Each writes in its own thread, so that a slow disk or network never delays a step. An error of its library is reported
+once, and the run continues without it. A step that a resume runs again appears once.
 """
 
 import html
@@ -29,14 +29,12 @@ from tilth.flows.callbacks import Callback, RunView
 from tilth.runs.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
 
-SAMPLE_EVERY = 25
-"""Steps between two sampled answers that are kept as text."""
-PATIENCE = 60.0
-"""Seconds at the end of a run for what has not been written or uploaded yet."""
+SAMPLE_EVERY = 25  # steps between two sampled answers that are logged as text
+PATIENCE = 60.0  # seconds to wait for pending writes and uploads at the end of a run
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a record of ``metrics.jsonl``: finite numbers, without the fields that say which step it is."""
+    """Return the finite metrics of a record of ``metrics.jsonl``, without the fields that name the step."""
     return {
         name: float(value)
         for name, value in record.items()
@@ -45,20 +43,22 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
-    """A sampled answer as plain text: reward, right answer, prompt and what the model went on with."""
+    """Return a sampled answer as plain text: reward, right answer, prompt and completion."""
     reward = "missing" if sample.get("reward") is None else f"{sample['reward']:g}"
     right = f", right: {sample['answer']}" if sample.get("answer") else ""
     return f"reward {reward}{right}\n\n{sample.get('prompt') or ''}{sample.get('text') or ''}"
 
 
 class Tracker(Callback):
-    """Base of trackers: hands everything to its thread. Subclasses write, one call after another, in that thread."""
+    """Base of trackers. The methods of a subclass run one after another in the tracker's thread.
+
+    package: the library that it needs, which is an extra of Tilth; empty: none.
+    """
 
     package: ClassVar[str] = ""
-    """The library that it needs, an extra of Tilth's of that name; empty: none."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """RecipeError if the library is not installed."""
+        """Raise RecipeError if the library is not installed."""
         if self.package and importlib.util.find_spec(self.package) is None:
             raise RecipeError(
                 f"run.track asks for {self.package}, which is not installed; in Tilth's folder: "
@@ -68,20 +68,18 @@ class Tracker(Callback):
         self.recipe = recipe
         self.name = self.package or type(self).__name__
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-        self._pending: list[Future[None]] = []  # in order: what failed first is the reason of what failed after it
+        self._pending: list[Future[None]] = []  # in order: the first failure causes the others
         self._next_sample = 0
         self._begun = self._lost = False
         self._say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
 
-    # ---- what is observed ----
-
     def on_run_start(self, run: RunView) -> None:
-        """Open, or go on after the last step that is kept."""
+        """Open, or resume after the last committed step."""
         self._say, self._begun = run.say, True
         self._do(self.open, run.directory.path, run.state.step)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Write the step's numbers, and now and then a sampled answer."""
+        """Write the step's metrics, and a sampled answer every SAMPLE_EVERY steps."""
         sample = run.sample if step >= self._next_sample else None
         if sample is not None:
             self._next_sample = step + SAMPLE_EVERY
@@ -89,11 +87,10 @@ class Tracker(Callback):
         self._look()
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
-        """Write the summary."""
         self._do(self.conclude, summary)
 
     def close(self, failed: bool) -> None:
-        """Wait, not for ever, until everything is written. ``failed``: an error ended the run."""
+        """Wait until everything is written, PATIENCE seconds at most. failed: an error ended the run."""
         self._say = lambda text: print(text, file=sys.stderr)  # the run's own log is closed
         if self._begun:
             self._do(self.finish, failed)
@@ -108,39 +105,39 @@ class Tracker(Callback):
             self._pending.append(self._thread.submit(job, *arguments))
 
     def _look(self) -> None:
-        """Tell of the first job that failed, and do no more."""
+        """Report the first failed job and stop writing."""
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         errors = [error for future in done if not future.cancelled() and (error := future.exception()) is not None]
         if errors and not self._lost:
             self._lost = True
             reason = " ".join(str(errors[0]).split())[:200]
-            self._say(f"{self.name}: {type(errors[0]).__name__}: {reason}; the run goes on without it")
+            self._say(f"{self.name}: {type(errors[0]).__name__}: {reason}; the run continues without it")
 
-    # ---- what a subclass does, in its thread ----
+    # ---- overridden by subclasses, called in the thread ----
 
     def open(self, directory: Path, step: int) -> None:
-        """Begin, or go on after ``step``."""
+        """Start, or resume after ``step``."""
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float], text: str) -> None:
-        """The metrics of a step, and a sampled answer if it is not empty."""
+        """Write the metrics of a step, and a sampled answer if it is not empty."""
         raise NotImplementedError
 
     def conclude(self, summary: Mapping[str, Any]) -> None:
-        """What is known at the end, as ``tilth show RUN --json`` has it."""
+        """Write the summary, which ``tilth show RUN --json`` prints."""
 
     def finish(self, failed: bool) -> None:
-        """Close what is open; nothing follows."""
+        """Close; nothing follows."""
 
 
 class TensorBoard(Tracker):
-    """Event files in RUN/tensorboard. A resume makes a new file that declares later steps of older files void."""
+    """Writes event files in RUN/tensorboard. A resume starts a file that voids later steps of older ones."""
 
     package = "tensorboard"
 
     def open(self, directory: Path, step: int) -> None:
-        """A new event file."""
+        """Start an event file."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -150,16 +147,16 @@ class TensorBoard(Tracker):
         self._described: set[str] = set()
         self._add(step + 1, session_log=SessionLog(status=SessionLog.START))
         if fresh:
-            self._add(0, summary=_summary([_text_value("recipe", dump_toml(self.recipe))]))
+            self._add(0, summary={"value": [self._text("recipe", dump_toml(self.recipe))]})
         self._writer.flush()
 
     def write(self, step: int, values: Mapping[str, float], text: str) -> None:
-        """One event for all metrics of the step; the first of each tells what it is."""
+        """Write one event for all metrics of the step; the first of each has its description."""
         found = [self._scalar(name, value) for name, value in values.items()]
         if text:
-            found.append(_text_value("sample", text))
-        self._add(step, summary=_summary(found))
-        self._writer.flush()  # a kill loses nothing of a step that a checkpoint may hold
+            found.append(self._text("sample", text))
+        self._add(step, summary={"value": found})
+        self._writer.flush()  # a SIGKILL must not lose a step that a checkpoint has
 
     def finish(self, failed: bool) -> None:
         """Close the file."""
@@ -177,39 +174,32 @@ class TensorBoard(Tracker):
         if name in self._described:
             return Summary.Value(tag=name, simple_value=value)
         self._described.add(name)
-        # Readers that find a curve by its plugin do not guess the plugin from the value once there is metadata.
+        # With metadata readers no longer infer the plugin from the value, so it must name the scalar plugin.
         about = create_summary_metadata(display_name="", description=declaration(name).about)
         return Summary.Value(tag=name, simple_value=value, metadata=about)
 
+    def _text(self, tag: str, text: str) -> Any:
+        """Make a value of the text plugin; as a code block, so that its Markdown is not interpreted."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
 
-def _summary(values: list[Any]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Summary(value=values)
-
-
-def _text_value(tag: str, text: str) -> Any:
-    """For the text page, which reads Markdown: as a block of code, so that nothing in it is markup."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-    from tensorboard.plugins.text.metadata import create_summary_metadata
-
-    block = "\n".join("    " + line for line in text.splitlines())
-    tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode()])
-    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
+        block = "\n".join("    " + line for line in text.splitlines())
+        tensor = TensorProto(dtype=DT_STRING, string_val=[block.encode()])
+        return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=tensor)
 
 
 class WeightsAndBiases(Tracker):
-    """A run in RUN/wandb, offline unless WANDB_MODE says otherwise, under one id that RUN/wandb.json keeps.
+    """Writes a run in RUN/wandb, offline unless WANDB_MODE is set, under the id in RUN/wandb.json.
 
-    Weights & Biases cannot take a step back, so a step that a resume runs again is not sent again: it is the same.
+    The history of Weights & Biases cannot go back, so a step that a resume runs again is not sent again: it is equal.
     """
 
     package = "wandb"
 
     def open(self, directory: Path, step: int) -> None:
-        """Begin under a new id, or go on under the one that the directory knows."""
+        """Start under a new id, or resume under the directory's."""
         import wandb
 
         self._path = directory / "wandb.json"
@@ -229,21 +219,21 @@ class WeightsAndBiases(Tracker):
         )
 
     def write(self, step: int, values: Mapping[str, float], text: str) -> None:
-        """One row of the history, unless an earlier attempt sent that step."""
+        """Log one row of the history, unless an earlier attempt sent that step."""
         if step <= self._sent:
             return
-        self._remember(step)  # before it is sent: a kill between the two leaves a step out, it never doubles one
+        self._remember(step)  # before it is sent: a SIGKILL in between may lose a step, but never doubles one
         import wandb
 
         shown = {"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)} if text else {}
         self._run.log({**values, **shown}, step=step, commit=True)
 
     def conclude(self, summary: Mapping[str, Any]) -> None:
-        """The run's summary beside the last values."""
+        """Add the run's summary to the last values."""
         self._run.summary.update({f"summary/{name}": value for name, value in summary.items() if value is not None})
 
     def finish(self, failed: bool) -> None:
-        """Wait for the upload, if there is one."""
+        """Wait for an upload."""
         self._run.finish(exit_code=int(failed))
 
     def _remember(self, step: int) -> None:
@@ -253,7 +243,7 @@ class WeightsAndBiases(Tracker):
 
 
 def _tracker(name: str) -> type[Tracker]:
-    """The class of a name that ``run.track`` may have. PluginError: a declared one that is no tracker."""
+    """Return the class of a name in ``run.track``. PluginError: a plugin's class that is no tracker."""
     if name in TRACKERS:
         found: type[Tracker] = globals()[TRACKERS[name]]
         return found
@@ -265,8 +255,8 @@ def _tracker(name: str) -> type[Tracker]:
 
 @contextmanager
 def tracking(recipe: Recipe) -> Iterator[list[Tracker | Endpoint]]:
-    """The trackers that ``run.track`` names and the endpoint at ``run.prometheus``, closed at the end. RecipeError if a
-    library is missing, or the port is taken."""
+    """Open the trackers of ``run.track`` and the endpoint of ``run.prometheus``; close them at the end. RecipeError: a
+    library is missing, or the port is not free."""
     trackers: list[Tracker | Endpoint] = [_tracker(name)(recipe) for name in dict.fromkeys(recipe.run.track)]
     if recipe.run.prometheus:
         trackers.append(Endpoint(recipe.run.prometheus))
