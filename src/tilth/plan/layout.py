@@ -51,7 +51,8 @@ def ranks_of(recipe: Recipe, pool: str) -> range:
         if name == pool:
             return range(first, first + workers)
         first += workers
-    raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}")
+    message = f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}"
+    raise RecipeError(message, key="cluster.pools")
 
 
 def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
@@ -79,7 +80,8 @@ def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
             right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
-            raise RecipeError(f"{ROLES[role].key}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
+            key = f"{ROLES[role].key}.layout.tp"
+            raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
@@ -117,7 +119,7 @@ def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
         elif name in shards or name in along:
             split.append(Shard(0) if name in shards else along[name])
         else:
-            raise AxisError(f"axis {name!r} divides the model; nothing says how a parameter lies along it")
+            raise AxisError(f"axis {name!r} divides the model, but has no placement for this parameter", key=name)
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
     return Layout(mesh, tuple(split), shape, tuple(order))
 

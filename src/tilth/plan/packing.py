@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tilth.core.errors import ArgumentError
+
 Numbers = Sequence[int] | Sequence[float] | np.ndarray
 
 
@@ -61,11 +63,11 @@ def divide(lengths: Numbers | None, groups: Numbers | None, parts: int) -> list[
     None or differ in size.
     """
     if lengths is None and groups is None:
-        raise ValueError("divide needs the lengths or the groups of the rows")
+        raise ArgumentError("divide needs the lengths or the groups of the rows", key="lengths")
     ids = np.asarray(groups if groups is not None else np.arange(len(np.asarray(lengths))))
     costs = np.ones(len(ids)) if lengths is None else np.asarray(lengths, np.float64)
     if len(costs) != len(ids):
-        raise ValueError(f"{len(costs)} lengths and {len(ids)} groups; both have one number a row")
+        raise ArgumentError(f"{len(costs)} lengths and {len(ids)} groups; both have one number per row", key="groups")
     free = balance(costs, parts)
     if groups is None or parts == 1:
         return free

@@ -54,7 +54,8 @@ def rule_of(table: Table, name: str) -> Parameter:
     if row is None:
         raise ModelError(
             f"parameter {name} matches no pattern of its family's table: how it is divided, initialised and updated is "
-            "unknown; add a tilth.plan.rules.Parameter to the table"
+            "unknown; add a tilth.plan.rules.Parameter to the table",
+            key=name,
         )
     return row
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilth.config.plugins import Declaration, declared, describe, import_file
+from tilth.config.plugins import Declaration, declared, describe, import_file, is_missing
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs
@@ -67,10 +67,14 @@ class Weighted:
 
     def __init__(self, spec: Mapping[str, float]) -> None:
         if not spec:
-            raise RewardError("the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}")
+            raise RewardError(
+                "the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}",
+                key="reward.function",
+            )
         for name, weight in spec.items():
             if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
-                raise RewardError(f"the weight of reward {name!r} is {weight!r}, not a finite number")
+                message = f"the weight of reward {name!r} is {weight!r}, not a finite number"
+                raise RewardError(message, key=f"reward.function.{name}")
         self.members = [(name, load_reward(s), float(w)) for name, (s, w) in zip(member_names(spec), spec.items())]
 
     def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> Score:
@@ -145,14 +149,15 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
         return verifier
     where, _, name = spec.rpartition(":")
     if not where or not name or where in verifier_names():
-        raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}")
+        raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}", key=_key(spec))
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
     if (by_name := _brought().get(name)) and by_name.value.__module__ == module.__name__:
         return _checked(_value(by_name), spec)
     found: Any = module
     for attribute in name.split("."):
         if not hasattr(found, attribute):
-            raise RewardError(f"reward {spec!r}: {where} has no {name!r}{_nearest(name, _functions(module))}")
+            message = f"reward {spec!r}: {where} has no {name!r}{_nearest(name, _functions(module))}"
+            raise RewardError(message, key=_key(spec))
         found = getattr(found, attribute)
     return _checked(found, spec)
 
@@ -161,7 +166,8 @@ def _brought() -> dict[str, Declaration]:
     """Rewards of plugins by name, those of their tasks too. Raises RewardError for one of the name of a verifier."""
     for name, found in declared("task").items():
         if builtin(name) is not None:
-            raise RewardError(f"{found.title}: a verifier that comes with Tilth has this name; choose another one")
+            message = f"{found.title}: a verifier that comes with Tilth has this name; choose another one"
+            raise RewardError(message, key=f"task.{name}")
     return {**declared("reward"), **declared("task")}
 
 
@@ -178,14 +184,20 @@ def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, f
     known = {name: found for name, found in _brought().items() if builtin(name) is None}
     for name in [spec] if isinstance(spec, str) and spec else spec if isinstance(spec, Mapping) else ():
         if name not in known and ":" not in name and builtin(name) is None:
-            raise RewardError(f"reward {name!r}: {_what_there_is(name)}")
+            raise RewardError(f"reward {name!r}: {_what_there_is(name)}", key=_key(name))
         if name in known and not known[name].spec and isinstance(spec, Mapping):
-            raise RewardError(f"reward {name!r} of several is declared in a script; move it into a file (plugins)")
+            message = f"reward {name!r} of several is declared in a script; move it into a file (plugins)"
+            raise RewardError(message, key=f"{name}.script")
     if isinstance(spec, Mapping):
         return {known[name].spec if name in known else name: weight for name, weight in spec.items()}
     if isinstance(spec, str) and spec in known:
         return known[spec].spec or _value(known[spec])
     return spec
+
+
+def _key(spec: str) -> str:
+    """Return a specification without folders, for the key of an error."""
+    return spec.rpartition("/")[2] or "reward.function"
 
 
 def _what_there_is(spec: str) -> str:
@@ -212,7 +224,7 @@ def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Pr
             answer = info.get("answer")
             shown = "" if answer is None else f"; its answer begins {str(answer)[:60]!r}"
             where = getattr(prompt, "where", "") or f"record {prompt.index + 1} of the data"
-            raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}")
+            raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}", key="answer")
 
 
 def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
@@ -268,12 +280,12 @@ def _load_module(name: str, spec: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"reward {spec!r}: no module {error.name!r} on the import path{_meant(spec)}") from None
-        raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
     except Exception as error:
-        raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
+        if is_missing(name, error):
+            message = f"reward {spec!r}: no module {error.name!r} on the import path{_meant(spec)}"  # type: ignore[attr-defined]
+            raise RewardError(message, key=name) from None
+        message = f"reward {spec!r}: importing {name} failed: {describe(error)}"
+        raise RewardError(message, key=f"{name}.import") from error
 
 
 def is_importable(module: str) -> bool:
@@ -286,18 +298,20 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         return import_file(path)
     except PluginError as error:
-        raise RewardError(f"reward {spec!r}: {error}") from error
+        raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
 
 
 def _checked(function: Any, spec: str) -> Reward:
     if not callable(function):
-        raise RewardError(f"reward {spec!r} is a {type(function).__name__}, not a function")
+        message = f"reward {spec!r} is a {type(function).__name__}, not a function"
+        raise RewardError(message, key=f"{_key(spec)}.type")
     try:
         inspect.signature(function).bind("prompt", "completion", {})
     except ValueError:  # a builtin without a signature
         return function
     except TypeError as error:
-        raise RewardError(f"reward {spec!r} must take (prompt, completion, info): {error}") from None
+        message = f"reward {spec!r} must take (prompt, completion, info): {error}"
+        raise RewardError(message, key=f"{_key(spec)}.arguments") from None
     return function
 
 

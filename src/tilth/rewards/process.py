@@ -78,7 +78,7 @@ def main(progress_fd: int, parent: int) -> None:
         try:
             function = receive_function(requests)
         except RewardError as error:
-            send(replies, ("failed", str(error)))
+            send(replies, ("failed", str(error), error.key))
             return
         if isinstance(function, Weighted):
             function.entered = progress.enter
@@ -115,7 +115,8 @@ def receive_function(requests: BinaryIO) -> Reward:
     try:
         return pickle.loads(body)
     except Exception as error:
-        raise RewardError(f"the reward function cannot be rebuilt in its process: {describe(error)}") from error
+        message = f"the reward function cannot be rebuilt in its process: {describe(error)}"
+        raise RewardError(message, key="function.unpickle") from error
 
 
 def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: ScoringProgress) -> None:

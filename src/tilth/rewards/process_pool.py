@@ -107,9 +107,11 @@ class RewardPool:
         start: bool = True,
     ) -> None:
         if os.environ.get(IN_CHILD):
-            raise RewardError("the reward's file starts training when it is imported: guard that by __name__")
+            message = "the reward's file starts training when it is imported: guard that by __name__"
+            raise RewardError(message, key="__name__")
         if workers < 1 or not timeout > 0:
-            raise RewardError(f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}")
+            message = f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}"
+            raise RewardError(message, key="workers" if workers < 1 else "timeout")
         self.timeout = timeout
         self._function = function
         self._greeting = _message(_travelling(function))
@@ -120,7 +122,7 @@ class RewardPool:
         # The kernel kills a child when the *thread* that started it ends, so one thread that lives as long starts all.
         self._starter = ThreadPoolExecutor(1, "reward-starter")
         self._children: list[Child] = []
-        self._failure = ""
+        self._failure: RewardError | None = None
         self._proven = False
         self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, self._prints, os.getpid())
         if start:
@@ -142,14 +144,14 @@ class RewardPool:
     def ready(self) -> None:
         """Wait until every process has the function. RewardError, and a closed pool, if one cannot have it."""
         with self._lock:
-            self._failure = ""
+            self._failure = None
             self._fill()
             job = Job([], {}, self._workers)
             while any(child.state == "starting" for child in self._children) and not self._failure:
                 self._turn(job)
         if self._failure:
             self.close()
-            raise RewardError(self._failure)
+            raise self._failure
         self._proven = True
 
     def score(self, items: Sequence[Item], known: Mapping[Any, Outcome] | None = None) -> list[Outcome]:
@@ -158,13 +160,13 @@ class RewardPool:
         known: outcomes by id of an earlier attempt; these items are not scored again.
         """
         if not self._closed.alive:
-            raise RewardError("the reward pool is closed")
+            raise RewardError("the reward pool is closed", key="closed")
         if not self._proven:
             self.ready()
         with self._lock:
             job = Job(items, known or {}, self._workers)
             try:
-                self._failure = ""
+                self._failure = None
                 self._fill()
                 while job.open:
                     self._turn(job)
@@ -199,7 +201,7 @@ class RewardPool:
             while child.state == "idle" and (chunk := job.take()):
                 child.give(chunk, job)
         if not self._children:
-            job.give_up(self._failure)
+            job.give_up(str(self._failure))
         if all(child.state == "idle" for child in self._children):
             return
         happened = _wait(self._children, self.timeout)
@@ -226,8 +228,8 @@ class RewardPool:
             child.take_in(message, job)
         self._children.remove(child)
         if starting:  # not tried again in this call: it would only fail again
-            slow = f"not ready after {START_SECONDS:g} s"
-            self._failure = child.failure or f"the reward process {slow if status == 'timeout' else _death(code)}"
+            why = f"not ready after {START_SECONDS:g} s" if status == "timeout" else _death(code)
+            self._failure = child.failure or RewardError(f"the reward process {why}", key=f"reward.start.{status}")
             return
         seconds = time.monotonic() - begun
         reason = f"took longer than {self.timeout:g} s" if status == "timeout" else f"its process {_death(code)}"
@@ -299,7 +301,7 @@ class Child:
 
     def __init__(self, greeting: bytes, errors: int | None) -> None:
         self.state: Literal["starting", "idle", "busy", "lost"] = "starting"
-        self.failure = ""
+        self.failure: RewardError | None = None
         self.chunk: list[int] = []
         self.finished = 0
         self._inbox, self._outbox = bytearray(), memoryview(greeting)
@@ -390,7 +392,7 @@ class Child:
         if kind == "ready":
             self.state = "idle"
         elif kind == "failed":
-            self.failure = rest[0]
+            self.failure = RewardError(rest[0], key=rest[1])
         elif kind == "unreadable":
             self.state = "idle"
             job.suspect(self.chunk, Outcome(None, {}, f"cannot be rebuilt in its process: {rest[0]}", 0.0, "error"))
@@ -430,9 +432,8 @@ class Child:
 
 def _start(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
     if not sys.executable:
-        raise RewardError(
-            "this Python does not know its own path (sys.executable), so it cannot start reward processes"
-        )
+        message = "sys.executable is empty: without the path of this Python no reward process can be started"
+        raise RewardError(message, key="sys.executable")
     arguments = json.dumps([[str(p) for p in sys.path], progress_fd, os.getpid()])
     threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
     # A fixed hash seed: a function that walks over a set gives the same numbers when the run is replayed.
@@ -485,7 +486,8 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
     if isinstance(function, Mapping):
         return "spec", dict(function)
     if not callable(function):
-        raise RewardError(f"the reward is a {type(function).__name__}, neither a function nor the name of one")
+        message = f"the reward is a {type(function).__name__}, neither a function nor the name of one"
+        raise RewardError(message, key="function")
     load_reward(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module is not None and module.__name__ != "__main__" and not is_importable(module.__name__)
@@ -495,7 +497,8 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
         return "value", cloudpickle.dumps(function)
     except Exception as error:
         hint = "give it as FILE.py:function"
-        raise RewardError(f"the reward cannot be sent to its process ({hint}): {describe(error)}") from error
+        message = f"the reward cannot be sent to its process ({hint}): {describe(error)}"
+        raise RewardError(message, key="function.pickle") from error
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)

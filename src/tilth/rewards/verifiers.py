@@ -75,13 +75,16 @@ class Regex:
 
     def __post_init__(self) -> None:
         if not self.pattern:
-            raise RewardError("reward 'regex:' has no pattern after the colon, and an empty one is found everywhere")
+            message = "reward 'regex:' has no pattern after the colon, and an empty one is found everywhere"
+            raise RewardError(message, key="regex")
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise RewardError(f"reward {'regex:' + self.pattern!r}: {_at(self.pattern, error)}") from None
+            message = f"reward {'regex:' + self.pattern!r}: {_at(self.pattern, error)}"
+            raise RewardError(message, key="regex.pattern") from None
         except (OverflowError, RecursionError) as error:
-            raise RewardError(f"reward {'regex:' + self.pattern!r} is too large a pattern: {error}") from None
+            message = f"reward {'regex:' + self.pattern!r} is too large a pattern: {error}"
+            raise RewardError(message, key="regex.size") from None
 
     def __call__(self, prompt: str, completion: str, info: Info) -> float:
         return float(re.search(self.pattern, completion) is not None)
@@ -128,7 +131,7 @@ class Gsm8k:
     def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
         wanted = gold_number(answer_of(info))
         if wanted is None:
-            raise RewardError(f"the answer has no number: {answer_of(info)[:60]!r}")
+            raise RewardError(f"the answer has no number: {answer_of(info)[:60]!r}", key="answer.number")
         given = said_number(completion)
         return graded(given is not None, given == wanted, self.partial)
 
@@ -171,7 +174,7 @@ def graded(well_formed: bool, correct: bool, partial: float) -> dict[str, float]
 def answer_of(info: Info) -> str:
     """The given answer as text. Raises RewardError if the data has none."""
     if info.get("answer") is None:
-        raise RewardError("the data gives no answer (column answer)")
+        raise RewardError("the data gives no answer (column answer)", key="answer")
     return str(info["answer"])
 
 
@@ -216,6 +219,7 @@ def _credit(name: str, text: str) -> float:
     if not 0 <= value < 1:
         raise RewardError(
             f"reward {f'{name}:{text}'!r}: after the colon comes the reward of a well-formed wrong answer, "
-            f"from 0 to below 1, as in {name}:0.1"
+            f"from 0 to below 1, as in {name}:0.1",
+            key=f"{name}.credit",
         )
     return value

@@ -56,10 +56,11 @@ def problem_of(prompt: str) -> Problem:
     """What a prompt asks. Raises RewardError if it is no chain."""
     text = prompt.strip()
     if not _CHAIN.fullmatch(text):
-        raise RewardError(f"chain needs prompts such as '3+4*2=', not {text[:60]!r}")
+        raise RewardError(f"chain needs prompts such as '3+4*2=', not {text[:60]!r}", key="prompt")
     found = Problem(tuple(re.findall(r"[0-9]+", text)), tuple(re.findall(r"[-+*]", text)))
     if len({len(number) for number in found.numbers}) > 1:
-        raise RewardError(f"numbers of a chain have equally many digits, as in '03+42=', not {text[:60]!r}")
+        message = f"numbers of a chain have equally many digits, as in '03+42=', not {text[:60]!r}"
+        raise RewardError(message, key="prompt.digits")
     return found
 
 

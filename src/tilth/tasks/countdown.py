@@ -347,12 +347,14 @@ def _task(prompt: str, info: Info) -> tuple[tuple[int, ...], int]:
     if numbers is None or target is None:
         found = _TASK.fullmatch(prompt)
         if found is None:
-            raise RewardError("countdown needs columns numbers (or nums) and target, or prompts such as '3,25,7=46:'")
+            message = "countdown needs columns numbers (or nums) and target, or prompts such as '3,25,7=46:'"
+            raise RewardError(message, key="numbers")
         return tuple(map(int, found[1].split(","))), int(found[2])
     try:
         return tuple(operator.index(number) for number in numbers), operator.index(target)
     except TypeError:
-        raise RewardError(f"numbers {numbers!r} and target {target!r} are not whole numbers"[:200]) from None
+        message = f"numbers {numbers!r} and target {target!r} are not whole numbers"
+        raise RewardError(message[:200], key="numbers.type") from None
 
 
 TASK = Task(CountdownPrompts, CountdownVerifier())

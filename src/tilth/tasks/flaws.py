@@ -96,9 +96,11 @@ def _truth(info: Info) -> tuple[int, int]:
     """The right verdict and the number of steps."""
     count, answer = info.get("steps"), str(info.get("answer", "")).strip()
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise RewardError(f"a verdict needs a column steps, their number; it is {count!r}"[:200])
+        message = f"a verdict needs a column steps, the number of steps, at least 1; it is {count!r}"
+        raise RewardError(message[:200], key="steps")
     if not re.fullmatch(r"-1|[0-9]{1,9}", answer, re.ASCII) or int(answer) >= count:
-        raise RewardError(f"the answer is {answer[:60]!r}, neither the index of one of {count} steps nor -1")
+        message = f"the answer is {answer[:60]!r}, neither the index of one of {count} steps nor -1"
+        raise RewardError(message, key="answer")
     return int(answer), count
 
 
