@@ -45,9 +45,10 @@ def _nothing_left_behind():
     forget()
 
 
-def recipe(folder, **data):
+def recipe(folder, *, cluster=None, **data):
     plugin = write(folder, PLUGIN)
-    return tiny.recipe(folder, plugins=[str(plugin)], data={"source": "mirror", **data})
+    sections = {"cluster": cluster} if cluster else {}
+    return tiny.recipe(folder, plugins=[str(plugin)], data={"source": "mirror", **data}, **sections)
 
 
 def test_an_invented_task_trains_and_is_evaluated(tmp_path):
@@ -56,6 +57,18 @@ def test_an_invented_task_trains_and_is_evaluated(tmp_path):
     assert len(recorder.records) == 6 + 6 and 0 <= result.accuracy <= 1
     seen = [value for key, value in recorder.records[-1].items() if key.endswith("/seen")]
     assert seen and set(seen) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("local", marks=pytest.mark.dist), pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray])],
+)
+def test_an_invented_task_trains_on_workers_as_in_one_process(tmp_path, backend):
+    if backend == "ray":
+        pytest.importorskip("ray")
+    here = tiny.run(recipe(tmp_path, options={"count": 30}), reward=None)
+    there = tiny.run(recipe(tmp_path, options={"count": 30}, cluster={"backend": backend, "workers": 1}), reward=None)
+    assert tiny.weights(here.directory) == tiny.weights(there.directory)
 
 
 def test_what_is_derived_of_its_name(tmp_path):

@@ -1,16 +1,19 @@
 """The task addition: the sum of two numbers."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, mixed, text_hashes
 from tilth.rewards.verifiers import Info, answer_of, integer, missing
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 
 class AdditionPrompts(Computed):
@@ -50,6 +53,8 @@ class AdditionPrompts(Computed):
     @cached_property
     def hashes(self) -> np.ndarray:
         """Of all texts at once, made column by column."""
+        import numpy as np
+
         code = np.arange(len(self), dtype=np.int64) * self._stride % self._pairs
         text = np.full((len(self), 2 * self.digits + 2), ord("="), np.uint8)
         text[:, self.digits] = ord("+")
@@ -60,6 +65,8 @@ class AdditionPrompts(Computed):
 
     def sizes(self) -> np.ndarray:
         """All the same."""
+        import numpy as np
+
         return np.full(len(self), 2 * self.digits + 2, np.int64)
 
     def alphabet(self) -> str:
@@ -96,6 +103,8 @@ class AdditionVerifier:
 
 def wrong_sum(prompt: Prompt) -> str:
     """The sum of the task addition with one digit off by one: as a carry that was forgotten, or made up."""
+    import numpy as np
+
     answer = prompt.answer or "0"
     drawn = int(mixed(np.array([prompt.index], np.uint32))[0])
     at, step = drawn % len(answer), 1 if drawn >> 16 & 1 else -1

@@ -1,12 +1,12 @@
 """The task chain: arithmetic, step by step; and what ``flaws`` has in common with it."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
@@ -14,6 +14,9 @@ from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, random_words
 from tilth.rewards.judging import NONE_WRONG, steps
 from tilth.rewards.verifiers import Info, graded
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 _CHAIN = re.compile(r"[0-9]+(?:[-+*][0-9]+)+=", re.ASCII)
 _STEP = re.compile(r"[0-9]+[-+*][0-9]+=[0-9]+", re.ASCII)
@@ -173,6 +176,8 @@ class ChainPrompts(Chains):
 
     def sizes(self) -> np.ndarray:
         """All the same."""
+        import numpy as np
+
         return np.full(len(self), (self.length + 1) * (self.digits + 1), np.int64)
 
     def alphabet(self) -> str:

@@ -1,5 +1,7 @@
 """The task countdown: reach a number from a few given ones with the four operations (the task of TinyZero)."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 import re
@@ -8,15 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, random_words
 from tilth.rewards.verifiers import Info, answer_of, graded
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 _OPERATORS = "+-*/"
 _PIECE = 1 << 17
@@ -32,7 +35,7 @@ class Puzzles(NamedTuple):
     target: np.ndarray
     form: np.ndarray
 
-    def take(self, rows: np.ndarray) -> "Puzzles":
+    def take(self, rows: np.ndarray) -> Puzzles:
         """Some of them."""
         return Puzzles(self.numbers[rows], self.target[rows], self.form[rows])
 
@@ -74,6 +77,8 @@ class CountdownPrompts(Computed):
 
     def sizes(self) -> np.ndarray:
         """A digit is a byte, and each number has a sign after it."""
+        import numpy as np
+
         return np.concatenate([(_digits(p.numbers) + 1).sum(1) + _digits(p.target) + 1 for p in self._parts])
 
     def alphabet(self) -> str:
@@ -95,6 +100,8 @@ def _texts(puzzles: Puzzles) -> Iterator[str]:
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
     """How many digits each positive number has, of at most ten."""
+    import numpy as np
+
     return 1 + (numbers[..., None] >= 10 ** np.arange(1, 10)).sum(-1)
 
 
@@ -108,6 +115,8 @@ def _puzzles(digits: int, width: int, most: int) -> Puzzles:
     The search ends early when four times as many as were drawn before add less than a twentieth: then there are few
     more, as for one digit.
     """
+    import numpy as np
+
     found, pieces = _distinct(_draw(digits, width, 0)), 1
     while (before := len(found.target)) < most:
         needed, exhaustive = 1 + pieces * (most - before) // before, 4 * pieces
@@ -121,6 +130,8 @@ def _puzzles(digits: int, width: int, most: int) -> Puzzles:
 
 def _draw(digits: int, width: int, piece: int) -> Puzzles:
     """The valid ones of a piece of the sequence."""
+    import numpy as np
+
     count = _PIECE * (width + 1)
     words = random_words(("countdown", digits, width), piece * count, count).reshape(_PIECE, width + 1)
     numbers = 1 + (words[:, :width] * (10**digits - 1) >> 32)
@@ -135,6 +146,8 @@ def _distinct(puzzles: Puzzles) -> Puzzles:
 
     Told apart by a hash of 64 bits: should two of them share it, the second is left out, which does no harm.
     """
+    import numpy as np
+
     key = puzzles.target.astype(np.uint64)
     for column in np.sort(puzzles.numbers, 1).T:
         key = (key ^ (key >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
@@ -151,11 +164,15 @@ def _forms(width: int) -> int:
 
 @lru_cache(maxsize=2)
 def _orders(width: int) -> np.ndarray:
+    import numpy as np
+
     return np.array(list(itertools.permutations(range(width))))
 
 
 def _steps(form: np.ndarray, width: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
     """(order int64 [n, width], operators int64 [n] each, whether the last two of four numbers meet first bool [n])."""
+    import numpy as np
+
     form, pairs = np.divmod(form, width - 2)
     operators = []
     for _ in range(width - 1):
@@ -169,6 +186,8 @@ def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
 
     In float64, which divides eight times faster, and is exact for all that is kept: cap is at most 10^10.
     """
+    import numpy as np
+
     order, operators, pairs = _steps(form, numbers.shape[1])
     x = np.take_along_axis(numbers, order, 1).T.astype(np.float64)
     value = _apply(operators[0], x[0], x[1], cap)
@@ -181,6 +200,8 @@ def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
 
 def _apply(operator: np.ndarray, a: np.ndarray, b: np.ndarray, cap: int) -> np.ndarray:
     """The larger number, the operator, the smaller; 0 if that is no whole number in [1, cap], or a number is 0."""
+    import numpy as np
+
     high, low = np.maximum(a, b), np.minimum(a, b)
     quotient = high / np.maximum(low, 1)
     value = np.choose(operator, [high + low, high - low, high * low, quotient])
@@ -198,6 +219,8 @@ class _Term(NamedTuple):
 
 def _expression(numbers: list[int], form: int) -> str:
     """As people write it: the larger operand first, brackets only where they are needed."""
+    import numpy as np
+
     order, operators, pairs = _steps(np.array([form]), len(numbers))
     x = [_Term(numbers[i], str(numbers[i])) for i in order[0]]
     signs = [_OPERATORS[int(operator[0])] for operator in operators]

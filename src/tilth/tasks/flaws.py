@@ -1,11 +1,11 @@
 """The task flaws: which of the written steps of a chain is the first wrong one."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
@@ -13,6 +13,9 @@ from tilth.data.columns import Prompt
 from tilth.rewards.judging import NONE_WRONG, process_reward, question, verdict
 from tilth.rewards.verifiers import Info
 from tilth.tasks.chain import Chains, WrittenProblem, spelled
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 
 class FlawsPrompts(Chains):
@@ -39,6 +42,8 @@ class FlawsPrompts(Chains):
 
     def sizes(self) -> np.ndarray:
         """Bytes of a text with all its steps, which is the longest."""
+        import numpy as np
+
         return np.full(len(self), len(asked(self.written(0)._replace(steps=self.problem(0).solution()))), np.int64)
 
     def alphabet(self) -> str:

@@ -1,20 +1,23 @@
 """The task sorting: put a few numbers in order."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, mixed, random_words
 from tilth.rewards.verifiers import MOST_DIGITS, Info, answer_of, graded, integer, missing
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 _PIECE = 1 << 15
 """Texts made at once."""
@@ -43,6 +46,8 @@ class SortingPrompts(Computed):
     @cached_property
     def _numbers(self) -> np.ndarray:
         """int64 [n, length]."""
+        import numpy as np
+
         if self._lists <= self.MOST:
             base = 10**self.digits
             return np.arange(self._lists)[:, None] // base ** np.arange(self.length) % base
@@ -63,6 +68,8 @@ class SortingPrompts(Computed):
 
     def sizes(self) -> np.ndarray:
         """A digit is a byte, and each number has a sign after it."""
+        import numpy as np
+
         return (2 + (self._numbers[..., None] >= 10 ** np.arange(1, self.digits)).sum(-1)).sum(1)
 
     def alphabet(self) -> str:
@@ -110,6 +117,8 @@ def _numbers(text: str) -> list[str] | None:
 
 def wrong_order(prompt: Prompt) -> str:
     """The numbers of the task sorting with two neighbours changed over; without the last one where all are equal."""
+    import numpy as np
+
     numbers = (prompt.answer or "").split(",")
     unequal = [i for i, (a, b) in enumerate(pairwise(numbers)) if a != b]
     if not unequal:
