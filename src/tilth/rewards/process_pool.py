@@ -217,12 +217,12 @@ class RewardPool:
         for message in child.messages():
             child.take_in(message, job)
         if not alive or child.failure:
-            self._lose(child, job, "died", child.at_work())
+            self._lose(child, job, "died", child.progress.get())
 
     def _lose(self, child: "Child", job: "Job", status: Status, work: tuple[float, int]) -> None:
         """End a child that hangs or died, blame its current item, queue the rest of its chunk, start another child."""
         begun, place = work
-        who = f"{self._members[child.member()]}: " if self._members and place >= 0 else ""
+        who = f"{self._members[child.progress.member]}: " if self._members and place >= 0 else ""
         starting, code = child.state == "starting", child.kill()
         for message in child.messages():  # finished while it was being killed
             child.take_in(message, job)
@@ -307,37 +307,26 @@ class Child:
         self._inbox, self._outbox = bytearray(), memoryview(greeting)
         with tempfile.TemporaryFile() as shared:
             shared.truncate(ScoringProgress.NBYTES)
-            self._progress = ScoringProgress(shared.fileno())
+            self.progress = ScoringProgress(shared.fileno())
             self._process = _start_process(shared.fileno(), errors)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
-        self._rest()
-
-    def _rest(self) -> None:
-        self._progress.put(time.monotonic(), -1)
-
-    def at_work(self) -> tuple[float, int]:
-        """Return when (time.monotonic) the current item began and its index in the chunk; -1: no item."""
-        return self._progress.get()
-
-    def member(self) -> int:
-        """Return the index of the member of ``Weighted`` that is scoring the item."""
-        return self._progress.member
+        self.progress.put(time.monotonic(), -1)
 
     def deadline(self, timeout: float) -> float:
-        """Return when (time.monotonic) the current activity exceeds its limit."""
-        begun, place = self.at_work()
+        """Return when (time.monotonic) the current item, or the start of work, exceeds its limit."""
+        begun, place = self.progress.get()
         if self.state == "idle":
             return math.inf
         return begun + (timeout if place >= 0 else START_SECONDS)
 
     def overdue(self, timeout: float) -> tuple[float, int] | None:
-        """Return the work that exceeds its limit (see ``at_work``), or None; also None if it changed meanwhile."""
-        work = self.at_work()
+        """Return the work that exceeds its limit as (begun, place), or None; also None if it changed meanwhile."""
+        work = self.progress.get()
         late = time.monotonic() > self.deadline(timeout)
-        return work if late and work == self.at_work() else None
+        return work if late and work == self.progress.get() else None
 
     @property
     def unsent(self) -> bool:
@@ -352,7 +341,7 @@ class Child:
             job.suspect(chunk, Outcome(None, {}, f"cannot be sent to its process: {describe(error)}", 0.0, "error"))
             return
         self.state, self.chunk, self.finished = "busy", chunk, 0
-        self._rest()
+        self.progress.put(time.monotonic(), -1)
         self._outbox = memoryview(frame(body))
         self.write()
 
@@ -416,7 +405,7 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._progress.close()
+        self.progress.close()
         return code
 
     def hang_up(self) -> None:
