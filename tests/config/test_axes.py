@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.run_jobs import Job
+from tests.errors import raises
 from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import read_steps
@@ -92,19 +93,19 @@ def test_groups_are_those_that_brute_force_finds(sizes, names, data):
     ],
 )
 def test_an_unknown_axis_is_refused_with_the_axes_there_are(mistake):
-    with pytest.raises(AxisError, match=r"'pd'.*dp, fsdp, tp"):
+    with raises(AxisError, "pd"):
         mistake(Mesh.of({"dp": 2}))
 
 
 @pytest.mark.parametrize("mistake", [lambda: Axis("x", ("columns",), ""), lambda: Mesh.of({}).over("columns")])
 def test_what_no_axis_can_split_is_refused(mistake):
-    with pytest.raises(AxisError, match=r"'columns'.*rows, tokens, parameters"):
+    with raises(AxisError, "columns"):
         mistake()
 
 
 def test_an_axis_that_divides_the_model_must_say_how_parameters_lie(table):
     mesh = Mesh.of({"pipe": 2})
-    with pytest.raises(AxisError, match="'pipe'"):
+    with raises(AxisError, "pipe"):
         nested(mesh, (4, 2), {})
     assert [nested(mesh, (4, 2), {"pipe": Shard(0)}).boxes(r)[0].offset for r in (0, 1)] == [(0, 0), (2, 0)]
     assert nested(Mesh.of({}), (4, 2), {}).boxes(0)[0].size == (4, 2)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.config.checks import learners, pool_of, pools
 from tilth.config.errors import RecipeError
 from tilth.config.load import differences, digest, dump_toml, from_dict, load_recipe
@@ -78,7 +79,7 @@ def test_a_role_in_a_pool_of_its_own():
         (["policy.layout.sp=2"], "policy.layout.sp = 2 is not true or false"),
         (["policy.layout.zero=1"], "policy.layout.zero = 1 is not one of 2, 3"),
         (["policy.layout=3"], "policy.layout = 3 is not a layout, a table of dp, fsdp, tp, sp, zero"),
-        (["cluster.pools.train=0"], "cluster.pools.train = 0 is not a number of workers, an integer above 0"),
+        (["cluster.pools.train=0"], "cluster.pools.train = 0 is not an integer above 0"),
         (["cluster.pools=3"], "cluster.pools = 3 is not a table"),
         (
             ["cluster.backend=lokal"],
@@ -216,8 +217,9 @@ def test_a_layout_is_taken_exactly_if_it_fills_the_pool(workers, dp, fsdp, tp):
     if fits:
         assert from_dict(data).policy.layout.fsdp == fsdp
     else:
-        with pytest.raises(RecipeError, match=r"policy\.layout"):
+        with pytest.raises(RecipeError) as caught:
             from_dict(data)
+        assert caught.value.key.startswith("policy.layout")
 
 
 def test_digest_counts_the_division_and_neither_patience_nor_address():
@@ -231,9 +233,7 @@ def test_digest_counts_the_division_and_neither_patience_nor_address():
 
 def test_a_call_must_leave_room_for_the_slowest_reward():
     tight = {"backend": "local", "workers": 2, "timeout": 8.0}
-    with pytest.raises(
-        RecipeError, match=r"cluster\.timeout = 8 s .* reward\.timeout = 10 s; set cluster\.timeout to 20"
-    ):
+    with raises(RecipeError, "cluster.timeout"):
         from_dict({"cluster": tight})
     from_dict({"cluster": tight, "reward": {"timeout": 4.0}})
     from_dict({"cluster": {"timeout": 8.0}})

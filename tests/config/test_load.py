@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.config import load
 from tilth.config.checks import profiled
 from tilth.config.errors import RecipeError, TilthError
@@ -29,10 +30,10 @@ def test_processes_of_a_launcher_are_the_workers_that_layouts_are_checked_agains
     asked = ["cluster.backend=local", "policy.layout.fsdp=4"]
     for also in ([], ["cluster.workers=1"], ["cluster.workers=4"]):
         assert load_recipe("addition-grpo", [*asked, *also], launched=4).cluster.workers == 4
-    with pytest.raises(RecipeError, match=r"policy.layout.fsdp = 4 does not divide cluster.workers = 2"):
-        load_recipe("addition-grpo", asked, launched=2)
-    with pytest.raises(RecipeError, match=r"policy.layout.fsdp = 4 does not divide cluster.workers = 1"):
-        load_recipe("addition-grpo", asked)
+    for launched in (2, 1):
+        with raises(RecipeError, "policy.layout.fsdp") as caught:
+            load_recipe("addition-grpo", asked, launched=launched)
+        assert f"cluster.workers = {launched};" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_an_entry_of_a_table_is_named_with_what_would_be_right():
     assert problem("data.columns={frage='question'}") == problem("data.columns.frage=question") == unknown
     assert problem("data.columns={prompt=3}") == "data.columns.prompt = 3 is not text"
     assert problem("data.columns=foo") == "data.columns = 'foo' is not a table"
-    weight = "reward.function: the weight of gsm8k is {}, which is not a finite number"
+    weight = "reward.function.gsm8k = {} is not a number"
     assert problem("reward.function={gsm8k='x'}") == weight.format("'x'")
     assert problem("reward.function={gsm8k=inf}") == weight.format("inf")
     assert problem("reward.function={gsm8k='x', exact='y'}") == weight.format("'x'") + " (and 1 more)"
@@ -453,7 +454,10 @@ def test_pretraining_generates_nothing_so_its_context_may_be_short():
 
 def test_what_may_differ_is_named_by_a_key_a_section_or_a_part_of_a_name():
     check_allowed(["algorithm.steps", "policy.layout", "policy.layout.fsdp", "cluster", "data"])
-    with pytest.raises(RecipeError, match=r"--allow algorithm.step: no such .* did you mean algorithm.steps"):
-        check_allowed(["seed", "algorithm.step"])
-    with pytest.raises(RecipeError, match=r"--allow '': no such key or section; sections are model, data"):
-        check_allowed([""])
+    for names, hint in (
+        (["seed", "algorithm.step"], "did you mean algorithm.steps?"),
+        ([""], "sections are model, data"),
+    ):
+        with raises(RecipeError, "--allow") as caught:
+            check_allowed(names)
+        assert hint in str(caught.value)

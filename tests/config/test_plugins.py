@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tilth
+from tests.errors import raises
 from tilth.config import plugins
 from tilth.config.errors import PluginError, RecipeError
 from tilth.config.flows import FLOWS
@@ -67,34 +68,36 @@ def test_a_plugin_can_be_a_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "text", "word"),
+    ("plugin", "text", "key", "word"),
     [
-        ("missing.py", "", "missing.py"),
-        ("mine.py", "import tilth\n\nx = 1 / 0\n", "mine.py:3"),
-        ("mine.py", "def broken(:\n", "line 1"),
-        ("mine.py", "import sys\nsys.exit(3)\n", "SystemExit"),
-        ("no_such_module_here", "", "no_such_module_here"),
+        ("missing.py", "", "missing.py", "missing.py"),
+        ("mine.py", "import tilth\n\nx = 1 / 0\n", "mine.py.import", "mine.py:3"),
+        ("mine.py", "def broken(:\n", "mine.py.import", "line 1"),
+        ("mine.py", "import sys\nsys.exit(3)\n", "mine.py.import", "SystemExit"),
+        ("no_such_module_here", "", "no_such_module_here", "no_such_module_here"),
     ],
 )
-def test_a_plugin_that_cannot_be_imported_is_named_with_its_line(tmp_path, plugin, text, word):
+def test_a_plugin_that_cannot_be_imported_is_named_with_its_line(tmp_path, plugin, text, key, word):
     if text:
         write(tmp_path, text)
     name = str(tmp_path / plugin) if plugin.endswith(".py") else plugin
     for _ in range(2):  # a failed import leaves nothing that would count as imported
-        with pytest.raises(PluginError, match=word):
+        with raises(PluginError, key) as caught:
             from_dict({"plugins": [name]})
+        assert word in str(caught.value)
 
 
 def test_plugins_that_are_no_list_are_refused():
-    with pytest.raises(RecipeError, match="plugins"):
+    with raises(RecipeError, "plugins"):
         from_dict({"plugins": "mine.py"})
 
 
 def test_two_plugins_cannot_declare_one_name(tmp_path):
     text = "import tilth\n@tilth.advantage('twice')\ndef mine(rewards): return rewards\n"
     paths = [write(tmp_path, text, name) for name in ("one.py", "two.py")]
-    with pytest.raises(PluginError, match=r"two\.py:2.*one\.py:2"):
+    with raises(PluginError, "advantage.twice") as caught:
         from_dict({"plugins": [str(path) for path in paths]})
+    assert "two.py:2" in str(caught.value) and "one.py:2" in str(caught.value)
 
 
 def test_a_cell_that_runs_again_replaces_what_it_declared():
@@ -112,12 +115,12 @@ def test_a_cell_that_runs_again_replaces_what_it_declared():
 
 @pytest.mark.parametrize("name", ["", "two words", "dotted.name", 3])
 def test_a_name_is_one_word(name):
-    with pytest.raises(PluginError, match="advantage"):
+    with raises(PluginError, "@tilth.advantage"):
         tilth.advantage(name)
 
 
 def test_a_flow_that_comes_with_tilth_is_not_replaced():
-    with pytest.raises(PluginError, match="grpo"):
+    with raises(PluginError, "flow.grpo.shipped"):
         tilth.flow("grpo")
 
 
@@ -132,7 +135,7 @@ def mine_alone(run):
     path = write(tmp_path, text)
     recipe = from_dict({"plugins": [str(path)], "flow": "mine_alone"})
     assert recipe.algorithm.advantage == "rloo" and recipe.flow_spec.title == "Mine"
-    with pytest.raises(RecipeError, match="mine_alone"):
+    with raises(RecipeError, "flow"):
         from_dict({"flow": "mine_alon"})
 
 

@@ -47,8 +47,9 @@ def test_what_may_not_fit_is_told_with_keys_that_do():
 
 def test_only_what_can_never_be_is_refused():
     assert told(RECIPE, PLACE.certain)  # a warning
-    with pytest.raises(RecipeError, match=r"weights.*\[model\]"):
+    with pytest.raises(RecipeError) as caught:
         told(RECIPE, PLACE.certain - 1)
+    assert "[model]" in str(caught.value)
 
 
 @given(total=st.integers(1, 20_000), share=st.floats(0, 1))
@@ -77,8 +78,9 @@ def test_a_gpu_is_a_memory_of_its_own():
     small = Room(plan.memory.on_gpu() - MB, plan.memory.on_gpu() - MB, "GPU 0")
     (text,) = check_fits(recipe, planner, host, [small])
     assert text.startswith("memory of GPU 0 may run out")
-    with pytest.raises(RecipeError, match="GPU 0"):
+    with pytest.raises(RecipeError) as caught:
         check_fits(recipe, planner, host, [Room(MB, MB, "GPU 0")])
+    assert "GPU 0" in str(caught.value)
     assert check_fits(recipe, planner, None, []) == []
 
 

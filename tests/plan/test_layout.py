@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.config.errors import RecipeError
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import ModelConfig
@@ -76,9 +77,9 @@ def test_pools_take_neighbouring_ranks_in_their_order():
 def test_recipes_that_were_made_without_a_check_are_checked():
     plain = recipe(2)
     broken = plain.model_copy(update={"policy": plain.policy.model_copy(update={"pool": "x"})})
-    with pytest.raises(RecipeError, match=r"policy\.pool = 'x'"):
+    with raises(RecipeError, "policy.pool"):
         place(broken)
-    with pytest.raises(RecipeError, match="no pool 'x'"):
+    with raises(RecipeError, "cluster.pools"):
         ranks_of(plain, "x")
 
 
@@ -122,7 +123,7 @@ def test_a_shape_that_does_not_divide_names_what_would(shape, workers, tp, messa
 
 def test_each_role_is_looked_at():
     asked = recipe(3, flow="ppo", critic={"layout": {"tp": 3}})
-    with pytest.raises(RecipeError, match=r"critic\.layout\.tp = 3 does not divide model\.heads"):
+    with raises(RecipeError, "critic.layout.tp"):
         check_shape(asked, shape_of(4))
     check_shape(recipe(3, critic={"layout": {"tp": 3}}), shape_of(4))  # flow grpo has no critic
 
@@ -290,7 +291,7 @@ def test_a_worker_without_a_role_and_one_that_generates_nothing():
 
 
 def test_a_layout_that_does_not_fit_the_shape_is_refused():
-    with pytest.raises(RecipeError, match=r"policy\.layout\.tp = 8 does not divide model\.heads = 4"):
+    with raises(RecipeError, "policy.layout.tp"):
         workers_of(8, "policy.layout.tp=8")
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import DataError, RewardError
 from tilth.rewards import functions
 from tilth.rewards.functions import LARGEST, Score, Weighted, check_answers, load_reward, normalise
@@ -165,44 +166,41 @@ def test_load_a_module_of_the_working_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec, message",
+    "spec, key, hint",
     [
-        ("additon", "did you mean 'addition'"),
-        (
-            "additon",
-            "one of addition, .*gsm8k, .*countdown:CREDIT",
-        ),
-        ("gsm9k", "; did you mean 'gsm8k'"),
-        ("regx:a+", "no module 'regx' on the import path; did you mean 'regex'"),
-        ("countdwn:0.1", "did you mean 'countdown'"),
-        ("exact:1", "give FILE.py:function"),
-        ("regex:(a", "missing ., unterminated subpattern at character 1"),
-        ("gsm8k:2", "after the colon comes the reward of a well-formed wrong answer"),
-        ("", "give FILE.py:function or module:function"),
-        ("my_rewards.py", "give FILE.py:function"),
-        ("my_reward.py:brevity", "no file .*my_reward.py; did you mean 'my_rewards.py'"),
-        ("nowhere/x.py:f", "no file .*nowhere/x.py"),
-        ("my_rewards.py:brevty", "has no 'brevty'; did you mean 'brevity'"),
-        ("my_rewards.py:zzz", "has no 'zzz'; there are accuracy, brevity"),
-        ("neighbour.py:f", "has no 'f'; it has no function"),
-        ("my_rewards.py:CONSTANT", "is a int, not a function"),
-        ("broken.py:f", "importing .*broken.py failed: ValueError: no licence at broken.py:2"),
-        ("leaves.py:f", "importing .*leaves.py failed: SystemExit: 3"),
-        ("broken:f", "importing broken failed: ValueError: no licence"),
-        ("no_such_package.sub:f", "no module 'no_such_package'"),
-        ("math:nothing", "math has no 'nothing'"),
-        (f"{__name__}:NUMBER", "is a int, not a function"),
-        (f"{__name__}:too_few", "must take .prompt, completion, info.: too many positional"),
+        ("additon", "additon", "did you mean 'addition'"),
+        ("additon", "additon", "countdown:CREDIT"),
+        ("gsm9k", "gsm9k", "; did you mean 'gsm8k'"),
+        ("regx:a+", "regx", "did you mean 'regex'"),
+        ("countdwn:0.1", "countdwn", "did you mean 'countdown'"),
+        ("exact:1", "exact:1", ""),
+        ("regex:(a", "regex.pattern", "at character 1"),
+        ("gsm8k:2", "gsm8k.credit", ""),
+        ("", "reward.function", ""),
+        ("my_rewards.py", "my_rewards.py", ""),
+        ("my_reward.py:brevity", "my_reward.py", "did you mean 'my_rewards.py'"),
+        ("nowhere/x.py:f", "x.py", "nowhere/x.py"),
+        ("my_rewards.py:brevty", "my_rewards.py:brevty", "did you mean 'brevity'"),
+        ("my_rewards.py:zzz", "my_rewards.py:zzz", "accuracy, brevity"),
+        ("neighbour.py:f", "neighbour.py:f", "no function"),
+        ("my_rewards.py:CONSTANT", "my_rewards.py:CONSTANT.type", ""),
+        ("broken.py:f", "broken.py.import", "ValueError: no licence at broken.py:2"),
+        ("leaves.py:f", "leaves.py.import", "SystemExit: 3"),
+        ("broken:f", "broken.import", "ValueError: no licence"),
+        ("no_such_package.sub:f", "no_such_package.sub", "'no_such_package'"),
+        ("math:nothing", "math:nothing", ""),
+        (f"{__name__}:NUMBER", f"{__name__}:NUMBER.type", ""),
+        (f"{__name__}:too_few", f"{__name__}:too_few.arguments", "too many positional"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(folder, spec, message):
-    with pytest.raises(RewardError, match=message) as error:
+def test_what_cannot_be_loaded_is_named(folder, spec, key, hint):
+    with raises(RewardError, key) as error:
         load_reward(spec)
-    assert "\n" not in str(error.value) and repr(spec) in str(error.value)
+    assert "\n" not in str(error.value) and repr(spec) in str(error.value) and hint in str(error.value)
 
 
 def test_a_callable_with_the_wrong_arguments():
-    with pytest.raises(RewardError, match="'too_few' must take"):
+    with raises(RewardError, "too_few.arguments"):
         load_reward(too_few)
 
 
@@ -326,17 +324,17 @@ def nan_part(prompt, completion, info):
 
 
 @pytest.mark.parametrize(
-    "spec, message",
+    "spec, key",
     [
-        ({}, "table of rewards is empty"),
-        ({"gsm8k": math.inf}, "weight of reward 'gsm8k' is inf, not a finite number"),
-        ({"gsm8k": "1"}, "weight of reward 'gsm8k' is '1'"),
-        ({"gsm8k": True}, "weight of reward 'gsm8k' is True"),
-        ({"gsm8k": 1, "gsm9k": 1}, "'gsm9k': .* did you mean 'gsm8k'"),
+        ({}, "reward.function"),
+        ({"gsm8k": math.inf}, "reward.function.gsm8k"),
+        ({"gsm8k": "1"}, "reward.function.gsm8k"),
+        ({"gsm8k": True}, "reward.function.gsm8k"),
+        ({"gsm8k": 1, "gsm9k": 1}, "gsm9k"),
     ],
 )
-def test_a_table_that_is_none(spec, message):
-    with pytest.raises(RewardError, match=message):
+def test_a_table_that_is_none(spec, key):
+    with raises(RewardError, key):
         load_reward(spec)
 
 
@@ -372,12 +370,14 @@ def test_the_record_with_a_bad_answer_is_named(spec):
 
 
 def test_a_record_without_answer_or_with_another_mistake():
-    with pytest.raises(DataError, match=r"record 1 of the data .prompt 'q'.: there is no answer$"):
-        check_answers("exact", [Record(0, "q")])
-    with pytest.raises(DataError, match="needs columns numbers"):
-        check_answers("countdown", [Record(0, "make 5 of 2 and 3")])
-    with pytest.raises(DataError, match=r"does not make 5 of 2, 3; its answer begins '2.3'"):
-        check_answers("countdown", [Record(0, "2,3=5:", answer="2*3")])
+    for spec, record, found in (
+        ("exact", Record(0, "q"), "record 1 of the data (prompt 'q'): "),
+        ("countdown", Record(0, "make 5 of 2 and 3"), "columns numbers"),
+        ("countdown", Record(0, "2,3=5:", answer="2*3"), "5 of 2, 3; its answer begins '2*3'"),
+    ):
+        with raises(DataError, "answer") as caught:
+            check_answers(spec, [record])
+        assert found in str(caught.value)
 
 
 def test_a_function_of_ones_own_may_check_too():
@@ -389,8 +389,9 @@ def test_a_function_of_ones_own_may_check_too():
             return "" if info["prompt"].endswith("?") else "that is no question"
 
     check_answers(Mine(), [Record(0, "why?")])
-    with pytest.raises(DataError, match=r"record 1 .*that is no question"):
+    with raises(DataError, "answer") as caught:
         check_answers(Mine(), [Record(0, "because")])
+    assert "that is no question" in str(caught.value)
 
 
 def test_all_names_are_in_the_list():

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import RewardError
 from tilth.rewards import process_pool
 from tilth.rewards.process import ScoringProgress
@@ -385,50 +386,50 @@ def test_closing(pool):
         assert not any(map(gone, seen))
     own.close()
     assert all(map(gone, seen))
-    with pytest.raises(RewardError, match="closed"):
+    with raises(RewardError, "closed"):
         own.score(items("ok"))
     assert not any(map(gone, pids(pool)))
 
 
 @pytest.mark.parametrize(
-    "function, message",
+    "function, key",
     [
-        ("nowhere.py:f", "no file .*nowhere.py"),
-        ("additon", "did you mean 'addition'"),
-        ("regex:(a", "unterminated subpattern at character 1 of the pattern, before"),
-        ({"gsm8k": 1.0, "gsm9k": 0.5}, "reward 'gsm9k': .*did you mean 'gsm8k'"),
-        ({"gsm8k": "much"}, "weight of reward 'gsm8k' is 'much'"),
-        ({}, "the table of rewards is empty"),
-        ("math:pi", "is a float, not a function"),
-        (3, "is a int, neither a function nor the name of one"),
-        (lambda prompt, completion: 0.0, "must take .prompt, completion, info."),
-        ("dies.py:f", "the reward process died with exit code 7"),
-        ("trains.py:f", "starts training when it is imported: guard that"),
+        ("nowhere.py:f", "nowhere.py"),
+        ("additon", "additon"),
+        ("regex:(a", "regex.pattern"),
+        ({"gsm8k": 1.0, "gsm9k": 0.5}, "gsm9k"),
+        ({"gsm8k": "much"}, "reward.function.gsm8k"),
+        ({}, "reward.function"),
+        ("math:pi", "math:pi.type"),
+        (3, "function"),
+        (lambda prompt, completion: 0.0, "<lambda>.arguments"),
+        ("dies.py:f", "reward.start.died"),
+        ("trains.py:f", "trains.py.import"),
     ],
 )
-def test_a_function_that_cannot_be_had(function, message, tmp_path, monkeypatch):
+def test_a_function_that_cannot_be_had(function, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
     (tmp_path / "trains.py").write_text("from tilth.rewards.process_pool import RewardPool\nRewardPool('addition')\n")
     before = psutil.Process().children()
-    with pytest.raises(RewardError, match=message) as error:
+    with raises(RewardError, key) as error:
         RewardPool(function, workers=2)
     assert "\n" not in str(error.value) and psutil.Process().children() == before
 
 
 def test_a_function_that_cannot_travel():
     lock = threading.Lock()
-    with pytest.raises(RewardError, match=r"cannot be sent to its process .give it as FILE.py:function.: TypeError"):
+    with raises(RewardError, "function.pickle"):
         RewardPool(lambda p, c, i: lock.locked())
-    with pytest.raises(RewardError, match="cannot be rebuilt in its process: ValueError"):
-        thing = Unreadable()
+    thing = Unreadable()
+    with raises(RewardError, "function.unpickle"):
         RewardPool(lambda p, c, i: thing)
 
 
 def test_arguments_are_checked():
-    with pytest.raises(RewardError, match="workers >= 1 and timeout > 0"):
+    with raises(RewardError, "workers"):
         RewardPool(deed, workers=0)
-    with pytest.raises(RewardError, match="timeout > 0"):
+    with raises(RewardError, "timeout"):
         RewardPool(deed, timeout=0)
 
 
@@ -436,7 +437,7 @@ def test_waiting_can_be_put_off():
     with RewardPool(deed, wait=False) as pool:
         assert pool.score(items("ok"))[0].value == 1.5
     pool = RewardPool("nowhere.py:f", wait=False)
-    with pytest.raises(RewardError, match="no file"):
+    with raises(RewardError, "nowhere.py"):
         pool.score(items("ok"))
 
 
@@ -457,7 +458,7 @@ def test_a_process_that_cannot_be_started_again(tmp_path, monkeypatch):
 def test_a_start_that_takes_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(process_pool, "START_SECONDS", 0.3)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(30)\n")
-    with pytest.raises(RewardError, match=r"not ready after 0.3 s"):
+    with raises(RewardError, "reward.start.timeout"):
         RewardPool(f"{tmp_path}/slow.py:f")
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
 from tilth.data.computed import text_hashes
@@ -293,8 +294,9 @@ def test_depth_and_size_are_bounded():
     assert parse("(" * 32 + "1" + ")" * 32).value == 1
     assert parse("*".join(["99"] * 80)).value == 99**80
     for text in ("(" * 33 + "1" + ")" * 33, "(" * 256, "(" * 100_000, "1+" * 128 + "1"):
-        with pytest.raises(NoExpression, match="longer than 256 characters, or of more than 32 parentheses"):
+        with pytest.raises(NoExpression) as caught:
             parse(text)
+        assert "256" in str(caught.value) and "32" in str(caught.value)
 
 
 def graded(completion, prompt="3,25,7=46:", verifier=countdown, **info):
@@ -342,18 +344,18 @@ def test_numbers_and_target_of_the_data_come_before_the_prompt(key):
 
 
 @pytest.mark.parametrize(
-    "prompt, info, message",
+    "prompt, info, key",
     [
-        ("make 5 of 2 and 3", {}, "needs columns numbers .or nums. and target, or prompts such as '3,25,7=46:'"),
-        ("make 5", {"numbers": [2, 3]}, "needs columns"),
-        ("", {"numbers": [2.5, 3], "target": 5}, "are not whole numbers"),
-        ("", {"numbers": "2,3", "target": 5}, "are not whole numbers"),
-        ("", {"numbers": [2, 3], "target": "5"}, "are not whole numbers"),
-        ("", {"numbers": 5, "target": 5}, "are not whole numbers"),
+        ("make 5 of 2 and 3", {}, "numbers"),
+        ("make 5", {"numbers": [2, 3]}, "numbers"),
+        ("", {"numbers": [2.5, 3], "target": 5}, "numbers.type"),
+        ("", {"numbers": "2,3", "target": 5}, "numbers.type"),
+        ("", {"numbers": [2, 3], "target": "5"}, "numbers.type"),
+        ("", {"numbers": 5, "target": 5}, "numbers.type"),
     ],
 )
-def test_a_prompt_that_is_no_countdown(prompt, info, message):
-    with pytest.raises(RewardError, match=message):
+def test_a_prompt_that_is_no_countdown(prompt, info, key):
+    with raises(RewardError, key):
         countdown(prompt, "1+1", info)
     assert countdown.check({"prompt": prompt, **info})
 

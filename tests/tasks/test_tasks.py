@@ -4,6 +4,7 @@ import pytest
 
 import tilth
 from tests.config.test_plugins import forget, write
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.errors import PluginError, RecipeError
 from tilth.config.load import from_dict
@@ -44,9 +45,10 @@ def _nothing_left_behind():
     forget()
 
 
-def recipe(folder, **data):
+def recipe(folder, *, cluster=None, **data):
     plugin = write(folder, PLUGIN)
-    return tiny.recipe(folder, plugins=[str(plugin)], data={"source": "mirror", **data})
+    sections = {"cluster": cluster} if cluster else {}
+    return tiny.recipe(folder, plugins=[str(plugin)], data={"source": "mirror", **data}, **sections)
 
 
 def test_an_invented_task_trains_and_is_evaluated(tmp_path):
@@ -55,6 +57,18 @@ def test_an_invented_task_trains_and_is_evaluated(tmp_path):
     assert len(recorder.records) == 6 + 6 and 0 <= result.accuracy <= 1
     seen = [value for key, value in recorder.records[-1].items() if key.endswith("/seen")]
     assert seen and set(seen) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("local", marks=pytest.mark.dist), pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray])],
+)
+def test_an_invented_task_trains_on_workers_as_in_one_process(tmp_path, backend):
+    if backend == "ray":
+        pytest.importorskip("ray")
+    here = tiny.run(recipe(tmp_path, options={"count": 30}), reward=None)
+    there = tiny.run(recipe(tmp_path, options={"count": 30}, cluster={"backend": backend, "workers": 1}), reward=None)
+    assert tiny.weights(here.directory) == tiny.weights(there.directory)
 
 
 def test_what_is_derived_of_its_name(tmp_path):
@@ -74,40 +88,41 @@ def test_what_is_derived_of_its_name(tmp_path):
     ("data", "key"),
     [
         ({"options": {"cuont": 3}}, "data.options.cuont"),
-        ({"options": {"count": "many"}}, "data.options.count"),
+        ({"options": {"count": "many"}}, "data.options.count.type"),
         ({"source": "addition", "options": {"count": 3}}, "data.options.count"),
         ({"source": "some.jsonl", "options": {"count": 3}}, "data.options.count"),
     ],
 )
 def test_an_option_that_is_none(tmp_path, data, key):
-    with pytest.raises(RecipeError, match=key):
+    with raises(RecipeError, key):
         recipe(tmp_path, **data)
 
 
 def test_prompts_ask_for_keys_that_there_are():
     tilth.task("odd")(lambda: Task(lambda digit: [], lambda p, c, i: 0.0))
-    with pytest.raises(RecipeError, match="digit"):
+    with raises(RecipeError, "task.odd.digit"):
         from_dict({"data": {"source": "odd"}})
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(PluginError, match="addition"):
+    with raises(PluginError, "task.addition.shipped"):
         tilth.task("addition")
     tilth.reward("twice")(right)
-    with pytest.raises(PluginError, match="twice"):
+    with raises(PluginError, "task.twice"):
         tilth.task("twice")(empty)
     tilth.task("gsm8k")(empty)
-    with pytest.raises(RewardError, match="gsm8k"):
+    with raises(RewardError, "task.gsm8k"):
         of_plugins("gsm8k")
 
 
 def test_what_is_no_task():
     tilth.task("nothing")(lambda: None)
-    with pytest.raises(PluginError, match="Task"):
+    with raises(PluginError, "task.nothing"):
         task_of("nothing")
     tilth.task("empty")(empty)
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError) as caught:
         load_source(from_dict({"data": {"source": "empty"}}).data)
+    assert "empty" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", shipped_tasks())

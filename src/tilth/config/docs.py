@@ -1,4 +1,4 @@
-"""The reference of all recipe keys, written from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
+"""Reference of all recipe keys, generated from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
 
 from tilth.config.keys import Key, keys, layout_entries, sections
 from tilth.config.load import SHIPPED, dump_value, names
@@ -6,7 +6,7 @@ from tilth.config.load import SHIPPED, dump_value, names
 INTRODUCTION = """\
 # Recipes
 
-A recipe is a TOML file. It states what differs from the defaults below; whatever it leaves out has its default.
+A recipe is a TOML file. It states the keys that differ from the defaults below.
 
 ```
 tilth run addition-grpo                                        # a recipe that ships with Tilth, by name
@@ -14,19 +14,19 @@ tilth run my/recipe.toml                                       # any other, by p
 tilth run addition-grpo algorithm.steps=50 run.name=short      # with some keys overridden
 ```
 
-An override is `section.key=value` with a TOML value; text needs no quotes. An unknown key, a value out of range and two
-keys that contradict each other end in one line that says what would be right, with exit code 2, before anything starts.
-The recipe with all its keys is kept in the run's folder as `recipe.toml`, and that file is a recipe again.
+An override is `section.key=value` with a TOML value; text needs no quotes. An unknown key, a value out of range or two
+keys that contradict each other raise an error of one line before anything starts, which says what would work; the exit
+code is 2. The run's folder holds the recipe with all its keys as `recipe.toml`, which is a recipe again.
 """
 
 LAYOUTS = """\
-What `policy.layout`, `critic.layout`, `reference.layout`, `judge.layout` and `rollout.layout` hold.
-`policy.layout.fsdp=2` sets one entry, `policy.layout={fsdp = 2, tp = 2}` all of them. `tilth layout RECIPE` shows what
-comes of it."""
+Entries of `policy.layout`, `critic.layout`, `reference.layout`, `judge.layout` and `rollout.layout`.
+`policy.layout.fsdp=2` sets one entry, `policy.layout={fsdp = 2, tp = 2}` all of them. `tilth layout RECIPE` shows the
+resulting placement."""
 
 
 def reference() -> str:
-    """All keys as Markdown: name, default, values, meaning."""
+    """Return all keys as Markdown: name, default, values, meaning."""
     table = keys()
     parts = [INTRODUCTION, f"\nThere are {len(table)} keys. Shipped recipes: {_shipped()}.\n"]
     parts.append(_section("Keys without a section", "", [k for k in table.values() if "." not in k.name]))

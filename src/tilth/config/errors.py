@@ -1,5 +1,8 @@
 """Base of all errors that Tilth raises on purpose, and those that a recipe or a plugin can cause."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class TilthError(Exception):
     """Base of every error that Tilth raises on purpose; the command line prints it in one line, exit code 2.
@@ -27,8 +30,15 @@ class RecipeError(TilthError):
 
 
 class AxisError(TilthError):
-    """A parallel axis that is not in the table, or that says nothing of how it divides a model."""
+    """A parallel axis that is not in the table, or that lacks a rule for dividing a model."""
 
 
 class PluginError(TilthError):
     """User code that cannot be imported, declares a name twice, or fails when it is called; names file and line."""
+
+
+def nearest(name: str, *choices: Iterable[str]) -> str:
+    """Return "did you mean X?" for the first of these lists with a similar name, else all names of the first list."""
+    lists = [list(names) for names in choices]
+    near = [match for names in lists for match in difflib.get_close_matches(name, names, 1)]
+    return f"did you mean {near[0]}?" if near else f"there is {', '.join(lists[0]) or 'none'}"

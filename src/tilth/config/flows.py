@@ -1,6 +1,6 @@
-"""The flows there are and what is known of each without a model. Imports no torch.
+"""Table of flows: the properties of each training loop, known without a model. Imports no torch.
 
-A flow has defaults of its own for some keys, below what a recipe says; so ``flow=dapo`` alone is DAPO as published.
+A flow has its own defaults for some keys, which a recipe overrides; so ``flow=dapo`` alone is DAPO as published.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ _Keys = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Flow:
-    """learns: from samples of its own that are scored, or from given answers, whole documents, or pairs of answers.
+    """Properties of one training loop.
 
-    critic: whether a value model learns beside the policy. reference: whether another model is always needed.
-    value: whether what it trains is a value model, which says nothing. judge: whether a frozen model reads its
-    answers. reads: those of the keys ``OPTIONAL`` that its page goes by. own: section -> key -> default in this flow.
-    roles: those of a plugin that it calls.
-    own_loop: whether a plugin declares it.
+    learns: from its own scored samples (experience), or from given answers, whole documents or pairs of answers.
+    critic: a value model learns beside the policy. reference: it always needs another model. value: it trains a value
+    model, which generates nothing. judge: a frozen model reads its answers. reads: the keys of ``OPTIONAL`` that its
+    loop reads. own: section -> key -> its default. roles: roles of plugins that it calls. own_loop: a plugin declares
+    it.
     """
 
     title: str
@@ -35,12 +35,12 @@ class Flow:
 
     @property
     def rows(self) -> int:
-        """Sequences of one item of given data."""
+        """Sequences per item of given data."""
         return 2 if self.learns == "pairs" else 1
 
     @property
     def samples(self) -> bool:
-        """Whether it learns from experience."""
+        """True if it learns from experience."""
         return self.learns == "experience"
 
 
@@ -48,9 +48,9 @@ _PARTS = frozenset({"minibatches", "epochs"})
 _GROUPS = frozenset({"drop_flat"})
 _SHAPED = frozenset({"refill", "overlong_buffer", "overlong_penalty", "overlong_filter"})
 SHARED_OPTIONS = ("clip_low", "clip_high", "dual_clip", "gamma", "lam")
-"""Keys of [algorithm] that are options of estimators and losses and of nothing else."""
+"""Keys of [algorithm] that only estimators and losses read, as options."""
 OPTIONAL = _PARTS | _GROUPS | _SHAPED
-"""Keys of [algorithm] that some pages of flows that sample go by and others do not."""
+"""Keys of [algorithm] that only some of the flows that sample read."""
 _DAPO = {"clip_high": 0.28, "refill": 10, "overlong_buffer": 0.2}
 FLOWS: dict[str, Flow] = {
     "grpo": Flow("GRPO", reads=_PARTS | _GROUPS),
@@ -60,10 +60,7 @@ FLOWS: dict[str, Flow] = {
     ),
     "remax": Flow(
         "ReMax",
-        own={
-            "algorithm": {"advantage": "remax", "loss": "reinforce", "kl_in": "reward"},
-            "rollout": {"group": 1},
-        },
+        own={"algorithm": {"advantage": "remax", "loss": "reinforce", "kl_in": "reward"}, "rollout": {"group": 1}},
     ),
     "dapo": Flow("DAPO", reads=OPTIONAL, own={"algorithm": _DAPO}),
     "ppo": Flow("PPO", critic=True, reads=_PARTS, own={"algorithm": {"advantage": "gae"}}),
@@ -93,34 +90,35 @@ LOSSES: dict[str, Mapping[str, Any]] = {
     "cispo": {"clip_low": 1.0, "clip_high": 0.2},
     **dict.fromkeys(("reinforce", "gpg", "sapo", "dro", "dppo_tv", "dppo_kl", "kl_cov"), _NOTHING_TO_CLIP),
 }
-"""Clips of policy losses that were published with others than PPO's, or have none: below what a recipe says, above what
-its flow says for PPO's loss."""
+"""Published clips of policy losses that differ from PPO's or have none. The recipe overrides them; they override the
+flow's clips, which are for PPO's loss."""
 
 
 REFERENCE_FREE = ("simpo",)
-"""Preference losses of log-probs that need no reference."""
+"""Preference losses on log-probs without a reference."""
 
 
 ADVANTAGES: dict[str, Mapping[str, Any]] = {"reinforce_pp_baseline": {"kl": "k2", "kl_in": "loss"}}
-"""Estimators that were published with a KL penalty of their own: below what a recipe says, above its flow's."""
+"""Estimators published with their own KL penalty. The recipe overrides it; it overrides the flow's."""
 
 
 def own_defaults(flow: str, algorithm: Any) -> _Keys:
-    """A flow's own defaults, with the clips of the policy loss and the penalty of the estimator that the recipe's
-    section ``algorithm`` names. In the reward the penalty is k1, whose mean is the KL: that of k3 is one there too,
-    but the gradient that comes of it is not."""
-    own, said = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
+    """Return the defaults of a flow, with the clips of the loss and the penalty of the estimator that the recipe names.
+
+    A penalty in the reward defaults to k1: the means of k1 and k3 are both the KL, but only k1 has its gradient.
+    """
+    own, chosen = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
     found = dict(own.get("algorithm", {}))
     for table, key in ((LOSSES, "loss"), (ADVANTAGES, "advantage")):
-        of_chosen = table.get(str(said.get(key, found.get(key))), {})
-        found = {**found, **of_chosen} if key in said else {**of_chosen, **found}
-    if {**found, **said}.get("kl_in") == "reward":
+        published = table.get(str(chosen.get(key, found.get(key))), {})
+        found = {**found, **published} if key in chosen else {**published, **found}
+    if {**found, **chosen}.get("kl_in") == "reward":
         found.setdefault("kl", "k1")
     return {**own, "algorithm": found} if found else own
 
 
 def below(data: Mapping[str, Any], own: _Keys) -> dict[str, Any]:
-    """A recipe's data with a flow's own defaults below what it says."""
+    """Merge a recipe's data over a flow's own defaults."""
     merged = dict(data)
     for section, keys in own.items():
         merged[section] = {**keys, **merged.get(section, {})}

@@ -1,4 +1,4 @@
-"""The keys of a recipe as a table, read from the schema: for error messages, overrides and documentation."""
+"""Table of all recipe keys, read from the schema: for error messages, overrides and documentation."""
 
 from collections.abc import Iterable, Iterator
 from types import UnionType
@@ -12,7 +12,7 @@ from tilth.config.schema import BroughtRole, LayoutConfig, Recipe, Section
 
 
 class Key(NamedTuple):
-    """One key: its dotted name, its field and, in words, the values it takes."""
+    """One key: its dotted name, its field and a description of its values."""
 
     name: str
     field: FieldInfo
@@ -20,23 +20,31 @@ class Key(NamedTuple):
 
 
 def sections() -> dict[str, type[Section]]:
-    """Section name -> its class, in the order of the schema."""
+    """Return section name -> its class, in the order of the schema."""
     annotations: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
     return {name: annotation for name, annotation in annotations.items() if _is_section(annotation)}
 
 
 def keys() -> dict[str, Key]:
-    """Dotted name -> key, in the order of the schema."""
+    """Return dotted name -> key, in the order of the schema."""
     return {key.name: key for key in _walk(Recipe, "")}
 
 
 def layout_entries(prefix: str = "") -> list[Key]:
-    """The entries of a layout. prefix: of their names, as in ``policy.layout.``."""
+    """Return the entries of a layout, their names behind a prefix such as ``policy.layout.``."""
     return list(_walk(LayoutConfig, prefix))
 
 
+def table_entry(table: Key, name: str) -> Key:
+    """Return a key for one entry of a table of values of one kind, such as ``cluster.pools.train``."""
+    annotation: Any = table.field.annotation
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is dict]
+    field = FieldInfo.from_annotation(get_args(kinds[0])[1])
+    return Key(name, field, _values(field.annotation, field.metadata))
+
+
 def find(name: str) -> Key | None:
-    """The key of this name, or the entry of a layout: ``policy.layout.fsdp``."""
+    """Return the key of this name, or the entry of a layout (``policy.layout.fsdp``)."""
     known = keys()
     if name.startswith("roles.") and name.count(".") > 1:
         role = ".".join(name.split(".")[:2])
@@ -48,7 +56,7 @@ def find(name: str) -> Key | None:
 
 
 def all_names() -> list[str]:
-    """What an override can name: keys, and behind them the entries of layouts."""
+    """Return the names that an override can set: all keys, then the entries of layouts."""
     layouts = [key for key in keys().values() if key.field.annotation is LayoutConfig]
     return [*keys(), *(entry.name for key in layouts for entry in layout_entries(f"{key.name}."))]
 
@@ -59,49 +67,43 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
         if _is_section(annotation) and annotation is not LayoutConfig:
             yield from _walk(annotation, f"{name}.")
         else:
-            yield Key(prefix + name, field, _values(field))
+            yield Key(prefix + name, field, _values(annotation, field.metadata))
 
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _values(field: FieldInfo) -> str:
-    annotation = field.annotation
+_PLAIN = {bool: "true or false", str: "text", int: "an integer", float: "a number"}
+
+
+def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """Describe the values of an annotation."""
     if annotation is LayoutConfig:
         return "a layout, a table of " + ", ".join(LayoutConfig.model_fields)
-    if known := _choices(annotation, field.metadata):
+    if known := _choices(annotation, metadata):
         return f"one of {', '.join(known)}"
-    if annotation is bool:
-        return "true or false"
-    if annotation is str:
-        return "text"
-    if annotation in (int, float):
-        return ("an integer" if annotation is int else "a number") + _range(field.metadata)
-    return _shape(annotation)
-
-
-def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
-    """The names that a value is one of; none where it is no such value."""
-    if get_origin(annotation) is Literal:
-        return [str(name) for name in get_args(annotation)]
-    marks = (*metadata, *getattr(annotation, "__metadata__", ()))
-    return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names()]
-
-
-def _shape(annotation: Any) -> str:
-    """Of a list, a table or a choice between kinds."""
+    if annotation in _PLAIN:
+        return _PLAIN[annotation] + _range(metadata)
     if get_origin(annotation) is dict:
         return "a table"
     if get_origin(annotation) in (Union, UnionType):
-        return " or ".join("text" if a is str else _shape(a) for a in get_args(annotation))
+        return " or ".join(map(_values, get_args(annotation)))
     items = [a for a in get_args(annotation) if a is not Ellipsis]
     if known := _choices(items[0]):
         return f"a list of {', '.join(known)}, written '[\"{known[0]}\"]'"
     return """a list of texts, written '["a", "b"]'""" if items[0] is str else f"a list of {len(items)} numbers"
 
 
-def _range(metadata: list[Any]) -> str:
+def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
+    """Return the names of a choice; [] for an annotation that is no choice."""
+    if get_origin(annotation) is Literal:
+        return [str(name) for name in get_args(annotation)]
+    marks = (*metadata, *getattr(annotation, "__metadata__", ()))
+    return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names()]
+
+
+def _range(metadata: Iterable[Any]) -> str:
     words = []
     for bound in metadata:
         match bound:

@@ -1,4 +1,4 @@
-"""Keys whose values are the names of an open set, to which plugins add."""
+"""Open sets: keys whose values are names that plugins can add."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ if TYPE_CHECKING:  # the command line names these sets before anything is checke
     from pydantic_core import CoreSchema
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-"""Name of each optimizer -> its state tensors of a parameter's shape, 0 at first; plugins add to it. Those of muon are
-of block matrices; the other parameters have AdamW's."""
+"""Name of each optimizer -> its state tensors of a parameter's shape, 0 at first; plugins add to it. Muon's are for
+block matrices; the other parameters have AdamW's."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
-"""Name of each tracker that comes with Tilth -> its class in ``tilth.ui.track``."""
+"""Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a text key: its value is one of the names that there are when a recipe is read."""
+    """Annotation of a text key: its value is one of the names that exist when a recipe is read."""
 
     names: Callable[[], Iterable[str]]
 

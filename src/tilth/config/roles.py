@@ -1,7 +1,7 @@
-"""The roles there are, one ``RoleSpec`` each, in the order in which they are placed and made. Imports no torch.
+"""Table of all roles, one ``RoleSpec`` each, in the order in which they are placed and created. Imports no torch.
 
-What a run knows of a role without asking its workers is derived from this table: where it stands, the memory it needs,
-what is checked of its keys, what a checkpoint holds of it and when weights are sent to it.
+Derived from this table, without asking a worker: a role's placement, its memory, the checks of its keys, its part of a
+checkpoint and when it receives weights.
 """
 
 import importlib
@@ -24,56 +24,58 @@ class RoleSpec:
 
     name: str
     worker: str | Callable[..., Any]
-    """Makes the role's object in a worker: ``worker(context, ...)`` with what it asks for by name (``flows.build``). A
-    class, or "module:function"."""
+    """Creates the role's object in a worker: ``worker(context, ...)`` with further arguments by name (``flows.build``).
+    A class, or "module:function"."""
     when: "Callable[[Recipe], bool]"
-    """Whether a run of this recipe has it."""
+    """True if a run of this recipe has the role."""
     mesh: MeshKind = "one"
-    """Over its pool by a dp x fsdp x tp layout of its own; as whole copies, dp alone; or the pool's first worker."""
+    """layout: over its pool by its own dp x fsdp x tp layout; copies: a whole copy on each worker; one: on the pool's
+    first worker."""
     memory: str | Callable[..., Any] | None = None
-    """(recipe, ``plan.working.Cut``, longest) -> ``plan.memory.Need`` of one rank; None, of one worker alone: nothing
-    that counts."""
+    """(recipe, ``plan.working.Cut``, longest) -> ``plan.memory.Need`` of one rank; None: a negligible need, for
+    mesh "one" only."""
     section: "Callable[[Recipe], str] | None" = None
-    """The role whose pool it shares; None: it has a section of its own."""
+    """Returns the role whose pool it shares; None: it has its own section."""
     trains: bool = False
-    """It has gradients, and a checkpoint holds its state."""
+    """True: it has gradients, and a checkpoint holds its state."""
     loads: str = ""
-    """The key that may name a model which it loads, and which never changes."""
+    """Key with the path of the frozen model that it loads."""
     receives: Receives = ""
-    """When it takes over the policy's weights: where a phase begins (once, if it trains), or each time they change."""
+    """When it receives the policy's weights: at the start of a phase (once, if it trains), or after each step."""
     generates: bool = False
-    """It is there only where something is generated."""
+    """True: only runs that generate have it."""
     values: bool = False
-    """Its model is a value model: no output head, one number for each token."""
+    """True: its model is a value model, with one number per token instead of an output head."""
     label: str = ""
-    """What messages call it."""
+    """Its name in messages."""
     less: str = "train.micro_tokens"
-    """The key that makes it need less memory."""
+    """Keys that reduce its memory."""
 
     def __post_init__(self) -> None:
         if self.mesh != "one" and self.memory is None:
             raise PluginError(
-                f"role {self.name!r}: mesh={self.mesh!r} without memory: nobody can say whether it fits; give a "
-                "function (recipe, cut, longest) -> tilth.plan.memory.Need"
+                f"role {self.name!r}: mesh={self.mesh!r} without memory: its size cannot be predicted; give a "
+                "function (recipe, cut, longest) -> tilth.plan.memory.Need",
+                key=f"role.{self.name}.memory",
             )
         object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
 
     @property
     def key(self) -> str:
-        """Its section of a recipe."""
+        """The role's section of a recipe."""
         return self.name if self.name in SHIPPED_ROLES else f"roles.{self.name}"
 
     @property
     def group(self) -> str:
-        """The group of a checkpoint that the model of ``loads`` is in; empty: the policy's, or as its path says."""
+        """Group of a checkpoint that holds the model of ``loads``; empty: the policy's, or as the path says."""
         return self.name if self.values else ""
 
     def placed_by(self, recipe: "Recipe") -> Any:
-        """The section with its pool and layout."""
+        """Return the section with the role's pool and layout."""
         return recipe.section(self.section(recipe) if self.section else self.key)
 
     def path(self, recipe: "Recipe") -> str:
-        """The model that it loads; empty: none."""
+        """Return the path of the model that it loads; empty: none."""
         section, _, name = self.loads.rpartition(".")
         return str(getattr(recipe.section(section), name)) if name else ""
 
@@ -87,12 +89,12 @@ def _rated(recipe: "Recipe") -> bool:
 
 
 def _home(recipe: "Recipe") -> str:
-    """Loader and writer are where the reward is, since they share the prompts."""
+    """Place loader and writer beside the reward, since they share the prompts."""
     return "reward" if _generated(recipe) else "policy"
 
 
 def _shipped(name: str, when: "Callable[[Recipe], bool]", mesh: MeshKind = "one", **facts: Any) -> RoleSpec:
-    """A role whose factory and memory function are called after it."""
+    """Return a role whose factory and memory function have its name."""
     memory = None if mesh == "one" else f"tilth.plan.memory:{name}_need"
     return RoleSpec(name, f"tilth.flows.workers:{name}", when, mesh, memory, **facts)
 
@@ -114,12 +116,12 @@ SHIPPED_ROLES = frozenset(ROLES)
 
 
 def roles_of(recipe: "Recipe", *, generates: bool = True) -> dict[str, RoleSpec]:
-    """The roles of a run of this recipe, in order. generates: whether it generates anything."""
+    """Return the roles of a run of this recipe, in order. generates: False leaves out roles that need generation."""
     return {name: spec for name, spec in ROLES.items() if spec.when(recipe) and (generates or not spec.generates)}
 
 
 def resolve(named: str | Callable[..., Any]) -> Callable[..., Any]:
-    """What "module:name" names; a function or class is itself."""
+    """Import "module:name"; return a function or class unchanged."""
     if not isinstance(named, str):
         return named
     module, _, name = named.partition(":")

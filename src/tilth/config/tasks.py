@@ -1,7 +1,7 @@
-"""Tasks: what a task declares, once, in a file of its own, and how one is found by name. Imports no torch.
+"""Tasks, each declared once in its own file, and their lookup by name. Imports no torch.
 
-A file of ``tilth/tasks`` declares each task that comes with Tilth, as ``TASK``, and has its name; a plugin declares one
-with ``tilth.task``.
+Each task that comes with Tilth is ``TASK`` in the file of ``tilth/tasks`` with its name; a plugin declares one with
+``tilth.task``.
 """
 
 import inspect
@@ -20,15 +20,15 @@ class Task:
     """One task, ``data.source=NAME`` and ``reward.function=NAME``."""
 
     prompts: Callable[..., Any]
-    """Makes the prompts: a ``tilth.data.computed.Source``, or records as ``tilth.train`` takes them. Arguments are keys
-    of [data] by their names (``digits``), keyword-only ones are options (``data.options.KEY``)."""
+    """Returns a ``tilth.data.computed.Source``, or records as ``tilth.train`` takes them. Arguments are keys of [data]
+    (``digits``), keyword-only arguments are options (``data.options.KEY``)."""
     reward: Callable[[str, str, dict[str, Any]], Any]
-    """(prompt, completion, info) -> number or dict; a ``tilth.rewards.verifiers.Verifier`` judges given answers too."""
+    """(prompt, completion, info) -> number or dict; a ``tilth.rewards.verifiers.Verifier`` checks given answers too."""
     wrong: Callable[[Any], str] | None = None
-    """Makes the answer of a prompt wrong, for pairs of answers; None: the task has no pairs."""
+    """Returns a wrong answer to a prompt, for pairs of answers; None: the task has no pairs."""
 
     def make_prompts(self, section: Any) -> Any:
-        """Prompts for a section [data], given the keys and options that they ask for."""
+        """Return the prompts for a section [data]."""
         given = {**dict(section), **section.options}
         return self.prompts(
             **{name: given[name] for name in inspect.signature(self.prompts).parameters if name in given}
@@ -39,12 +39,12 @@ class Task:
 def _of_plugin(declaration: Declaration) -> Task:
     made = declaration.value()
     if not isinstance(made, Task):
-        raise PluginError(f"{declaration.title} returns no tilth.config.tasks.Task")
+        raise PluginError(f"{declaration.title} returns no tilth.config.tasks.Task", key=f"task.{declaration.name}")
     return made
 
 
 def task_of(name: str) -> Task:
-    """The task of a name, one of ``plugins.task_names()``."""
+    """Return the task of a name, one of ``plugins.task_names()``."""
     found = declared("task").get(name)
     shipped: Task | None = None if found else import_module(f"tilth.tasks.{name}").TASK
     return shipped or _of_plugin(found)  # type: ignore[arg-type]

@@ -1,13 +1,16 @@
 """Base of sources whose prompts are computed from an index, such as a task's. Imports no torch."""
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tilth.data.columns import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
 
 
 class Source(Protocol):
@@ -39,11 +42,15 @@ class Source(Protocol):
 
 def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
     """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are similar."""
+    import numpy as np
+
     return mixed(np.fromiter(map(zlib.crc32, texts), np.uint32))
 
 
 def mixed(h: np.ndarray) -> np.ndarray:
     """uint32 [n] -> uint32 [n]: the finaliser of murmur3, a bijection that spreads neighbouring numbers."""
+    import numpy as np
+
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
     return h ^ (h >> np.uint32(16))

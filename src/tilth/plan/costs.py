@@ -1,10 +1,10 @@
-"""What work costs on a machine, as ``analysis.costs`` learned it from a run: for schedulers and planners.
+"""Cost models of a machine, fitted by ``analysis.costs`` on a traced run: for schedulers and planners.
 
 Seconds of a compute are ``fixed + per_token * tokens + per_square * squares``, none of them negative, where squares is
 the sum of the squared lengths of the sequences (attention). A communication takes
 ``messages * latency + bytes on the wire / bandwidth``, both as of rings (Patarasuk and Yuan 2009; Thakur et al. 2005),
-which gloo and NCCL use. Each says how far it is off on steps that it has not seen, and answers only for amounts like
-those it was fitted on, unless it is asked for what lies beyond.
+which gloo and NCCL use. Each model states its error on held-out steps, and raises for amounts beyond those it was
+fitted on unless extrapolation is asked for (``beyond=True``).
 """
 
 import json
@@ -21,20 +21,20 @@ from tilth.core.errors import DataError, StorageError
 
 FORMAT, VERSION = "tilth-costs", 1
 REACH = 1.5
-"""Amounts up to so many times beyond the least and the greatest that were fitted are answered for."""
+"""Factor by which an amount may lie beyond the least and the greatest that were fitted."""
 SMALL = 512
-"""Bytes up to which a tensor is less than a packet: where all are that small, their time is latency."""
+"""Bytes of one packet: if all tensors are smaller, their time is latency alone."""
 Numbers = np.ndarray | float
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _null(value: float) -> BeforeValidator:
-    """JSON has null for what is no number."""
+    """Read JSON's null as this value."""
     return BeforeValidator(lambda found: value if found is None else found)
 
 
 def _pairs(found: Any) -> list[tuple[Any, Any]]:
-    """JSON has an object for numbers by rank."""
+    """Read an object of numbers by rank as pairs."""
     if not isinstance(found, dict):
         raise ValueError("it must be an object of numbers by rank")
     return list(found.items())
@@ -48,12 +48,12 @@ class Error:
     p90: Annotated[float, _null(math.nan)]
     count: int
     held_out: bool = False
-    """Whether these rows were kept out of the fit."""
+    """True if these rows were kept out of the fit."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How long one kind of communication among so many ranks takes."""
+    """Time of one kind of communication among N ranks."""
 
     op: str
     ranks: int
@@ -95,36 +95,36 @@ def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.nda
         return float(others), size * min(others, 1)
     if op in ("send", "receive"):
         return 1.0, size
-    raise DataError(f"{op!r} is no communication whose bytes are known")
+    raise DataError(f"{op!r} is no communication with known bytes on the wire", key=op)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What one operation of one role costs. Times in seconds."""
+    """Cost of one operation of one role. Times in seconds."""
 
     op: str
     role: str
     fixed: Cost
-    """Whenever it is done."""
+    """Per span."""
     per_token: Cost
     per_square: Cost
-    """For each of the sum of squared lengths."""
+    """Per unit of the sum of squared lengths."""
     tokens: tuple[int, int]
     squares: tuple[int, int]
-    """The least and the greatest amount of one span; squares are (0, 0) where the trace does not tell them."""
+    """Least and greatest amount of one span; squares are (0, 0) if the trace does not record them."""
     lengths: tuple[float, float]
-    """The least and the greatest mean length of the sequences in a span, squares / tokens."""
+    """Least and greatest mean length of the sequences in a span, squares / tokens."""
     count: int
     ranks: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
-    """Each rank, and how many times the fitted seconds it takes (median): above its peers it is slow."""
+    """(rank, its median time over the fitted time): a rank above its peers is slow."""
     separate: bool
-    """Whether amounts differed enough to tell the fixed part; if not, all goes by the amounts."""
+    """True if amounts differed enough to fit the fixed part; else it is 0."""
     separate_squares: bool
-    """Whether lengths differed enough to tell squares from tokens; if not, all goes by the tokens."""
+    """True if lengths differed enough to separate squares from tokens; else ``per_square`` is 0."""
     error: Error
 
     def seconds(self, tokens: Numbers = 0, squares: Numbers = 0, *, beyond: bool = False) -> np.ndarray:
-        """float64 [...]: own time of spans of so many tokens and squares. DataError outside of what was fitted."""
+        """Return the time of spans with these tokens and squares, float64 [...]. Raises DataError beyond the fit."""
         if not beyond:
             what, asked = f"{self.op} of {self.role or 'the run'}", np.asarray(tokens, np.float64)
             _check(what, "tokens", tokens, self.tokens)
@@ -133,9 +133,9 @@ class Compute:
         return self.fixed + self.per_token * np.asarray(tokens, float) + self.per_square * np.asarray(squares, float)
 
     def rows(self, lengths: np.ndarray, *, beyond: bool = False) -> np.ndarray:
-        """float64 [n]: what each of the sequences adds, as ``packing.balance`` takes it; without the fixed part.
+        """Return the cost of each sequence without the fixed part, float64 [n], for ``packing.balance``.
 
-        DataError where one is longer than what was fitted.
+        Raises DataError if one is longer than the fitted sequences.
         """
         n = np.asarray(lengths, np.float64)
         if not beyond and n.size:
@@ -145,33 +145,34 @@ class Compute:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that a trace tells."""
+    """All costs fitted on one trace."""
 
     compute: tuple[Compute, ...]
     links: tuple[Link, ...]
     left: tuple[str, ...] = ()
-    """Operations that had too few rows, in words."""
+    """Descriptions of operations with too few rows for a fit."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """Where it was measured: run, model, machine; anything that JSON takes."""
+    """Origin: run, model, machine; any JSON values."""
 
     def of(self, op: str, role: str) -> Compute:
-        """DataError where there is none."""
+        """Return the cost of an operation of a role. Raises DataError if none was fitted."""
         for one in self.compute:
             if (one.op, one.role) == (op, role):
                 return one
         known = ", ".join(f"{c.op} of {c.role or 'the run'}" for c in self.compute) or "nothing"
-        raise DataError(f"no cost of {op!r} of {role!r} was fitted; there is that of {known}")
+        raise DataError(f"no cost of {op!r} of {role!r} was fitted; there is that of {known}", key=f"{role}.{op}")
 
     def link(self, op: str, ranks: int) -> Link:
-        """DataError where there is none."""
+        """Return the link of a communication among N ranks. Raises DataError if none was fitted."""
         for one in self.links:
             if (one.op, one.ranks) == (op, ranks):
                 return one
         known = ", ".join(f"{k.op} of {k.ranks}" for k in self.links) or "nothing"
-        raise DataError(f"no cost of {op!r} among {ranks} ranks was fitted; there is that of {known}")
+        message = f"no cost of {op!r} among {ranks} ranks was fitted; there is that of {known}"
+        raise DataError(message, key=f"{op}.{ranks}")
 
     def communication(self, op: str, ranks: int, nbytes: Numbers, *, beyond: bool = False) -> np.ndarray:
-        """float64 like ``nbytes``: seconds of a transfer. DataError outside of what was fitted."""
+        """Return the seconds of a transfer, float64 like ``nbytes``. Raises DataError beyond the fit."""
         link = self.link(op, ranks)
         if not beyond:
             _check(f"{op} among {ranks} ranks", "bytes", nbytes, (link.least, link.greatest))
@@ -185,14 +186,12 @@ def _check(what: str, name: str, amount: Numbers, fitted: tuple[float, float]) -
         return
     for value in (float(asked.min()), float(asked.max())):
         if not least / REACH <= value <= greatest * REACH:
-            raise DataError(
-                f"the cost of {what} was fitted on {least:,.0f} to {greatest:,.0f} {name}, not on {value:,.0f}: "
-                "trace a run with such amounts, or ask for what lies beyond"
-            )
+            message = f"the cost of {what} was fitted on {least:,.0f} to {greatest:,.0f} {name}, not on {value:,.0f}: "
+            raise DataError(f"{message}trace a run with such amounts, or set beyond=True", key=name)
 
 
 def as_dict(costs: Costs) -> dict[str, Any]:
-    """As JSON has it; a bandwidth or an error that is no number is null. Times in seconds, bandwidths in bytes/s."""
+    """Return costs as JSON values, null for NaN and infinity. Times in seconds, bandwidths in bytes/s."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -210,27 +209,31 @@ def _finite(value: Any) -> Any:
 
 
 def save_costs(costs: Costs, path: str | Path) -> None:
-    """StorageError where the file cannot be written."""
+    """Write costs as JSON. Raises StorageError if the file cannot be written."""
     try:
         Path(path).write_text(json.dumps(as_dict(costs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", key=Path(path).name) from error
 
 
 def load_costs(path: str | Path) -> Costs:
-    """Costs that were saved. DataError names the file, and what in it is wrong."""
+    """Read costs that ``save_costs`` wrote. Raises DataError with the file and the wrong field."""
+    name = Path(path).name
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"cannot read costs from {path}: {error.strerror}") from error
+        raise DataError(f"cannot read costs from {path}: {error.strerror}", key=name) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
+        raise DataError(f"{path} is no JSON: {error}", key=f"{name}.syntax") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise DataError(f"{path} holds no costs; tilth trace costs RUN --save PATH writes them")
+        message = f"{path} holds no costs; tilth trace costs RUN --save PATH writes them"
+        raise DataError(message, key=f"{name}.format")
     if found.get("version") != VERSION:
-        raise DataError(f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}")
+        message = f"{path} is of version {found.get('version')!r}; this Tilth reads {VERSION}"
+        raise DataError(message, key=f"{name}.version")
     try:
         return TypeAdapter(Costs).validate_python(found)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DataError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        field = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path} is damaged: {field}: {first['msg']}", key=f"{name}.{field}") from error

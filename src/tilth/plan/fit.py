@@ -1,4 +1,4 @@
-"""Whether the memory that a plan needs is there: a refusal where it cannot be, a warning where it may not, and keys."""
+"""Check that a plan fits into memory: refuse impossible ones, warn of tight ones, and suggest keys."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,38 +11,37 @@ from tilth.plan.memory import BASE, micro_tokens
 from tilth.plan.working import on_gpu
 
 SCORER = 90_000_000
-"""Bytes of a process that scores, before the function's own (measured)."""
+"""Bytes of a reward process before the function's own (measured)."""
 FEWEST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """One memory and what is predicted to be in it. Bytes."""
+    """Predicted bytes in the memory of the machine or of one GPU."""
 
     what: str
-    """The memory of the machine, or of a GPU."""
     needed: int
     certain: int
-    """Of weights, gradients and optimizer states, which are needed whatever the data are."""
+    """Bytes of weights, gradients and optimizer states, independent of the data."""
     room: Room
 
     @property
     def impossible(self) -> bool:
-        """Whether the certain part alone is more than there is at all."""
+        """True if the certain part alone exceeds the total."""
         return self.certain > self.room.total
 
     @property
     def tight(self) -> bool:
-        """Whether more is predicted than is free."""
+        """True if the prediction exceeds the free memory."""
         return self.needed > self.room.free
 
 
 def places(
     recipe: Recipe, workers: Sequence[RankPlan], host: Room | None, gpus: Sequence[Room] = ()
 ) -> list[MemoryUse]:
-    """Each memory that the workers of one machine share, and each GPU, which has one worker.
+    """Return the use of the host memory that the workers share, and of each GPU, which has one worker.
 
-    host: None where the workers are on machines that are not known.
+    host: None if the workers' machines are unknown.
     """
     gpu = on_gpu(recipe)
     found = [
@@ -57,12 +56,12 @@ def places(
 
 
 def beside(recipe: Recipe) -> int:
-    """Bytes of processes that are no workers: the controller, and those that score."""
+    """Return bytes of the controller and the reward processes."""
     return BASE * (recipe.cluster.backend != "inline") + SCORER * recipe.reward.workers * recipe.flow_spec.samples
 
 
 def verdict(found: Sequence[MemoryUse], remedy: Callable[[MemoryUse], str]) -> tuple[str, list[str]]:
-    """Why the run is refused, or "", and what is to be said of it otherwise. remedy: what would help."""
+    """Return the reason to refuse the run, or "", and warnings otherwise. remedy: suggests keys."""
     for place in found:
         if place.impossible:
             why = f"weights, gradients and optimizer states need {_size(place.certain)} of {place.what}"
@@ -76,7 +75,7 @@ def verdict(found: Sequence[MemoryUse], remedy: Callable[[MemoryUse], str]) -> t
 
 
 def remedies(recipe: Recipe, longest: int, place: MemoryUse, again: Callable[[Recipe], Sequence[MemoryUse]]) -> str:
-    """Keys with which it would fit, by prediction; where none is enough, those that come nearest."""
+    """Return keys with which the run would fit by prediction, or else those that come nearest."""
     tried = []
     for steps in _keys(recipe, longest):
         for words, other in steps:
@@ -94,7 +93,7 @@ def remedies(recipe: Recipe, longest: int, place: MemoryUse, again: Callable[[Re
 
 
 def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
-    """What may be changed without another result: each a list from little to much."""
+    """Yield lists of changes, small to large, that do not change results."""
     tokens, rows, steps = micro_tokens(recipe, longest), recipe.rollout.max_rows, list[tuple[str, Recipe]]()
     while tokens > longest:
         tokens = max(longest, tokens // 2)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a decoder: what the mathematics asks for, whatever the kernels do (model FLOPs)."""
+"""Model FLOPs of a decoder: the operations of the mathematics, independent of kernels."""
 
 from typing import NamedTuple
 
@@ -15,12 +15,12 @@ class Flops(NamedTuple):
 
     @property
     def both(self) -> float:
-        """Of a training pass."""
+        """FLOPs of a training pass."""
         return self.forward + self.backward
 
 
 def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flops:
-    """Of one token that attends to ``attended`` tokens, itself among them; ``head``: its logits are computed.
+    """Return the FLOPs of one token that attends to ``attended`` tokens, itself included. head: with its logits.
 
     Forward: 2 for each matrix element, and 4 x heads x head_dim for each attended token (scores and mixing). Backward:
     twice that. Look-ups, norms and the softmax are left out, as usual (PaLM, arXiv 2204.02311, appendix B).
@@ -31,12 +31,12 @@ def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flop
 
 
 def sequence_flops(shape: DecoderShape, lengths: np.ndarray, window: int | None = None) -> Flops:
-    """Of whole sequences under causal attention, with the head at every token. lengths: int [n]."""
+    """Return the FLOPs of whole sequences under causal attention, with logits at every token. lengths: int [n]."""
     return pass_flops(shape, int(np.sum(lengths)), attended(lengths, window))
 
 
 def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True) -> Flops:
-    """Of one pass over ``tokens`` that attend to ``pairs`` tokens in all, themselves among them; ``head``: at each."""
+    """Return the FLOPs of a pass over ``tokens`` with ``pairs`` attended tokens in all. head: with all logits."""
     if tokens == 0:
         return Flops(0.0, 0.0)
     one = token_flops(shape, pairs / tokens, head)
@@ -44,7 +44,7 @@ def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True) 
 
 
 def attended(lengths: np.ndarray, window: int | None = None) -> int:
-    """Pairs of a token and one it attends to, over all sequences; a sliding window counts the token itself."""
+    """Count pairs of a token and one that it attends to, over all sequences; a window includes the token."""
     n = np.asarray(lengths, np.int64)
     w = n if window is None else np.minimum(n, window)
     return int((w * (w + 1) // 2 + (n - w) * w).sum())

@@ -1,4 +1,4 @@
-"""Sizes by which the model and the engine cut their work: who computes and who predicts memory take them from here."""
+"""Sizes of chunks and buffers of model and engine, shared by the kernels and the memory prediction."""
 
 import math
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ parity mode stops with LogprobMismatch.
 
 
 def spare_rows(rows: int) -> int:
-    """Rows to add to this many, so that a linear on a CPU gives each the same bits whatever is computed beside it."""
+    """Return the padding rows with which a linear on a CPU gives each row the same bits in any batch."""
     return max(LEAST_ROWS - rows, -rows % ROW_MULTIPLE) if rows else 0
 
 
 def chunk_rows(vocab: int, wanted: int | None = None) -> int:
-    """Rows of hidden states that go through a head of so many logits at a time, ``wanted`` or the default."""
+    """Return the rows of hidden states per chunk of logits, ``wanted`` or the default, rounded up."""
     rows = wanted or min(max(CHUNK_ELEMENTS // max(vocab, 1), CHUNK_ROWS[0]), CHUNK_ROWS[1])
     return rows + -rows % ROW_MULTIPLE
 
 
 def keeps(rows: int, vocab: int) -> bool:
-    """Whether the log-probs of so many rows are kept for their backward pass."""
+    """True if the log-probs of this many rows are kept for their backward pass."""
     return rows * vocab <= KEPT_ELEMENTS
 
 
@@ -45,7 +45,7 @@ MASKED_UP_TO = {4: 256, 2: 768}
 """Longest sequence for which plain matmuls win over SDPA with a mask, by bytes of an element (measured, forward and
 backward)."""
 CAUSAL_UP_TO = {4: 128, 2: 768}
-"""The same where SDPA is told that all is causal: it then leaves out the other half."""
+"""Longest sequence for which plain matmuls win over causal SDPA, which skips half of the scores, by element bytes."""
 
 # ---- the rollout engine ----
 
@@ -66,12 +66,12 @@ CHOICE_ELEMENTS = 1 << 24
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def limit_for(length: int, longest: int) -> int:
-    """Limit of the lane for a sequence of ``length`` tokens, if none has more than ``longest``."""
+    """Return the limit of the length bucket for ``length`` tokens, if no sequence exceeds ``longest``."""
     limit = SMALLEST
     while limit <= length and limit < longest:
         limit *= 2
@@ -79,7 +79,7 @@ def limit_for(length: int, longest: int) -> int:
 
 
 def slots_for(tokens: int) -> int:
-    """Slots for rows of up to this many tokens.
+    """Return the cache slots of rows of up to this many tokens.
 
     Laying out the cache anew every g tokens costs 3 T / g token visits a step, g / 2 idle slots cost as many again:
     least at g = sqrt(6 T).
@@ -89,14 +89,14 @@ def slots_for(tokens: int) -> int:
 
 
 def grown(size: int, need: int) -> int:
-    """Size of a buffer of the KV cache that had ``size`` and needs room for ``need``."""
+    """Return the new size of a KV cache buffer of ``size`` that must hold ``need``."""
     return max(need, size * 3 // 2) if need > size else size
 
 
 def layouts_until(first: int, longest: int, context: int, fixed: bool) -> Iterator[list[int]]:
-    """For each lane that a sequence goes through from ``first`` to ``longest`` tokens: its slots, as they grow.
+    """Yield the growing slot counts of each length bucket that a sequence passes from ``first`` to ``longest`` tokens.
 
-    fixed: the slots of a lane are its limit at once, as on a GPU.
+    fixed: a bucket has its limit of slots at once, as on a GPU.
     """
     limit = limit_for(first, context)
     while True:

@@ -1,4 +1,4 @@
-"""Who stands where: the roles of a recipe on ranks, and the parts of a decoder on the ranks of a mesh."""
+"""Placement of a recipe's roles on ranks, and of a decoder's parameters on the ranks of a mesh."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,37 +21,38 @@ from tilth.plan.working import ShardFactors
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a role is. ranks: global numbers of its workers; mesh: those, with all axes of ``config.axes``."""
+    """Placement of a role. ranks: global ranks of its workers; mesh: over these, with all axes of ``config.axes``."""
 
     pool: str
-    """ "" where all workers are one pool."""
+    """ "" if all workers are one pool."""
     ranks: tuple[int, ...]
     mesh: Mesh
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that take rows of their own."""
+        """Ranks with their own rows."""
         return self.mesh.count("rows")
 
 
 def place(recipe: Recipe, *, generates: bool = True) -> dict[str, Placed]:
-    """Role -> where it is, for all roles that a run of this flow has. generates: whether it generates anything.
+    """Return role -> placement for all roles of a run. generates: False leaves out roles that need generation.
 
-    Pools take neighbouring ranks in their order. A role of one worker is on the first of its pool. RecipeError where
-    workers, pools and layouts contradict each other, with the key and the values that would work.
+    Pools take consecutive ranks in order. A role of one worker is on the first rank of its pool. Raises RecipeError if
+    workers, pools and layouts contradict each other, with the key and values that would work.
     """
     check_cluster(recipe)
     return {role: _placed(recipe, spec) for role, spec in roles_of(recipe, generates=generates).items()}
 
 
 def ranks_of(recipe: Recipe, pool: str) -> range:
-    """Global numbers of a pool's workers."""
+    """Return the global ranks of a pool's workers."""
     first = 0
     for name, workers in pools(recipe).items():
         if name == pool:
             return range(first, first + workers)
         first += workers
-    raise RecipeError(f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}")
+    message = f"no pool {pool!r} in cluster.pools; there is {', '.join(pools(recipe))}"
+    raise RecipeError(message, key="cluster.pools")
 
 
 def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
@@ -66,24 +67,25 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
 
 
 def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
-    """RecipeError unless heads, key heads and the MLP divide over each role's tp; it names the tp that would work.
+    """Raise RecipeError unless heads, key heads and MLP divide over each role's tp; it names a tp that would work.
 
-    Key heads may also be fewer than the ranks, if they divide them: neighbours then hold the same one. Vocabularies of
-    any size are divided.
+    Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
+    have any size.
     """
     for role, layout in learners(recipe).items():
-        if ROLES[role].values and ROLES[role].loads:  # has a shape of its own
+        if ROLES[role].values and ROLES[role].loads:  # its model has its own shape
             continue
         wrong = misfit(shape, layout.tp)
         if wrong:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
             right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
-            raise RecipeError(f"{ROLES[role].key}.layout.tp = {layout.tp} does not divide {wrong}; {values}")
+            key = f"{ROLES[role].key}.layout.tp"
+            raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
-    """What of this shape cannot be divided over ``tp`` ranks; empty: nothing."""
+    """Describe what cannot be divided over ``tp`` ranks; "" if all can."""
     heads, kv_heads, inner = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
     if heads % tp:
         return f"model.heads = {heads}"
@@ -96,10 +98,7 @@ def misfit(shape: DecoderShape, tp: int) -> str:
 
 
 def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False) -> dict[str, Layout]:
-    """How each parameter lies over a role's mesh.
-
-    value: of a value model on this shape. Agrees with what ``parallel`` does.
-    """
+    """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model."""
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
     shapes = parameter_shapes(shape, value=value)
     return {name: nested(mesh, sizes, {"tp": along_tp(table, name, copies)}) for name, sizes in shapes.items()}
@@ -117,13 +116,13 @@ def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
         elif name in shards or name in along:
             split.append(Shard(0) if name in shards else along[name])
         else:
-            raise AxisError(f"axis {name!r} divides the model; nothing says how a parameter lies along it")
+            raise AxisError(f"axis {name!r} divides the model, but has no placement for this parameter", key=name)
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
     return Layout(mesh, tuple(split), shape, tuple(order))
 
 
 def elements(parts: dict[str, Layout], rank: int) -> int:
-    """Elements of all parameters that a rank holds."""
+    """Count the elements of all parameters that a rank holds."""
     return sum(box.numel for layout in parts.values() for box in layout.boxes(rank))
 
 
@@ -137,13 +136,13 @@ class Seat:
     role: str
     coordinates: dict[str, int]
     elements: int
-    """Parameters that it holds here."""
+    """Elements of parameters that it holds here."""
     need: Need
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All roles of one rank, and the memory that they need together; Tilth's roles of one worker take turns."""
+    """All roles of one rank and their memory together, as roles of one worker alternate."""
 
     rank: int
     seats: tuple[Seat, ...]
@@ -159,10 +158,10 @@ def per_rank(
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
 ) -> list[RankPlan]:
-    """Predicted memory of each worker, where a sequence has at most ``longest`` tokens.
+    """Return the predicted memory of each worker, for sequences of at most ``longest`` tokens.
 
-    generates: whether the run has a rollout engine. loaded: role -> shape of its model where that is another one than
-    the policy's. RecipeError as of ``place`` and ``check_shape``.
+    generates: True if the run has a rollout engine. loaded: role -> shape of its model if that is not the policy's.
+    Raises RecipeError, see ``place`` and ``check_shape``.
     """
     placed = place(recipe, generates=generates)
     check_shape(recipe, shape)
@@ -190,7 +189,7 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
 
 
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> ShardFactors:
-    """What of the model of a role is on one of its ranks."""
+    """Return the part of a role's model on one of its ranks."""
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
@@ -211,12 +210,12 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
 
 
 def _at_once(name: str) -> bool:
-    """Parameters gathered at the same time under zero = 3: those outside of layers, and two layers."""
+    """True for parameters gathered at the same time under zero = 3: those outside of layers, and two layers."""
     return not name.startswith("model.layers.") or name.split(".")[2] in ("0", "1")
 
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:
-    """The shape that each rank along tp computes with (vocabulary: the largest part)."""
+    """Return the shape that each rank along tp computes with (vocabulary: the largest part)."""
     part: Any = shape
     return replace(
         part,

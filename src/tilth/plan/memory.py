@@ -22,62 +22,62 @@ from tilth.plan.working import (
 )
 
 BASE = 400 * 2**20
-"""Interpreter, torch, pyarrow, the other libraries and what they load as they are used (measured)."""
+"""Bytes of interpreter, torch, pyarrow and other libraries in use (measured)."""
 TOKEN = 600
-"""Bytes of a token of the vocabulary in a tokenizer (measured)."""
+"""Bytes of a tokenizer per token of its vocabulary (measured)."""
 CUDA = 500 * 2**20
-"""A process's context on a GPU with the kernels that it has loaded (about; by others' measurements)."""
+"""Bytes of a process's CUDA context with loaded kernels (approximate; published measurements)."""
 CERTAIN = ("parameters", "optimizer state", "model", "weights")
-"""Ends of the names of what is held whatever the data are."""
+"""Suffixes of names of items whose size does not depend on the data."""
 
 
 class Memory(NamedTuple):
-    """Predicted peak. Training and generation take turns, so of their working sets only the greater counts."""
+    """Predicted peak. Training and generation alternate, so only the larger of their working sets counts."""
 
     held: tuple[Item, ...]
-    """There all the time."""
+    """Permanent."""
     training: tuple[Item, ...]
-    """While a micro-batch is in flight."""
+    """During a micro-batch."""
     generation: tuple[Item, ...]
-    """While the engine steps."""
+    """During an engine step."""
     gradients: int = 0
-    """Of the greatest role, when all are there: at the moment that ``training`` is of they need not all be."""
+    """All gradients of the largest role; at the peak of ``training`` fewer may exist."""
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """What makes up the peak."""
+        """Items at the peak."""
         return self.held + max(self.training, self.generation, key=total)
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes at the peak."""
         return total(self.items)
 
     def by_name(self) -> dict[str, int]:
-        """Bytes of each item."""
+        """Return item -> bytes at the peak."""
         return {item.name: item.bytes for item in self.items}
 
     def certain(self, *, gpu: bool) -> int:
-        """Bytes that no length of a sequence moves: weights, gradients and optimizer state; gpu: those on a GPU."""
+        """Return bytes of weights, gradients and optimizer state, independent of the data. gpu: those on a GPU."""
         return self.gradients + sum(i.bytes for i in self.held if i.name.endswith(CERTAIN) and not (gpu and i.host))
 
     def on_gpu(self) -> int:
-        """Bytes at the peak on the GPU, where there is one."""
+        """Return bytes at the peak that are on the GPU, if there is one."""
         return sum(item.bytes for item in self.items if not item.host)
 
 
 class Need(NamedTuple):
-    """What a role needs on one rank."""
+    """Memory of a role on one rank."""
 
     held: tuple[Item, ...]
     gradients: int = 0
-    """Bytes; in ``training`` too. Roles of one worker take turns, and forget theirs after a step."""
+    """Bytes, part of ``training`` too. Roles of one worker alternate, and free theirs after a step."""
     training: tuple[Item, ...] = ()
     generation: tuple[Item, ...] = ()
 
 
 def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE) -> Memory:
-    """Of one process with these roles, which take turns, and a tokenizer of so many tokens."""
+    """Return the memory of one process with these alternating roles and a tokenizer of ``vocab`` tokens."""
     held = [Item("interpreter and libraries", base, host=True), Item("tokenizer", TOKEN * vocab, host=True)]
     held += [Item("CUDA context", CUDA)] if on_gpu(recipe) else []
     held += [item for need in needs for item in need.held]
@@ -87,7 +87,7 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
 
 
 def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of the policy's part on one rank."""
+    """Return the need of the policy on one rank."""
     own, head = cut.elements * FP32, not recipe.flow_spec.value
     held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
@@ -99,12 +99,12 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def _saved_copy(cut: ShardFactors, state: Sequence[Item], name: str) -> Item:
-    """The host memory from which a checkpoint is written, kept from save to save."""
+    """Return the host memory from which checkpoints are written, kept between saves."""
     return Item(name, total(tuple(state)) // cut.copies, host=True)
 
 
 def critic_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of the critic's part on one rank. cut: of the value model, which has no logits."""
+    """Return the need of the critic, a value model without logits, on one rank."""
     own = cut.elements * FP32
     held = [Item("critic's parameters", own), Item("critic's optimizer state", _optimizer(recipe, cut))]
     copy = _saved_copy(cut, held, "critic's copy being saved")
@@ -112,19 +112,19 @@ def critic_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def reference_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of the reference's part on one rank, which scores and never learns. One with a path is not saved."""
+    """Return the need of the reference on one rank, which only scores. One with a path is not saved."""
     held = [Item("reference model", cut.elements * FP32)]
     copy = [] if recipe.reference.path else [_saved_copy(cut, held, "reference's copy being saved")]
     return Need((*held, *copy), training=scoring(recipe, cut, longest))
 
 
 def reward_model_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of a reward model's part on one rank, which scores and never learns; it has no logits and is not saved."""
+    """Return the need of a reward model on one rank, which only scores, has no logits and is not saved."""
     return Need((Item("reward model", cut.elements * FP32),), training=scoring(recipe, cut, longest, head=False))
 
 
 def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of an engine with a whole copy of the model, one of those that divide the rows."""
+    """Return the need of one engine with a whole copy of the model."""
     r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
     wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.flow_spec.samples else [])
@@ -134,8 +134,8 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Of a judge, an engine of its own model. Its questions are taken to have twice the tokens of what they are about,
-    which they repeat step by step."""
+    """Return the need of a judge, an engine with its own model. A question is assumed to have twice the tokens of the
+    solution that it quotes step by step."""
     positions = getattr(cut.shape, "max_positions", recipe.model.context)
     r, most = recipe.rollout, min(positions, 2 * longest + recipe.judge.max_tokens)
     rows = -(-r.prompts * r.group // cut.ranks)
@@ -161,12 +161,12 @@ def _engine_need(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, weigh
 
 
 def kv_tokens(recipe: Recipe) -> int:
-    """Tokens that the KV cache holds."""
+    """Return the capacity of the KV cache in tokens."""
     return recipe.rollout.kv_tokens or recipe.rollout.max_rows * recipe.model.context
 
 
 def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
-    """Most tokens of one micro-batch: what the budget allows, and what a step can have on one of so many ranks."""
+    """Return the maximum tokens of one micro-batch: the budget, or fewer if a step has fewer on one of ``ranks``."""
     w, samples = recipe.supervised, recipe.flow_spec.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else 0
     rows = -(-max(rows, w.batch * recipe.flow_spec.rows if w.steps or w.epochs else 0) // ranks)
@@ -174,7 +174,7 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
 
 
 def _optimizer(recipe: Recipe, cut: ShardFactors) -> int:
-    """Tensors of the optimizer's state; Muon's are of the matrices of the blocks, the rest is AdamW's."""
+    """Return bytes of optimizer state: Muon's for block matrices, AdamW's for the rest."""
     name = recipe.optimizer.name
     own = cut.blocks if name == "muon" else cut.elements
     return FP32 * (len(OPTIMIZERS[name]) * own + len(OPTIMIZERS["adamw"]) * (cut.elements - own))

@@ -1,4 +1,4 @@
-"""Rows into micro-batches and onto ranks, from lengths and costs alone. Deterministic."""
+"""Assignment of rows to micro-batches and ranks, from lengths and costs alone. Deterministic."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tilth.core.errors import ArgumentError
+
 Numbers = Sequence[int] | Sequence[float] | np.ndarray
 
 
 def micro_batches(lengths: Numbers, max_tokens: int) -> list[np.ndarray]:
-    """Rows in micro-batches of at most ``max_tokens`` tokens each: int64 row indices, ascending.
+    """Pack rows into micro-batches of at most ``max_tokens`` tokens: ascending int64 row indices of each.
 
     Best-fit decreasing: at most 11/9 of the fewest possible plus 4 (Johnson et al. 1974). Each row is in exactly one;
     a row longer than ``max_tokens`` is alone. Micro-batches are in the order of their first row.
@@ -32,7 +34,7 @@ def micro_batches(lengths: Numbers, max_tokens: int) -> list[np.ndarray]:
 
 
 def balance(costs: Numbers, ranks: int) -> list[np.ndarray]:
-    """Rows on ``ranks`` ranks with nearly equal sums of cost: int64 row indices, ascending, for each rank.
+    """Assign rows to ``ranks`` ranks with nearly equal sums of cost: ascending int64 row indices of each rank.
 
     Longest processing time first: the greatest sum is at most 4/3 - 1/(3 ranks) of the best one (Graham 1969).
     A rank may be left without rows if there are fewer rows than ranks.
@@ -48,24 +50,24 @@ def balance(costs: Numbers, ranks: int) -> list[np.ndarray]:
 
 
 APART = 1.1
-"""Times the greatest load of ``balance`` up to which whole groups stay together in ``divide``."""
+"""``divide`` keeps groups whole up to this multiple of the greatest load of ``balance``."""
 
 
 def divide(lengths: Numbers | None, groups: Numbers | None, parts: int) -> list[np.ndarray]:
-    """Rows of a batch over data-parallel ranks: int64 row indices, ascending, for each of ``parts``.
+    """Divide rows of a batch over data-parallel ranks: ascending int64 row indices of each of ``parts``.
 
     lengths: tokens of each row [n] (or any cost); None: every row costs the same, and then groups give n. groups: rows
     with the same number are kept on one rank, as far as the greatest load stays within 10 % of what ``balance``
-    reaches; None: no row has company. Groups go whole, the heaviest first, to the rank with the least load; rows of
-    those that fit nowhere go one by one. Each row is in exactly one part; parts may be empty. ValueError where both are
-    None or differ in size.
+    reaches; None: every row is alone. Whole groups go, heaviest first, to the rank with the least load; rows of groups
+    that fit nowhere go one by one. Each row is in exactly one part; parts may be empty. Raises ArgumentError if both
+    are None or differ in size.
     """
     if lengths is None and groups is None:
-        raise ValueError("divide needs the lengths or the groups of the rows")
+        raise ArgumentError("divide needs the lengths or the groups of the rows", key="lengths")
     ids = np.asarray(groups if groups is not None else np.arange(len(np.asarray(lengths))))
     costs = np.ones(len(ids)) if lengths is None else np.asarray(lengths, np.float64)
     if len(costs) != len(ids):
-        raise ValueError(f"{len(costs)} lengths and {len(ids)} groups; both have one number a row")
+        raise ArgumentError(f"{len(costs)} lengths and {len(ids)} groups; both have one number per row", key="groups")
     free = balance(costs, parts)
     if groups is None or parts == 1:
         return free
@@ -76,7 +78,7 @@ def divide(lengths: Numbers | None, groups: Numbers | None, parts: int) -> list[
 
 
 def _together(costs: np.ndarray, ids: np.ndarray, parts: int, most: float) -> list[np.ndarray]:
-    """Whole groups where a rank takes them within ``most``, then the rows of the others."""
+    """Assign whole groups to ranks up to the load ``most``, then the rows of the other groups."""
     members: list[list[np.ndarray]] = [[] for _ in range(parts)]
     load = [(0.0, rank) for rank in range(parts)]
     left: list[np.ndarray] = []
@@ -96,7 +98,7 @@ def _together(costs: np.ndarray, ids: np.ndarray, parts: int, most: float) -> li
 
 
 def _groups(costs: np.ndarray, ids: np.ndarray) -> list[np.ndarray]:
-    """Rows of each group, the costliest group first, of equal ones that which comes first."""
+    """Return the rows of each group, costliest group first; equal groups in order of their first row."""
     order = np.argsort(ids, kind="stable")
     cuts = np.flatnonzero(np.diff(ids[order])) + 1
     groups = [rows for rows in np.split(order, cuts) if len(rows)]

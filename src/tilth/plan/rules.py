@@ -1,7 +1,7 @@
-"""The table of a model family: one row for each pattern of parameter names, from which all else is derived.
+"""Table of a model family: one row per pattern of parameter names, from which all else is derived.
 
-Shape and place of a tensor do not tell how it is used, so nothing is derived from them: a parameter without a row is an
-error before anything is divided, initialised or updated.
+Shape and position of a tensor do not determine its use: a parameter without a row raises before anything is sharded,
+initialised or updated.
 """
 
 import re
@@ -15,14 +15,14 @@ _LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 
 class Parameter(NamedTuple):
-    """A row of a family's table: what holds for the parameters of one pattern."""
+    """Row of a family's table: properties of the parameters of one pattern."""
 
     name: str
-    """Pattern of whole names; ``*`` stands for the number of a layer."""
+    """Pattern of full names; ``*`` is the number of a layer."""
     shape: tuple[str | int, ...]
     """Sizes, or the attributes of the config that hold them."""
     kind: Literal["matrix", "embedding", "norm", "bias"]
-    """Muon takes each matrix; AdamW takes the others, embedding and output head among them."""
+    """Muon updates matrices; AdamW the others, embedding and output head included."""
     tp: Literal["rows", "copied", "columns", "heads", "residual", "whole"]
     """Along "tp": divided by rows; by rows, of which there may be fewer than ranks; by columns; whole, and each rank
     applies it to its own heads; whole, and with sequence parallelism each rank applies it to its own tokens; whole, and
@@ -30,7 +30,7 @@ class Parameter(NamedTuple):
     init: Literal["normal", "residual", "zeros", "ones"]
     """N(0, 0.02), for a matrix that writes to the residual stream divided by sqrt(2 layers); or a constant."""
     when: str = ""
-    """Flag of the config, or ``not`` and a flag: the parameter is there only where that holds."""
+    """Flag of the config, or ``not`` and a flag, under which the parameter exists; "": always."""
     hf: str = ""
     """Pattern of its name in a Hugging Face directory; "": the same name."""
 
@@ -40,7 +40,7 @@ VALUE_HEAD: Table = (
     Parameter("score.weight", (1, "hidden_size"), "embedding", "whole", "zeros"),
     Parameter("score.bias", (1,), "bias", "whole", "zeros"),
 )
-"""Rows that a value model has in the place of the output head."""
+"""Rows of a value model, which replace the output head."""
 
 
 @cache
@@ -49,17 +49,18 @@ def _rows(table: Table) -> dict[str, Parameter]:
 
 
 def rule_of(table: Table, name: str) -> Parameter:
-    """The row for a parameter; ModelError if there is none."""
+    """Return the row of a parameter. Raises ModelError if there is none."""
     row = _rows(table).get(_LAYER.sub("*", name))
     if row is None:
         raise ModelError(
             f"parameter {name} matches no pattern of its family's table: how it is divided, initialised and updated is "
-            "unknown; add a tilth.plan.rules.Parameter to the table"
+            "unknown; add a tilth.plan.rules.Parameter to the table",
+            key=name,
         )
     return row
 
 
 def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
-    """How a parameter lies along "tp"; copies: neighbours that hold the same key heads."""
+    """Return the placement of a parameter along "tp". copies: neighbours that hold the same key heads."""
     divided = {"rows": Shard(0), "copied": Shard(0, copies), "columns": Shard(1)}
     return divided.get(rule_of(table, name).tp, Replicate())

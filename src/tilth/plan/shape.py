@@ -1,4 +1,4 @@
-"""Numbers that follow from a decoder's config and its family's table: parameters, matrices, bytes of keys."""
+"""Sizes derived from a decoder's config and its family's table: parameters, matrices, KV bytes."""
 
 import math
 from itertools import groupby
@@ -8,7 +8,7 @@ from tilth.plan.rules import VALUE_HEAD, Parameter, Table
 
 
 class DecoderShape(Protocol):
-    """What plans read of a ``DecoderConfig``; widths in elements."""
+    """Attributes of a ``DecoderConfig`` that plans read; widths in elements."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ Sized = tuple[Parameter, tuple[int, ...]]
 
 
 def _sized(shape: DecoderShape, value: bool = False) -> list[Sized]:
-    """Rows of the table that hold for this config, with the sizes of their parameters."""
+    """Return the rows of the table that apply to this config, with the sizes of their parameters."""
 
     def size(of: str | int) -> int:
         return of if isinstance(of, int) else getattr(shape, of)
@@ -48,7 +48,7 @@ def _sized(shape: DecoderShape, value: bool = False) -> list[Sized]:
 
 
 def parameter_shapes(shape: DecoderShape, *, value: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order of the modules. value: of a value model on this shape."""
+    """Return name -> shape of every parameter, in module order. value: of a value model on this shape."""
     found: dict[str, tuple[int, ...]] = {}
     for inside, group in groupby(_sized(shape, value), key=lambda one: "*" in one[0].name):
         rows = list(group)
@@ -58,7 +58,7 @@ def parameter_shapes(shape: DecoderShape, *, value: bool = False) -> dict[str, t
 
 
 def hf_names(shape: DecoderShape) -> dict[str, str]:
-    """Name of a parameter -> its name in a Hugging Face directory, of those that have another one there."""
+    """Return parameter -> its name in a Hugging Face directory, for those with a different name there."""
     return {
         row.name.replace("*", str(layer)): row.hf.replace("*", str(layer))
         for row in shape.table
@@ -68,17 +68,17 @@ def hf_names(shape: DecoderShape) -> dict[str, str]:
 
 
 def layer_width(shape: DecoderShape, kind: str, tp: str) -> int:
-    """Rows of all of one layer's parameters of this kind and rule: elements of a token that they give."""
+    """Sum the rows of one layer's parameters of this kind and rule: their output elements per token."""
     return sum(sizes[0] for row, sizes in _sized(shape) if "*" in row.name and (row.kind, row.tp) == (kind, tp))
 
 
 def matrices(shape: DecoderShape) -> int:
-    """Elements of the weight matrices of all layers."""
+    """Count the elements of the weight matrices of all layers."""
     return sum(_numel(shape, one) for one in _sized(shape) if one[0].kind == "matrix")
 
 
 def parameters(shape: DecoderShape, *, value: bool = False) -> int:
-    """Elements of all parameters. value: of a value model on this shape."""
+    """Count the elements of all parameters. value: of a value model on this shape."""
     return sum(_numel(shape, one) for one in _sized(shape, value))
 
 
@@ -87,5 +87,5 @@ def _numel(shape: DecoderShape, one: Sized) -> int:
 
 
 def kv_bytes(shape: DecoderShape, element: int) -> int:
-    """Bytes of keys and values of one token, with ``element`` bytes each."""
+    """Return bytes of keys and values of one token, with ``element`` bytes per element."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element

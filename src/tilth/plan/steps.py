@@ -1,4 +1,4 @@
-"""The plan of a run, known before its first step."""
+"""Plan of a run, made before its first step."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tilth.plan.shape import DecoderShape, parameters
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do at most; a warm-up may end earlier, and groups without spread are left out of updates."""
+    """Maximum work of a run; a warm-up may end earlier, and groups with equal rewards are left out of updates."""
 
     parameters: int
     critic_parameters: int
@@ -33,29 +33,29 @@ class RunPlan:
     samples: int
     """Prompts and samples of steps and value steps."""
     optimizer_steps: int
-    """Of the policy."""
+    """Optimizer steps of the policy."""
     critic_optimizer_steps: int
     tokens_per_step: int
-    """Most tokens of one step's batch, prompts included."""
+    """Maximum tokens of one step's batch, prompts included."""
     evaluations: int
     flops: float
-    """Model FLOPs of all training passes, every sequence as long as it can be."""
+    """Model FLOPs of all training passes, all sequences at maximum length."""
     workers: tuple[RankPlan, ...]
     pieces: bool = False
-    """What is trained on are pieces of documents, not prompts."""
+    """True: training data are pieces of documents, not prompts."""
 
     @property
     def memory(self) -> Memory:
-        """Of the worker that needs most."""
+        """Memory of the worker that needs most."""
         return max((worker.memory for worker in self.workers), key=lambda memory: memory.peak)
 
     def as_dict(self) -> dict[str, Any]:
-        """For run.json: plain numbers, memory as {item: bytes} and its peak."""
+        """Return plain numbers for run.json, memory as {item: bytes} and its peak."""
         plain = {k: v for k, v in asdict(self).items() if k != "workers"}
         return plain | {"memory": self.memory.by_name(), "memory_peak": self.memory.peak}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the plan as lines of text."""
         what = "pieces of documents" if self.pieces else "prompts"
         critic = f" and a critic of {_count(self.critic_parameters)}" if self.critic_parameters else ""
         lines = [
@@ -81,7 +81,7 @@ class RunPlan:
 
 
 def supervised_steps(supervised: SupervisedConfig, examples: int) -> int:
-    """Steps of the supervised phase over so many prompts or pieces: as stated, or what ``epochs`` passes take."""
+    """Return the steps of the supervised phase: ``steps``, or those of ``epochs`` passes over the examples."""
     return supervised.steps or math.ceil(round(supervised.epochs * examples / supervised.batch, 9))
 
 
@@ -95,10 +95,10 @@ def plan_run(
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
 ) -> RunPlan:
-    """From the recipe, the model's shape, the sizes of the data and the longest prompt in tokens.
+    """Plan a run from its recipe, the model's shape, the sizes of the data and the longest prompt in tokens.
 
-    Flow pretrain: train_prompts and heldout_prompts are pieces of at most the context. generates: whether the run has a
-    rollout engine. loaded: as in ``per_rank``.
+    Flow pretrain: train_prompts and heldout_prompts count pieces of at most the context. generates: True if the run has
+    a rollout engine. loaded: role -> shape of its model if that is not the policy's.
     """
     a, r, w = recipe.algorithm, recipe.rollout, recipe.supervised
     critic, pretrain = recipe.flow_spec.critic, recipe.flow_spec.learns == "documents"
@@ -136,12 +136,12 @@ def plan_run(
 
 
 def _evaluations(steps: int, every: int) -> int:
-    """Each ``every`` steps, and after the last one."""
+    """Count evaluations after each ``every`` steps and after the last step."""
     return 0 if steps == 0 else 1 if every == 0 else -(-steps // every)
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words: ``1.4 GB`` (10^9)."""
+    """Format bytes: ``1.4 GB`` (10^9)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

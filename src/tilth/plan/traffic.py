@@ -1,4 +1,4 @@
-"""Who talks to whom in a step, and how many bytes that is: from the layouts alone, every sequence as long as can be."""
+"""Communication of a step between ranks, in bytes, from the layouts alone; all sequences have maximum length."""
 
 import math
 from collections.abc import Sequence
@@ -19,35 +19,35 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Talk:
-    """What goes over one axis of one role. groups: ranks that talk with each other, one tuple a group."""
+    """Traffic over one axis of one role. groups: ranks that communicate, one tuple per group."""
 
     role: str
     axis: str
     groups: tuple[tuple[int, ...], ...]
     what: str
     bytes: int
-    """That one rank sends in a step, at most (rings for collectives, as gloo and NCCL have)."""
+    """Maximum bytes that one rank sends in a step (ring collectives, as in gloo and NCCL)."""
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank of a role does in a step, at most."""
+    """Maximum work of one rank of a role in a step."""
 
     rows: int
-    """Of the step's batch, over all ranks."""
+    """Rows of the step's batch, over all ranks."""
     updates: int
     """Optimizer steps."""
     tokens: int
-    """That it trains on."""
+    """Training tokens."""
     micros: int
-    """Micro-batches of those."""
+    """Training micro-batches."""
     scored: int
-    """Tokens that it scores without learning."""
+    """Tokens scored without gradients."""
     scored_micros: int
 
 
 def work(recipe: Recipe, role: str, ranks: int, longest: int) -> RankWork:
-    """Of a learner's rank, where ``ranks`` of them divide the rows."""
+    """Return the work of one rank of a role, if ``ranks`` ranks divide the rows."""
     a, samples = recipe.algorithm, recipe.flow_spec.samples and recipe.algorithm.steps > 0
     rows = recipe.rollout.prompts * recipe.rollout.group if samples else recipe.supervised.batch * recipe.flow_spec.rows
     own = -(-rows // ranks) * longest
@@ -67,9 +67,9 @@ def work(recipe: Recipe, role: str, ranks: int, longest: int) -> RankWork:
 
 
 def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: bool = True) -> list[Talk]:
-    """All axes of more than one rank, role by role, then how weights reach the rollout engines.
+    """Return the traffic over all axes of more than one rank, role by role, then of weight syncs.
 
-    longest: tokens of the longest sequence; generates: whether the run has engines.
+    longest: tokens of the longest sequence; generates: True if the run has engines.
     """
     placed, found = place(recipe, generates=generates), list[Talk]()
     for role, wanted in learners(recipe).items():
@@ -135,11 +135,11 @@ def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: D
 
 
 def _share(ranks: int) -> float:
-    """Of a vector: what a ring moves over each link in one gather or one scatter."""
+    """Return the share of a vector that a ring moves over each link in one gather or scatter."""
     return (ranks - 1) / ranks
 
 
 def tokens_of_rank(recipe: Recipe, placed: Placed, longest: int) -> int:
-    """Most tokens of one step's batch on one rank that has rows."""
+    """Return the maximum tokens of one step's batch on one rank."""
     rows = math.ceil(work(recipe, "policy", 1, longest).rows / placed.data_ranks)
     return rows * -(-longest // placed.mesh.count("tokens"))

@@ -1,8 +1,7 @@
-"""Bytes that a model works with: of a micro-batch that is trained on or scored, and of a step of the rollout engine.
+"""Working sets in bytes: of a training or scoring micro-batch, and of a step of the rollout engine.
 
-Live tensors are counted as torch allocates them, at the moments at which most of them are alive together. Every
-sequence is taken to be as long as it can be. What is not known before (how long answers are that are given, how many
-groups are left out) is taken at its most.
+Live tensors are counted as torch allocates them, at the moments with the most of them alive. Every sequence counts at
+its maximum length, and unknown amounts (lengths of given answers, dropped groups) at their maximum.
 """
 
 from collections.abc import Iterator
@@ -31,17 +30,17 @@ from tilth.plan.shape import DecoderShape, kv_bytes, layer_width, matrices
 
 FP32 = 4
 SLACK = 0.35
-"""Of what layers keep and make: what malloc holds besides, after some steps (measured 0.2 to .45)."""
+"""Share of the layers' activations that malloc holds in addition after some steps (measured 0.2 to 0.45)."""
 RECOMPUTED = 1.2
-"""Layers more that it holds where they are computed again in the backward pass."""
+"""Additional layers that malloc holds under activation checkpointing."""
 BACKWARD = 0.15
-"""Of a layer's activations: their gradients, while it goes backward and they become fewer (measured)."""
+"""Share of a layer's activations that their gradients need in its backward pass (measured)."""
 MATMUL_WORK = 3
-"""Copies of the largest matrix at Muon's step."""
+"""Copies of the largest matrix in Muon's step."""
 TREES_PAY = 0.9
-"""Share of the tokens that sharing prompts must leave, at most, to be done."""
+"""Maximum share of the tokens left by prompt sharing for which samples share their prompt."""
 PROMPT_CHUNK = 512
-"""Most tokens of one prompt in one forward pass of the engine."""
+"""Maximum tokens of one prompt in one forward pass of the engine."""
 
 
 class Item(NamedTuple):
@@ -50,56 +49,56 @@ class Item(NamedTuple):
     name: str
     bytes: int
     host: bool = False
-    """In host memory wherever the model is."""
+    """True: in host memory, wherever the model is."""
 
 
 class ShardFactors(NamedTuple):
-    """What of a model one rank has; in elements."""
+    """One rank's part of a model, in elements."""
 
     elements: int
-    """Of the parameters that it holds."""
+    """Parameters that the rank holds."""
     gathered: int
-    """Of the parameters of other ranks that it has too while it computes; while it trains, as many of gradients."""
+    """Parameters of other ranks that it gathers to compute; in training, as many gradients."""
     shape: DecoderShape
-    """Of what it computes with: under tp, its heads and its part of the MLP and the vocabulary."""
+    """Shape that it computes with: under tp, its heads and its part of the MLP and the vocabulary."""
     blocks: int
-    """Of the matrices of the blocks that it holds."""
+    """Elements of block matrices that it holds."""
     spread: int = 1
-    """Ranks that the tokens of the residual stream are divided over."""
+    """Ranks that divide the tokens of the residual stream."""
     ranks: int = 1
-    """Ranks that the rows of a batch are divided over."""
+    """Ranks that divide the rows of a batch."""
     copies: int = 1
-    """Ranks that hold the same, of which each saves a share."""
+    """Ranks with the same parameters, each of which saves a share."""
     tokens: int = 1
-    """Ranks that the tokens of each row are divided over."""
+    """Ranks that divide the tokens of each row."""
 
 
 class LargestMicroBatch(NamedTuple):
-    """The largest micro-batch of a phase, in tokens."""
+    """Largest micro-batch of a phase, in tokens."""
 
     computed: int
-    """That go through the model: a prompt that samples share counts once."""
+    """Tokens through the model: a prompt that samples share counts once."""
     seen: int
-    """Of all its sequences."""
+    """Tokens of all its sequences."""
     chosen: int
-    """That logits are computed for, at most."""
+    """Maximum tokens with logits."""
     several: bool
-    """Whether a step has more than one, so that gradients of earlier ones are there already."""
+    """True if a step has several micro-batches, so that gradients of earlier ones exist."""
     temperature: float
 
 
 def total(items: tuple[Item, ...]) -> int:
-    """Bytes of all of them."""
+    """Sum the bytes of items."""
     return sum(item.bytes for item in items)
 
 
 def element_of(recipe: Recipe) -> int:
-    """Bytes of an activation."""
+    """Return bytes per element of activations."""
     return 2 if recipe.train.precision == "bf16" else FP32
 
 
 def on_gpu(recipe: Recipe) -> bool:
-    """Whether the recipe names a GPU; what ``auto`` will find is not known here."""
+    """True if the recipe names a GPU; the device of ``auto`` is unknown here."""
     return recipe.train.device.startswith("cuda")
 
 
@@ -107,7 +106,7 @@ def on_gpu(recipe: Recipe) -> bool:
 
 
 def micro_batches_of(recipe: Recipe, longest: int, cut: ShardFactors) -> Iterator[LargestMicroBatch]:
-    """The largest micro-batch of each phase that the recipe has, on one rank."""
+    """Yield the largest micro-batch of each phase of the recipe, on one rank."""
     for micro in _whole_rows(recipe, longest, cut.ranks):
         computed, seen, chosen = (-(-count // cut.tokens) for count in micro[:3])
         yield micro._replace(computed=computed, seen=seen, chosen=chosen)
@@ -137,7 +136,7 @@ def _of_samples(recipe: Recipe, longest: int, ranks: int) -> LargestMicroBatch:
 
 
 def _shared(recipe: Recipe, longest: int) -> float:
-    """Share of the tokens that is computed where samples of a prompt are one tree."""
+    """Return the share of tokens that is computed if the samples of a prompt share it."""
     if recipe.train.parity or recipe.model.dropout:
         return 1.0
     group, new = recipe.rollout.group, min(recipe.rollout.max_tokens, longest)
@@ -149,7 +148,7 @@ def _shared(recipe: Recipe, longest: int) -> float:
 
 
 def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch) -> int:
-    """That one layer keeps of a micro-batch for its backward pass."""
+    """Return the bytes that one layer keeps of a micro-batch for its backward pass."""
     element, shape = element_of(recipe), cut.shape
     kept = micro.computed * _saved(recipe, shape, longest, cut.spread, shared=micro.seen > micro.computed)
     if micro.seen > micro.computed:  # keys and values of a prompt are copied to each of its samples
@@ -158,9 +157,9 @@ def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestM
 
 
 def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, shared: bool) -> int:
-    """Elements that one layer keeps of one token for the backward pass (within 12 % of what torch allocates).
+    """Return elements that one layer keeps of one token for the backward pass (within 12 % of torch's allocation).
 
-    spread: ranks that the residual stream's tokens are divided over; what both norms give is then gathered besides.
+    spread: ranks that divide the residual stream's tokens; the outputs of both norms are then gathered in addition.
     shared: attention has a mask, since samples share their prompts.
     """
     element = element_of(recipe)
@@ -179,11 +178,11 @@ def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, sh
 
 
 def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: float, *, learns: bool) -> int:
-    """Of logits, and what is made of them, at the peak: they go through the head in chunks of rows.
+    """Return peak bytes of logits and their derivatives, which are computed in chunks of rows.
 
-    A chunk is there as logits, as log-probs and, but for temperature 1, divided; going forward, so are the log-probs of
-    the one before. Where all log-probs together are few they are kept for the backward pass. There, the gradient of a
-    chunk has room of its own, and parts that fit a processor's cache (on a GPU: all of it) have two copies.
+    A chunk exists as logits, as log-probs and, unless the temperature is 1, scaled; in the forward pass the log-probs
+    of the previous chunk exist too. If all log-probs together are small they are kept for the backward pass, where a
+    chunk's gradient has its own buffer and parts of the size of a CPU's cache (on a GPU: all of it) have two copies.
     """
     vocab, element = cut.shape.vocab_size, element_of(recipe)
     chunk = min(chunk_rows(vocab), rows)
@@ -203,7 +202,7 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
 
 
 def training(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
-    """Working set, gradients included, of the moment of a step that needs most. head: whether there are logits."""
+    """Return the working set, gradients included, of a step's peak. head: False for a model without logits."""
     moments = [
         moment for m in micro_batches_of(recipe, longest, cut) for moment in _moments(recipe, cut, longest, m, head)
     ]
@@ -213,10 +212,10 @@ def training(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = Tr
 def _moments(
     recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch, head: bool
 ) -> Iterator[tuple[Item, ...]]:
-    """The loss; the first layer that goes backward; the embedding; the optimizer.
+    """Yield the working sets of four moments: loss, backward of the last layer, of the embedding, optimizer.
 
-    The gradient of the head exists from the loss on: beside that of earlier micro-batches, and, where it is the
-    embedding's too, until the embedding has its own.
+    The gradient of the head exists from the loss on: beside that of earlier micro-batches and, with tied embeddings,
+    until the embedding's gradient is added.
     """
     shape, own = cut.shape, cut.elements * FP32
     layer, table = layer_bytes(recipe, cut, longest, micro), shape.vocab_size * shape.hidden_size * FP32
@@ -239,7 +238,7 @@ def _moments(
 
 
 def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int) -> tuple[int, int]:
-    """What all layers keep of a micro-batch, and the allocator's slack."""
+    """Return the bytes that all layers keep of a micro-batch, and the allocator's slack."""
     made = cut.shape.num_layers * layer
     if not recipe.train.checkpointing:
         return made, int(SLACK * made)
@@ -249,14 +248,14 @@ def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: in
 
 
 def _cast(recipe: Recipe, shape: DecoderShape) -> int:
-    """Matrices in the compute dtype are kept for the backward pass; of layers that are computed again, one's are."""
+    """Return bytes of matrices cast to the compute dtype, kept for the backward pass; one layer's if recomputed."""
     if element_of(recipe) == FP32:
         return 0
     return matrices(shape) * element_of(recipe) // (shape.num_layers if recipe.train.checkpointing else 1)
 
 
 def scoring(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
-    """Working set of a pass without gradients. head: whether there are logits."""
+    """Return the working set of a pass without gradients. head: False for a model without logits."""
     found = []
     for micro in micro_batches_of(recipe, longest, cut):
         layer = layer_bytes(recipe, cut, longest, micro)
@@ -271,33 +270,33 @@ def scoring(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = Tru
 
 
 class EngineDemand(NamedTuple):
-    """What an engine is asked for at once, at most."""
+    """Maximum simultaneous load of an engine."""
 
     rows: int
     """Sequences that decode together."""
     prompts: int
-    """Different prompts, of all that it is asked for."""
+    """Different prompts of a request."""
     group: int
-    """Samples of a prompt."""
+    """Samples per prompt."""
     prompt: int
     """Tokens of the longest prompt."""
     longest: int
     """Tokens of the longest sequence."""
     context: int
     kv_tokens: int
-    """Accounted capacity of its cache."""
+    """Capacity of its KV cache."""
 
     @property
     def computed(self) -> int:
-        """Prompts that are computed at once."""
+        """Prompts in one prefill pass."""
         return min(self.prompts, -(-self.rows // self.group), max(1, PASS // self.prompt))
 
 
 def kv_cache(shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool) -> tuple[int, int]:
-    """Bytes of the KV cache when all sequences are long, and of what is there besides while it grows for the last time.
+    """Return bytes of the KV cache at full length, and additional bytes while its buffers grow for the last time.
 
-    Rows of each lane that a sequence goes through, prompts on their way into them, and the store of shared prefixes;
-    each in buffers with one spare. fixed: as on a GPU.
+    Counts rows of each length bucket that a sequence passes, prompts in prefill and shared prefixes, each in buffers
+    with one spare. fixed: buffers have their final size at once, as on a GPU.
     """
     token, spare = kv_bytes(shape, element), 1 + 1 / (2 * shape.num_layers)
     held = besides = 0
@@ -314,7 +313,7 @@ def kv_cache(shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: b
 
 
 def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int) -> tuple[Item, ...]:
-    """Working set of a step of the engine, which computes prompts or decodes; ``besides`` of its cache left out."""
+    """Return the working set of an engine step, prefill or decode, without the growth of its cache."""
     chunk = PROMPT_CHUNK if asked.prompt > PROMPT_CHUNK else asked.computed * asked.prompt
     tokens = max(asked.rows, min(recipe.rollout.step_tokens, chunk))
     widest = max(2 * shape.intermediate_size, 6 * shape.num_heads * shape.head_dim) + 2 * shape.hidden_size
@@ -327,10 +326,10 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
 
 
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
-    """Logits while tokens are chosen: of the rows that decode; or of first tokens, beside those of their prompts.
+    """Return bytes of logits during sampling, of decoding rows or of first tokens beside those of their prompts.
 
-    Logits, log-probs and these filled up to groups of tokens; one more on a GPU (probabilities of all rows) and where a
-    filter is, five where the vocabulary must be sorted for top-p.
+    Counts logits and log-probs, padded to groups of rows; one more copy on a GPU (probabilities of all rows), one for a
+    filter, five if top-p sorts the vocabulary.
     """
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))

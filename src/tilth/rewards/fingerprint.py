@@ -1,14 +1,13 @@
-"""Fingerprint of a reward: tells a function from any other, with what it imports of the user's own and what it reads.
+"""Fingerprint of a reward function, including the user code that it imports and the values that it reads.
 
-A function is known as it travels to the process that calls it. One that is imported there (``FILE.py:function``,
-``module:function``, a function of a module) is known by its file and, transitively, the files that this imports. One
-that is sent by value (a lambda, a function of a script or notebook) is known by its code, defaults, closure and the
-globals that it reads; those may be functions and classes in turn. Of other objects counts what pickle would send.
+A function counts as it travels to the reward process. A function imported there (``FILE.py:function``,
+``module:function``, a function of a module) counts by its file and, transitively, the user files that this imports. A
+function sent by value (a lambda, a function of a script or notebook) counts by its code, defaults, closure and the
+globals that it reads, functions and classes among them. Other objects count by what pickle would send.
 
-The user's own are files outside of the standard library, of site-packages and of this package. Not covered: files
-that are read, names that are imported by computing them, services, installed packages, and objects that cannot be
-pickled, of which only the type counts. By value, code is bytecode: another minor version of Python makes it another
-function.
+User files are those outside of the standard library, site-packages and this package. Not covered: data files, imports
+of computed names, services, installed packages, and objects that cannot be pickled, of which only the type counts.
+Code sent by value is bytecode, which differs between minor versions of Python.
 """
 
 import ast
@@ -36,7 +35,7 @@ _DESCRIPTORS = (FunctionType, staticmethod, classmethod, property, functools.cac
 
 
 def fingerprint(spec: str | Mapping[str, float] | Reward) -> str:
-    """16 hex digits, the same in every process, for what ``load_reward`` takes."""
+    """Return 16 hex digits for an argument of ``load_reward``, equal in every process."""
     importlib.invalidate_caches()
     found = _Fingerprint()
     found.add(dict(spec) if isinstance(spec, Mapping) else spec)
@@ -46,9 +45,9 @@ def fingerprint(spec: str | Mapping[str, float] | Reward) -> str:
 
 
 def files_fingerprint(plugins: Iterable[str]) -> str:
-    """16 hex digits for the contents of files (ending in .py) and modules, and of the user's own that they import.
+    """Return 16 hex digits for the contents of files (ending in .py) and modules, and of user files that they import.
 
-    Where a file lies does not count.
+    Folders of the files do not count.
     """
     importlib.invalidate_caches()
     found = []
@@ -68,16 +67,16 @@ def files_fingerprint(plugins: Iterable[str]) -> str:
 
 
 class Imports:
-    """Modules of the user's own that some code imports, and those that they import in turn. Nothing is executed."""
+    """User modules that some code imports, transitively. Executes nothing."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
-        """Name of a module, or of a file -> hash of its bytes."""
+        """Name of a module or file -> hash of its bytes."""
         self._specs: dict[str, ModuleSpec | None] = {}
         self._folders: list[str] = []
 
     def spec(self, name: str) -> None:
-        """The file or module of ``FILE.py:function`` or ``module:function``; nothing of a built-in verifier."""
+        """Add the file or module of ``FILE.py:function`` or ``module:function``; ignore a built-in verifier."""
         where = name.rpartition(":")[0]
         if builtin(name) is not None or not where:
             return
@@ -89,7 +88,7 @@ class Imports:
             self.file(where, file)
 
     def module(self, name: str) -> None:
-        """A module by its full name, with the packages that it is in, as far as they are the user's own."""
+        """Add a user module by its full name, with the packages around it."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             spec = self._find(".".join(parts[:end]), parts[:end])
@@ -99,19 +98,19 @@ class Imports:
                 self.file(spec.name, Path(spec.origin), spec.name if spec.submodule_search_locations else spec.parent)
 
     def file(self, name: str, file: Path, package: str | None = "") -> None:
-        """A file and what it imports; package: in which relative imports begin."""
+        """Add a file and its imports. package: base of relative imports."""
         if name in self.found:
             return
         try:
             source = file.read_bytes()
-        except OSError:  # in an archive, or gone: importing it says so
+        except OSError:  # in an archive, or gone: importing it raises
             return
         self.found[name] = hashlib.blake2b(source, digest_size=8).hexdigest()
         for imported in _imported(source, package or "") if file.suffix == ".py" else ():
             self.module(imported)
 
     def search(self, folder: str) -> None:
-        """Search here too, last."""
+        """Append a folder to the search path."""
         self._folders.append(folder)
         self._specs.clear()
 
@@ -149,10 +148,10 @@ def _installed() -> list[Path]:
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:
-    """Full names of what a source may import; of ``from a import b`` both a and a.b."""
+    """Yield full names of modules that a source may import; for ``from a import b`` both a and a.b."""
     try:
         todo: list[ast.AST] = [ast.parse(source)]
-    except (SyntaxError, ValueError):  # importing it says so
+    except (SyntaxError, ValueError):  # importing it raises
         return
     while todo:
         node = todo.pop()
@@ -171,15 +170,15 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
 
 
 def _called(node: ast.expr) -> str:
-    """The last word of a name; empty for what is none."""
+    """Return the last part of a dotted name; "" for another expression."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _names(module: str, level: int, names: Iterable[str], package: str) -> Iterator[str]:
-    """Full names of ``from module import names``."""
+    """Yield full names of modules of ``from module import names``."""
     try:
         whole = importlib.util.resolve_name("." * level + module, package) if level else module
-    except ImportError:  # beyond the top: importing it says so
+    except ImportError:  # beyond the top-level package: importing it raises
         return
     yield whole
     yield from (f"{whole}.{name}" for name in names if name != "*")
@@ -189,7 +188,7 @@ def _names(module: str, level: int, names: Iterable[str], package: str) -> Itera
 
 
 class _Fingerprint:
-    """Takes in values one after another. What it has seen it knows by the number of its turn, so that cycles end."""
+    """Hash of a sequence of values. A value seen before counts by its index, so that cycles end."""
 
     def __init__(self, imports: Imports | None = None, open_sets: tuple[int, ...] = ()) -> None:
         self.imports = imports or Imports()
@@ -198,7 +197,7 @@ class _Fingerprint:
         self._open_sets = open_sets
 
     def digest(self) -> str:
-        """Of all that was taken in, files last."""
+        """Return the hash of all values, then of the imported files."""
         self._put(*(f"{name} {content}" for name, content in sorted(self.imports.found.items())))
         return self._hash.hexdigest()
 
@@ -208,10 +207,10 @@ class _Fingerprint:
             self._hash.update(len(data).to_bytes(8, "little") + data)
 
     def add(self, value: Any) -> None:
-        """Any value."""
+        """Add a value of any type."""
         kind = type(value)
         if kind in _PLAIN:
-            # Not decimal: the digits of a large integer have a limit.
+            # Hexadecimal, since Python limits the decimal digits of a large integer.
             self._put(kind.__name__, f"{value:x}" if kind is int else value if kind in (str, bytes) else repr(value))
         elif kind is tuple:
             self._all("tuple", value)
@@ -232,7 +231,7 @@ class _Fingerprint:
             self.add(value)
 
     def _set(self, value: Any) -> None:
-        """Elements in the order of their fingerprints: a set has another order in every process."""
+        """Add elements ordered by fingerprint: the order of a set differs between processes."""
         if id(value) in self._open_sets:
             self._put("set above", len(self._open_sets) - self._open_sets.index(id(value)))
             return
@@ -272,7 +271,7 @@ class _Fingerprint:
         elif isinstance(value, functools._lru_cache_wrapper):
             self._all("cached", (value.__wrapped__, value.cache_parameters()))
         elif value is os.environ:
-            self._put("environ")  # of this very shell
+            self._put("environ")  # differs between shells
         elif "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
             self._tensor(value)
         else:
@@ -284,12 +283,12 @@ class _Fingerprint:
         self._put("tensor", value.dtype, tuple(value.shape), checksum(value))
 
     def _reduced(self, value: Any) -> None:
-        """What pickle would send."""
+        """Add what pickle would send."""
         kind = type(value)
         try:
             reduce = copyreg.dispatch_table.get(kind)
             reduced = reduce(value) if reduce is not None else value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001 - it runs the user's code, and whatever it raises: it cannot be pickled
+        except Exception:  # noqa: BLE001 - runs user code; any error means that it cannot be pickled
             self._put("opaque", kind.__module__, kind.__qualname__)
             return
         if isinstance(reduced, str):
@@ -335,7 +334,7 @@ def _is_special(name: str) -> bool:
 
 
 def _is_reference(value: Any) -> bool:
-    """Whether another process finds the function or class by importing it, as cloudpickle decides it."""
+    """True if another process can import the function or class, by cloudpickle's rule."""
     name, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(name, str) or not isinstance(path, str) or name == "__main__" or isinstance(value, MethodType):
         return False
@@ -355,7 +354,7 @@ def _content(cell: Any) -> Any:
 
 
 def _read(code: CodeType, imports: Imports, names: Mapping[str, Any]) -> set[str]:
-    """Names of the globals that code reads, functions inside it too; takes in the modules that it imports."""
+    """Return names of the globals that code and its inner functions read; add the modules that they import."""
     found, before = set[str](), list[Any]()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -376,7 +375,7 @@ def _read(code: CodeType, imports: Imports, names: Mapping[str, Any]) -> set[str
 
 
 def _take_submodules(package: str, words: set[str], imports: Imports) -> None:
-    """Those that are imported already and may be meant: of ``import a.b`` the global that code reads is a."""
+    """Add imported submodules that the code may use: after ``import a.b`` it reads the global a."""
     for name in list(sys.modules):
         if name.startswith(f"{package}.") and words.issuperset(name[len(package) + 1 :].split(".")):
             imports.module(name)

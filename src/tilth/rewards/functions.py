@@ -1,8 +1,8 @@
-"""Reward functions: where they come from and what they may return. Imports no torch.
+"""Loading of reward functions and normalisation of their results. Imports no torch.
 
 A reward is a plain callable ``(prompt: str, completion: str, info: dict) -> float | dict``. A dict has the key
-``reward`` and any other named numbers, which are kept as its parts. A result that is no finite number, or one that
-fp32 cannot work with (``LARGEST``), makes the reward missing, with a reason; it is never 0.
+``reward`` and any other named numbers, its parts. A result that is no finite number, or one too large for fp32
+(``LARGEST``), makes the reward missing, with a reason; it is never 0.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilth.config.plugins import Declaration, declared, describe, import_file
+from tilth.config.plugins import Declaration, declared, describe, import_file, is_missing
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs
@@ -26,15 +26,15 @@ __all__ = ["Reward", "Score", "Weighted", "check_answers", "describe", "is_impor
 __all__ += ["load_reward", "member_names", "normalise"]
 
 LARGEST = 1e18
-"""Greatest absolute value of a reward. Columns of rows are fp32; differences of rewards, their squares in a value loss
-and sums of some hundred of these stay finite there."""
+"""Greatest absolute value of a reward. In fp32 columns, differences of such rewards, their squares in a value loss and
+sums of some hundred of these stay finite."""
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
-"""(prompt, completion, info) -> float or dict; ``info`` is what the data says of the prompt, ``answer`` among it."""
+"""(prompt, completion, info) -> float or dict. info: the other columns of the prompt's record, such as ``answer``."""
 
 
 class Score(NamedTuple):
-    """A normalised result. ``value`` None: missing, and ``reason`` says why."""
+    """Normalised result. ``value`` None: the reward is missing, for this ``reason``."""
 
     value: float | None
     parts: dict[str, float]
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 
 class PromptLike(Protocol):
-    """What is asked of a prompt here: its place in the data, its text, and what else the data says of it."""
+    """Prompt: its index in the data, its text and the other columns of its record."""
 
     @property
     def index(self) -> int: ...
@@ -55,22 +55,25 @@ class PromptLike(Protocol):
 
 
 class Weighted:
-    """The weighted sum of several rewards, each kept as a part by its name; missing if any of them is.
+    """Weighted sum of several rewards, each also a part by its name; missing if any of them is missing.
 
-    A member's own parts keep their names where nothing else has them, and are ``name/part`` otherwise: so ``correct``
-    of the only member that says it stays ``correct``. A member that is right or wrong by nature (``addition``,
-    ``exact``) says it by its value.
+    A part of a member keeps its name if that is unique, and is ``name/part`` otherwise. The value of a member that
+    decides right or wrong (``addition``, ``exact``) counts as its part ``correct``.
     """
 
     entered: Callable[[int], object] = staticmethod(lambda place: None)
-    """Called with the place of a member before it is, so that the pool knows which one hangs."""
+    """Called with the index of a member before the member itself, so that the pool can name one that hangs."""
 
     def __init__(self, spec: Mapping[str, float]) -> None:
         if not spec:
-            raise RewardError("the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}")
+            raise RewardError(
+                "the table of rewards is empty; give at least one with its weight, as in {gsm8k = 1.0}",
+                key="reward.function",
+            )
         for name, weight in spec.items():
             if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
-                raise RewardError(f"the weight of reward {name!r} is {weight!r}, not a finite number")
+                message = f"the weight of reward {name!r} is {weight!r}, not a finite number"
+                raise RewardError(message, key=f"reward.function.{name}")
         self.members = [(name, load_reward(s), float(w)) for name, (s, w) in zip(member_names(spec), spec.items())]
 
     def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> Score:
@@ -91,14 +94,14 @@ class Weighted:
         try:
             result = function(prompt, completion, info)
         except BaseException as error:
-            error.add_note(f"in reward {name}")  # which ``describe`` says
+            error.add_note(f"in reward {name}")  # for ``describe``
             raise
         score = normalise(result)
         decides = getattr(function, "decides", False) and score.value is not None and not score.parts
         return score._replace(parts={"correct": score.value}) if decides and score.value is not None else score
 
     def check(self, info: Mapping[str, Any]) -> str:
-        """The first member's complaint about the given answer (see ``verifiers``)."""
+        """Return what the first complaining member finds wrong with a given answer; "" if none does."""
         for name, function, _ in self.members:
             check = getattr(function, "check", None)
             if check is not None and (wrong := check(info)):
@@ -107,34 +110,34 @@ class Weighted:
 
 
 def short_names(specs: Sequence[str]) -> list[str]:
-    """Names of parts: a built-in's or a function's own, the whole specification where two would be the same."""
+    """Return names of parts: of the verifier or function, or the whole specification if two were equal."""
     short = [spec.partition(":")[0] if builtin(spec) else spec.rpartition(":")[2] for spec in specs]
     return [spec if short.count(name) > 1 else name for spec, name in zip(specs, short)]
 
 
 def member_names(spec: str | Mapping[str, float] | Reward) -> list[str]:
-    """What the members of several rewards are called; none for a single one."""
+    """Return the names of the members of several rewards; [] for a single one."""
     if isinstance(spec, Weighted):
         return [name for name, _, _ in spec.members]
     return short_names(list(spec)) if isinstance(spec, Mapping) else []
 
 
 def _join(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Values of the members and their own parts, each under a name that nothing else has."""
-    said = Counter([*scores, *(part for score in scores.values() for part in score.parts)])
+    """Merge values and parts of the members under unique names."""
+    count = Counter([*scores, *(part for score in scores.values() for part in score.parts)])
     joined = {name: score.value for name, score in scores.items() if score.value is not None}
     for name, score in scores.items():
-        joined |= {part if said[part] == 1 else f"{name}/{part}": value for part, value in score.parts.items()}
+        joined |= {part if count[part] == 1 else f"{name}/{part}": value for part, value in score.parts.items()}
     return joined
 
 
 def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
-    """The function that a recipe or a user names.
+    """Load the reward function that a recipe or a user names.
 
     spec: a callable; a built-in verifier (``addition``, ``gsm8k``, ``regex:PATTERN``, see ``verifiers.builtin``);
     ``module:function``; ``path/to/file.py:function``; or several of these names with their weights.
-    Raises RewardError in one line: no such file, module or function (with what there is, or the nearest), a file that
-    fails when imported, something that cannot be called with (prompt, completion, info).
+    Raises RewardError of one line if the file, module or function does not exist (with the nearest name), if importing
+    it fails, or if it cannot be called with (prompt, completion, info).
     """
     if isinstance(spec, Mapping):
         return Weighted(spec)
@@ -145,23 +148,25 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
         return verifier
     where, _, name = spec.rpartition(":")
     if not where or not name or where in verifier_names():
-        raise RewardError(f"reward {spec!r}: {_what_there_is(spec)}")
+        raise RewardError(f"reward {spec!r}: {_alternatives(spec)}", key=_key(spec))
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
-    if (by_name := _brought().get(name)) and by_name.value.__module__ == module.__name__:
+    if (by_name := _declared().get(name)) and by_name.value.__module__ == module.__name__:
         return _checked(_value(by_name), spec)
     found: Any = module
     for attribute in name.split("."):
         if not hasattr(found, attribute):
-            raise RewardError(f"reward {spec!r}: {where} has no {name!r}{_nearest(name, _functions(module))}")
+            message = f"reward {spec!r}: {where} has no {name!r}{_functions_hint(name, module)}"
+            raise RewardError(message, key=_key(spec))
         found = getattr(found, attribute)
     return _checked(found, spec)
 
 
-def _brought() -> dict[str, Declaration]:
-    """Rewards of plugins by name, those of their tasks too. Raises RewardError for one of the name of a verifier."""
+def _declared() -> dict[str, Declaration]:
+    """Return name -> declaration of rewards and tasks of plugins. Raises RewardError for the name of a verifier."""
     for name, found in declared("task").items():
         if builtin(name) is not None:
-            raise RewardError(f"{found.title}: a verifier that comes with Tilth has this name; choose another one")
+            message = f"{found.title}: a verifier that comes with Tilth has this name; choose another one"
+            raise RewardError(message, key=f"task.{name}")
     return {**declared("reward"), **declared("task")}
 
 
@@ -170,17 +175,18 @@ def _value(declaration: Declaration) -> Reward:
 
 
 def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, float] | Reward:
-    """Names that plugins declare as specifications that any process can load: ``brevity`` -> ``/path/mine.py:brevity``.
+    """Turn names of plugins into specifications for any process: ``brevity`` -> ``/path/mine.py:brevity``.
 
-    A single one that is declared in a script or a notebook is given by value, since no other process can import it.
-    Raises RewardError: a name that nothing has.
+    A single function declared in a script or notebook stays a value, since no other process can import it. Raises
+    RewardError for an unknown name.
     """
-    known = {name: found for name, found in _brought().items() if builtin(name) is None}
+    known = {name: found for name, found in _declared().items() if builtin(name) is None}
     for name in [spec] if isinstance(spec, str) and spec else spec if isinstance(spec, Mapping) else ():
         if name not in known and ":" not in name and builtin(name) is None:
-            raise RewardError(f"reward {name!r}: {_what_there_is(name)}")
+            raise RewardError(f"reward {name!r}: {_alternatives(name)}", key=_key(name))
         if name in known and not known[name].spec and isinstance(spec, Mapping):
-            raise RewardError(f"reward {name!r} of several is declared in a script; move it into a file (plugins)")
+            message = f"reward {name!r} of several is declared in a script; move it into a file (plugins)"
+            raise RewardError(message, key=f"{name}.script")
     if isinstance(spec, Mapping):
         return {known[name].spec if name in known else name: weight for name, weight in spec.items()}
     if isinstance(spec, str) and spec in known:
@@ -188,22 +194,31 @@ def of_plugins(spec: str | Mapping[str, float] | Reward) -> str | Mapping[str, f
     return spec
 
 
-def _what_there_is(spec: str) -> str:
-    ours = [*verifier_specs(), *_brought()]
-    return f"give FILE.py:function or module:function, or one of {', '.join(ours)}{_meant(spec)}"
+def _key(spec: str) -> str:
+    """Return a specification without folders, for the key of an error."""
+    return spec.rpartition("/")[2] or "reward.function"
 
 
-def _meant(spec: str) -> str:
-    close = difflib.get_close_matches(spec.partition(":")[0], [*verifier_names(), "regex", *_brought()], 1, 0.5)
+def _alternatives(spec: str) -> str:
+    known = [*verifier_specs(), *_declared()]
+    return f"give FILE.py:function or module:function, or one of {', '.join(known)}{_verifier_hint(spec)}"
+
+
+def _verifier_hint(spec: str) -> str:
+    return _hint(spec.partition(":")[0], [*verifier_names(), "regex", *_declared()])
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[PromptLike]) -> None:
-    """Refuse data whose given answers cannot be verified, before a run is spent on them.
+    """Check that the given answers of all prompts can be verified, before a run starts.
 
-    Asks ``check(info)`` of built-in verifiers and of functions given by value; files of functions are not imported
-    here, only in the processes that score. info: what the data says, and the key ``prompt``.
-    Raises DataError with the record, what is wrong and the first 60 characters of its answer.
+    Calls ``check(info)`` of built-in verifiers and of functions given by value; files of functions are imported only in
+    reward processes. info: columns of the record and the key ``prompt``. Raises DataError with the record, the problem
+    and the first 60 characters of the answer.
     """
     checks = [check for one in _parts_of(spec) if (check := getattr(one, "check", None)) is not None]
     for prompt in prompts if checks else ():
@@ -212,7 +227,7 @@ def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Pr
             answer = info.get("answer")
             shown = "" if answer is None else f"; its answer begins {str(answer)[:60]!r}"
             where = getattr(prompt, "where", "") or f"record {prompt.index + 1} of the data"
-            raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}")
+            raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}", key="answer")
 
 
 def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
@@ -222,9 +237,9 @@ def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
 
 
 def normalise(result: Any) -> Score:
-    """A reward function's result as a score: numbers, booleans, one-element tensors, or a dict with ``reward``.
+    """Turn a result into a score: a number, boolean, one-element tensor, or a dict of these with the key ``reward``.
 
-    Parts of a dict that are no such numbers are kept as NaN. A dict whose reward is missing has no parts.
+    Other parts of a dict become NaN. If its reward is missing, a dict has no parts.
     """
     if isinstance(result, Score):
         return result
@@ -257,27 +272,27 @@ def _number(result: Any) -> tuple[float | None, str]:
 
 
 def _unusable(value: float) -> str:
-    """A number that cannot be a reward, in words; "" for one that can."""
+    """Describe a number that cannot be a reward; "" for one that can."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.3g}, more than a reward may be ({LARGEST:g})" if abs(value) > LARGEST else ""
 
 
 def _load_module(name: str, spec: str) -> ModuleType:
-    if not {"", str(Path.cwd())} & set(sys.path):  # a console script does not see the folder it is called in
+    if not {"", str(Path.cwd())} & set(sys.path):  # a console script does not see its working directory
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise RewardError(f"reward {spec!r}: no module {error.name!r} on the import path{_meant(spec)}") from None
-        raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
     except Exception as error:
-        raise RewardError(f"reward {spec!r}: importing {name} failed: {describe(error)}") from error
+        if is_missing(name, error):
+            message = f"reward {spec!r}: no module {error.name!r} on the import path{_verifier_hint(spec)}"  # type: ignore[attr-defined]
+            raise RewardError(message, key=name) from None
+        message = f"reward {spec!r}: importing {name} failed: {describe(error)}"
+        raise RewardError(message, key=f"{name}.import") from error
 
 
 def is_importable(module: str) -> bool:
-    """Whether another process finds the module by name (one made by hand or loaded from a path it does not)."""
+    """True if another process can import the module by name; false for one made by hand or loaded from a path."""
     root = module.partition(".")[0]
     return any(finder.find_spec(root, None) is not None for finder in sys.meta_path)
 
@@ -286,28 +301,23 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         return import_file(path)
     except PluginError as error:
-        raise RewardError(f"reward {spec!r}: {error}") from error
+        raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
 
 
 def _checked(function: Any, spec: str) -> Reward:
     if not callable(function):
-        raise RewardError(f"reward {spec!r} is a {type(function).__name__}, not a function")
+        message = f"reward {spec!r} is a {type(function).__name__}, not a function"
+        raise RewardError(message, key=f"{_key(spec)}.type")
     try:
         inspect.signature(function).bind("prompt", "completion", {})
     except ValueError:  # a builtin without a signature
         return function
     except TypeError as error:
-        raise RewardError(f"reward {spec!r} must take (prompt, completion, info): {error}") from None
+        message = f"reward {spec!r} must take (prompt, completion, info): {error}"
+        raise RewardError(message, key=f"{_key(spec)}.arguments") from None
     return function
 
 
-def _functions(module: ModuleType) -> list[str]:
-    return [k for k, v in vars(module).items() if not k.startswith("_") and inspect.isfunction(v)]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are {', '.join(known[:20])}" if known else "; it has no function"
+def _functions_hint(name: str, module: ModuleType) -> str:
+    known = sorted(k for k, v in vars(module).items() if not k.startswith("_") and inspect.isfunction(v))
+    return _hint(name, known) or (f"; there are {', '.join(known[:20])}" if known else "; it has no function")

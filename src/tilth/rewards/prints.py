@@ -1,4 +1,4 @@
-"""What reward processes print, in a file of bounded size instead of the terminal of the run."""
+"""Output of reward processes, in a file of bounded size instead of the terminal of the run."""
 
 import contextlib
 import os
@@ -6,19 +6,19 @@ import threading
 from pathlib import Path
 
 LIMIT = 8 << 20
-"""Bytes of the file; then it becomes ``NAME.1``, in place of the one before, and a new one begins."""
+"""Maximum bytes of the file; then it is renamed ``NAME.1``, replacing an earlier one, and a new file begins."""
 HELD = 1 << 20
-"""Bytes that are held until the file is known, the newest ones."""
+"""Newest bytes kept until the file is known."""
 CHUNK = 1 << 16
 PATIENCE = 1.0
-"""Seconds at the end for what is on its way: a process that outlived its reward may keep the pipe open for ever."""
+"""Seconds to drain the pipe at the end: a process that outlives its reward may keep it open for ever."""
 
 
 class Prints:
-    """A pipe for the processes, and a thread that carries what comes to the file.
+    """Pipe for the processes and a thread that copies it to a file.
 
-    It holds what comes before ``to`` was called. What cannot be written goes to standard error, as does what is held at
-    the end.
+    Output before the call of ``to`` is kept in memory. Output that cannot be written, or is still kept at the end, goes
+    to standard error.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Prints:
 
     @property
     def writer(self) -> int:
-        """The file descriptor to print to."""
+        """Return the file descriptor to print to."""
         if self._thread is None:
             reader, self._writer = os.pipe()
             self._thread = threading.Thread(target=self._carry, args=(reader,), name="reward-prints", daemon=True)
@@ -38,14 +38,14 @@ class Prints:
         return self._writer
 
     def to(self, path: Path) -> None:
-        """Append what was held, and what comes from now on, to this file."""
+        """Append the kept and all later output to this file."""
         with self._lock:
             held, self._held, self._path = self._held, b"", path
             if held:
                 self._write(path, held)
 
     def close(self) -> None:
-        """Take in what is on its way. Nobody may print any more; twice is fine."""
+        """Drain the pipe. No process may print afterwards. May be called twice."""
         if self._thread is not None and self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
@@ -74,6 +74,6 @@ class Prints:
 
 
 def _complain(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads that either
+    with contextlib.suppress(OSError):  # standard error is closed
         while data:
             data = data[os.write(2, data) :]

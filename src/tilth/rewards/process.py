@@ -1,7 +1,7 @@
-"""The process that scores: reads chunks of items from a pipe, calls the reward function, writes results to another.
+"""Reward process: reads chunks of items from a pipe, calls the reward function, writes results to another pipe.
 
-Imports no torch. Standard output belongs to nobody here (it goes to standard error), so whatever the function prints
-cannot break the protocol. Messages are pickled; both ends are this program, over pipes that only they have.
+Imports no torch. Standard output is redirected to standard error, so that the function's prints cannot break the
+protocol. Messages are pickled; both ends are this program, and only they have the pipes.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ from tilth.core.errors import RewardError
 from tilth.rewards.functions import Reward, Weighted, describe, load_reward, normalise
 
 PLACES = 1 << 20
-"""More items than a chunk has."""
+"""Exceeds the number of items in a chunk."""
 FLUSH_SECONDS = 0.005
-"""Results wait at most this long for company: a hang loses no more finished work than that."""
+"""Maximum time a result waits for others before it is sent: a hang loses no more finished work than that."""
 PR_SET_PDEATHSIG = 1
 
 Item = tuple[str, str, dict[str, Any]]
@@ -32,10 +32,10 @@ Result = tuple[float | None, dict[str, float], str, str, float]
 
 
 class ScoringProgress:
-    """Memory shared by a process that scores and its parent: what is at work since when.
+    """Memory shared by a reward process and its parent: the item being scored and when it began.
 
-    Each of the two words is written at once. (``struct.pack_into`` would first write zeros, and a parent that looks
-    just then would see an item that has been at work since the machine was started.)
+    Each of the two words is written atomically. (``struct.pack_into`` writes zeros first; a parent that reads them
+    would see an item that began when the machine booted.)
     """
 
     NBYTES = 16
@@ -45,25 +45,25 @@ class ScoringProgress:
         self._words = memoryview(self._memory).cast("q")
 
     def put(self, begun: float, place: int) -> None:
-        """begun: time.monotonic, kept in milliseconds; place: of the item in its chunk, -1: none is at work."""
+        """Set the item. begun: time.monotonic, stored in milliseconds; place: index in its chunk, -1: none."""
         self._words[0] = int(begun * 1000) * PLACES + place + 1
 
     def get(self) -> tuple[float, int]:
-        """What was put last."""
+        """Return (begun, place) of the last ``put``."""
         milliseconds, place = divmod(self._words[0], PLACES)
         return milliseconds / 1000, place - 1
 
     @property
     def member(self) -> int:
-        """Which of several rewards is at work on that item, by its place among them."""
+        """Index of the member of ``Weighted`` that is scoring the item."""
         return self._words[1]
 
     def enter(self, member: int) -> None:
-        """Say so."""
+        """Set ``member``."""
         self._words[1] = member
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._words.release()
         self._memory.close()
 
@@ -72,13 +72,13 @@ def main(progress_fd: int, parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # a launcher sends it to all; the run ends at a step's end
+        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
     requests, replies = take_pipes()
     with closing(ScoringProgress(progress_fd)) as progress:
         try:
             function = receive_function(requests)
         except RewardError as error:
-            send(replies, ("failed", str(error)))
+            send(replies, ("failed", str(error), error.key))
             return
         if isinstance(function, Weighted):
             function.entered = progress.enter
@@ -87,7 +87,7 @@ def main(progress_fd: int, parent: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent dies, even if the function hangs and holds the GIL (Linux)."""
+    """Let the kernel kill this process when the parent dies, even if the function holds the GIL (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -95,9 +95,9 @@ def die_with(parent: int) -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol away from file descriptors 0 and 1, which belong to the function and the programs it starts.
+    """Move the protocol away from file descriptors 0 and 1, which the function and its child processes may use.
 
-    The pipes stay open to the very end of the process, so that the parent sees from them when it has ended.
+    The pipes stay open until the process ends, so that the parent sees its end.
     """
     requests, replies = os.fdopen(os.dup(0), "rb", closefd=False), os.fdopen(os.dup(1), "wb", closefd=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -108,18 +108,19 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def receive_function(requests: BinaryIO) -> Reward:
-    """The function, given as a specification or by value. Raises RewardError in one line."""
+    """Receive the function, as a specification or by value. Raises RewardError of one line."""
     kind, body = receive(requests)
     if kind == "spec":
         return load_reward(body)
     try:
         return pickle.loads(body)
     except Exception as error:
-        raise RewardError(f"the reward function cannot be rebuilt in its process: {describe(error)}") from error
+        message = f"the reward function cannot be rebuilt in its process: {describe(error)}"
+        raise RewardError(message, key="function.unpickle") from error
 
 
 def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: ScoringProgress) -> None:
-    """Chunk after chunk until end of file. Each chunk is answered by one or more ``results``, in order."""
+    """Score chunks until end of file, each answered by one or more ``results`` messages in order."""
     while (body := receive_bytes(requests)) is not None:
         try:
             chunk: list[Item] = pickle.loads(body)
@@ -132,7 +133,7 @@ def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: Sco
 def score_chunk(
     function: Reward, chunk: list[Item], progress: ScoringProgress, reply: Callable[[list[Result]], None]
 ) -> None:
-    """Score items one after another; the one at work is in ``progress``, so that the parent knows whom to blame."""
+    """Score items in order. ``progress`` holds the current one, so that the parent can blame it."""
     ready: list[Result] = []
     flushed = time.monotonic()
     for place, item in enumerate(chunk):
@@ -142,29 +143,33 @@ def score_chunk(
         ended = time.monotonic()
         ready.append((value, parts, reason, status, ended - begun))
         if ended - flushed > FLUSH_SECONDS or place == len(chunk) - 1:
-            progress.put(ended, -1)  # waiting for the parent to read is nobody's fault
+            progress.put(ended, -1)  # no item is blamed while the parent reads
             reply(ready)
             ready, flushed = [], time.monotonic()
 
 
 def score_item(function: Reward, item: Item) -> tuple[float | None, dict[str, float], str, str]:
-    """One call. Whatever the function raises or returns becomes a value, or a missing one with its reason."""
+    """Call the function once; return (value or None, parts, reason, status) whatever it raises or returns."""
     try:
         value, parts, reason = normalise(function(*item))
-    except BaseException as error:  # noqa: BLE001  (a call that exits or is cancelled costs its own reward only)
+    except BaseException as error:  # noqa: BLE001  (a call that exits or is cancelled loses only its own reward)
         return None, {}, describe(error), "error"
     return value, parts, reason, "ok" if value is not None else "invalid"
 
 
 def send(stream: BinaryIO, message: tuple[Any, ...]) -> None:
-    """Length and pickle."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    stream.write(struct.pack("<Q", len(body)) + body)
+    """Write one message."""
+    stream.write(frame(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
     stream.flush()
 
 
+def frame(body: bytes) -> bytes:
+    """Return a message: 8 bytes of length, then the body."""
+    return struct.pack("<Q", len(body)) + body
+
+
 def receive_bytes(stream: BinaryIO) -> bytes | None:
-    """The body of the next message; None at the end of the stream."""
+    """Read the body of the next message; None at the end of the stream."""
     head = stream.read(8)
     if len(head) < 8:
         return None
@@ -174,7 +179,7 @@ def receive_bytes(stream: BinaryIO) -> bytes | None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next message, unpickled; ends the process if the parent went away."""
+    """Read and unpickle the next message; end the process if the parent has ended."""
     body = receive_bytes(stream)
     if body is None:
         os._exit(0)

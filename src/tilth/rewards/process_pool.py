@@ -1,9 +1,10 @@
-"""A pool of processes that score completions with a time limit for each call.
+"""Pool of processes that score completions, with a time limit for each call.
 
-The processes are started as programs of their own (``python -c``) and talk over pipes, so that the pool works from a
-notebook, from a script without a ``__main__`` guard and from standard input. A function given by value travels by
-cloudpickle through the pipe: both ends trust each other, since the child runs what the user wrote and nobody else can
-write to its pipes.
+The processes are separate programs (``python -c``) connected by pipes, so that the pool works from a notebook, from a
+script without a ``__main__`` guard and from standard input. A function given by value travels by cloudpickle through
+the pipe: both ends trust each other, since the child runs the user's code and nobody else can write to its pipes.
+
+``concurrent.futures`` and ``multiprocessing.Pool`` cannot kill one hanging call and keep the others.
 """
 
 import contextlib
@@ -35,17 +36,17 @@ import cloudpickle
 from tilth.core.errors import RewardError
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
 from tilth.rewards.prints import Prints
-from tilth.rewards.process import ScoringProgress
+from tilth.rewards.process import ScoringProgress, frame
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
 """id, prompt, completion, info."""
 
 START_SECONDS = 120.0
-"""A process that is not ready, or has not begun its work, after this long is given up."""
+"""Time limit for a process to become ready, or to begin its work."""
 CLOSE_SECONDS = 1.0
 BITE_SECONDS = 0.002
-"""Least work in a chunk, so that quick functions are not bound by messages."""
+"""Minimum work in a chunk, so that messages do not slow down quick functions."""
 IN_CHILD = "TILTH_REWARD_CHILD"
 BOOT = (
     "import json, sys; path, fd, parent = json.loads(sys.argv.pop()); sys.path[:] = path; "
@@ -54,46 +55,45 @@ BOOT = (
 
 
 CORRECT = "correct"
-"""The part of a reward that says whether an answer is right; without one it is the reward itself, from 1 on."""
+"""Part of a reward that is 1 for a right answer; without it the reward itself counts."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one item. Plain values only, so that ``Outcome(**dataclasses.asdict(o))`` is the same."""
+    """Result of one item. Plain values only, so that ``Outcome(**dataclasses.asdict(o)) == o``."""
 
     value: float | None
     """None: the reward is missing."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named numbers that came with it; NaN where a part was no number."""
+    """Named numbers beside the reward; NaN if a part was no number."""
     reason: str = ""
-    """Why it is missing, in one line."""
+    """Why the reward is missing, in one line."""
     seconds: float = 0.0
     status: Status = "ok"
     """ok; error: the function raised; invalid: it returned no finite number; timeout; died: with its process."""
 
     @property
     def verdict(self) -> float:
-        """The part ``correct`` or else the reward; NaN: missing."""
+        """The part ``correct``, else the reward; NaN: missing."""
         return math.nan if self.value is None else self.parts.get(CORRECT, self.value)
 
 
 class RewardPool:
-    """Processes that score, each one call at a time.
+    """Reward processes, each of which scores one call at a time.
 
     Args:
         function: ``FILE.py:function``, ``module:function``, a built-in verifier, several of these with their weights,
-            or any callable ``(prompt, completion, info) -> float | dict``, lambdas and functions of the script itself
-            among them.
-        workers: processes. timeout: seconds one call may take.
-        quiet: hold what the function prints until ``print_to`` says in which file it belongs; False: standard error.
+            or any callable ``(prompt, completion, info) -> float | dict``, including lambdas and functions of the
+            running script.
+        workers: number of processes. timeout: limit of one call in seconds.
+        quiet: keep the function's output until ``print_to`` names its file; False: standard error.
         wait: return only when every process is ready; otherwise ``ready`` or the first ``score`` waits.
-        start: False: no process is started before ``ready`` or the first ``score``. Pickled (by cloudpickle, to a
-            worker of the run) it is such a pool of the same function.
+        start: False: start no process before ``ready`` or the first ``score``. A pickled pool is rebuilt like that.
 
     Raises: RewardError if the function cannot be loaded, sent or rebuilt.
 
-    A call that raises, returns no finite number, exceeds the limit or takes its process down makes its own reward
-    missing, with a reason, and no other. The limit is kept from outside: a call that holds the GIL is killed too.
+    A call that raises, returns no finite number, exceeds the limit or ends its process makes only its own reward
+    missing, with a reason. The parent enforces the limit: a call that holds the GIL is killed too.
     """
 
     def __init__(
@@ -107,20 +107,22 @@ class RewardPool:
         start: bool = True,
     ) -> None:
         if os.environ.get(IN_CHILD):
-            raise RewardError("the reward's file starts training when it is imported: guard that by __name__")
+            message = "the reward's file starts training when it is imported: guard that by __name__"
+            raise RewardError(message, key="__name__")
         if workers < 1 or not timeout > 0:
-            raise RewardError(f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}")
+            message = f"a reward pool needs workers >= 1 and timeout > 0, got {workers} and {timeout}"
+            raise RewardError(message, key="workers" if workers < 1 else "timeout")
         self.timeout = timeout
         self._function = function
-        self._greeting = _message(_travelling(function))
+        self._greeting = frame(cloudpickle.dumps(_travelling(function)))
         self._members = member_names(function)
         self._workers = workers
         self._prints = Prints() if quiet else None
         self._lock = threading.Lock()
-        # The kernel kills a child when the *thread* that started it ends, so one thread that lives as long starts all.
+        # The kernel kills a child when the *thread* that started it ends, so one long-lived thread starts them all.
         self._starter = ThreadPoolExecutor(1, "reward-starter")
         self._children: list[Child] = []
-        self._failure = ""
+        self._failure: RewardError | None = None
         self._proven = False
         self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, self._prints, os.getpid())
         if start:
@@ -135,36 +137,36 @@ class RewardPool:
         return again, (self._function,)
 
     def print_to(self, path: Path) -> None:
-        """Append what the function has printed so far, and prints from now on, to this file; of a ``quiet`` pool."""
+        """Append the function's earlier and later output to this file, if the pool is ``quiet``."""
         if self._prints is not None:
             self._prints.to(path)
 
     def ready(self) -> None:
-        """Wait until every process has the function. RewardError, and a closed pool, if one cannot have it."""
+        """Wait until every process has the function. Close the pool and raise RewardError if one cannot load it."""
         with self._lock:
-            self._failure = ""
+            self._failure = None
             self._fill()
             job = Job([], {}, self._workers)
             while any(child.state == "starting" for child in self._children) and not self._failure:
                 self._turn(job)
         if self._failure:
             self.close()
-            raise RewardError(self._failure)
+            raise self._failure
         self._proven = True
 
     def score(self, items: Sequence[Item], known: Mapping[Any, Outcome] | None = None) -> list[Outcome]:
-        """Outcomes in the order of items, which are ``(id, prompt, completion, info)``.
+        """Score items ``(id, prompt, completion, info)``; return their outcomes in order.
 
-        known: outcomes by id of an earlier attempt; these items are not scored again.
+        known: id -> outcome of an earlier attempt; these items are not scored again.
         """
         if not self._closed.alive:
-            raise RewardError("the reward pool is closed")
+            raise RewardError("the reward pool is closed", key="closed")
         if not self._proven:
             self.ready()
         with self._lock:
             job = Job(items, known or {}, self._workers)
             try:
-                self._failure = ""
+                self._failure = None
                 self._fill()
                 while job.open:
                     self._turn(job)
@@ -173,7 +175,7 @@ class RewardPool:
             return job.done()
 
     def close(self) -> None:
-        """End all processes; none is left when this returns. Closing twice is fine."""
+        """End all processes and wait for their end. May be called twice."""
         self._closed()
 
     def __enter__(self) -> Self:
@@ -188,18 +190,18 @@ class RewardPool:
             self._children.append(self._starter.submit(Child, self._greeting, errors).result())
 
     def _abandon(self) -> None:
-        """Processes that still work for a call that was interrupted know nothing of the next one: end them."""
+        """End processes that still work for an interrupted call of ``score``."""
         for child in [c for c in self._children if c.state == "busy"]:
             self._children.remove(child)
             child.kill()
 
     def _turn(self, job: "Job") -> None:
-        """Hand out work, wait for something to happen or some limit to pass, and deal with it."""
+        """Hand out work, wait for a message or a deadline, and handle it."""
         for child in self._children:
             while child.state == "idle" and (chunk := job.take()):
                 child.give(chunk, job)
         if not self._children:
-            job.give_up(self._failure)
+            job.give_up(str(self._failure))
         if all(child.state == "idle" for child in self._children):
             return
         happened = _wait(self._children, self.timeout)
@@ -210,24 +212,24 @@ class RewardPool:
                 self._lose(child, job, "timeout", work)
 
     def _listen(self, child: "Child", job: "Job") -> None:
-        """Take in what a child has to say; an end of its pipe is its death."""
+        """Handle a child's messages; the end of its pipe means that it died."""
         alive = child.write() and child.read()
         for message in child.messages():
             child.take_in(message, job)
         if not alive or child.failure:
-            self._lose(child, job, "died", child.at_work())
+            self._lose(child, job, "died", child.progress.get())
 
     def _lose(self, child: "Child", job: "Job", status: Status, work: tuple[float, int]) -> None:
-        """End a child that hangs or died, blame the item at work, queue the rest of its chunk again, start another."""
+        """End a child that hangs or died, blame its current item, queue the rest of its chunk, start another child."""
         begun, place = work
-        who = f"{self._members[child.member()]}: " if self._members and place >= 0 else ""
+        who = f"{self._members[child.progress.member]}: " if self._members and place >= 0 else ""
         starting, code = child.state == "starting", child.kill()
         for message in child.messages():  # finished while it was being killed
             child.take_in(message, job)
         self._children.remove(child)
-        if starting:  # not tried again in this call: it would only fail again
-            slow = f"not ready after {START_SECONDS:g} s"
-            self._failure = child.failure or f"the reward process {slow if status == 'timeout' else _death(code)}"
+        if starting:  # would fail again, so this call does not retry
+            why = f"not ready after {START_SECONDS:g} s" if status == "timeout" else _death(code)
+            self._failure = child.failure or RewardError(f"the reward process {why}", key=f"reward.start.{status}")
             return
         seconds = time.monotonic() - begun
         reason = f"took longer than {self.timeout:g} s" if status == "timeout" else f"its process {_death(code)}"
@@ -236,7 +238,7 @@ class RewardPool:
 
 
 class Job:
-    """One call of ``score``: what is asked, what is known, what waits."""
+    """State of one call of ``score``: items, outcomes and the queue."""
 
     def __init__(self, items: Sequence[Item], known: Mapping[Any, Outcome], workers: int) -> None:
         self.items = items
@@ -248,7 +250,7 @@ class Job:
         self.alone: set[int] = set()
 
     def take(self) -> list[int]:
-        """The next chunk: all there is for one worker, a share of what is left for several; suspects one by one."""
+        """Return the next chunk: the whole queue for one worker, a share of it for several; suspects one by one."""
         if self.queue and self.queue[0] in self.alone:
             return [self.queue.popleft()]
         share = len(self.queue) / (2 * self.workers if self.workers > 1 else 1)
@@ -259,14 +261,14 @@ class Job:
         return chunk
 
     def settle(self, i: int, outcome: Outcome) -> None:
-        """The outcome of item i."""
+        """Record the outcome of item i."""
         self.outcomes[i] = outcome
         self.open -= 1
         self.scored += 1
         self.seconds += outcome.seconds + 1e-9
 
     def lost(self, chunk: list[int], finished: int, place: int, outcome: Outcome) -> None:
-        """A process was lost: the item at ``place`` gets this outcome, unless it is finished; the others go on."""
+        """Settle the item at ``place`` of a lost process unless it is finished; queue the other items again."""
         left = chunk[finished:]
         if place >= finished:
             self.settle(chunk[place], outcome)
@@ -277,7 +279,7 @@ class Job:
         self.queue.extendleft(reversed(left))
 
     def suspect(self, left: list[int], outcome: Outcome) -> None:
-        """Nobody knows which of these it was: each is tried again alone, and one that was alone gets the outcome."""
+        """Retry each of these items alone, since any may be at fault; an item that was alone gets the outcome."""
         if len(left) == 1 and left[0] in self.alone:
             self.settle(left[0], outcome)
             return
@@ -285,61 +287,50 @@ class Job:
         self.queue.extendleft(reversed(left))
 
     def give_up(self, reason: str) -> None:
-        """No process can be started any more."""
+        """Settle all queued items as died, since no process can be started."""
         while self.queue:
             self.settle(self.queue.popleft(), Outcome(None, {}, f"no process to score it: {reason}", 0.0, "died"))
 
     def done(self) -> list[Outcome]:
-        """All outcomes, in order."""
+        """Return all outcomes, in order."""
         return [outcome for outcome in self.outcomes if outcome is not None]
 
 
 class Child:
-    """One process, its pipes and the chunk that it works on."""
+    """One process, its pipes and its current chunk."""
 
     def __init__(self, greeting: bytes, errors: int | None) -> None:
         self.state: Literal["starting", "idle", "busy", "lost"] = "starting"
-        self.failure = ""
+        self.failure: RewardError | None = None
         self.chunk: list[int] = []
         self.finished = 0
         self._inbox, self._outbox = bytearray(), memoryview(greeting)
         with tempfile.TemporaryFile() as shared:
             shared.truncate(ScoringProgress.NBYTES)
-            self._progress = ScoringProgress(shared.fileno())
-            self._process = _start(shared.fileno(), errors)
+            self.progress = ScoringProgress(shared.fileno())
+            self._process = _start_process(shared.fileno(), errors)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
-        self._rest()
-
-    def _rest(self) -> None:
-        self._progress.put(time.monotonic(), -1)
-
-    def at_work(self) -> tuple[float, int]:
-        """When (time.monotonic) the item at work was begun, and its place in the chunk; place -1: none is."""
-        return self._progress.get()
-
-    def member(self) -> int:
-        """Which of several rewards is at work on that item."""
-        return self._progress.member
+        self.progress.put(time.monotonic(), -1)
 
     def deadline(self, timeout: float) -> float:
-        """When (time.monotonic) this process will have taken too long over what it does now."""
-        begun, place = self.at_work()
+        """Return when (time.monotonic) the current item, or the start of work, exceeds its limit."""
+        begun, place = self.progress.get()
         if self.state == "idle":
             return math.inf
         return begun + (timeout if place >= 0 else START_SECONDS)
 
     def overdue(self, timeout: float) -> tuple[float, int] | None:
-        """The work that takes too long (see ``at_work``), or None. What is blamed is what was seen to be late."""
-        work = self.at_work()
+        """Return the work that exceeds its limit as (begun, place), or None; also None if it changed meanwhile."""
+        work = self.progress.get()
         late = time.monotonic() > self.deadline(timeout)
-        return work if late and work == self.at_work() else None
+        return work if late and work == self.progress.get() else None
 
     @property
-    def has_to_say(self) -> bool:
-        """Whether bytes wait to be written to it."""
+    def unsent(self) -> bool:
+        """True if bytes wait to be written to the process."""
         return len(self._outbox) > 0
 
     def give(self, chunk: list[int], job: Job) -> None:
@@ -350,8 +341,8 @@ class Child:
             job.suspect(chunk, Outcome(None, {}, f"cannot be sent to its process: {describe(error)}", 0.0, "error"))
             return
         self.state, self.chunk, self.finished = "busy", chunk, 0
-        self._rest()
-        self._outbox = memoryview(_frame(body))
+        self.progress.put(time.monotonic(), -1)
+        self._outbox = memoryview(frame(body))
         self.write()
 
     def write(self) -> bool:
@@ -375,7 +366,7 @@ class Child:
         return False
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
-        """Whole messages received so far."""
+        """Yield the complete messages received so far."""
         while len(self._inbox) >= 8:
             end = 8 + struct.unpack_from("<Q", self._inbox)[0]
             if len(self._inbox) < end:
@@ -385,12 +376,12 @@ class Child:
             yield pickle.loads(body)
 
     def take_in(self, message: tuple[Any, ...], job: Job) -> None:
-        """One message: ready, failed, unreadable or results."""
+        """Handle one message: ready, failed, unreadable or results."""
         kind, *rest = message
         if kind == "ready":
             self.state = "idle"
         elif kind == "failed":
-            self.failure = rest[0]
+            self.failure = RewardError(rest[0], key=rest[1])
         elif kind == "unreadable":
             self.state = "idle"
             job.suspect(self.chunk, Outcome(None, {}, f"cannot be rebuilt in its process: {rest[0]}", 0.0, "error"))
@@ -405,7 +396,7 @@ class Child:
             self.state = "idle"
 
     def kill(self) -> int:
-        """End the process and all that it started, take its last words in, return its exit code (-n: by signal n)."""
+        """Kill the process and its children, read its last messages, return its exit code (-n: by signal n)."""
         self.state = "lost"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # does not change the exit code of one that died already
@@ -414,28 +405,27 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._progress.close()
+        self.progress.close()
         return code
 
     def hang_up(self) -> None:
-        """Close its request pipe: an idle process ends by itself."""
+        """Close its request pipe, on which an idle process ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def wait_for_end(self, deadline: float) -> None:
-        """Wait until then (time.monotonic) for the end of an idle process: its pipe closes as the last thing."""
+        """Wait until the deadline (time.monotonic) for an idle process to end, which closes its pipe."""
         while self.state == "idle" and self.read() and (left := deadline - time.monotonic()) > 0:
             select.select([self.replies], [], [], left)
 
 
-def _start(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
+def _start_process(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
     if not sys.executable:
-        raise RewardError(
-            "this Python does not know its own path (sys.executable), so it cannot start reward processes"
-        )
+        message = "sys.executable is empty: without the path of this Python no reward process can be started"
+        raise RewardError(message, key="sys.executable")
     arguments = json.dumps([[str(p) for p in sys.path], progress_fd, os.getpid()])
     threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
-    # A fixed hash seed: a function that walks over a set gives the same numbers when the run is replayed.
+    # A fixed hash seed: a function that iterates over a set returns the same numbers when the run is replayed.
     environment = {"PYTHONHASHSEED": "0", **os.environ, **threads, IN_CHILD: "1"}
     return subprocess.Popen(
         [sys.executable, "-P", "-c", BOOT, arguments],
@@ -445,26 +435,26 @@ def _start(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
         stderr=errors,
         env=environment,
         pass_fds=(progress_fd,),
-        start_new_session=True,  # Ctrl-C is for the run; killing the group takes along what the function started
+        start_new_session=True,  # Ctrl-C goes to the run alone; killing the group ends the function's children too
     )
 
 
 def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
-    """Children of whom a pipe can be read, or written where something waits; returns at the first deadline too."""
+    """Wait for children that can be read, or written to if they have unsent bytes; return at the first deadline."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.replies, selectors.EVENT_READ, child)
-            if child.has_to_say:
+            if child.unsent:
                 selector.register(child.requests, selectors.EVENT_WRITE, child)
         now = time.monotonic()
         first = min(child.deadline(timeout) for child in children)
         if any(child.state == "busy" for child in children):
-            first = min(first, now + timeout)  # an item that is begun from now on is not late before that
+            first = min(first, now + timeout)  # an item that begins from now on cannot be late earlier
         return {key.data for key, _ in selector.select(max(0.0, first - now))}
 
 
 def _shut_down(children: list[Child], starter: ThreadPoolExecutor, prints: Prints | None, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the run ends; the processes are not its own
+    if os.getpid() != owner:  # a fork of the run ends, but the processes belong to the run
         return
     for child in children:
         child.hang_up()
@@ -479,13 +469,14 @@ def _shut_down(children: list[Child], starter: ThreadPoolExecutor, prints: Print
 
 
 def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]:
-    """("spec", names) for a specification, ("value", pickle) for a callable. RewardError if it cannot travel."""
+    """Return ("spec", names) for a specification, ("value", pickle) for a callable. Raises RewardError."""
     if isinstance(function, str):
         return "spec", function
     if isinstance(function, Mapping):
         return "spec", dict(function)
     if not callable(function):
-        raise RewardError(f"the reward is a {type(function).__name__}, neither a function nor the name of one")
+        message = f"the reward is a {type(function).__name__}, neither a function nor the name of one"
+        raise RewardError(message, key="function")
     load_reward(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     by_value = module is not None and module.__name__ != "__main__" and not is_importable(module.__name__)
@@ -495,18 +486,11 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
         return "value", cloudpickle.dumps(function)
     except Exception as error:
         hint = "give it as FILE.py:function"
-        raise RewardError(f"the reward cannot be sent to its process ({hint}): {describe(error)}") from error
+        message = f"the reward cannot be sent to its process ({hint}): {describe(error)}"
+        raise RewardError(message, key="function.pickle") from error
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _message(message: tuple[Any, ...]) -> bytes:
-    return _frame(cloudpickle.dumps(message))
-
-
-def _frame(body: bytes) -> bytes:
-    return struct.pack("<Q", len(body)) + body
 
 
 def _death(code: int) -> str:

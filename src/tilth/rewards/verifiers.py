@@ -1,9 +1,9 @@
 """Verifiers: rewards that follow from the data. Pure functions of (prompt, completion, info); no torch, no eval.
 
-Those of a task are declared with it, in ``tilth.tasks``; here are those of any data, and what all have in common.
+A task declares its verifier in ``tilth.tasks``; this module has verifiers for any data and helpers for all.
 
-A verifier judges completions, and by ``check`` the answer that the data gives. A completion that says nothing usable is
-wrong (0), never missing; a given answer that says nothing usable is bad data and is told before a run.
+A verifier scores completions and, by ``check``, the answer in the data. An unusable completion is wrong (0), never
+missing; an unusable answer is bad data, reported before a run.
 """
 
 import math
@@ -18,24 +18,24 @@ from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
 
 Info = Mapping[str, Any]
-"""What the data says of a prompt: every column but the prompt."""
+"""Columns of a prompt's record other than the prompt."""
 
 MOST_DIGITS = 64
-"""A longer number is not one: it bounds the cost of exact arithmetic."""
+"""Digits of the longest accepted number, which bounds the cost of exact arithmetic."""
 
 
 class Verifier(Protocol):
-    """A reward function that can judge the given answer too."""
+    """Reward function that can also check the given answer."""
 
     decides: ClassVar[bool]
-    """Whether its bare number says right (1) or wrong (0), so that its mean is an accuracy."""
+    """True if its value is 1 for right and 0 for wrong, so that the mean is an accuracy."""
 
     def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> float | dict[str, float]:
-        """The reward, or ``reward`` with the parts ``correct`` and ``format``."""
+        """Return the reward, or ``reward`` with the parts ``correct`` and ``format``."""
         ...
 
     def check(self, info: Info) -> str:
-        """What is wrong with the given answer; empty if nothing is. info: with the key ``prompt`` besides."""
+        """Describe what is wrong with the given answer; "" if nothing is. info: also has the key ``prompt``."""
         ...
 
 
@@ -43,14 +43,14 @@ class Verifier(Protocol):
 
 
 def integer(text: str) -> str | None:
-    """Canonical digits of a decimal integer of any size; None for any other text."""
+    """Return the canonical digits of a decimal integer of any size; None for any other text."""
     found = re.fullmatch(r"\s*(-?)0*([0-9]+)\s*", text)
     return None if found is None else (found[1] + found[2] if found[2] != "0" else "0")
 
 
 @dataclass(frozen=True)
 class Exact:
-    """1.0 if the completion is the text ``info["answer"]``, white space at both ends apart, else 0.0."""
+    """1.0 if the completion equals ``info["answer"]`` apart from white space at both ends, else 0.0."""
 
     decides: ClassVar[bool] = True
 
@@ -58,16 +58,16 @@ class Exact:
         return float(completion.strip() == answer_of(info).strip())
 
     def check(self, info: Info) -> str:
-        """An empty answer would reward silence."""
+        """Refuse an empty answer, which would reward silence."""
         return missing(info) or ("" if answer_of(info).strip() else "the answer is empty")
 
 
 @dataclass(frozen=True)
 class Regex:
-    """1.0 if the pattern is found anywhere in the completion, else 0.0: for form, say ``regex:####``, not for truth.
+    """1.0 if the pattern is found anywhere in the completion, else 0.0: checks form, not truth.
 
-    Raises RewardError with the place of the mistake if the pattern is none. A pattern that backtracks without end meets
-    the time limit of the pool.
+    Raises RewardError with the position of the mistake for an invalid pattern. The time limit of the pool ends endless
+    backtracking.
     """
 
     pattern: str
@@ -75,19 +75,22 @@ class Regex:
 
     def __post_init__(self) -> None:
         if not self.pattern:
-            raise RewardError("reward 'regex:' has no pattern after the colon, and an empty one is found everywhere")
+            message = "reward 'regex:' has no pattern after the colon, and an empty one is found everywhere"
+            raise RewardError(message, key="regex")
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise RewardError(f"reward {'regex:' + self.pattern!r}: {_at(self.pattern, error)}") from None
+            message = f"reward {'regex:' + self.pattern!r}: {_at(self.pattern, error)}"
+            raise RewardError(message, key="regex.pattern") from None
         except (OverflowError, RecursionError) as error:
-            raise RewardError(f"reward {'regex:' + self.pattern!r} is too large a pattern: {error}") from None
+            message = f"reward {'regex:' + self.pattern!r} is too large a pattern: {error}"
+            raise RewardError(message, key="regex.size") from None
 
     def __call__(self, prompt: str, completion: str, info: Info) -> float:
         return float(re.search(self.pattern, completion) is not None)
 
     def check(self, info: Info) -> str:
-        """It needs no answer."""
+        """Accept any record: a pattern needs no answer."""
         return ""
 
 
@@ -99,7 +102,7 @@ def _at(pattern: str, error: re.error) -> str:
 
 # ---- GSM8K ----
 
-_BEHIND = (  # what would make it another number, a sum or fraction of several, or the first of a list
+_BEHIND = (  # text that makes it part of another number, of a sum or fraction, or of a list
     r"[0-9A-Za-z_]|[.,:][0-9]|[ \t]*[-+*/^=][ \t]*[0-9$(\\]|[ \t]*\\(?!text|mathrm|[%$ ,;!)\]])"
     r"|(?:[ \t,;]|\\[ ,;!])*(?:(?:x|×|·|÷|−|–|—|or|and|to)[ \t]*)?-?\\?\$?\.?[0-9]"
 )
@@ -115,11 +118,11 @@ _MARKS = (re.compile(r"####[ \t*]*"), re.compile(r"\\boxed[ \t]*\{[ \t]*"))
 class Gsm8k:
     """Grade-school arithmetic (GSM8K, arXiv 2110.14168): the number after the last ``####``, or else in ``\\boxed{}``.
 
-    ``info["answer"]`` ends in ``#### N``; a bare number or a boxed one does too. Numbers are compared exactly as
-    rationals: ``$1,234.50`` is 1234.5. Two in one, as in ``3/4``, ``3,4``, ``3 4``, ``3 x 4`` or ``2e3``, are none.
+    ``info["answer"]`` ends in ``#### N``, or is a bare or boxed number. Numbers are compared exactly, as rationals:
+    ``$1,234.50`` is 1234.5. Compounds such as ``3/4``, ``3,4``, ``3 4``, ``3 x 4`` or ``2e3`` are not numbers.
 
-    Parts: ``correct``; ``format``: 1 if there is a number where one is asked for. The reward is ``correct``, and
-    ``partial`` for a number that is wrong.
+    Parts: ``correct``; ``format``: 1 if the completion has a number in one of these places. The reward is 1 if correct,
+    else ``partial`` if the format is right, else 0.
     """
 
     partial: float = 0.0
@@ -128,18 +131,18 @@ class Gsm8k:
     def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
         wanted = gold_number(answer_of(info))
         if wanted is None:
-            raise RewardError(f"the answer has no number: {answer_of(info)[:60]!r}")
+            raise RewardError(f"the answer has no number: {answer_of(info)[:60]!r}", key="answer.number")
         given = said_number(completion)
         return graded(given is not None, given == wanted, self.partial)
 
     def check(self, info: Info) -> str:
-        """The answer has to have a number."""
+        """Check that the answer has a number."""
         return missing(info) or ("" if gold_number(answer_of(info)) is not None else "the answer has no number")
 
 
 def said_number(text: str) -> Fraction | None:
-    """The number of the last ``#### N`` in a text, or else of the last ``\\boxed{N}``; None if there is neither."""
-    text = text.replace("{,}", ",")  # LaTeX keeps its space away from a comma so
+    """Parse the number of the last ``#### N`` in a text, or else of the last ``\\boxed{N}``; None without either."""
+    text = text.replace("{,}", ",")  # LaTeX for a comma without space
     for mark in _MARKS:
         for place in reversed([found.end() for found in mark.finditer(text)]):
             if (number := _rational(_NUMBER.match(text, place))) is not None:
@@ -148,9 +151,9 @@ def said_number(text: str) -> Fraction | None:
 
 
 def gold_number(text: str) -> Fraction | None:
-    """As ``said_number``; a text that is a number and nothing else will do too."""
-    said = said_number(text)
-    return _rational(_NUMBER.fullmatch(text.strip().rstrip("."))) if said is None else said
+    """Parse the marked number of a given answer, or the answer itself if it is a bare number."""
+    marked = said_number(text)
+    return _rational(_NUMBER.fullmatch(text.strip().rstrip("."))) if marked is None else marked
 
 
 def _rational(found: re.Match[str] | None) -> Fraction | None:
@@ -160,22 +163,24 @@ def _rational(found: re.Match[str] | None) -> Fraction | None:
     return -value if found["sign"] or found["minus"] else value
 
 
-# ---- what is common ----
+# ---- helpers ----
 
 
 def graded(well_formed: bool, correct: bool, partial: float) -> dict[str, float]:
+    """Return reward and parts: 1 if correct, ``partial`` if only the format is right, else 0."""
     reward = 1.0 if correct else partial if well_formed else 0.0
     return {"reward": reward, "correct": float(correct), "format": float(well_formed)}
 
 
 def answer_of(info: Info) -> str:
-    """The given answer as text. Raises RewardError if the data has none."""
+    """Return the given answer as text. Raises RewardError if the data has none."""
     if info.get("answer") is None:
-        raise RewardError("the data gives no answer (column answer)")
+        raise RewardError("the data gives no answer (column answer)", key="answer")
     return str(info["answer"])
 
 
 def missing(info: Info) -> str:
+    """Return a complaint if the data has no answer, else ""."""
     return "there is no answer" if info.get("answer") is None else ""
 
 
@@ -183,21 +188,21 @@ _VERIFIERS: dict[str, Any] = {"exact": Exact(), "gsm8k": Gsm8k()}
 
 
 def verifier_names() -> list[str]:
-    """Names of the verifiers that come with Tilth and need no pattern."""
+    """Return the names of the verifiers that come with Tilth and need no pattern."""
     return [*shipped_tasks(), *_VERIFIERS]
 
 
 def verifier_specs() -> list[str]:
-    """How built-in verifiers are named, with what may stand after a colon."""
+    """Return the forms of names of built-in verifiers, with options after a colon."""
     names = verifier_names()
     return [*names, *(f"{name}:CREDIT" for name in names if hasattr(builtin(name), "partial")), "regex:PATTERN"]
 
 
 def builtin(spec: str) -> Any | None:
-    """The verifier of a name, as in ``gsm8k``, ``countdown:0.1``, ``regex:####``. None: no such name.
+    """Return the verifier of a name such as ``gsm8k``, ``countdown:0.1``, ``regex:####``; None for another name.
 
-    After the colon comes the reward of a well-formed wrong answer, from 0 to below 1, where the verifier has one
-    (``partial``). Raises RewardError for a wrong one, and for a pattern that is none.
+    The number after the colon is ``partial``, the reward of a well-formed wrong answer in [0, 1). Raises RewardError
+    for an invalid number or pattern.
     """
     name, colon, option = spec.partition(":")
     if colon and name == "regex":
@@ -216,6 +221,7 @@ def _credit(name: str, text: str) -> float:
     if not 0 <= value < 1:
         raise RewardError(
             f"reward {f'{name}:{text}'!r}: after the colon comes the reward of a well-formed wrong answer, "
-            f"from 0 to below 1, as in {name}:0.1"
+            f"from 0 to below 1, as in {name}:0.1",
+            key=f"{name}.credit",
         )
     return value

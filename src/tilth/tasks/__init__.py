@@ -1,1 +1,1 @@
-"""The tasks that come with Tilth: a file each, which has the name of its task and declares it as ``TASK``."""
+"""Tasks that come with Tilth: each file has the name of its task and declares it as ``TASK``."""

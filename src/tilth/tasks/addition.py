@@ -1,22 +1,25 @@
-"""The task addition: the sum of two numbers."""
+"""Task addition: the sum of two numbers."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, mixed, text_hashes
 from tilth.rewards.verifiers import Info, answer_of, integer, missing
 
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
+
 
 class AdditionPrompts(Computed):
     """``123+456=`` -> ``0579``: the sum of two numbers, zero-padded to one digit more.
 
-    Of the 10^(2 digits) pairs at most a million are used, spread over all of them: index i is the pair
+    At most a million of the 10^(2 digits) pairs are used, spread evenly: index i is the pair
     ``divmod(i * stride mod 10^(2 digits), 10^digits)``, a bijection since the stride has no factor 2 or 5.
     """
 
@@ -33,15 +36,15 @@ class AdditionPrompts(Computed):
         return min(self._pairs, self.MOST)
 
     def pair(self, index: int) -> tuple[int, int]:
-        """The two numbers of a prompt."""
+        """Return the two numbers of a prompt."""
         return divmod(index * self._stride % self._pairs, self._base)
 
     def index(self, a: int, b: int) -> int:
-        """Inverse of ``pair``; at least ``len`` for a pair that is not used."""
+        """Return the index of a pair (inverse of ``pair``); at least ``len`` for an unused pair."""
         return (a * self._base + b) * pow(self._stride, -1, self._pairs) % self._pairs
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index."""
+        """Return the prompt at an index."""
         a, b = self.pair(index)
         width = self.digits
         answer = f"{a + b:0{width + 1}}"
@@ -49,7 +52,9 @@ class AdditionPrompts(Computed):
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """Of all texts at once, made column by column."""
+        """uint32 [n]: hash of each text, all texts built at once column by column."""
+        import numpy as np
+
         code = np.arange(len(self), dtype=np.int64) * self._stride % self._pairs
         text = np.full((len(self), 2 * self.digits + 2), ord("="), np.uint8)
         text[:, self.digits] = ord("+")
@@ -59,15 +64,17 @@ class AdditionPrompts(Computed):
         return text_hashes(text.view(f"V{text.shape[1]}").ravel().tolist())
 
     def sizes(self) -> np.ndarray:
-        """All the same."""
+        """Return the equal sizes of all texts, int64 [n]."""
+        import numpy as np
+
         return np.full(len(self), 2 * self.digits + 2, np.int64)
 
     def alphabet(self) -> str:
-        """Ten digits and two signs."""
+        """Return ten digits and two signs."""
         return "+0123456789="
 
     def fingerprint(self) -> str:
-        """The task and its size."""
+        """Return the task and its size."""
         return f"addition of {self.digits} digits"
 
 
@@ -79,8 +86,8 @@ def _coprime_to_10(number: int) -> int:
 class AdditionVerifier:
     """1.0 if the completion is the integer ``info["answer"]``, else 0.0.
 
-    Exact equality of integers: white space around the number and leading zeros do not matter (the task itself pads its
-    answers), anything else does: a word, a space inside, a plus sign, a decimal point, an empty completion.
+    White space around the number and leading zeros do not matter (the task pads its answers). Anything else is wrong: a
+    word, a space inside, a plus sign, a decimal point, an empty completion.
     """
 
     decides: ClassVar[bool] = True
@@ -90,12 +97,14 @@ class AdditionVerifier:
         return float(given is not None and given == integer(answer_of(info)))
 
     def check(self, info: Info) -> str:
-        """The answer has to be an integer."""
+        """Check that the answer is an integer."""
         return missing(info) or ("" if integer(answer_of(info)) else "the answer is no integer")
 
 
 def wrong_sum(prompt: Prompt) -> str:
-    """The sum of the task addition with one digit off by one: as a carry that was forgotten, or made up."""
+    """Return the sum with one digit off by one, like a wrong carry."""
+    import numpy as np
+
     answer = prompt.answer or "0"
     drawn = int(mixed(np.array([prompt.index], np.uint32))[0])
     at, step = drawn % len(answer), 1 if drawn >> 16 & 1 else -1

@@ -1,4 +1,6 @@
-"""The task countdown: reach a number from a few given ones with the four operations (the task of TinyZero)."""
+"""Task countdown: reach a target from given numbers with the four operations (as in TinyZero)."""
+
+from __future__ import annotations
 
 import itertools
 import operator
@@ -8,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from tilth.config.tasks import Task
 from tilth.core.errors import RewardError
@@ -18,33 +18,36 @@ from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, random_words
 from tilth.rewards.verifiers import Info, answer_of, graded
 
+if TYPE_CHECKING:
+    import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
+
 _OPERATORS = "+-*/"
 _PIECE = 1 << 17
-"""Drawn at once: few enough for the cache, and what ends the search where a task is small."""
+"""Puzzles drawn at once: few enough for the CPU cache, and the unit by which the search ends if few puzzles exist."""
 MOST_CHARACTERS, MOST_PARENTHESES = 256, 32
-"""A longer or deeper expression is not read, so that neither time nor the stack gets out of hand."""
+"""Limits of an expression, which bound time and stack of the parser."""
 
 
 class Puzzles(NamedTuple):
-    """numbers: int64 [n, 3 or 4]; target: int64 [n]; form: int64 [n], the expression that makes it, see ``_steps``."""
+    """numbers: int64 [n, 3 or 4]; target: int64 [n]; form: int64 [n], the expression of the target, see ``_steps``."""
 
     numbers: np.ndarray
     target: np.ndarray
     form: np.ndarray
 
-    def take(self, rows: np.ndarray) -> "Puzzles":
-        """Some of them."""
+    def take(self, rows: np.ndarray) -> Puzzles:
+        """Return the puzzles of these rows."""
         return Puzzles(self.numbers[rows], self.target[rows], self.form[rows])
 
 
 class CountdownPrompts(Computed):
-    """``3,25,7=46:`` -> ``25+7*3``: three or four numbers, and an expression that is worth the target.
+    """``3,25,7=46:`` -> ``25+7*3``: three or four numbers, and an expression with the value of the target.
 
-    Numbers and target have at most ``digits`` digits. The target is the value of a random expression of all the
-    numbers, in which every step is a whole positive number, so each prompt can be solved; it is none of the numbers.
-    No two prompts have the same target and the same numbers, in whatever order, so nothing held out is trained on.
+    Numbers and target have at most ``digits`` digits. The target is the value of a random expression of all numbers in
+    which every step is a positive integer, so each prompt has a solution; it equals none of the numbers. No two prompts
+    have the same target and the same multiset of numbers, so no held-out prompt is trained on.
 
-    A million prompts, half of them with three numbers, each a pure function of its index; for one digit all there are.
+    A million prompts, half of them with three numbers, each a pure function of its index; for one digit all that exist.
     """
 
     MOST = 10**6
@@ -60,7 +63,7 @@ class CountdownPrompts(Computed):
         return sum(len(part.target) for part in self._parts)
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at an index."""
+        """Return the prompt at an index."""
         three, four = self._parts
         part, row = (three, index) if index < len(three.target) else (four, index - len(three.target))
         numbers, target = part.numbers[row].tolist(), int(part.target[row])
@@ -69,32 +72,32 @@ class CountdownPrompts(Computed):
         return Prompt(index, f"{','.join(map(str, numbers))}={target}:", answer, info)
 
     def texts(self) -> Iterator[str]:
-        """Text of each prompt, much faster than one by one."""
-        return (text for part in self._parts for text in _texts(part))
+        """Yield the text of each prompt, much faster than one by one."""
+        for numbers, target, _ in self._parts:
+            template = ",".join(["%d"] * numbers.shape[1]) + "=%d:"
+            for start in range(0, len(target), _PIECE):
+                rows = slice(start, start + _PIECE)
+                yield from map(template.__mod__, zip(*numbers[rows].T.tolist(), target[rows].tolist()))
 
     def sizes(self) -> np.ndarray:
-        """A digit is a byte, and each number has a sign after it."""
+        """int64 [n]: bytes of each text: the digits, and one sign after each number."""
+        import numpy as np
+
         return np.concatenate([(_digits(p.numbers) + 1).sum(1) + _digits(p.target) + 1 for p in self._parts])
 
     def alphabet(self) -> str:
-        """Digits, operators, brackets and what stands between the parts."""
+        """Return digits, operators, brackets and separators."""
         return "()*+,-/0123456789:="
 
     def fingerprint(self) -> str:
-        """The task and its size."""
+        """Return the task and its size."""
         return f"countdown of {self.digits} digits"
 
 
-def _texts(puzzles: Puzzles) -> Iterator[str]:
-    """Prompts, much faster than one by one."""
-    spelled = ",".join(["%d"] * puzzles.numbers.shape[1]) + "=%d:"
-    for start in range(0, len(puzzles.target), _PIECE):
-        rows = slice(start, start + _PIECE)
-        yield from map(spelled.__mod__, zip(*puzzles.numbers[rows].T.tolist(), puzzles.target[rows].tolist()))
-
-
 def _digits(numbers: np.ndarray) -> np.ndarray:
-    """How many digits each positive number has, of at most ten."""
+    """Count the digits of positive numbers of at most ten digits."""
+    import numpy as np
+
     return 1 + (numbers[..., None] >= 10 ** np.arange(1, 10)).sum(-1)
 
 
@@ -103,11 +106,12 @@ def _digits(numbers: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _puzzles(digits: int, width: int, most: int) -> Puzzles:
-    """The first ``most`` distinct ones of an endless random sequence of numbers and expressions.
+    """Return the first ``most`` distinct puzzles of an endless random sequence of numbers and expressions.
 
-    The search ends early when four times as many as were drawn before add less than a twentieth: then there are few
-    more, as for one digit.
+    The search ends early when drawing four times as many adds less than a twentieth, since few more exist then.
     """
+    import numpy as np
+
     found, pieces = _distinct(_draw(digits, width, 0)), 1
     while (before := len(found.target)) < most:
         needed, exhaustive = 1 + pieces * (most - before) // before, 4 * pieces
@@ -120,7 +124,9 @@ def _puzzles(digits: int, width: int, most: int) -> Puzzles:
 
 
 def _draw(digits: int, width: int, piece: int) -> Puzzles:
-    """The valid ones of a piece of the sequence."""
+    """Return the valid puzzles of a piece of the sequence."""
+    import numpy as np
+
     count = _PIECE * (width + 1)
     words = random_words(("countdown", digits, width), piece * count, count).reshape(_PIECE, width + 1)
     numbers = 1 + (words[:, :width] * (10**digits - 1) >> 32)
@@ -131,10 +137,12 @@ def _draw(digits: int, width: int, piece: int) -> Puzzles:
 
 
 def _distinct(puzzles: Puzzles) -> Puzzles:
-    """The first of those with the same numbers in any order and the same target, in their order.
+    """Keep the first of puzzles with equal target and multiset of numbers, in order.
 
-    Told apart by a hash of 64 bits: should two of them share it, the second is left out, which does no harm.
+    They are compared by a hash of 64 bits; a collision drops a puzzle, which does no harm.
     """
+    import numpy as np
+
     key = puzzles.target.astype(np.uint64)
     for column in np.sort(puzzles.numbers, 1).T:
         key = (key ^ (key >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
@@ -145,17 +153,21 @@ def _distinct(puzzles: Puzzles) -> Puzzles:
 
 
 def _forms(width: int) -> int:
-    """How many forms there are: orders of the numbers, an operator between each two and, of four, two shapes."""
+    """Count the forms: orders of the numbers, operators between them and, for four numbers, two shapes."""
     return len(_orders(width)) * 4 ** (width - 1) * (width - 2)
 
 
 @lru_cache(maxsize=2)
 def _orders(width: int) -> np.ndarray:
+    import numpy as np
+
     return np.array(list(itertools.permutations(range(width))))
 
 
 def _steps(form: np.ndarray, width: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """(order int64 [n, width], operators int64 [n] each, whether the last two of four numbers meet first bool [n])."""
+    """Decode forms: order int64 [n, width], operators int64 [n] each, bool [n]: the last two of four combine first."""
+    import numpy as np
+
     form, pairs = np.divmod(form, width - 2)
     operators = []
     for _ in range(width - 1):
@@ -165,10 +177,12 @@ def _steps(form: np.ndarray, width: int) -> tuple[np.ndarray, list[np.ndarray], 
 
 
 def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
-    """int64 [n]: values of expressions, 0 where a step is no whole number in [1, cap]. As ``_expression``.
+    """Return values of expressions, int64 [n], 0 if a step is no integer in [1, cap]; agrees with ``_expression``.
 
-    In float64, which divides eight times faster, and is exact for all that is kept: cap is at most 10^10.
+    Computed in float64, which divides eight times faster and is exact up to ``cap``, at most 10^10.
     """
+    import numpy as np
+
     order, operators, pairs = _steps(form, numbers.shape[1])
     x = np.take_along_axis(numbers, order, 1).T.astype(np.float64)
     value = _apply(operators[0], x[0], x[1], cap)
@@ -180,7 +194,9 @@ def _evaluate(numbers: np.ndarray, form: np.ndarray, cap: int) -> np.ndarray:
 
 
 def _apply(operator: np.ndarray, a: np.ndarray, b: np.ndarray, cap: int) -> np.ndarray:
-    """The larger number, the operator, the smaller; 0 if that is no whole number in [1, cap], or a number is 0."""
+    """Combine the larger number with the smaller; 0 if the result is no integer in [1, cap], or a number is 0."""
+    import numpy as np
+
     high, low = np.maximum(a, b), np.minimum(a, b)
     quotient = high / np.maximum(low, 1)
     value = np.choose(operator, [high + low, high - low, high * low, quotient])
@@ -197,7 +213,9 @@ class _Term(NamedTuple):
 
 
 def _expression(numbers: list[int], form: int) -> str:
-    """As people write it: the larger operand first, brackets only where they are needed."""
+    """Return the text of an expression, the larger operand first, with minimal brackets."""
+    import numpy as np
+
     order, operators, pairs = _steps(np.array([form]), len(numbers))
     x = [_Term(numbers[i], str(numbers[i])) for i in order[0]]
     signs = [_OPERATORS[int(operator[0])] for operator in operators]
@@ -227,19 +245,19 @@ _TASK = re.compile(r"\s*([0-9]+(?:\s*,\s*[0-9]+)*)\s*=\s*([0-9]+)\s*:\s*", re.AS
 
 
 class NoExpression(ValueError):
-    """A text that is no expression of the grammar, or has no value; the message says why."""
+    """The text is no expression of the grammar."""
 
 
 @dataclass(frozen=True)
 class CountdownVerifier:
-    """Make a target out of given numbers by + - * / and parentheses; each number exactly once (as in TinyZero).
+    """1 for an expression of + - * / and parentheses that uses each number once and equals the target.
 
-    The completion is the expression, or has it in the last ``<answer>...</answer>``. It is read by a parser of its own
-    and computed in exact rationals, so ``8/3*3`` is 8. Numbers and target: ``info["numbers"]`` (or ``nums``) and
-    ``info["target"]``, or a prompt of the form ``3,25,7=46:``.
+    The completion is the expression, or has it in the last ``<answer>...</answer>``. It is parsed, never evaluated as
+    Python, and computed in exact rationals, so ``8/3*3`` is 8. Numbers and target: ``info["numbers"]`` (or ``nums``)
+    and ``info["target"]``, or a prompt of the form ``3,25,7=46:``.
 
-    Parts: ``correct``; ``format``: 1 for an expression that uses the numbers as it may, whatever its value. The reward
-    is ``correct``, and ``partial`` where only the format is right.
+    Parts: ``correct``; ``format``: 1 for an expression that uses each number once, whatever its value. The reward is
+    ``partial`` if only the format is right.
     """
 
     partial: float = 0.0
@@ -255,7 +273,7 @@ class CountdownVerifier:
         return graded(well_formed, well_formed and expression.value == target, self.partial)
 
     def check(self, info: Info) -> str:
-        """The numbers have to be there; a given answer has to be right."""
+        """Check that the record has numbers and target, and that a given answer is right."""
         try:
             numbers, target = _task(str(info.get("prompt", "")), info)
         except RewardError as error:
@@ -266,19 +284,14 @@ class CountdownVerifier:
 
 
 class Expression(NamedTuple):
-    """What an expression says."""
+    """Numbers of an expression, in order, and its value; None for a division by zero."""
 
     numbers: tuple[int, ...]
-    """The numbers in it, in order."""
     value: Fraction | None
-    """None: it divides by zero."""
 
 
 def parse(text: str) -> Expression:
-    """Read a sum of products of numbers and parenthesised sums; there is no sign in front of a number.
-
-    Raises NoExpression.
-    """
+    """Parse a sum of products of unsigned numbers and parenthesised sums. Raises NoExpression."""
     tokens = _tokens(text)
     numbers = tuple(int(token) for token in tokens if token.isdigit())
     tokens.reverse()
@@ -306,12 +319,12 @@ _LEVELS = (("+", "-"), ("*", "/"))
 
 
 def _chain(tokens: list[str], level: int) -> Fraction | None:
-    """Take operands and the operators of a level from the end of a reversed list; left to right."""
+    """Consume operands and operators of a level from the end of a reversed list, left-associative."""
     if level == len(_LEVELS):
         return _operand(tokens)
     value = _chain(tokens, level + 1)
     while tokens and tokens[-1] in _LEVELS[level]:
-        value = _combined(tokens.pop(), value, _chain(tokens, level + 1))
+        value = _combine(tokens.pop(), value, _chain(tokens, level + 1))
     return value
 
 
@@ -327,7 +340,7 @@ def _operand(tokens: list[str]) -> Fraction | None:
     return value
 
 
-def _combined(sign: str, left: Fraction | None, right: Fraction | None) -> Fraction | None:
+def _combine(sign: str, left: Fraction | None, right: Fraction | None) -> Fraction | None:
     if left is None or right is None:
         return None
     if sign == "/":
@@ -342,17 +355,19 @@ def _answer_text(completion: str) -> str:
 
 
 def _task(prompt: str, info: Info) -> tuple[tuple[int, ...], int]:
-    """The given numbers and the target. Raises RewardError if neither info nor prompt says them."""
+    """Return the numbers and the target. Raises RewardError if neither info nor prompt has them."""
     numbers, target = info.get("numbers", info.get("nums")), info.get("target")
     if numbers is None or target is None:
         found = _TASK.fullmatch(prompt)
         if found is None:
-            raise RewardError("countdown needs columns numbers (or nums) and target, or prompts such as '3,25,7=46:'")
+            message = "countdown needs columns numbers (or nums) and target, or prompts such as '3,25,7=46:'"
+            raise RewardError(message, key="numbers")
         return tuple(map(int, found[1].split(","))), int(found[2])
     try:
         return tuple(operator.index(number) for number in numbers), operator.index(target)
     except TypeError:
-        raise RewardError(f"numbers {numbers!r} and target {target!r} are not whole numbers"[:200]) from None
+        message = f"numbers {numbers!r} and target {target!r} are not whole numbers"
+        raise RewardError(message[:200], key="numbers.type") from None
 
 
 TASK = Task(CountdownPrompts, CountdownVerifier())
