@@ -377,7 +377,7 @@ class ClusterConfig(Section):
 
     backend: Annotated[str, OneOf(lambda: [*BACKENDS, *declared("backend")])] = Field(
         "inline",
-        description="inline: this process; local: processes of this machine; ray: Ray actors on any number of machines; "
+        description="inline: this process; local: processes of this machine; ray: actors on any number of machines; "
         "or a plugin's",
     )
     workers: Positive = Field(1, description="worker processes; with pools: their sum, which may be left out")
