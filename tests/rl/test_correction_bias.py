@@ -9,7 +9,7 @@ from tests.rl import bandit
 from tests.rl.bandit import ROWS, Problem
 from tilth import rl
 
-PAGE = Path(__file__).parents[2] / "docs" / "packages" / "rl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "packages" / "rl-algorithms.md"
 
 
 @pytest.fixture(scope="module")
