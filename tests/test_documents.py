@@ -51,14 +51,6 @@ ELSEWHERE = {
 """Beginnings of commands that are not run here, with the reason."""
 NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
-    "prompts (rows) ->": "a picture",
-    "RUN/events/": "a picture",
-    "runs/NAME-001/": "a picture",
-    "reward.function ->": "a picture",
-    'data.source = "countdown" ->': "a picture",
-    "controller    ": "a picture",
-    "config.json / [model] ->": "a picture",
-    "Request -> Scheduler": "a picture",
     "for batch in run.experience(": "a page of the package, shortened",
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
@@ -149,7 +141,7 @@ def parsed(words: list[str]) -> None:
             break
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
     if "overrides" in context.params:
-        load_recipe(context.params["recipe"], context.params["overrides"] or [])
+        load_recipe(context.params["name"], context.params["overrides"] or [])
         check_allowed(context.params.get("allow") or [])
 
 
@@ -257,6 +249,8 @@ def handled(block: Block) -> bool:
         return _of_a_room(block) or block.first.startswith(tuple(PYTHON))
     if block.language == "toml":
         return block.page == "docs/from-trl-and-verl.md"  # tests/cli/test_from_trl_and_verl.py loads them
+    if block.language == "text":
+        return not any(line.startswith("$ ") for line in block.text.splitlines())  # a picture
     return bool(block.commands) or (not block.language and block.text.startswith(tuple(NO_COMMANDS)))
 
 

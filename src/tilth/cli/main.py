@@ -93,7 +93,7 @@ ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repe
 
 @command("run:train")
 def run(
-    name_or_path: RecipeArgument,
+    name: RecipeArgument,
     overrides: OverridesArgument = None,
     allow: Annotated[list[str] | None, ALLOW] = None,
     fallback: Annotated[

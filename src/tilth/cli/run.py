@@ -28,14 +28,14 @@ WORDS = 5  # words of a document's beginning that the suggested prompt has
 ENOUGH = 512  # prompts that measure accuracy to within some percent; all of addition's would take an hour
 
 
-def train(name_or_path: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:
+def train(name: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:
     """Run to the end. Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a
     line on how to resume; 143 and 129 after SIGTERM and SIGHUP before and after the steps."""
     with outlived(), _terminable():
         check_allowed(allow)
-        recipe = _launched(name_or_path, overrides)
-        result = _watched(recipe, recipe_name(name_or_path), allow, fallback=fallback)
-        typer.echo("\n".join(closing(recipe, name_or_path, result.summary, result.directory, result.report)))
+        recipe = _launched(name, overrides)
+        result = _watched(recipe, recipe_name(name), allow, fallback=fallback)
+        typer.echo("\n".join(closing(recipe, name, result.summary, result.directory, result.report)))
 
 
 class Terminated(KeyboardInterrupt):
@@ -66,9 +66,9 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated(signal.Signals(number).name)
 
 
-def _launched(name_or_path: str, overrides: Sequence[str]) -> Recipe:
+def _launched(name: str, overrides: Sequence[str]) -> Recipe:
     """Load the recipe in the controller; a process that a launcher started as a worker ends in here."""
-    recipe = load_recipe(name_or_path, overrides, launched())
+    recipe = load_recipe(name, overrides, launched())
     entered(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
     return recipe
 
