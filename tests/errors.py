@@ -48,16 +48,33 @@ def found(path):
     for file in files:
         if file.suffix != ".py":
             continue
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        tree = ast.parse(file.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
             if name in known:
                 key = next((word.value for word in call.keywords if word.arg == "key"), None)
                 where = file.relative_to(SOURCE).as_posix()
-                rows.append(
-                    (where, call.lineno, name, key and template(key), template(call.args[0]) if call.args else "")
-                )
+                sentence = template(assigned(tree, call.args[0])) if call.args else ""
+                rows.append((where, call.lineno, name, key and template(key), sentence))
     return rows
+
+
+def assigned(tree, node):
+    """The expression that a local name was last given before this line; any other expression is itself."""
+    if not isinstance(node, ast.Name):
+        return node
+    functions = [
+        f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= node.lineno <= f.end_lineno
+    ]
+    inner = max(functions, key=lambda f: f.lineno, default=tree)
+    values = [
+        other.value
+        for other in ast.walk(inner)
+        if isinstance(other, ast.Assign) and other.lineno < node.lineno
+        if any(isinstance(target, ast.Name) and target.id == node.id for target in other.targets)
+    ]
+    return max(values, key=lambda value: value.lineno, default=node)
 
 
 def template(node):

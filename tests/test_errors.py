@@ -28,6 +28,12 @@ def test_an_error_without_a_key_is_seen(tmp_path, monkeypatch):
     assert rows == [("a.py", 2, "OddError", None, "x = {x}: {y}"), ("a.py", 3, "OddError", "{a}.b", "z")]
 
 
+def test_a_sentence_in_a_variable_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.errors.SOURCE", tmp_path)
+    (tmp_path / "a.py").write_text("def f(x):\n    text = f'no {x}'\n    raise TilthError(text, key='a')\n")
+    assert found(tmp_path / "a.py") == [("a.py", 3, "TilthError", "a", "no {x}")]
+
+
 def test_another_key_is_a_failure():
     with pytest.raises(AssertionError), raises(TilthError, "data.source"):
         raise DataError("text", key="data.heldout")
