@@ -11,7 +11,7 @@ from tilth.core.errors import RecipeError, RewardError
 
 if TYPE_CHECKING:
     from tilth.data.given import Given
-    from tilth.data.prompts import Brought, Key
+    from tilth.data.prompts import Key, RecordsByValue
     from tilth.flows.build import Dataset
     from tilth.flows.callbacks import Callback
     from tilth.flows.launch import RunResult
@@ -151,7 +151,7 @@ def train(
     return result
 
 
-def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str, Any], "Brought"]:
+def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str, Any], "RecordsByValue"]:
     """Return the recipe with names of files and tasks, and the records that have no name."""
     from tilth.data.given import file_name
 
@@ -178,7 +178,7 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
     return wanted | {"data": section}, brought
 
 
-def _given(recipe: Recipe, brought: "Brought") -> "Dataset":
+def _given(recipe: Recipe, brought: "RecordsByValue") -> "Dataset":
     """Return the caller's records with the data that the recipe names. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import load_texts

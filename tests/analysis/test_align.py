@@ -16,7 +16,7 @@ from tilth.analysis.clock import same
 from tilth.analysis.events import load
 from tilth.analysis.matching import Coded, Spans
 from tilth.analysis.recent import recent
-from tilth.trace.clock_samples import Asked, Origin, RoundsFile
+from tilth.trace.clock_samples import ClockSamples, Origin, RoundsFile
 from tilth.trace.writer import EVENTS
 
 SECOND = 1_000_000_000
@@ -72,7 +72,7 @@ class World:
             times = np.linspace(0, self.true["end"].max(), 12)
             delay = noisy(trip or self.trip)
             rounds = bursts(self.clocks[rank], times, delay, self.rng, least=1e3) if rank in ranks else []
-            found[rank] = Asked(origin, rounds)
+            found[rank] = ClockSamples(origin, rounds)
         return found
 
     def wrong(self, found, rank):
@@ -146,7 +146,7 @@ def test_a_rank_that_is_known_tells_of_one_it_meets():
     asked = world.asked(0, 1, steady={0: "x", CONTROLLER: "x"})
     found = clocks(asked, CONTROLLER, world.spans())
     assert found[0].exact and (world.wrong(found[0], 0)[0] == 0).all()
-    silent = Asked(asked[0].origin._replace(waits=False), asked[0].bursts)
+    silent = ClockSamples(asked[0].origin._replace(waits=False), asked[0].bursts)
     alone = clocks({**asked, 0: silent}, CONTROLLER, world.spans())
     wrong, stated = world.wrong(found[1], 1)
     assert (wrong <= stated + 1).all()
@@ -289,9 +289,9 @@ def test_loaded_events_are_on_the_controllers_clock(tmp_path):
 
 def test_a_run_of_ten_hours():
     rng, clock = np.random.default_rng(0), Shifted(1, 5e-5)
-    asked = Asked(Origin(0, "", "here", 1), bursts(clock, np.linspace(0, 36_000e9, 1800), noisy(), rng))
+    asked = ClockSamples(Origin(0, "", "here", 1), bursts(clock, np.linspace(0, 36_000e9, 1800), noisy(), rng))
     spans = table(*[(0, "call", "a.b", i, i * SECOND, i * SECOND + 9) for i in range(0, 36_000, 50)])
-    found = clocks({0: asked, 9: Asked(Origin(0, "", "here", 2))}, 9, spans)[0]
+    found = clocks({0: asked, 9: ClockSamples(Origin(0, "", "here", 2))}, 9, spans)[0]
     true = np.linspace(0, 36_000e9, 999).astype(np.int64)
     wrong, stated = np.abs(found.aligned(clock.shows(true)) - true), found.error(clock.shows(true))
     assert found.drift == pytest.approx(-5e-5, rel=1e-3)

@@ -11,7 +11,7 @@ from pipeline_schedules import by_type, orders, synthetic
 
 from tilth.analysis.cause import alikeness, diagnose
 from tilth.analysis.straggler_format import from_table
-from tilth.analysis.whatif import TraceModel, guilty, what_if
+from tilth.analysis.whatif import TraceModel, what_if, worst_workers
 
 USUAL = by_type(
     forward_compute=1.0, backward_compute=2.0, forward_send=0.02, forward_recv=0.02, backward_send=0.02,
@@ -190,7 +190,7 @@ def test_correlation_is_within_workers():
 
 def test_equal_scores_take_the_lower_rank():
     scores = np.ones((2, 40))
-    assert guilty(scores, np.arange(80)[::-1].reshape(2, 40)) == [(39, 1), (38, 1), (37, 1)]
+    assert worst_workers(scores, np.arange(80)[::-1].reshape(2, 40)) == [(39, 1), (38, 1), (37, 1)]
 
 
 def test_clocks_that_differ_do_not_make_negative_transfers():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.errors import raises
-from tilth.checkpoint import latest, mark_best, note_best, prune, read_best
+from tilth.checkpoint import latest, mark_best, prune, read_best, record_best
 from tilth.checkpoint.manifest import NAME
 from tilth.core.errors import CheckpointError, StorageError
 
@@ -52,13 +52,13 @@ def test_a_best_that_is_gone_spares_no_other(root):
 
 
 def test_one_that_is_not_there_does_not_take_the_place_of_one_that_is(root):
-    assert note_best(root, BEST) == BEST
-    assert note_best(root, BEST | {"step": 7}) == BEST == read_best(root)  # the save of step 7 failed
+    assert record_best(root, BEST) == BEST
+    assert record_best(root, BEST | {"step": 7}) == BEST == read_best(root)  # the save of step 7 failed
     prune(root, 1)
     assert steps(root) == [5, 13]
-    assert note_best(root, BEST | {"step": 13})["step"] == read_best(root)["step"] == 13
-    assert note_best(root, None) is None is read_best(root)
-    assert note_best(root, BEST | {"step": 7}) is None is read_best(root)
+    assert record_best(root, BEST | {"step": 13})["step"] == read_best(root)["step"] == 13
+    assert record_best(root, None) is None is read_best(root)
+    assert record_best(root, BEST | {"step": 7}) is None is read_best(root)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "5"}', "{}"])

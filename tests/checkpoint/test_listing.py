@@ -9,7 +9,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.checkpoint import begin_save
-from tilth.checkpoint.directory import DAMAGED, MISSING, Attempt, bare, complete, latest, listing, prune, superfluous
+from tilth.checkpoint.directory import DAMAGED, MISSING, Attempt, bare, complete, latest, listing, prunable, prune
 from tilth.checkpoint.manifest import NAME
 from tilth.checkpoint.storage import Local, storage_of
 from tilth.core.errors import StorageError
@@ -57,7 +57,7 @@ def test_in_a_store_it_is_unfinished(kind, tmp_path):
     made(root, 3)
     made(root, 5, whole=False)
     assert states(root) == {"step-000003": ("complete", ""), "step-000005": ("unfinished", "")}
-    assert bare(root) == [] and superfluous(root, 1) == []
+    assert bare(root) == [] and prunable(root, 1) == []
 
 
 def test_one_that_was_marked_keeps_its_reason(tmp_path):
@@ -121,8 +121,8 @@ def test_what_is_bad_is_not_counted(tmp_path):
     for step in (2, 3, 5, 8):
         made(tmp_path, step)
     bad = [str(tmp_path / f"step-00000{step}") for step in (3, 8)]
-    assert [path.name for path in superfluous(tmp_path, 1, 0, bad)] == ["step-000002", "step-000003"]
-    assert superfluous(tmp_path, 2, 0, bad) == [] == superfluous(tmp_path, 1, 0, [*map(str, complete(tmp_path))])
+    assert [path.name for path in prunable(tmp_path, 1, 0, bad)] == ["step-000002", "step-000003"]
+    assert prunable(tmp_path, 2, 0, bad) == [] == prunable(tmp_path, 1, 0, [*map(str, complete(tmp_path))])
 
 
 def test_what_comes_and_goes_while_it_is_listed(tmp_path, monkeypatch):

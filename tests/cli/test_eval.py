@@ -16,7 +16,7 @@ from tilth.cli.eval import EvalOptions, plan, table
 from tilth.cli.main import app
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.evaluate import How, evaluate
+from tilth.flows.evaluate import EvalSettings, evaluate
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.request import SamplingParams
@@ -63,7 +63,7 @@ def ask(place, *options):
 def test_the_numbers_are_those_of_the_flow(place):
     found = json.loads(ask(place, "--k", "1,3", "--n", "4", "--seed", "5", "--json").stdout)
     prompts = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10)])
-    how = How((1, 3), 4, SamplingParams(max_tokens=6), seed=5)
+    how = EvalSettings((1, 3), 4, SamplingParams(max_tokens=6), seed=5)
     with RewardPool(f"{place}/r.py:score") as pool:
         expected = evaluate(load_model(place / "m"), prompts, pool, how).summary()
     for name in expected.keys() - {"seconds", "tokens_per_second"}:

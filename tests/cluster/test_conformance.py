@@ -164,7 +164,7 @@ def test_every_call_and_answer_is_counted_as_it_is_pickled(cluster, echo, payloa
 def test_making_a_role_and_what_the_cluster_asks_itself_are_counted(cluster):
     cluster.traffic()
     cluster.group("heavy", f"{HERE}:echo", {"scale": partial(max, bytes(50_000))}, mesh_of(cluster.workers))
-    cluster.collect(3)
+    cluster.collect_garbage(3)
     found = cluster.traffic()
     assert 0 <= found["heavy.create", "sent"] - 50_000 * cluster.workers <= 1000 * cluster.workers
     assert found["cluster.collect", "sent"] > 0 and found["cluster.collect", "received"] > 0
@@ -337,7 +337,7 @@ def test_every_worker_writes_its_trace_and_collects_when_all_do(tmp_path, worker
         group = traced.group("echo", f"{HERE}:echo", {}, Mesh(("dp",), (traced.workers,)))
         with traced.store.scope():
             group.think(batch_of(4))
-        traced.collect(7)
+        traced.collect_garbage(7)
     assert not recorder.recording and gc.isenabled()
     events = read_events(tmp_path).to_pylist()
     assert {e["rank"] for e in events if e["op"] == "think"} == set(range(traced.workers))
@@ -484,7 +484,7 @@ def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
 
 def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_that_say_so(cluster):
     group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
-    fleet = cluster.fleet
+    fleet = cluster.backend
     for role, method in (("generating", "generate"), ("generating", "store"), ("nobody", "status")):
         with raises(WorkerError, f"{role}.{method}"):
             fleet.control(0, role, method, {})
@@ -499,7 +499,7 @@ def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
     monkeypatch.setattr("tilth.cluster.backends.control.LIMIT", 0.5)
     with open_cluster(*backend, timeout=60.0) as cluster:
         group = cluster.group("generating", f"{HERE}:generating", {})
-        pid = cluster.fleet.probe(0).pid
+        pid = cluster.backend.probe(0).pid
         os.kill(pid, signal.SIGSTOP)
         try:
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:  # a thread of it may still run an instant

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tilth.core import memory
-from tilth.core.memory import Room, exhausted, host_memory, no_memory, oom_kills, wanted
+from tilth.core.memory import Room, host_memory, is_out_of_memory, no_memory, oom_kills, wanted
 
 GB = 10**9
 
@@ -90,7 +90,7 @@ def raised(work):
 )
 def test_what_libraries_raise_where_there_is_no_memory(work):
     error = raised(work)
-    assert exhausted(error) and not str(no_memory(error)).count("\n")
+    assert is_out_of_memory(error) and not str(no_memory(error)).count("\n")
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_what_libraries_raise_where_there_is_no_memory(work):
     ],
 )
 def test_how_much_was_wanted(error, size):
-    assert exhausted(error) and wanted(error) == size
+    assert is_out_of_memory(error) and wanted(error) == size
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("mat1 and mat2 shapes"), OSError(errno.ENOSPC, "full"), ValueError("x")]
 )
 def test_other_errors_are_not_about_memory(error):
-    assert not exhausted(error)
+    assert not is_out_of_memory(error)
 
 
 def test_a_limit_of_addresses_is_named():

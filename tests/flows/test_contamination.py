@@ -9,7 +9,7 @@ from tilth.cli.main import app
 from tilth.config.load import dump_toml, from_dict
 from tilth.config.schema import DataConfig
 from tilth.data.prompts import load_source
-from tilth.flows.contamination import seen_before
+from tilth.flows.contamination import count_seen
 
 
 @pytest.fixture
@@ -32,33 +32,33 @@ def test_what_was_trained_on_is_counted(tmp_path, source, flow):
     columns = {"prompt": "{question}\n"}
     now = load_source(DataConfig(source=source, columns={"prompt": "question"})).split(0.3)[1]
     same = before(tmp_path / "a", flow, source=source, holdout=0.3, columns=columns)
-    assert seen_before(same, now) == []
+    assert count_seen(same, now) == []
     all_of_it = before(tmp_path / "b", flow, source=source, holdout=0.0, columns=columns)
-    (told,) = seen_before(all_of_it, now)
+    (told,) = count_seen(all_of_it, now)
     assert told.startswith(f"{len(now)} of {len(now)} held-out prompts are among what {tmp_path}/b was trained on")
     step = all_of_it.model_copy(update={"model": all_of_it.model.model_copy(update={"path": f"{tmp_path}/b@best"})})
-    assert seen_before(step, now) == [told]
+    assert count_seen(step, now) == [told]
     less = before(tmp_path / "c", flow, source=source, holdout=0.1, columns=columns)
     rest = len(now) - len(load_source(DataConfig(source=source, columns=columns)).split(0.1)[1])
-    assert 0 < rest < len(now) and seen_before(less, now)[0].startswith(f"{rest} of {len(now)} ")
+    assert 0 < rest < len(now) and count_seen(less, now)[0].startswith(f"{rest} of {len(now)} ")
 
 
 def test_a_task(tmp_path):
     now = load_source(DataConfig(digits=2)).split(0.3)[1]
-    assert seen_before(before(tmp_path / "a", "grpo", source="addition", digits=2, holdout=0.3), now) == []
-    assert seen_before(before(tmp_path / "a", "grpo", source="addition", digits=2, holdout=0.0), now)
-    assert seen_before(before(tmp_path / "a", "grpo", source="addition", digits=3, holdout=0.0), now) == []
+    assert count_seen(before(tmp_path / "a", "grpo", source="addition", digits=2, holdout=0.3), now) == []
+    assert count_seen(before(tmp_path / "a", "grpo", source="addition", digits=2, holdout=0.0), now)
+    assert count_seen(before(tmp_path / "a", "grpo", source="addition", digits=3, holdout=0.0), now) == []
 
 
 def test_data_that_is_gone_is_said_and_no_run_is_nothing(tmp_path, source):
     now = load_source(DataConfig(source=source, columns={"prompt": "question"})).split(0.3)[1]
     gone = before(tmp_path / "a", "sft", source=str(tmp_path / "gone.jsonl"))
-    (told,) = seen_before(gone, now)
+    (told,) = count_seen(gone, now)
     assert told.startswith(f"not compared with what {tmp_path}/a was trained on: data.source")
-    (told,) = seen_before(before(tmp_path / "a", "sft", source=""), now)
+    (told,) = count_seen(before(tmp_path / "a", "sft", source=""), now)
     assert told == f"not compared with what {tmp_path}/a was trained on: tilth.train was given its data"
     (tmp_path / "a" / "recipe.toml").unlink()
-    assert seen_before(gone, now) == []
+    assert count_seen(gone, now) == []
 
 
 def test_a_run_tells_it(tmp_path, source, monkeypatch):

@@ -15,7 +15,7 @@ from tilth.core.errors import DataError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.evaluate import Evaluation, How, Sample, check_out, evaluate, write_completions
+from tilth.flows.evaluate import EvalSettings, Evaluation, Sample, check_out, evaluate, write_completions
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import avg_at_k, interval, pass_at_k
@@ -55,7 +55,7 @@ def pool():
 
 
 def run(model, pool, *, prompts=PROMPTS, **how):
-    return evaluate(model, prompts, pool, How(**{"sampling": SHORT, **how}))
+    return evaluate(model, prompts, pool, EvalSettings(**{"sampling": SHORT, **how}))
 
 
 def completions(found):
@@ -104,14 +104,16 @@ def test_a_sample_is_the_same_whatever_else_is_asked(model, pool):
 
 def test_progress_is_told(model, pool):
     told = []
-    evaluate(model, PROMPTS, pool, How(sampling=SHORT, n=2), lambda done, of: told.append((done, of)))
+    evaluate(model, PROMPTS, pool, EvalSettings(sampling=SHORT, n=2), lambda done, of: told.append((done, of)))
     assert told == [(i, 24) for i in range(25)]
 
 
 def test_nothing_is_told_of_what_cannot_begin(model, pool):
     told = []
     with raises(DataError, "prompts.0.length"):
-        evaluate(model, PROMPTS, pool, How(sampling=SamplingParams(max_tokens=10**6)), lambda *far: told.append(far))
+        evaluate(
+            model, PROMPTS, pool, EvalSettings(sampling=SamplingParams(max_tokens=10**6)), lambda *far: told.append(far)
+        )
     assert not told
 
 
@@ -132,7 +134,7 @@ def fake(rewards, *, parts=None, k=(1,), lengths=None):
                 reward, {} if parts is None or reward is None else parts[i][j], "" if reward is not None else "why"
             )
             samples.append(Sample(PROMPTS[i], j, said, outcome))
-    return Evaluation(How(k=k, n=len(rewards[0]), sampling=SHORT), samples, {"generate": 2.0, "score": 1.0})
+    return Evaluation(EvalSettings(k=k, n=len(rewards[0]), sampling=SHORT), samples, {"generate": 2.0, "score": 1.0})
 
 
 def test_numbers_by_brute_force():
@@ -232,7 +234,7 @@ def test_where_it_cannot_be_kept_is_said_before(tmp_path, name, key):
 )
 def test_what_cannot_be_asked(how, key):
     with raises(DataError, key):
-        How(**how)
+        EvalSettings(**how)
 
 
 def test_a_prompt_that_leaves_no_room_is_named(model, pool):
@@ -258,5 +260,8 @@ def test_a_model_without_a_tokenizer(model, pool):
 
 
 def test_samples_default_to_the_greatest_k():
-    assert How(k=(1, 8), sampling=SHORT).samples == 8 and How(k=(1, 8), n=16, sampling=SHORT).samples == 16
-    assert replace(How(), seed=3).samples == 1
+    assert (
+        EvalSettings(k=(1, 8), sampling=SHORT).samples == 8
+        and EvalSettings(k=(1, 8), n=16, sampling=SHORT).samples == 16
+    )
+    assert replace(EvalSettings(), seed=3).samples == 1

@@ -386,7 +386,7 @@ def test_a_run_that_is_profiled_learns_the_very_same(tmp_path):
     done = [line for line in read_lines(profiled / FOLDER / LOG) if line["state"] == "done"]
     assert [(line["first"], line["last"]) for line in done] == [(1, 2), (5, 6)]
     supervised, sampled = (names(line["files"]["0"]["path"]) for line in done)
-    assert {"policy.imitate", "forward", "aten::mm"} <= supervised and not {
+    assert {"policy.sft_step", "forward", "aten::mm"} <= supervised and not {
         "rollout.generate",
         "reward.score",
     } & supervised
@@ -443,7 +443,7 @@ def test_workers_are_profiled_on_the_ranks_that_were_named(tmp_path):
         "steps-3-3-rank-1.json.gz"
     ]
     found = names(line["files"]["1"]["path"])
-    assert {"policy.imitate", "call", "forward"} <= found and any("reduce_scatter" in name for name in found)
+    assert {"policy.sft_step", "call", "forward"} <= found and any("reduce_scatter" in name for name in found)
 
 
 def test_a_profile_is_named_in_the_trace(tmp_path):

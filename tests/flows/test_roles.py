@@ -74,7 +74,7 @@ class Student(Learner):
         return {name: checksum(tensor) for name, tensor in whole_tensors(self.sharded)}
 
     @transfer(split="rows", gather="merge")
-    def imitate(self, batch):
+    def sft_step(self, batch):
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
         learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
@@ -89,7 +89,7 @@ def taught(run):
         batch = run.roles["scorer"].score(batch)
         batch = run.policy.advantages(run.logprobs(batch), run.algo)
         run.log_update(run.policy.update(batch, run.algo))
-        dict(run.roles["student"].imitate(batch))
+        dict(run.roles["student"].sft_step(batch))
         run.sync_weights(run.policy)
 """
 

@@ -62,7 +62,7 @@ def made(tmp_path):
 
 
 def save(one, step, best=None):
-    one.keepers["policy"].weight.fill_(step)
+    one.stateful_roles["policy"].weight.fill_(step)
     one.begin(step, {"progress": {"step": step}}, best, ALONE)
 
 

@@ -51,7 +51,7 @@ def inline():
 
 def worker(group):
     """The role's own object behind a group of the inline backend."""
-    return group._dispatch.fleet.host.roles[group.role]
+    return group._dispatch.backend.host.roles[group.role]
 
 
 def stand_in(directory=Path("nowhere"), step=0, say=str, sample=None):

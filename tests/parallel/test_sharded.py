@@ -89,7 +89,7 @@ def loads(rank, case, directory):
     sharded.load_(load_pretrained(directory)[1])
     loaded = copied(sharded.assemble(list(sharded.parameters)))
     name = "model.embed_tokens.weight"
-    sharded.take(name, torch.full(sharded.layouts[name].shape, 7.0))
+    sharded.load_full(name, torch.full(sharded.layouts[name].shape, 7.0))
     return loaded, sharded.assemble([name])[name]
 
 
@@ -128,7 +128,7 @@ def scores_twice(rank, case):
     found["loaded"] = score()
     sharded.load_(weights(case))
     with torch.no_grad():
-        sharded.blank()  # gathers, and without a reshard ...
+        sharded.dummy_forward()  # gathers, and without a reshard ...
         for p in sharded.parameters.values():
             p.mul_(1.25)
         plain, room.ShardedModel.reshard = room.ShardedModel.reshard, lambda self: None
@@ -147,8 +147,8 @@ def test_local_parameters_share_their_storage_with_the_model(pool, case):
 def shares_storage(rank, case):
     sharded = spread(case, rank)
     sharded.init_(0)
-    sharded.blank().backward()
-    sharded.finish()
+    sharded.dummy_forward().backward()
+    sharded.reduce_grads()
     own = dict(sharded.model.named_parameters())
     same = [own[n].to_local().data_ptr() == p.data_ptr() or not p.numel() for n, p in sharded.parameters.items()]
     plain = [type(p) is torch.nn.Parameter and type(p.grad) is torch.Tensor for p in sharded.parameters.values()]
@@ -189,7 +189,7 @@ def test_alone_is_the_model_itself():
     assert one.model is model and ShardedModel.of(one) is one
     assert all(one.parameters[n] is p for n, p in model.named_parameters())
     assert one.boxes("model.norm.weight") == [Box((0,), (20,))]
-    assert one.agree(5) == 5 and one.agree(0) == 0
+    assert one.sync_micro_batch_count(5) == 5 and one.sync_micro_batch_count(0) == 0
     assert one.assemble(["model.norm.weight"])["model.norm.weight"].data_ptr() == model.model.norm.weight.data_ptr()
 
 

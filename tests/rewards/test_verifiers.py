@@ -126,7 +126,7 @@ def graded(completion, prompt, verifier, **info):
     ],
 )
 def test_the_number_that_a_completion_says(completion, value):
-    assert verifiers.said_number(completion) == value
+    assert verifiers.marked_number(completion) == value
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ decimals = st.decimals(-(10**12), 10**12, allow_nan=False, places=3) | st.intege
 def test_numbers_are_equal_as_rationals(number, form, place):
     """The reference is Python's decimal arithmetic."""
     text = place.format(form.format(number))
-    assert verifiers.said_number(text) == Fraction(number)
+    assert verifiers.marked_number(text) == Fraction(number)
     assert graded(text, "", gsm8k, answer=f"#### {number:f}") == (1, 1, 1)
     assert graded(text, "", gsm8k, answer=f"#### {number + 1:f}") == (0, 0, 1)
 

@@ -78,7 +78,7 @@ def test_learning_from_given_text_drops():
     found = []
     for p in (0.0, 0.5):
         worker = with_dropout(InlineStore(), p)
-        worker.imitate(small.experience(worker))
+        worker.sft_step(small.experience(worker))
         found.append(torch.cat([t.flatten() for _, t in worker.weights()]))
     assert not torch.allclose(*found, atol=1e-4)
 
@@ -315,10 +315,10 @@ def test_imitation_is_the_mean_negative_log_likelihood_of_the_answers(worker):
     examples = small.loader(worker.store).examples([3, 50, 99])
     tokens, mask = column(worker, examples, "tokens"), column(worker, examples, "mask").values
     expected = -(dense_logprobs(worker.engine.model, tokens) * mask).sum() / mask.sum()
-    first = worker.imitate(examples)
+    first = worker.sft_step(examples)
     assert float(first["loss"]) == pytest.approx(expected, abs=1e-5)
     assert float(first["tokens/trained"]) == tokens.offsets[-1] and "entropy" not in first
-    losses = [float(worker.imitate(examples)["loss"]) for _ in range(20)]
+    losses = [float(worker.sft_step(examples)["loss"]) for _ in range(20)]
     assert losses[-1] < 0.7 * expected
 
 

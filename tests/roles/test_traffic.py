@@ -30,7 +30,7 @@ def test_the_test_above_could_fail(monkeypatch):
 
     with open_cluster("inline", 1) as cluster:
         group = dispatch.group_of(cluster)
-        role = cluster.fleet.host.roles["role"]
+        role = cluster.backend.host.roles["role"]
         score = role.score
 
         def leaky(batch):

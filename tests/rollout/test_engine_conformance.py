@@ -22,7 +22,7 @@ from tilth.cluster.backends.inline import InlineStore
 from tilth.config.plugins import ENGINES, engine, load_plugins
 from tilth.core.errors import DataError, LogprobMismatch, PluginError, RecipeError, WeightMismatch
 from tilth.data.prompts import PromptSet
-from tilth.flows.evaluate import How, evaluate
+from tilth.flows.evaluate import EvalSettings, evaluate
 from tilth.flows.heldout import Evaluator
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import RewardPool
@@ -241,7 +241,7 @@ def test_a_run_through_another_engine_learns_the_same(tmp_path, slow, monkeypatc
             assert a.get(metric) == pytest.approx(b.get(metric), abs=1e-5), metric
     assert "slow" in (theirs.directory / "recipe.toml").read_text()
     prompts = PromptSet.of(tiny.SUMS[:20])
-    how = How(sampling=SamplingParams(max_tokens=4, temperature=0.0))
+    how = EvalSettings(sampling=SamplingParams(max_tokens=4, temperature=0.0))
     with RewardPool(tiny.close_enough) as pool:
         found = [evaluate(load_model(r.directory), prompts, pool, how).summary() for r in (theirs, ours)]
     assert found[0]["avg"] == found[1]["avg"] and found[0]["tokens"] == found[1]["tokens"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from tilth.analysis.clock import SLACK, Bounds, Clock, fit, same
 from tilth.analysis.matching import PAIR, Spans, split
-from tilth.trace.clock_samples import Asked
+from tilth.trace.clock_samples import ClockSamples
 
 EVERYONE = ("all_reduce", "all_gather", "reduce_scatter")
 """Communications that need data of every member, so that none ends before all have begun."""
@@ -63,7 +63,7 @@ class Known:
         return bounds[news[order[last]]]
 
 
-def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[int, Clock]:
+def clocks(asked: Mapping[int, ClockSamples], controller: int, spans: Spans) -> dict[int, Clock]:
     """Return the clock of each rank with rounds, and the controller's."""
     known, found = dict[int, Known](), {controller: same()}
     for rank, about in asked.items():
@@ -84,7 +84,7 @@ def clocks(asked: Mapping[int, Asked], controller: int, spans: Spans) -> dict[in
     return found | {rank: about.clock for rank, about in known.items()}
 
 
-def _shared(controller: Asked | None, worker: Asked) -> Clock | None:
+def _shared(controller: ClockSamples | None, worker: ClockSamples) -> Clock | None:
     """Clock of a worker that reads the controller's clock by its own account, if its rounds agree.
 
     No fit is needed, which takes seconds for a long run.
@@ -140,7 +140,7 @@ class Aligned(NamedTuple):
     """Greatest error of a rank's times in ns; infinite if one of them has no rounds."""
 
 
-def align(asked: Mapping[int, Asked], spans: Spans) -> Aligned:
+def align(asked: Mapping[int, ClockSamples], spans: Spans) -> Aligned:
     """Put all spans on the controller's clock, which is the last rank's; ranks without rounds keep their times.
 
     Nesting and order of the spans of a process are preserved.

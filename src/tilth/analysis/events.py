@@ -15,7 +15,7 @@ from tilth.analysis.align import align
 from tilth.analysis.matching import Coded, Spans
 from tilth.analysis.read import attempts, own_times, parents, read_events
 from tilth.core.errors import DataError
-from tilth.trace.clock_samples import Asked, events_folder, read_rounds
+from tilth.trace.clock_samples import ClockSamples, events_folder, read_rounds
 from tilth.trace.ops import kind
 from tilth.trace.writer import LATER
 
@@ -127,7 +127,7 @@ def of_steps(events: Events, steps: range) -> Events:
     return found
 
 
-def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Events:
+def from_table(table: pa.Table, asked: Mapping[int, ClockSamples] | None = None) -> Events:
     """Return the events of one attempt in a table with the columns of ``trace.writer.EVENTS``.
 
     asked: samples of the clocks, which put all times on the controller's clock.
@@ -152,7 +152,7 @@ def from_table(table: pa.Table, asked: Mapping[int, Asked] | None = None) -> Eve
     return Events(attempt, controller, **found, clock_error=error)
 
 
-def _aligned(table: pa.Table, asked: Mapping[int, Asked]) -> tuple[pa.Table, float]:
+def _aligned(table: pa.Table, asked: Mapping[int, ClockSamples]) -> tuple[pa.Table, float]:
     """Put all times on the controller's clock; return their greatest error in ns too."""
     rank, seq, start, took = (_number(table, name) for name in ("rank", "seq", "start", "duration"))
     op, detail = _coded(table, "op"), _coded(table, "detail")

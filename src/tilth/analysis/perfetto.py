@@ -21,7 +21,7 @@ from tilth.analysis import flow_events as arrows
 from tilth.analysis.events import Events
 from tilth.analysis.flow_events import Arrows
 from tilth.analysis.matching import split
-from tilth.core.target import written_whole
+from tilth.core.files import atomic_write
 
 CHUNK = 65_536
 """Rows converted to text at once."""
@@ -65,7 +65,7 @@ def export(
         tracks.metadata(), _spans(events, tracks), _device(events, tracks), _arrows(called, tracks, "call", 0),
         _arrows(met, tracks, "communication", called.count), _counted(events, counters),
     )  # fmt: skip
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         with closing(_open(temporary, packed=path.suffix == ".gz")) as file:
             _write(file, parts, about or {})
         size = temporary.stat().st_size

@@ -44,7 +44,7 @@ class Slowdown:
 
 
 @dataclass(frozen=True)
-class Mended:
+class Gain:
     """Gain if a group of operations is made ideal (M_W, M_S), and loss if only it is as recorded."""
 
     share: float
@@ -74,9 +74,9 @@ class Replayed:
     stage: np.ndarray  # int64 [w]
     exact: np.ndarray  # float64 [w]: S of each worker by a separate replay
     exact_per_step: np.ndarray  # float64 [w, s]
-    m_w: Mended  # the worst 3 % of workers, at least one
-    m_s: Mended  # the last stage; a share of 0 without a pipeline
-    m_c: Mended  # all communication
+    m_w: Gain  # the worst 3 % of workers, at least one
+    m_s: Gain  # the last stage; a share of 0 without a pipeline
+    m_c: Gain  # all communication
 
     @property
     def slowdown(self) -> float:
@@ -129,8 +129,8 @@ class WhatIf(Replayed):
 
     worst: list[tuple[int, int]]
     """(dp rank, stage) of the workers of M_W, chosen like the study by the shortcut."""
-    m_p: Mended  # the stage with the greatest S
-    m_l: Mended  # the spread of computes within a stage: each takes the mean of its type on its stage in that step
+    m_p: Gain  # the stage with the greatest S
+    m_l: Gain  # the spread of computes within a stage: each takes the mean of its type on its stage in that step
 
 
 class Replays(Protocol):
@@ -229,14 +229,14 @@ def what_if(trace: Trace, model: TraceModel | None = None) -> WhatIf:
     def slowdown(keep: np.ndarray) -> Slowdown:
         return Slowdown.of(model.seconds(keep), best)
 
-    def without(fix: np.ndarray) -> Mended:
+    def without(fix: np.ndarray) -> Gain:
         return mended(model, fix, replayed, best)
 
     by_stage = {p: slowdown(model.stage == p) for p in range(trace.stages)}
     by_dp = {d: Slowdown.of(seconds, best) for d, seconds in enumerate(model.apart(everything))}
     alone = np.stack([model.apart(model.stage == p) for p in range(trace.stages)])
     shortcut = np.minimum.outer([s.mean for s in by_stage.values()], [s.mean for s in by_dp.values()])
-    worst = guilty(shortcut, trace.ranks)
+    worst = worst_workers(shortcut, trace.ranks)
     mine = np.zeros((len(model.stage), trace.dp), bool)
     for at, stage in worst:
         mine[model.stage == stage, at] = True
@@ -263,28 +263,28 @@ def timed(model: Replays, everything: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return replayed, best
 
 
-def guilty(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
+def worst_workers(scores: np.ndarray, ranks: np.ndarray) -> list[tuple[int, int]]:
     """(dp rank, stage) of the worst 3 % of workers, at least one; of equal ones the lower global rank. [p, d] each."""
     order = np.lexsort((ranks.ravel(), -scores.ravel()))[: math.ceil(GUILTY * scores.size)]
     return [(int(i % scores.shape[1]), int(i // scores.shape[1])) for i in order]
 
 
-def mended(model: Replays, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+def mended(model: Replays, fix: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Gain:
     """Gain if ``fix``, in the form that ``seconds`` takes, is made ideal; nothing where it is empty."""
     if not fix.any():
-        return Mended(0.0, float(replayed.mean()), 0.0, float(best.mean()))
+        return Gain(0.0, float(replayed.mean()), 0.0, float(best.mean()))
     return mended_by(model.seconds(~fix), model.seconds(fix), replayed, best)
 
 
-def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+def mended_by(fixed: np.ndarray, added: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Gain:
     """Gain from times of each step: with a group ideal, with only the group recorded, all recorded, all ideal."""
     lost = replayed.mean() - best.mean()
     scale = 1 / lost if lost else 0.0
     gain, loss = replayed.mean() - fixed.mean(), added.mean() - best.mean()
-    return Mended(float(gain * scale), float(fixed.mean()), float(loss * scale), float(added.mean()))
+    return Gain(float(gain * scale), float(fixed.mean()), float(loss * scale), float(added.mean()))
 
 
-def replaced(model: TraceModel, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Mended:
+def replaced(model: TraceModel, even: np.ndarray, replayed: np.ndarray, best: np.ndarray) -> Gain:
     """Gain if operations take the durations ``even``, [n, s, d], instead of the recorded ones."""
     only = model.ideal[:, None, None] + model.real - even
     return mended_by(model.times(even), model.times(np.maximum(only, 0)), replayed, best)

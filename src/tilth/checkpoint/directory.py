@@ -144,7 +144,7 @@ def mark_best(root: Location, best: Mapping[str, Any] | None) -> None:
         raise StorageError(message, key=BEST) from error
 
 
-def note_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def record_best(root: Location, best: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Call ``mark_best`` if there is a checkpoint of that step (its save may have failed). Return the recorded best."""
     if best is not None and best["step"] not in _complete(storage_of(root)):
         best = read_best(root)
@@ -168,7 +168,7 @@ def read_best(root: Location) -> dict[str, Any] | None:
     return found
 
 
-def superfluous(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Place]:
+def prunable(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Place]:
     """Return the checkpoints that need not be kept.
 
     Kept are the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none) and
@@ -187,8 +187,8 @@ def superfluous(root: Place, keep: int, every: int = 0, bad: Collection[str] = (
 
 
 def prune(root: Place, keep: int, every: int = 0) -> list[Place]:
-    """Remove and return the ``superfluous`` checkpoints. StorageError if one cannot be removed."""
-    old = superfluous(root, keep, every)
+    """Remove and return the ``prunable`` checkpoints. StorageError if one cannot be removed."""
+    old = prunable(root, keep, every)
     for path in old:
         discard(path)
     return old

@@ -19,7 +19,7 @@ import numpy as np
 from tilth.checkpoint import stages
 from tilth.checkpoint.stages import staged
 from tilth.core.errors import StorageError
-from tilth.core.target import make_folder, rename
+from tilth.core.files import make_folder, rename
 
 Location = str | Path
 """Root of checkpoints or a checkpoint: a path, or a URL ("s3://bucket/run", "memory://run")."""

@@ -23,8 +23,8 @@ from tilth.checkpoint.directory import (
     complete,
     discard,
     listing,
+    prunable,
     step_of,
-    superfluous,
 )
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
 from tilth.cli.tables import new_table, show
@@ -385,7 +385,7 @@ def _advice(bad: CheckpointFolder, good: set[str]) -> str:
 def prune(
     where: str, *, keep: int | None = None, every: int | None = None, dry: bool, damaged: bool, as_json: bool
 ) -> None:
-    """Remove superfluous checkpoints, or list them (dry); never the newest, never the best."""
+    """Remove prunable checkpoints, or list them (dry); never the newest, never the best."""
     removed, stay, left = list[CheckpointRow](), list[str](), 0
     for place in _usable(where):
         _check_best(place)
@@ -450,7 +450,7 @@ def _superfluous(place: CheckpointFolder, keep: int, every: int, *, damaged: boo
     good = [row for row in whole if not row.reason] or whole
     bad = {row.checkpoint for row in found if row not in good}
     with reaching(place.root):
-        goes = {str(path) for path in superfluous(place.root, keep, every, bad)}
+        goes = {str(path) for path in prunable(place.root, keep, every, bad)}
     states = _DAMAGED if place.run is not None else _DAMAGED_ANYWHERE
     goes |= {row.checkpoint for row in found if damaged and row.state in states}
     if not good:

@@ -17,7 +17,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
-from tilth.flows.evaluate import Evaluation, How, Progress, check_out, evaluate, write_completions
+from tilth.flows.evaluate import EvalSettings, Evaluation, Progress, check_out, evaluate, write_completions
 from tilth.flows.model import LoadedModel, load_model
 from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
@@ -84,7 +84,7 @@ def judge(**given: Any) -> None:
     typer.echo(to_json(summary) if options.as_json else "\n".join([*table(summary), *examples(found)]))
 
 
-def plan(options: EvalOptions, loaded: LoadedModel) -> How:
+def plan(options: EvalOptions, loaded: LoadedModel) -> EvalSettings:
     """Resolve numbers and sampling. Default temperature: greedy for one sample, 1 for several."""
     parts = [part.strip() for part in options.k.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
@@ -98,7 +98,7 @@ def plan(options: EvalOptions, loaded: LoadedModel) -> How:
         top_k=options.top_k, top_p=options.top_p, stop=tuple(options.stop) or loaded.stop,
     )  # fmt: skip
     template = loaded.template if options.template is None else options.template
-    return How(k, options.n, sampling, template, options.seed, options.max_rows)
+    return EvalSettings(k, options.n, sampling, template, options.seed, options.max_rows)
 
 
 def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:

@@ -67,9 +67,9 @@ class Commands(TyperGroup):
         except TilthError as error:
             _end("error: " + " ".join(str(error).split()), 2)
         except (MemoryError, RuntimeError) as error:  # torch has no class of its own for it on a CPU
-            from tilth.core.memory import exhausted, no_memory
+            from tilth.core.memory import is_out_of_memory, no_memory
 
-            if not exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             _end(f"error: {no_memory(error)}", 2)
         except USAGE as error:

@@ -18,7 +18,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RecipeError
 from tilth.rewards.functions import check_answers
 from tilth.rewards.process_pool import Outcome, RewardPool
-from tilth.rewards.verifiers import Gsm8k, builtin, said_number
+from tilth.rewards.verifiers import Gsm8k, builtin, marked_number
 from tilth.ui import format
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
 
 def _formed(answer: str) -> str:
     """Format an answer as a completion of GSM8K: a bare number gets the mark before it."""
-    return answer if said_number(answer) is not None else f"#### {answer}"
+    return answer if marked_number(answer) is not None else f"#### {answer}"
 
 
 def _completions(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from tilth.cluster.controller.launcher import entered, launched
+from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, load_recipe, recipe_name
 from tilth.config.schema import Recipe
@@ -68,8 +68,8 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 def _launched(name: str, overrides: Sequence[str]) -> Recipe:
     """Load the recipe in the controller; a process that a launcher started as a worker ends in here."""
-    recipe = load_recipe(name, overrides, launched())
-    entered(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
+    recipe = load_recipe(name, overrides, job_size())
+    enter_job(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
     return recipe
 
 

@@ -87,7 +87,7 @@ def oom_kills(groups: Path = GROUPS, own: Path = OWN_GROUP, vmstat: Path = VMSTA
     return max(known) if known else None
 
 
-def exhausted(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """True for a failed allocation: MemoryError (Python, numpy, pyarrow), torch's on a GPU and on a CPU (a plain
     RuntimeError), and ENOMEM."""
     if isinstance(error, OSError):

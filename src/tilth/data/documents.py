@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tilth.core.batch import Jagged
 from tilth.core.errors import DataError, StorageError
-from tilth.core.target import make_folder, rename
+from tilth.core.files import make_folder, rename
 from tilth.data.tokenizer import Tokenizer
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])

@@ -34,7 +34,16 @@ from tilth.data.computed import Source
 from tilth.data.examples import check_example, checked_prompts
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
-from tilth.data.prompts import ARGUMENTS, NOTHING, Brought, Key, PromptSet, check_source, load_source, task_source
+from tilth.data.prompts import (
+    ARGUMENTS,
+    NOTHING,
+    Key,
+    PromptSet,
+    RecordsByValue,
+    check_source,
+    load_source,
+    task_source,
+)
 from tilth.data.sources import Records
 from tilth.data.template import Example, Template
 
@@ -78,7 +87,7 @@ class TaskPairs:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def load_pairs(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
+def load_pairs(data: DataConfig, brought: RecordsByValue = NOTHING) -> PromptSet:
     """Load the prompts of a recipe's ``[data]`` with their pairs; those of ``data.heldout`` come last.
 
     Files have columns prompt, chosen, rejected and, where pairs differ in strength, margin. chosen and rejected are
@@ -88,7 +97,7 @@ def load_pairs(data: DataConfig, brought: Brought = NOTHING) -> PromptSet:
     return load_source(data, brought, _source)
 
 
-def recipe_prompts(recipe: Recipe, brought: Brought = NOTHING) -> PromptSet:
+def recipe_prompts(recipe: Recipe, brought: RecordsByValue = NOTHING) -> PromptSet:
     """Load the prompts of a recipe's data, with pairs if its flow learns from pairs."""
     load = load_pairs if recipe.flow_spec.learns == "pairs" else load_source
     return load(recipe.data, brought)
@@ -99,7 +108,7 @@ def pair_records(records: Given, columns: Columns | None = None, name: str = "da
     return _grouped(placed(records, name), columns or {}, nothing_in(records, name))
 
 
-def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
+def _source(key: Key, data: DataConfig, brought: RecordsByValue) -> Source:
     name = getattr(data, key)
     if key in brought:
         return pair_records(brought[key], data.columns, ARGUMENTS[key])

@@ -22,9 +22,9 @@ __all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
 
 _SAMPLE = np.uint32(0x9E3779B9)
 Key = Literal["source", "heldout"]
-Brought = Mapping[Key, Given]
+RecordsByValue = Mapping[Key, Given]
 """Records that take the place of ``data.source`` or ``data.heldout``."""
-NOTHING: Brought = {}
+NOTHING: RecordsByValue = {}
 ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 
@@ -111,7 +111,9 @@ class PromptSet(Order):
 
 
 def load_source(
-    data: DataConfig, brought: Brought = NOTHING, load: Callable[[Key, DataConfig, Brought], Source] | None = None
+    data: DataConfig,
+    brought: RecordsByValue = NOTHING,
+    load: Callable[[Key, DataConfig, RecordsByValue], Source] | None = None,
 ) -> PromptSet:
     """Load the prompts of a recipe's ``[data]``, followed by those of ``data.heldout``. Raises ``DataError``.
 
@@ -122,12 +124,12 @@ def load_source(
     return PromptSet(Joined(source, load("heldout", data, brought)) if apart(data, brought) else source)
 
 
-def apart(data: DataConfig, brought: Brought) -> bool:
+def apart(data: DataConfig, brought: RecordsByValue) -> bool:
     """True if held-out data has a separate source."""
     return bool(data.heldout) or "heldout" in brought
 
 
-def load_texts(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[str], list[str]]:
+def load_texts(data: DataConfig, brought: RecordsByValue = NOTHING) -> tuple[list[str], list[str]]:
     """Load (training, held out) documents for pre-training: the column text, or prompt and answer joined.
 
     Held out is ``data.heldout``, and then none of its documents is trained on; else the share ``data.holdout`` of all
@@ -138,7 +140,7 @@ def load_texts(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[str],
     return [one.text for one in train], [one.text for one in held]
 
 
-def load_documents(data: DataConfig, brought: Brought = NOTHING) -> tuple[list[Document], list[Document]]:
+def load_documents(data: DataConfig, brought: RecordsByValue = NOTHING) -> tuple[list[Document], list[Document]]:
     """Load the documents of ``load_texts``, each with the key that decided on its side."""
     found = _documents("source", data, brought)
     if apart(data, brought):
@@ -161,7 +163,7 @@ def task_source(name: str, data: DataConfig) -> Source:
     return made if hasattr(made, "fingerprint") else from_records(made, name=f"task {name}")
 
 
-def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
+def _source(key: Key, data: DataConfig, brought: RecordsByValue) -> Source:
     name = getattr(data, key)
     if key in brought:
         return from_records(brought[key], data.columns, ARGUMENTS[key])
@@ -171,7 +173,7 @@ def _source(key: Key, data: DataConfig, brought: Brought) -> Source:
     return read_source(name, data.columns)
 
 
-def _documents(key: Key, data: DataConfig, brought: Brought) -> list[Document]:
+def _documents(key: Key, data: DataConfig, brought: RecordsByValue) -> list[Document]:
     name = getattr(data, key)
     if key not in brought and name in task_names():
         task = task_source(name, data)

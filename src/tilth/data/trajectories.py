@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
-from tilth.core.target import make_folder, rename, writing
+from tilth.core.files import make_folder, rename, writing
 
 COLUMNS = pa.schema(
     [

@@ -14,7 +14,7 @@ _MOST = 2**28
 """Largest file, in bytes, that is read again for this check."""
 
 
-def seen_before(recipe: Recipe, heldout: PromptSet) -> list[str]:
+def count_seen(recipe: Recipe, heldout: PromptSet) -> list[str]:
     """Return a log line with the number of such prompts; [] if ``model.path`` names no run or there are none.
 
     Only that run's data is compared, not those of the runs before it. A line reports data that cannot be compared.

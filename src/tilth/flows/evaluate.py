@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError, RewardError
-from tilth.core.target import writing
+from tilth.core.files import writing
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Prompt
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class How:
+class EvalSettings:
     """Settings of an evaluation; DataError for impossible ones."""
 
     k: tuple[int, ...] = (1,)
@@ -88,7 +88,7 @@ class Sample:
 class Evaluation:
     """All completions, prompt by prompt, ``how.samples`` of each, and their statistics."""
 
-    how: How
+    how: EvalSettings
     samples: list[Sample]
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of ``generate`` and ``score``."""
@@ -192,7 +192,7 @@ def _plain(found: Interval, prompts: int) -> dict[str, Any]:
 
 
 def evaluate(
-    model: LoadedModel, prompts: PromptSet, pool: RewardPool, how: How, progress: Progress | None = None
+    model: LoadedModel, prompts: PromptSet, pool: RewardPool, how: EvalSettings, progress: Progress | None = None
 ) -> Evaluation:
     """Generate and score ``how.samples`` completions of each prompt, a pure function of the arguments.
 
@@ -216,7 +216,7 @@ def evaluate(
 
 
 def _generate(
-    model: LoadedModel, asked: list[Prompt], how: How, progress: Progress | None
+    model: LoadedModel, asked: list[Prompt], how: EvalSettings, progress: Progress | None
 ) -> tuple[list[Trajectory], float]:
     """Return the completions, adjacent for one prompt so that they share its prefill, and the seconds they took."""
     template = make_template(how.template, wants_tokenizer(model))
@@ -239,7 +239,7 @@ def _generate(
     return [found[r.id] for r in requests], time.perf_counter() - begin
 
 
-def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: How, context: int) -> None:
+def _check_lengths(asked: list[Prompt], ids: list[list[int]], how: EvalSettings, context: int) -> None:
     for prompt, tokens in zip(asked, ids):
         if not tokens:
             raise DataError(f"prompt {prompt.index} has no tokens", key=f"prompts.{prompt.index}.tokens")

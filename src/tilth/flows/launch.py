@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, note_best, open_checkpoint
+from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, open_checkpoint, record_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.controller.cluster import Cluster, open_cluster
@@ -21,14 +21,14 @@ from tilth.config.plugins import declared
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
-from tilth.core.target import make_folder
+from tilth.core.files import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Dataset, RunParts, build
 from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced
-from tilth.flows.contamination import seen_before
+from tilth.flows.contamination import count_seen
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.policy_gradient import policy_gradient
@@ -131,7 +131,7 @@ def launch(
     with _add_hints(), machine(recipe), _cluster(recipe) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
-            parts.notes.extend(seen_before(recipe, parts.heldout))
+            parts.notes.extend(count_seen(recipe, parts.heldout))
         if parts.roles.reward is not None:
             parts.roles.reward.ready()
         with (
@@ -277,7 +277,7 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
 
     def collect_garbage(step: int) -> None:
         if every and step % every == 0:
-            cluster.collect(step)
+            cluster.collect_garbage(step)
 
     return Run(
         parts.recipe,
@@ -287,7 +287,7 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
         cluster.store,
         directory,
         callbacks,
-        saving=Saving(parts.recipe, directory, parts.roles.keepers(), metrics, say),
+        saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say),
         stop=stop,
         metrics=metrics,
         say=say,
@@ -348,7 +348,7 @@ def _restore(run: Run, *, fallback: bool) -> None:
         _load(newest, run.roles, directory)
         run.restore(newest.objects["progress"])
     step = run.state.step
-    note_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
+    record_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)
     directory.accept()
     directory.update(best=run.state.best, saved=step)
@@ -408,7 +408,7 @@ def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:
     """Load every role on all its workers. CheckpointError for another shape, or for damage, with the alternative."""
     positions = checkpoint.objects["positions"]
     try:
-        for role, group in roles.keepers().items():
+        for role, group in roles.stateful_roles().items():
             group.load(str(checkpoint.path), positions.get(role, {}))
     except CheckpointError as error:
         try:

@@ -16,8 +16,8 @@ from tilth.config.plugins import load_plugins
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
+from tilth.core.files import make_folder, rename, writing
 from tilth.core.layout import Box
-from tilth.core.target import make_folder, rename, writing
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.models.config import DecoderConfig

@@ -23,7 +23,7 @@ from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
-from tilth.core.target import writing
+from tilth.core.files import writing
 from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.files import Lines, read_lines, to_json
 from tilth.runs.readers import read_state

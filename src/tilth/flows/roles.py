@@ -50,7 +50,7 @@ class Roles(dict[str, WorkerGroup]):
         """Return the roles that receive the policy's weights at the start of a phase, or in each step."""
         return [name for name in self if ROLES[name].receives == when and name not in self.loaded]
 
-    def keepers(self) -> dict[str, WorkerGroup]:
+    def stateful_roles(self) -> dict[str, WorkerGroup]:
         """Return the roles in a checkpoint: those that train, and copies of the policy from the start of a phase."""
         kept = {name for name in self if ROLES[name].trains}.union(self.receiving("phase"))
         return {name: group for name, group in self.items() if name in kept}

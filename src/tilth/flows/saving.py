@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tilth.checkpoint import Commit, abandon_save, begin_save, latest, note_best, prune
+from tilth.checkpoint import Commit, abandon_save, begin_save, latest, prune, record_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
 from tilth.checkpoint.storage import Location
@@ -31,11 +31,11 @@ class Saving:
     """Saver of one run's checkpoints."""
 
     def __init__(
-        self, recipe: Recipe, directory: RunDir, keepers: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
+        self, recipe: Recipe, directory: RunDir, stateful_roles: Mapping[str, WorkerGroup], metrics: Metrics, say: Say
     ) -> None:
-        """keepers: the roles whose state a checkpoint holds."""
+        """stateful_roles: the roles whose state a checkpoint holds."""
         self.section, self.timeout = recipe.run, recipe.cluster.timeout
-        self.directory, self.keepers, self.metrics, self.say = directory, keepers, metrics, say
+        self.directory, self.stateful_roles, self.metrics, self.say = directory, stateful_roles, metrics, say
         self.root = directory.checkpoints
         self.failed = 0
         """Consecutive failed saves."""
@@ -63,7 +63,7 @@ class Saving:
         except (StorageError, CheckpointError) as error:
             self._fail(error)
             return
-        ranks = {group: keeper.mesh.ranks for keeper in self.keepers.values() for group in keeper.kept()}
+        ranks = {group: keeper.mesh.ranks for keeper in self.stateful_roles.values() for group in keeper.kept()}
         self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=self._tidy)
         if not self.section.save_background:
             self.finish()
@@ -118,7 +118,7 @@ class Saving:
 
     def _snapshot(self, folder: Any) -> None:
         """Let every worker copy its state; StorageError with the first problem, after all copies are dropped."""
-        found = [keeper.save(str(folder), self.section.save_background) for keeper in self.keepers.values()]
+        found = [keeper.save(str(folder), self.section.save_background) for keeper in self.stateful_roles.values()]
         if problem := next((text for texts in found for text in texts if text), ""):
             self._problems(wait=True)
             abandon_save(folder)
@@ -126,12 +126,12 @@ class Saving:
 
     def _problems(self, *, wait: bool) -> list[str]:
         """Return the error messages of the workers' threads; wait: until the threads are done."""
-        found = [keeper.saving(wait) for keeper in self.keepers.values()]
+        found = [keeper.saving(wait) for keeper in self.stateful_roles.values()]
         return [text for texts in found for text in texts if text]
 
     def _tidy(self, path: Location) -> None:
         self._durable, self._path = time.monotonic(), str(path)
-        self._best = note_best(self.root, self._best)
+        self._best = record_best(self.root, self._best)
         if step_of(latest(self.root) or "") == self._step:  # else another run's, which would count as kept
             prune(self.root, self.section.keep, self.section.keep_every)
 

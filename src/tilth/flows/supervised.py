@@ -7,7 +7,7 @@ def supervised(run: Run) -> None:
     """Maximise the likelihood of given answers (sft, warm-ups), or of every token of whole documents (pretrain)."""
     count = run.recipe.supervised.batch
     for batch in run.documents(count) if run.recipe.flow_spec.learns == "documents" else run.examples(count):
-        run.log_update(run.policy.imitate(batch))
+        run.log_update(run.policy.sft_step(batch))
 
 
 def preference(run: Run) -> None:
@@ -18,4 +18,4 @@ def preference(run: Run) -> None:
     for batch in run.pairs(run.recipe.supervised.batch):
         if run.reference is not None:
             batch = run.reference.logprobs(batch)
-        run.log_update(run.policy.prefer(batch, run.recipe.preference))
+        run.log_update(run.policy.dpo_step(batch, run.recipe.preference))

@@ -153,7 +153,7 @@ class ShardedModel:
         self.reshard()
 
     @torch.no_grad()
-    def take(self, name: str, full: Tensor) -> None:
+    def load_full(self, name: str, full: Tensor) -> None:
         """Copy this rank's boxes of one whole tensor."""
         self._copy(name, {name: full})
         self.reshard()
@@ -206,7 +206,7 @@ class ShardedModel:
 
     # A step
 
-    def agree(self, micros: int) -> int:
+    def sync_micro_batch_count(self, micros: int) -> int:
         """Return how many micro-batches or blanks this rank must run if it has ``micros`` of its own.
 
         If each of them gathers parameters, all data ranks run as many as the one with the most.
@@ -227,7 +227,7 @@ class ShardedModel:
             x = part(x, ctx)
         return x
 
-    def micro(self, part: int, *, last: bool, alone: bool) -> None:
+    def start_micro_batch(self, part: int, *, last: bool, alone: bool) -> None:
         """Prepare the backward pass of a part: gradients are summed over data ranks as late as the memory allows.
 
         last: no other one follows in this step. alone: no other micro-batch is in flight, whose loss needs what the
@@ -242,7 +242,7 @@ class ShardedModel:
             else:
                 root.set_requires_gradient_sync(last)
 
-    def blank(self) -> Tensor:
+    def dummy_forward(self) -> Tensor:
         """Return 0 from a forward pass of one token, to take part in others' collectives.
 
         It depends on every parameter, so that its backward pass takes part too.
@@ -263,7 +263,7 @@ class ShardedModel:
         return nothing
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def reduce_grads(self) -> None:
         """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``."""
         for name, p in self._own.items():
             local = self.parameters[name]

@@ -132,7 +132,7 @@ class Gsm8k:
         wanted = gold_number(answer_of(info))
         if wanted is None:
             raise RewardError(f"the answer has no number: {answer_of(info)[:60]!r}", key="answer.number")
-        given = said_number(completion)
+        given = marked_number(completion)
         return graded(given is not None, given == wanted, self.partial)
 
     def check(self, info: Info) -> str:
@@ -140,7 +140,7 @@ class Gsm8k:
         return missing(info) or ("" if gold_number(answer_of(info)) is not None else "the answer has no number")
 
 
-def said_number(text: str) -> Fraction | None:
+def marked_number(text: str) -> Fraction | None:
     """Parse the number of the last ``#### N`` in a text, or else of the last ``\\boxed{N}``; None without either."""
     text = text.replace("{,}", ",")  # LaTeX for a comma without space
     for mark in _MARKS:
@@ -152,7 +152,7 @@ def said_number(text: str) -> Fraction | None:
 
 def gold_number(text: str) -> Fraction | None:
     """Parse the marked number of a given answer, or the answer itself if it is a bare number."""
-    marked = said_number(text)
+    marked = marked_number(text)
     return _rational(_NUMBER.fullmatch(text.strip().rstrip("."))) if marked is None else marked
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilth.core.errors import RecipeError, TokenCountError
 from tilth.rl import optimal  # noqa: F401  (importing it registers its estimators)
-from tilth.rl.estimators import OF_TOKENS, Advantage, Everyone, RowAdvantage, Rows, Tokens
+from tilth.rl.estimators import OF_TOKENS, Advantage, GlobalRows, RowAdvantage, Rows, Tokens
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import Scope, build, require
 
@@ -159,7 +159,7 @@ def _complete(entry: Advantage, valid: Tensor, columns: Mapping[str, Tensor]) ->
     return valid
 
 
-def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> Everyone:
+def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -> GlobalRows:
     """Gather the row columns that an estimator needs from all workers, in the order of the whole batch."""
     n = len(own.scores)
     numbers = np.arange(n) if row is None else torch.as_tensor(row).cpu().numpy().astype(np.int64)
@@ -183,7 +183,7 @@ def _everyone(entry: Advantage, own: Rows, gather: Gather, row: Tensor | None) -
     whole = {k: torch.from_numpy(np.ascontiguousarray(found[k][order])).to(own.scores.device) for k in columns}
     all_rows = Rows(whole.pop("scores"), whole.pop("valid"), whole.get("counts"), whole)
     mine, holder = np.searchsorted(rows, numbers), np.ascontiguousarray(found["worker"][order])
-    return Everyone(all_rows, *(torch.from_numpy(x).to(own.scores.device) for x in (mine, holder)))
+    return GlobalRows(all_rows, *(torch.from_numpy(x).to(own.scores.device) for x in (mine, holder)))
 
 
 def _check_local(name: str, groups: np.ndarray, worker: np.ndarray) -> None:

@@ -56,7 +56,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Everyone:
+class GlobalRows:
     """Rows of all workers, in the order of the whole batch. own: int64 [n], which of them are this worker's."""
 
     rows: Rows
@@ -74,7 +74,7 @@ class Tokens:
     rewards: Tensor
     reduce: Reduce
     gather: Gather = rows_alone
-    everyone: Everyone | None = None
+    everyone: GlobalRows | None = None
     """Rows of all workers, for scopes that depend on them, if there are several workers."""
 
     def chosen(self, column: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tilth.rl.estimators import Advantage, Everyone, Tokens, ahead
+from tilth.rl.estimators import Advantage, GlobalRows, Tokens, ahead
 from tilth.rl.packing import Gather, Packing, discounted_sums, segment_sum
 from tilth.rl.registry import Scope, register
 
@@ -123,7 +123,7 @@ class MultiTurnOptimalTokenBaseline(_Optimal):
         return torch.arange(chosen, device=starts.device) - packing.spread(starts)[packing.mask]
 
 
-def _elsewhere(own: _Cells, everyone: Everyone, gather: Gather) -> _Cells:
+def _elsewhere(own: _Cells, everyone: GlobalRows, gather: Gather) -> _Cells:
     """Gather other workers' tokens of groups that lie on several workers; without such groups nothing is sent."""
     groups, worker = everyone.rows.columns["groups"].to(torch.int64), everyone.worker
     pairs = torch.unique(torch.stack([groups.to(worker.device), worker]), dim=1)[0]

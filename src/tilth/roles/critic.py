@@ -50,7 +50,7 @@ class CriticWorker(Learner):
         missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
         for name, tensor in weights:
             if not name.startswith(OUTPUT):
-                sharded.take(name, tensor)
+                sharded.load_full(name, tensor)
                 missing.discard(name)
         if missing:
             raise ModelError(
@@ -58,7 +58,7 @@ class CriticWorker(Learner):
             )
         for name in sharded.layouts:
             if name.startswith(HEAD):
-                sharded.take(name, torch.zeros(sharded.layouts[name].shape))
+                sharded.load_full(name, torch.zeros(sharded.layouts[name].shape))
 
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of each whole tensor of the live body; a collective call."""

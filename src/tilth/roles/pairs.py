@@ -109,7 +109,7 @@ class PairTable:
         return np.where(side == CHOSEN, chosen.numpy()[at], rejected.numpy()[at]) if len(self) else np.zeros(0)
 
 
-class Prefers:
+class PairLearner:
     """Base of roles that learn from pairs: a train engine and a score for each answer."""
 
     engine: TrainEngine
@@ -127,7 +127,7 @@ class Prefers:
         raise NotImplementedError
 
     @transfer(split="rows", gather="merge")
-    def prefer(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+    def dpo_step(self, batch: Batch, how: PreferenceConfig) -> Metrics:
         """Run one optimizer step of the preference loss on the whole batch of pairs."""
         with on_rows("update", batch) as spent:
             tokens, mask, table = self._read(batch)
@@ -146,8 +146,8 @@ class Prefers:
         return account(done, self.grid) | self._measured(found)
 
     @transfer(split="rows", gather="merge")
-    def prefers(self, batch: Batch, how: PreferenceConfig) -> Metrics:
-        """Return the metrics of ``prefer`` without learning from the pairs."""
+    def dpo_eval(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+        """Return the metrics of ``dpo_step`` without learning from the pairs."""
         return self._measured(self._read(batch)[2].loss(how))
 
     def _read(self, batch: Batch) -> tuple[Jagged, np.ndarray, PairTable]:
@@ -172,7 +172,7 @@ class Prefers:
         }
 
 
-class PairPolicyWorker(Prefers, PolicyWorker):
+class PairPolicyWorker(PairLearner, PolicyWorker):
     """A policy that learns from pairs: the score of an answer is the sum of its tokens' log-probs."""
 
     what = "logprobs"
@@ -184,7 +184,7 @@ class PairPolicyWorker(Prefers, PolicyWorker):
         return (np.repeat(slopes, tokens.lengths) * (mask != 0)).astype(np.float32)
 
 
-class RewardModelWorker(Prefers, Learner):
+class RewardModelWorker(PairLearner, Learner):
     """A value model that learns what is better: the score of an answer is its value after its last token."""
 
     what = "values"

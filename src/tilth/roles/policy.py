@@ -203,7 +203,7 @@ class PolicyWorker(Learner):
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     @transfer(split="rows", gather="merge")
-    def imitate(self, batch: Batch) -> Metrics:
+    def sft_step(self, batch: Batch) -> Metrics:
         """Run one supervised optimizer step: mean negative log-likelihood of the tokens in the mask."""
         with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask")

@@ -28,7 +28,7 @@ class ReferenceWorker(Stateful):
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the policy's current weights."""
         for name, tensor in weights:
-            self.sharded.take(name, tensor)
+            self.sharded.load_full(name, tensor)
 
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of each whole tensor of the live storage; a collective call."""

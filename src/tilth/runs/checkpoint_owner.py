@@ -10,7 +10,7 @@ from pathlib import Path
 from tilth.checkpoint.directory import latest
 from tilth.checkpoint.storage import is_url, join, storage_of
 from tilth.core.errors import CheckpointError, DataError, StorageError
-from tilth.core.target import make_folder
+from tilth.core.files import make_folder
 from tilth.runs.readers import read_state
 
 MARK = "owner.json"

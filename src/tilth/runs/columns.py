@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tilth.core.target import written_whole
+from tilth.core.files import atomic_write
 from tilth.runs.metrics import KEYS, MetricError, declaration
 from tilth.runs.readers import read_metrics
 
@@ -29,7 +29,7 @@ def metrics_table(run: str | Path) -> pa.Table:
 def write_metrics(run: str | Path, path: Path) -> Path:
     """Write the table as a Parquet file atomically; StorageError if it cannot be written."""
     table = metrics_table(run)
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
     return path
 

@@ -24,7 +24,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError, TilthError
-from tilth.core.target import make_folder, writing
+from tilth.core.files import make_folder, writing
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.runs.environment import environment
 from tilth.runs.files import Lines, Lock, replace, to_json

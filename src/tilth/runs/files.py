@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
-from tilth.core.target import sync, writing, written_whole
+from tilth.core.files import atomic_write, sync, writing
 
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError."""
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tilth.config.load import differences, digest, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
-from tilth.core.target import make_folder, writing
+from tilth.core.files import make_folder, writing
 from tilth.runs.files import Lock
 from tilth.runs.readers import read_state
 

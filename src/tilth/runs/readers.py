@@ -14,8 +14,16 @@ from tilth.data.trajectories import read_trajectories, steps_of
 from tilth.runs.files import read_lines
 
 __all__ = [
-    "checkpoints_of", "curve", "phases", "rate", "read_metrics", "read_state", "read_trajectories", "steps_of",
-    "summarise", "told_by",
+    "checkpoints_of",
+    "curve",
+    "main_metric",
+    "phases",
+    "rate",
+    "read_metrics",
+    "read_state",
+    "read_trajectories",
+    "steps_of",
+    "summarise",
 ]  # fmt: skip
 
 Record = dict[str, Any]
@@ -74,18 +82,18 @@ def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 ACCURACY, REWARD = "accuracy/heldout", "reward/heldout"
 
 
-def told_by(records: Sequence[Mapping[str, Any]]) -> str:
+def main_metric(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the name of the main metric: accuracy, or the mean reward if some outcome was neither 0 nor 1."""
     graded = any(r.get(REWARD) is not None and r.get(ACCURACY) is None for r in records)
     return REWARD if graded else ACCURACY
 
 
 def phases(records: Sequence[Record]) -> list[Record]:
-    """Return each evaluated phase of the policy in order: phase, steps, seconds, metric (``told_by``), first, last.
+    """Return each evaluated phase of the policy in order: phase, steps, seconds, metric (``main_metric``), first, last.
 
     first, last: the metric at its beginning (None if not measured) and at its end.
     """
-    metric, begin, found = told_by(records), _start(records), list[Record]()
+    metric, begin, found = main_metric(records), _start(records), list[Record]()
     since, before = 0.0, 0
     for name in dict.fromkeys(r.get("phase", "") for r in records):
         mine = [r for r in records if r.get("phase", "") == name]
@@ -118,7 +126,7 @@ def summarise(run: str | Path) -> Record:
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),
         "phases": phases(records),
-        **_ends(records, "accuracy", ACCURACY if told_by(records) == ACCURACY else None),
+        **_ends(records, "accuracy", ACCURACY if main_metric(records) == ACCURACY else None),
         **_ends(records, "reward_heldout", REWARD),
         "loss_heldout_first": _first([v for _, v in curve(records, "loss/heldout")]),
         "loss_heldout_last": _first([v for _, v in curve(records[::-1], "loss/heldout")]),
@@ -165,7 +173,7 @@ def _ends(records: Sequence[Record], name: str, metric: str | None) -> Record:
 
 def _start(records: Sequence[Record], metric: str | None = None) -> float | None:
     """Return the metric before the first step; it is in that step's record unless the step was evaluated too."""
-    metric = metric or told_by(records)
+    metric = metric or main_metric(records)
     if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
         return None
     every_step = records[0].get("phase_steps") == 1 or any(metric in r for r in records[1:2])

@@ -168,11 +168,11 @@ class ChainPrompts(Chains):
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index."""
         problem, right, written, _ = self.written(index)
-        return Prompt(index, spelled(problem), "\n".join(written), {"answer": right[-1][1:]})
+        return Prompt(index, problem_text(problem), "\n".join(written), {"answer": right[-1][1:]})
 
     def texts(self) -> Iterator[str]:
         """Yield the text of each prompt."""
-        return (spelled(self.problem(i)) for i in range(len(self)))
+        return (problem_text(self.problem(i)) for i in range(len(self)))
 
     def sizes(self) -> np.ndarray:
         """Return the equal sizes of all texts, int64 [n]."""
@@ -185,7 +185,7 @@ class ChainPrompts(Chains):
         return "\n#*+-0123456789="
 
 
-def spelled(problem: Problem) -> str:
+def problem_text(problem: Problem) -> str:
     """Return the text of a problem."""
     first, *others = problem.numbers
     return first + "".join(sign + number for sign, number in zip(problem.signs, others)) + "="

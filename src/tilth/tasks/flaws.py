@@ -12,7 +12,7 @@ from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
 from tilth.rewards.judging import NONE_WRONG, process_reward, question, verdict
 from tilth.rewards.verifiers import Info
-from tilth.tasks.chain import Chains, WrittenProblem, spelled
+from tilth.tasks.chain import Chains, WrittenProblem, problem_text
 
 if TYPE_CHECKING:
     import numpy as np  # in functions otherwise: a reward process imports tasks but not numpy
@@ -53,7 +53,7 @@ class FlawsPrompts(Chains):
 
 def asked(found: WrittenProblem) -> str:
     """Return the question to a judge of this solution."""
-    return question(spelled(found.problem), found.right[-1][1:], found.steps)
+    return question(problem_text(found.problem), found.right[-1][1:], found.steps)
 
 
 def reasoned(found: WrittenProblem) -> str:

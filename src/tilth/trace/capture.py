@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilth.core.target import make_folder, rename
+from tilth.core.files import make_folder, rename
 from tilth.trace.overlay import ClockMark, head_with_spans
 from tilth.trace.spans import recorder
 

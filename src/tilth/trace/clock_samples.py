@@ -45,7 +45,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClockSamples:
     """The clock of a process and its bursts of rounds: int64 [k, 3] each, in order of time."""
 
     origin: Origin
@@ -117,7 +117,7 @@ class RoundsFile:
                 file.close()
 
 
-def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, Asked]:
+def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[int, ClockSamples]:
     """Read the clocks of an attempt by rank, the controller's included; {} if there is no file.
 
     An incomplete last line is skipped; DataError names file and line of any other fault. since: ns on the controller's
@@ -130,7 +130,7 @@ def read_rounds(folder: Path, attempt: int, since: int | None = None) -> dict[in
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}", key=path.name) from error
-    found: dict[int, Asked] = {}
+    found: dict[int, ClockSamples] = {}
     lines = lines[:-1]  # the rest after the last line end is incomplete
     for i in range(len(lines)) if since is None else _newest(lines, since):
         line, number = lines[i], i + 1
@@ -162,12 +162,12 @@ def _begun(line: str) -> float:
     return int(found[1]) if found else math.inf
 
 
-def _take(row: dict[str, object], found: dict[int, Asked]) -> None:
+def _take(row: dict[str, object], found: dict[int, ClockSamples]) -> None:
     rank = row.pop("rank")
     if not isinstance(rank, int):
         raise TypeError
     if "rounds" not in row:
-        found[rank] = Asked(Origin(**row))  # type: ignore[arg-type]
+        found[rank] = ClockSamples(Origin(**row))  # type: ignore[arg-type]
         return
     burst = np.array(row["rounds"], np.int64).reshape(-1, 3)
     if len(burst):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tilth.core.errors import StorageError
-from tilth.core.target import make_folder, written_whole
+from tilth.core.files import atomic_write, make_folder
 from tilth.trace.buffer import SIZE, EventNames, Taken
 
 VERSION = "3"
@@ -87,7 +87,7 @@ class PartWriter:
         times: (start, duration) on a device by span id, in ns on the events' monotonic clock.
         """
         target = self.folder / f"attempt-{self.attempt}-rank-{self.rank}-{self.part + 1:06d}.parquet"
-        with written_whole(target) as temporary:
+        with atomic_write(target) as temporary:
             table = self._table(taken, texts, dropped, times or {})
             pq.write_table(table, temporary, compression="zstd", use_dictionary=TEXTS, write_statistics=False)
         self.part += 1

@@ -245,7 +245,7 @@ class TrainEngine:
             while True:  # other ranks have more
                 yield InFlight(*self.sharded.blank_input())
 
-        rounds = self.sharded.agree(len(plan))
+        rounds = self.sharded.sync_micro_batch_count(len(plan))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
         done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
@@ -274,7 +274,7 @@ class TrainEngine:
             with one.timed(direction, i, len(parts)) as around:
                 if direction == "backward":
                     alone = sum(bool(other.outputs) for other in found) == 1
-                    self.sharded.micro(part, last=at == final[part], alone=alone)
+                    self.sharded.start_micro_batch(part, last=at == final[part], alone=alone)
                     with lent(around), self._apart(one):
                         one.backward(last=last)
                 else:
@@ -298,7 +298,7 @@ class TrainEngine:
     ) -> UpdateResult:
         lr = self.lr
         with span("reduce"):
-            self.sharded.finish()
+            self.sharded.reduce_grads()
             loss, sequences, learn = self._whole(loss, sequences, learn)
         with span("optimizer"):
             watched = self._layer_norms()

@@ -294,7 +294,7 @@ def _without_gradient(
     decoder = sharded.model
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity))
-    rounds = sharded.agree(len(plan))
+    rounds = sharded.sync_micro_batch_count(len(plan))
     for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device)):
         work = WorkAmounts.of(decoder, micro)
         with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
@@ -304,6 +304,6 @@ def _without_gradient(
                 row[index] = getattr(micro, name).cpu().numpy()
     for i in range(len(plan), rounds):
         with span("padding", micro_batch=i):
-            sharded.blank()
+            sharded.dummy_forward()
     sharded.reshard()
     return found

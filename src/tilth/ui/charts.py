@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tilth.runs.readers import ACCURACY, REWARD, told_by
+from tilth.runs.readers import ACCURACY, REWARD, main_metric
 from tilth.ui import format
 from tilth.ui.html import render
 
@@ -114,7 +114,7 @@ def charts(records: Sequence[Record]) -> list[tuple[Chart, list[Curve]]]:
     """Make the charts that these records fill; each phase has a chart of its loss, as their scales differ."""
     found = []
     phases = [p for p in dict.fromkeys(r.get("phase", "") for r in records) if p]
-    beside = REWARD if told_by(records) == ACCURACY else ACCURACY
+    beside = REWARD if main_metric(records) == ACCURACY else ACCURACY
     for chart in CATALOGUE:
         if chart.lines[0].metric == beside:
             continue

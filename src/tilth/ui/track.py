@@ -24,7 +24,7 @@ from tilth.config.open_sets import TRACKERS
 from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
-from tilth.core.target import written_whole
+from tilth.core.files import atomic_write
 from tilth.flows.callbacks import Callback, RunView
 from tilth.runs.metrics import KEYS, declaration, schema
 from tilth.ui.prometheus import Endpoint
@@ -238,7 +238,7 @@ class WeightsAndBiases(Tracker):
 
     def _remember(self, step: int) -> None:
         self._sent = step
-        with written_whole(self._path) as temporary:
+        with atomic_write(self._path) as temporary:
             temporary.write_text(json.dumps({"id": self._id, "step": step}))
 
 

@@ -41,8 +41,8 @@ class Watched:
         self.group = self.cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
         self.echo = self.cluster.group("echo", f"{HERE}:echo", {}, BOTH)
         self.cluster.dispatch.timeout = timeout
-        self.folder = self.cluster.fleet.folder.path
-        self.pids = [link.pid for link in self.cluster.fleet.links]
+        self.folder = self.cluster.backend.folder.path
+        self.pids = [link.pid for link in self.cluster.backend.links]
         self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
 
     def assert_gone(self):
@@ -244,7 +244,7 @@ cluster = open_cluster("local", 2, timeout=600.0)
 group = cluster.group("faulty", "tests.cluster.workers:faulty", {}, Mesh(("dp",), (2,)))
 children = group.child("")
 HOW
-print(cluster.fleet.folder.path, *(link.pid for link in cluster.fleet.links), *children, flush=True)
+print(cluster.backend.folder.path, *(link.pid for link in cluster.backend.links), *children, flush=True)
 time.sleep(600)
 """
 
@@ -331,7 +331,7 @@ def started(place):
 
 def test_the_folder_is_private():
     with open_cluster("local", 1) as cluster:
-        folder = cluster.fleet.folder
+        folder = cluster.backend.folder
         assert folder.path.stat().st_mode & 0o777 == 0o700
         assert (folder.path / "key").stat().st_mode & 0o777 == 0o600 and len(folder.key) == 32
         assert folder.path.parent == Path("/dev/shm") or not Path("/dev/shm").is_dir()
@@ -389,7 +389,7 @@ def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
     monkeypatch.setattr("tilth.cluster.backends.local.END", 2.0)
     watched = Watched(60.0)
     with watched.cluster:
-        os.kill(watched.cluster.fleet._reaper.pid, how)
+        os.kill(watched.cluster.backend._reaper.pid, how)
         time.sleep(0.1)
         assert len(watched.echo.pid()) == 2
     watched.assert_gone()
@@ -430,7 +430,7 @@ from tilth.core.layout import Mesh
 from tilth.trace import recorder
 with open_cluster("local", 2, timeout=600.0) as cluster:
     group = cluster.group("faulty", "tests.cluster.workers:faulty", {"closed": sys.argv[1]}, Mesh(("dp",), (2,)))
-    print(cluster.fleet.folder.path, *(link.pid for link in cluster.fleet.links), flush=True)
+    print(cluster.backend.folder.path, *(link.pid for link in cluster.backend.links), flush=True)
     HOW
     time.sleep(600)
 """

@@ -157,13 +157,13 @@ class TestWithRay:
 
     def open(self):
         cluster = open_cluster("ray", 2, timeout=60.0)
-        self.fleet, self.folder = cluster.fleet, Path(self.ray.get(cluster.fleet._machines[0].folder.remote()))
-        assert isinstance(self.fleet, RayBackend) and self.folder.stat().st_mode & 0o777 == 0o700
+        self.backend, self.folder = cluster.backend, Path(self.ray.get(cluster.backend._machines[0].folder.remote()))
+        assert isinstance(self.backend, RayBackend) and self.folder.stat().st_mode & 0o777 == 0o700
         return cluster
 
     def assert_gone(self, *others):
         until = time.monotonic() + 10
-        while left := [pid for pid in (*self.fleet._pids, *others) if running(pid)]:
+        while left := [pid for pid in (*self.backend._pids, *others) if running(pid)]:
             assert time.monotonic() < until, f"still there: {left}"
             time.sleep(0.02)
         assert not self.folder.exists()
@@ -236,18 +236,18 @@ class TestWithRay:
             column = cluster.store.get(handle)
             assert np.array_equal(column.values, big.values) and column.values.flags.writeable
             assert cluster.store.nbytes == handle.nbytes == big.values.nbytes + 16
-            probe = self.fleet.probe(1)
+            probe = self.backend.probe(1)
             assert (
                 probe.pid == echo.pid()[1]
                 and probe.state in ("running", "sleeping")
                 and "Current thread" in probe.stack
             )
-            os.kill(self.ray.get(self.fleet._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            os.kill(self.ray.get(self.backend._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
             with raises(StorageError, "big"):
                 cluster.store.get(handle)
-            self.fleet.close(kill=True)
+            self.backend.close(kill=True)
             cluster.dispatch.failed = WorkerLost("the machine")
-        assert self.fleet.probe(0).state == "gone"
+        assert self.backend.probe(0).state == "gone"
 
     def test_too_many_workers(self):
         have = int(self.ray.cluster_resources()["CPU"])
@@ -271,7 +271,7 @@ if lie:
 with open_cluster("ray", workers, timeout=100, address=address) as cluster:
     mesh = Mesh(("dp",), (workers,))
     faulty, echo = cluster.group("faulty", f"{HERE}:faulty", {}, mesh), cluster.group("echo", f"{HERE}:echo", {}, mesh)
-    print("nodes", len(cluster.fleet._machines), echo.about()["init_method"].split(":")[0])
+    print("nodes", len(cluster.backend._machines), echo.about()["init_method"].split(":")[0])
     far = cluster.group("far", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (workers - 1,)))
     with cluster.store.scope():
         handle = far.put([5, 6, 7])

@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller import launcher
-from tilth.cluster.controller.launcher import Launch, entered, launch_of, launched
+from tilth.cluster.controller.launcher import Launch, enter_job, job_size, launch_of
 from tilth.cluster.worker import local_worker
 from tilth.core.errors import RecipeError, StorageError
 
@@ -22,9 +22,9 @@ SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"
          "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2", "SLURM_PROCID": "2"}  # fmt: skip
 PROGRAM = """
 import os
-from tilth.cluster.controller.launcher import entered, launched
-workers = launched()
-entered("local", workers, 60.0)
+from tilth.cluster.controller.launcher import enter_job, job_size
+workers = job_size()
+enter_job("local", workers, 60.0)
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.layout import Mesh
 with open_cluster("local", workers, timeout=60.0) as cluster:
@@ -73,9 +73,9 @@ def test_processes_of_a_job_agree_on_a_folder_and_other_jobs_have_another(change
 
 
 def test_a_process_alone_is_left_alone():
-    entered("inline", 1, 1.0, {})
-    entered("local", 3, 1.0, {})
-    assert not launcher._waiting and launched({}) == 1
+    enter_job("inline", 1, 1.0, {})
+    enter_job("local", 3, 1.0, {})
+    assert not launcher._waiting and job_size({}) == 1
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_a_process_alone_is_left_alone():
 def test_a_recipe_that_does_not_fit_the_job_is_told_what_would(backend, workers, env, key, way):
     for rank in ("0", "1"):  # every process says so: none waits for another
         with raises(RecipeError, key) as raised:
-            entered(backend, workers, 1.0, env | {"RANK": rank, "SLURM_PROCID": rank})
+            enter_job(backend, workers, 1.0, env | {"RANK": rank, "SLURM_PROCID": rank})
         assert way in str(raised.value)
 
 
 def test_rank_0_controls_with_as_many_workers_as_there_are_processes():
-    assert launched(TORCHRUN) == launched(SLURM) == 4
-    entered("local", 4, 1.0, TORCHRUN | {"RANK": "0"})
+    assert job_size(TORCHRUN) == job_size(SLURM) == 4
+    enter_job("local", 4, 1.0, TORCHRUN | {"RANK": "0"})
     assert [launch.name for launch in launcher._waiting] == [launch_of(TORCHRUN).name]
 
 
@@ -138,7 +138,7 @@ WAITING = """
 from tilth.cluster.controller import launcher
 look = launcher._controller
 launcher._controller = lambda launch: (print("waits", flush=True), look(launch))[1]
-launcher.entered("local", 2, 60.0)
+launcher.enter_job("local", 2, 60.0)
 """
 
 

@@ -21,7 +21,7 @@ class Clocks:
 
     def __init__(self, dispatch: Dispatch, folder: Path, attempt: int) -> None:
         self._dispatch = dispatch
-        self._ranks = range(dispatch.fleet.workers)
+        self._ranks = range(dispatch.backend.workers)
         self._file = RoundsFile(folder, attempt)
         self._epoch = recorder.epoch  # the recorder may stop before the last samples
         self._began = self._next = time.monotonic()

@@ -32,11 +32,11 @@ LEAVE = 10.0
 class Cluster:
     """Workers and their roles; a context manager whose end frees every process and all payload."""
 
-    def __init__(self, fleet: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
-        self.fleet = fleet
-        self.workers = fleet.workers
-        self.dispatch = Dispatch(fleet, timeout, policy)
-        self.store = LeasedStore(fleet.store, self.dispatch)
+    def __init__(self, backend: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
+        self.backend = backend
+        self.workers = backend.workers
+        self.dispatch = Dispatch(backend, timeout, policy)
+        self.store = LeasedStore(backend.store, self.dispatch)
         self._open = True
         self._clocks: Clocks | None = None
 
@@ -72,7 +72,7 @@ class Cluster:
     @property
     def rank(self) -> int:
         """Rank of the controller's recorder, which no worker has: the number of workers; inline, that of its worker."""
-        return 0 if isinstance(self.fleet, InlineBackend) else self.workers
+        return 0 if isinstance(self.backend, InlineBackend) else self.workers
 
     def trace(self, path: str | Path, attempt: int, planned: bool = False) -> None:
         """Record the spans of every worker under its rank in ``path``, with clock samples against the controller.
@@ -81,14 +81,14 @@ class Cluster:
         """
         call = Call("", "trace", (str(path), attempt, planned))
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
-        if not isinstance(self.fleet, InlineBackend):
+        if not isinstance(self.backend, InlineBackend):
             self._clocks = Clocks(self.dispatch, Path(path), attempt)
             self._clocks.begin()
 
-    def collect(self, step: int) -> None:
+    def collect_garbage(self, step: int) -> None:
         """Collect Python's garbage in the controller and all workers at the same time, and wait for it."""
         call = Call("", "collect", step=step, number=next(call_numbers))
-        if isinstance(self.fleet, InlineBackend):
+        if isinstance(self.backend, InlineBackend):
             self.dispatch.submit(0, call)
             return
         with span("submit", detail=call.name, seq=call.number):
@@ -153,7 +153,7 @@ class Cluster:
             if self._clocks is not None:
                 self._clocks.close()
         finally:
-            self.fleet.close(kill)
+            self.backend.close(kill)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -161,7 +161,7 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.close()
-        elif isinstance(self.fleet, InlineBackend):
+        elif isinstance(self.backend, InlineBackend):
             with suppress(PayloadLeak):  # a consequence of the error
                 self.close()
         else:

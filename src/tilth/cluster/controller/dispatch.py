@@ -60,18 +60,18 @@ class Dispatch:
     """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for
     it."""
 
-    def __init__(self, fleet: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
-        self.fleet = fleet
+    def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
+        self.backend = backend
         self.timeout = timeout
         self.policy = policy
-        self.totals = Totals(fleet.workers)
+        self.totals = Totals(backend.workers)
         self.traffic = Traffic()
         self.lease: Lease | None = None
         """Lease of the calls submitted now."""
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
-        self._flying: list[deque[PendingCall]] = [deque() for _ in range(fleet.workers)]
-        self._since = [0.0] * fleet.workers
+        self._flying: list[deque[PendingCall]] = [deque() for _ in range(backend.workers)]
+        self._since = [0.0] * backend.workers
         self._failures: list[BaseException] = []
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
         """Rank -> call that timed out in a collective because another rank did not join."""
@@ -81,7 +81,7 @@ class Dispatch:
         if self.failed is not None:
             raise self.failed
         try:
-            flight = PendingCall(rank, call, self.fleet.submit(rank, call), in_phase(), leases)
+            flight = PendingCall(rank, call, self.backend.submit(rank, call), in_phase(), leases)
         except TimeoutError:
             self._give_up(self._timeout_error([(rank, call)]))
         with self._changed:
@@ -145,7 +145,7 @@ class Dispatch:
             return False
         call = Call("", "end")
         try:
-            flights = [self.submit(rank, call) for rank in range(self.fleet.workers)]
+            flights = [self.submit(rank, call) for rank in range(self.backend.workers)]
         except TilthError:
             return False
         with self._changed:
@@ -202,13 +202,13 @@ class Dispatch:
         return None
 
     def _probes(self) -> list[Probe]:
-        with ThreadPoolExecutor(min(16, self.fleet.workers)) as pool:
-            return list(pool.map(self.fleet.probe, range(self.fleet.workers)))
+        with ThreadPoolExecutor(min(16, self.backend.workers)) as pool:
+            return list(pool.map(self.backend.probe, range(self.backend.workers)))
 
     def _give_up(self, error: BaseException) -> NoReturn:
         if self.policy.ends(error):
             self.failed = error
-            self.fleet.close(kill=True)
+            self.backend.close(kill=True)
         with self._changed:
             self._failures.clear()
             self._waited.clear()

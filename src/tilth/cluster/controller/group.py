@@ -43,7 +43,7 @@ class WorkerGroup:
         self.methods: Mapping[str, Transfer] = {}
         self._dispatch = dispatch
         self._divide = divide or evenly
-        self._inline = isinstance(dispatch.fleet, InlineBackend)
+        self._inline = isinstance(dispatch.backend, InlineBackend)
 
     @property
     def world_size(self) -> int:
@@ -61,7 +61,7 @@ class WorkerGroup:
     def _control(self, method: str, /, **arguments: Any) -> list[Any]:
         """Send a control message to every rank, beside the calls in flight. Raises WorkerError or WorkerLost."""
         with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
-            control = self._dispatch.fleet.control
+            control = self._dispatch.backend.control
             return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
 
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:

@@ -63,13 +63,13 @@ def launch_of(env: Mapping[str, str]) -> Launch | None:
     return found if found.size > 1 else None
 
 
-def launched(env: Mapping[str, str] = os.environ) -> int:
+def job_size(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of processes of this job, which is the default number of workers of a recipe."""
     launch = launch_of(env)
     return launch.size if launch else 1
 
 
-def entered(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> None:
+def enter_job(backend: str, workers: int, timeout: float, env: Mapping[str, str] = os.environ) -> None:
     """Enter a job: return in the controller (or without a job), serve and exit in a worker.
 
     Every process calls it first, with the recipe's number of workers. A worker exits with 0 when the controller is

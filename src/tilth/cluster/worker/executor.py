@@ -19,7 +19,7 @@ from tilth.cluster.worker.context import Context
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError, WorkerError
 from tilth.core.layout import Mesh
-from tilth.core.memory import exhausted, no_memory
+from tilth.core.memory import is_out_of_memory, no_memory
 from tilth.trace.capture import Capture, Captured
 from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
@@ -64,7 +64,7 @@ class Executor:
         try:
             value = self._run(call)
         except (MemoryError, RuntimeError, OSError) as error:
-            if not exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(call, error) from error
         finally:

@@ -59,7 +59,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside the file, which replaces the file durably if the block succeeds.
 
     Of a link, the target is written. StorageError if the file cannot be written, or if it exists and is no regular file

@@ -9,11 +9,11 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import StorageError
-from tilth.core.target import make_folder, rename, sync, written_whole
+from tilth.core.files import atomic_write, make_folder, rename, sync
 
 
 def write(path, text="new"):
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_named(tmp_path):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("else")])
 def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
     (tmp_path / "a").write_text("old")
-    with pytest.raises((StorageError, KeyError)) as raised, written_whole(tmp_path / "a") as temporary:
+    with pytest.raises((StorageError, KeyError)) as raised, atomic_write(tmp_path / "a") as temporary:
         temporary.write_text("half")
         raise error
     assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
@@ -75,7 +75,7 @@ def test_a_disk_that_refuses_to_clean_up_too_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "unlink", refuses)
     with raises(StorageError, "out.txt"):
-        with written_whole(tmp_path / "out.txt"):
+        with atomic_write(tmp_path / "out.txt"):
             raise OSError(errno.EROFS, "Read-only file system")
 
 
