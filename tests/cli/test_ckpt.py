@@ -425,7 +425,7 @@ def test_who_reads_what_is_damaged_is_told_what_to_do(command, run, tmp_path):
     given = {"RUN": run, "DATA": tmp_path / "data.jsonl", "OUT": tmp_path / "out"}
     error = refused(*(given.get(word, word) for word in command))
     assert f"tensor model/{name} is corrupt in file model.safetensors" in error
-    assert f"'tilth ckpt verify {run}@6' says all" in error and f"the one before it is {run}@4" in error
+    assert f"'tilth ckpt verify {run}@6' lists all damage" in error and f"the one before it is {run}@4" in error
     assert not (tmp_path / "out" / "config.json").exists()
 
 

@@ -237,7 +237,7 @@ api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(stop=lamb
 sys.modules |= {"tilth.api": api, "tilth.ui.live": live}
 from tilth.cluster.backends.local import LocalBackend
 def accept(self, door, timeout):
-    print(*(process.pid for process in self._processes.values()), self._keeper.pid, flush=True)
+    print(*(process.pid for process in self._processes.values()), self._reaper.pid, flush=True)
     time.sleep(60)
 LocalBackend._accept = accept
 from tilth.cli.main import app

@@ -66,7 +66,7 @@ class Student(Learner):
 
     def receive(self, weights, version):
         for name, tensor in weights:
-            self.sharded.take(name, tensor)
+            self.sharded.load_full(name, tensor)
 
     tolerance = 0.0
 

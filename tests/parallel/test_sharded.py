@@ -270,13 +270,13 @@ def averages(rank, case):
     for module in sharded._fsdp:
         module.set_gradient_divide_factor(2.0)
     if not sharded._fsdp:
-        finish = sharded.finish
+        finish = sharded.reduce_grads
 
         def averaging():
             finish()
             for p in sharded.parameters.values():
                 p.grad /= 2
 
-        sharded.finish = averaging
+        sharded.reduce_grads = averaging
     tokens, mask, starts = rows_of(case, sharded)
     return engine_of(case, sharded).update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts).grad_norm

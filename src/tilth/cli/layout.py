@@ -32,7 +32,7 @@ from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
-from tilth.plan.traffic import Traffic, tokens_of_rank, traffic, work
+from tilth.plan.traffic import GroupTraffic, tokens_of_rank, traffic, work
 from tilth.plan.working import total
 from tilth.ui import format
 
@@ -54,7 +54,7 @@ class Plan:
     vocabulary: str
     placed: dict[str, Placed]
     workers: list[RankPlan]
-    talks: list[Traffic]
+    talks: list[GroupTraffic]
     places: list[MemoryUse]
     told: list[str]
 
@@ -225,7 +225,7 @@ def _talks(plan: Plan) -> Table:
     return new_table("role", "axis", "ranks that talk", "what", "bytes a step", right=("bytes a step",), rows=rows)
 
 
-def _groups(talk: Traffic) -> str:
+def _groups(talk: GroupTraffic) -> str:
     shown = " | ".join(spans(group) for group in talk.groups[:4])
     return shown + (f" | ... {len(talk.groups)} groups" if len(talk.groups) > 4 else "")
 

@@ -18,8 +18,8 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Traffic over one axis of one role. groups: ranks that communicate, one tuple per group."""
+class GroupTraffic:
+    """GroupTraffic over one axis of one role. groups: ranks that communicate, one tuple per group."""
 
     role: str
     axis: str
@@ -66,12 +66,12 @@ def work(recipe: Recipe, role: str, ranks: int, longest: int) -> RankWork:
     )
 
 
-def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: bool = True) -> list[Traffic]:
+def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: bool = True) -> list[GroupTraffic]:
     """Return the traffic over all axes of more than one rank, role by role, then of weight syncs.
 
     longest: tokens of the longest sequence; generates: True if the run has engines.
     """
-    placed, found = place(recipe, generates=generates), list[Traffic]()
+    placed, found = place(recipe, generates=generates), list[GroupTraffic]()
     for role, wanted in learners(recipe).items():
         where = placed[role]
         found += _data(recipe, role, wanted, where, shape, longest)
@@ -82,14 +82,14 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
     return found
 
 
-def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> Traffic:
+def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> GroupTraffic:
     used = [name for name in axes if mesh.size(name) > 1]
-    return Traffic(role, ", ".join(used), mesh.groups(*used), what, int(sent))
+    return GroupTraffic(role, ", ".join(used), mesh.groups(*used), what, int(sent))
 
 
 def _data(
     recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
-) -> list[Traffic]:
+) -> list[GroupTraffic]:
     mesh = placed.mesh
     copies, shards = mesh.size(*mesh.copies), mesh.size(*mesh.shards)
     part, did = cut(recipe, role, placed, shape, placed.ranks[0]), work(recipe, role, placed.data_ranks, longest)
@@ -109,7 +109,9 @@ def _data(
     return [*found, _talk(role, mesh, mesh.shards, what, _share(shards) * whole * times)]
 
 
-def _tensor(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool) -> list[Traffic]:
+def _tensor(
+    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool
+) -> list[GroupTraffic]:
     tp, tokens = placed.mesh.size("tp"), placed.mesh.count("tokens")
     if tp == 1:
         return []
@@ -122,17 +124,17 @@ def _tensor(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, long
     return [_talk(role, placed.mesh, ["tp"], f"{what} around both blocks of each layer", sent)]
 
 
-def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[Traffic]:
+def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[GroupTraffic]:
     model = source.mesh.over(*MODEL)
-    found, parts = list[Traffic](), source.mesh.size(*model)
+    found, parts = list[GroupTraffic](), source.mesh.size(*model)
     if parts > 1:
         inner, sent = source.mesh.groups(*model), parameters(shape) * _FP32 // parts * (parts - 1)
-        found.append(Traffic("publish", ", ".join(model), inner, "whole tensors put together, in buckets", sent))
+        found.append(GroupTraffic("publish", ", ".join(model), inner, "whole tensors put together, in buckets", sent))
     strangers = tuple(rank for rank in target.ranks if rank not in source.ranks)
     if strangers:
         element = 2 if recipe.train.precision == "bf16" else _FP32
         route = ((source.ranks[0], *strangers),)
-        found.append(Traffic("publish", f"to {role}", route, "the policy's weights", parameters(shape) * element))
+        found.append(GroupTraffic("publish", f"to {role}", route, "the policy's weights", parameters(shape) * element))
     return found
 
 
