@@ -144,11 +144,11 @@ class Child:
         return self.process.poll() is None
 
     def members(self) -> list[psutil.Process]:
-        """The controller and its workers; their keeper, which is there for the case of a kill, is left out."""
+        """The controller and its workers; their reaper, which ends them if the controller is killed, is left out."""
         with suppress(psutil.NoSuchProcess):
             controller = psutil.Process(self.process.pid)
             below = controller.children(recursive=True)
-            return [controller, *(p for p in below if not _is_keeper(p))]
+            return [controller, *(p for p in below if not _is_reaper(p))]
         return []
 
     def phase(self) -> str:
@@ -170,8 +170,8 @@ class Child:
         psutil.wait_procs(members, timeout=30)
 
 
-def _is_keeper(process: psutil.Process) -> bool:
-    return any(part.endswith("keeper.py") for part in _arguments(process))
+def _is_reaper(process: psutil.Process) -> bool:
+    return any(part.endswith("reaper.py") for part in _arguments(process))
 
 
 def _arguments(process: psutil.Process) -> list[str]:
