@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from tests.errors import SOURCE, found, packages, page, raises, snapshot
+from tests.errors import SOURCE, TESTS, found, packages, page, raises, snapshot
 from tilth.core.errors import ArgumentError, DataError, TilthError
 
 
@@ -17,6 +17,12 @@ def test_errors_have_a_key_and_the_sentences_are_those_of_the_snapshot(name):
     path = path_of(name)
     assert not [f"{file}:{line}" for file, line, _, key, _ in found(path) if not key]
     assert page(path) == snapshot(path).read_text(), "after a wanted change: python -m tests.errors"
+
+
+def test_few_tests_match_a_sentence():
+    """Those left are errors of Python, of other libraries, or of a test's own code."""
+    texts = [path.read_text() for path in TESTS.rglob("*.py") if path.name != "test_errors.py"]
+    assert sum(text.count("match=") for text in texts) < 20
 
 
 def test_an_error_without_a_key_is_seen(tmp_path, monkeypatch):

@@ -270,7 +270,10 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
         (["m", "d.jsonl", "--reward", "exact", "--columns", "promt=question"], "promt"),
         (["m", "d.jsonl", "--reward", "exact", "--k", "1,x"], "--k 1,x: it must be whole numbers"),
         (["m", "d.jsonl", "--reward", "exact", "--k", "4", "--n", "2"], "needs at least 4 samples"),
-        (["m", "d.jsonl", "--reward", "exact", "--k", "4", "--temperature", "0"], "temperature 0 gives 4 equal samples"),
+        (
+            ["m", "d.jsonl", "--reward", "exact", "--k", "4", "--temperature", "0"],
+            "temperature 0 gives 4 equal samples",
+        ),
         (["m", "d.jsonl", "--reward", "exact", "--out", "x.csv"], "must end in .jsonl or .parquet"),
         (["m@best", "d.jsonl", "--reward", "exact"], "is no run, so it has no @best"),
         (["m", "addition", "--limit", "4", "--template", "model"], "no chat template"),

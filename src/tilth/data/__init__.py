@@ -1,1 +1,1 @@
-"""What a model learns from: tokenizers, prompts and supervised examples."""
+"""Training data: tokenizers, prompts and supervised examples."""

@@ -366,7 +366,7 @@ class Run:
         Random numbers are pure functions of seed, name and position, so they need no state. At the end of a step no
         sample is in flight.
         """
-        positions = {role: keeper.position() for role, keeper in self.roles.stateful_roles().items()}
+        positions = {name: role.position() for name, role in self.roles.stateful_roles().items()}
         return {
             "progress": asdict(self.state),
             "digest": self.directory.digest,

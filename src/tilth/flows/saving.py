@@ -63,7 +63,7 @@ class Saving:
         except (StorageError, CheckpointError) as error:
             self._fail(error)
             return
-        ranks = {group: keeper.mesh.ranks for keeper in self.stateful_roles.values() for group in keeper.kept()}
+        ranks = {group: role.mesh.ranks for role in self.stateful_roles.values() for group in role.kept()}
         self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=self._tidy)
         if not self.section.save_background:
             self.finish()
@@ -118,7 +118,7 @@ class Saving:
 
     def _snapshot(self, folder: Any) -> None:
         """Let every worker copy its state; StorageError with the first problem, after all copies are dropped."""
-        found = [keeper.save(str(folder), self.section.save_background) for keeper in self.stateful_roles.values()]
+        found = [role.save(str(folder), self.section.save_background) for role in self.stateful_roles.values()]
         if problem := next((text for texts in found for text in texts if text), ""):
             self._problems(wait=True)
             abandon_save(folder)
@@ -126,7 +126,7 @@ class Saving:
 
     def _problems(self, *, wait: bool) -> list[str]:
         """Return the error messages of the workers' threads; wait: until the threads are done."""
-        found = [keeper.saving(wait) for keeper in self.stateful_roles.values()]
+        found = [role.saving(wait) for role in self.stateful_roles.values()]
         return [text for texts in found for text in texts if text]
 
     def _tidy(self, path: Location) -> None:

@@ -1,1 +1,1 @@
-"""What would happen: pure functions of tables, without torch."""
+"""Predictions and plans: pure functions of tables, without torch."""

@@ -385,7 +385,7 @@ def test_a_failure_inside_a_scope_is_what_is_raised(watched):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch, capfd, how):
+def test_a_lost_reaper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch, capfd, how):
     monkeypatch.setattr("tilth.cluster.backends.local.END", 2.0)
     watched = Watched(60.0)
     with watched.cluster:
@@ -394,7 +394,7 @@ def test_a_lost_keeper_does_not_break_the_end_and_is_told_in_a_line(monkeypatch,
         assert len(watched.echo.pid()) == 2
     watched.assert_gone()
     told = capfd.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith("tilth: the keeper of the workers (process ")
+    assert len(told) == 1 and told[0].startswith("tilth: the reaper of the workers (process ")
     assert ("killed by SIGKILL" if how == signal.SIGKILL else "has not ended within 2 s") in told[0]
 
 

@@ -104,7 +104,7 @@ class LocalBackend:
     def _report_reaper(self, how: str) -> None:
         if not self._reaper_lost:
             self._reaper_lost = True
-            message = f"the keeper of the workers (process {self._reaper.pid}) {how}; the run itself is not affected"
+            message = f"the reaper of the workers (process {self._reaper.pid}) {how}; the run itself is not affected"
             print(f"tilth: {message}", file=sys.stderr)
 
     def _end_reaper(self) -> None:
