@@ -112,7 +112,11 @@ RAY = [*LOCAL, "cluster.backend=ray"]
 INLINE_AND_LOCAL = [pytest.param([], id="inline"), pytest.param(LOCAL, id="local", marks=pytest.mark.dist)]
 WITH_RAY = [pytest.mark.ray, pytest.mark.dist, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not there")]
 ALL = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=WITH_RAY)]
-RARELY = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow])]
+RARELY = [
+    pytest.param([], id="inline", marks=pytest.mark.slow),
+    INLINE_AND_LOCAL[1],  # a controller and workers: more than inline has
+    pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow]),
+]
 
 
 class Terminal:
