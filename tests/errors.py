@@ -51,7 +51,8 @@ def found(path):
         tree = ast.parse(file.read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            func = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "at" else call.func
+            name = func.id if isinstance(func, ast.Name) else getattr(func, "attr", "")
             if name in known:
                 key = next((word.value for word in call.keywords if word.arg == "key"), None)
                 where = file.relative_to(SOURCE).as_posix()

@@ -308,3 +308,14 @@ def test_the_recipe_of_countdown_runs(folder):
     metrics = [json.loads(line) for line in (folder / "runs/countdown-grpo-001/metrics.jsonl").read_text().splitlines()]
     assert [m["phase"] for m in metrics] == ["warmup"] * 2 + ["grpo"] * 2
     assert all(0 <= m["reward/part/correct"] <= m["reward/part/format"] <= 1 for m in metrics[2:])
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["prompt=question,answer=a b"], {"prompt": "question", "answer": "a b"}),
+        (["prompt=Q: {question}, please", "answer=a"], {"prompt": "Q: {question}, please", "answer": "a"}),
+    ],
+)
+def test_a_pattern_of_columns_may_have_commas(words, found):
+    assert reward.columns_of(words) == found

@@ -9,10 +9,12 @@ import pytest
 
 from tests.data.test_examples import spaceless_tokenizer
 from tests.errors import raises
+from tilth.cluster.backends.base import Call
+from tilth.cluster.worker.executor import failure
 from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data.columns import Prompt
+from tilth.data.columns import Prompt, RecordError
 from tilth.data.pairs import (
     Pair,
     answer_only,
@@ -243,3 +245,8 @@ def test_a_prompt_without_tokens_is_named(monkeypatch, tmp_path):
         with raises(DataError, "record 2, chosen.empty"):
             check_pairs(prompts, template, 64)
         monkeypatch.setattr("tilth.data.examples._CHECKED", 1)  # of a large set too
+
+
+def test_an_error_of_a_record_travels_between_processes():
+    again = failure(RecordError.at("no text", "d/d.jsonl:8", key="prompt")).error(Call("loader", "examples"), 0)
+    assert (type(again), again.key) == (RecordError, "d.jsonl:8.prompt") and "d/d.jsonl:8: no text" in str(again)

@@ -9,7 +9,7 @@ from tilth.rl.metrics import Metric
 
 
 class Policy:
-    """Answers ``likelihood`` and ``dpo_eval`` from what it is given."""
+    """Answers ``likelihood`` and ``pair_eval`` from what it is given."""
 
     def __init__(self, **answers):
         self.answers = {name: Metric(total, count, "mean") for name, (total, count) in answers.items()}
@@ -17,7 +17,7 @@ class Policy:
     def likelihood(self, batch):
         return self.answers
 
-    def dpo_eval(self, batch, preference):
+    def pair_eval(self, batch, preference):
         return self.answers
 
 

@@ -212,3 +212,11 @@ def test_what_a_function_cannot_have_is_refused_before_a_run(kind, function, key
     getattr(tilth, kind)("mine_refused")(function)
     with raises(PluginError, f"mine_refused.{key}"):
         rl.check("mine_refused", {"rewards"}, kind={"advantage": "advantages", "policy_loss": "losses"}[kind])
+
+
+def test_an_option_of_ones_own_that_is_called_cap_has_no_bound():
+    @tilth.policy_loss("capped")
+    def capped(logprobs, advantages, *, cap: float = 0.5):
+        return -advantages * logprobs
+
+    assert rl.loss_entry("capped", cap=0.25).model_dump()["cap"] == 0.25

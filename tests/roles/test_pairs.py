@@ -163,7 +163,7 @@ def test_an_update_of_a_policy_has_the_gradient_of_the_whole_batch(how, micro_to
     loss, expected = at_once(decoder(), batch, store, how)
     worker = policy(store, micro_tokens=micro_tokens)
     kept = gradients(worker)
-    found = worker.dpo_step(batch, how)
+    found = worker.pair_step(batch, how)
     assert float(found["loss"]) == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(kept[0], expected, atol=2e-6) and expected.norm() > 0.01
     assert float(found["pairs"]) == 4 and WEIGHT not in found
@@ -177,7 +177,7 @@ def test_an_update_of_a_reward_model_has_the_gradient_of_the_whole_batch(micro_t
     loss, expected = at_once(knowing(), batch, store, TERRY)
     worker = reward_model(store, micro_tokens=micro_tokens)
     kept = gradients(worker)
-    found = worker.dpo_step(batch, TERRY)
+    found = worker.pair_step(batch, TERRY)
     assert float(found["loss"]) == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(kept[0], expected, atol=2e-6) and expected.norm() > 0.01
 
@@ -190,7 +190,7 @@ def test_the_order_of_answers_changes_nothing(order):
     for some in (batch, batch.select(np.array(order))):
         worker = policy(store, micro_tokens=20)
         kept = gradients(worker)
-        found.append((float(worker.dpo_step(some, LOSSES[0])["loss"]), kept[0]))
+        found.append((float(worker.pair_step(some, LOSSES[0])["loss"]), kept[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert torch.allclose(found[0][1], found[1][1], atol=2e-6)
 
@@ -198,14 +198,14 @@ def test_the_order_of_answers_changes_nothing(order):
 def test_where_the_policy_begins_the_loss_is_log_2_to_the_last_bit():
     store = InlineStore()
     batch = referred(batch_of(store, (1, 2)), store, seed=1)  # those without margins
-    found = policy(store).dpo_eval(batch, PreferenceConfig())
+    found = policy(store).pair_eval(batch, PreferenceConfig())
     assert float(found["loss"]) == math.log(2) and float(found["rewards/accuracy"]) == 0.5
     assert float(found["rewards/chosen"]) == float(found["rewards/rejected"]) == 0
 
 
 def test_a_reward_model_that_has_learned_nothing_says_nothing():
     store = InlineStore()
-    found = reward_model(store, model=ValueModel(decoder())).dpo_eval(
+    found = reward_model(store, model=ValueModel(decoder())).pair_eval(
         batch_of(store, (1, 2)), PreferenceConfig(loss="bradley_terry")
     )
     assert float(found["loss"]) == math.log(2)
@@ -216,8 +216,8 @@ def test_updates_put_chosen_answers_ahead(make, how):
     store = InlineStore()
     batch = referred(batch_of(store), store, seed=1)
     worker = make(store)
-    losses = [float(worker.dpo_step(batch, how)["loss"]) for _ in range(8)]
-    found = worker.dpo_eval(batch, how)
+    losses = [float(worker.pair_step(batch, how)["loss"]) for _ in range(8)]
+    found = worker.pair_eval(batch, how)
     assert losses[-1] < losses[0] and float(found["rewards/accuracy"]) == 1 and float(found["rewards/margin"]) > 0
     assert worker.engine.steps == 8  # what is only measured moves nothing
 
@@ -290,7 +290,7 @@ def test_workers_with_halves_of_pairs_find_the_slopes_of_one(parts):
 def test_an_answer_that_is_lost_or_there_twice_is_named(rows, counts):
     store = InlineStore()
     with raises(PairError, "pair.0") as caught:
-        reward_model(store).dpo_step(batch_of(store).select(np.array(rows)), TERRY)
+        reward_model(store).pair_step(batch_of(store).select(np.array(rows)), TERRY)
     assert counts in str(caught.value)
 
 
@@ -305,7 +305,7 @@ def test_tokens_that_were_edited_are_refused():
     batch = batch_of(store)
     wrong = batch.with_rows(identity=batch["identity"][::-1].copy())
     with pytest.raises(TokenIdentityError):
-        reward_model(store).dpo_step(wrong, TERRY)
+        reward_model(store).pair_step(wrong, TERRY)
 
 
 def test_a_part_that_weighs_too_little_is_seen(monkeypatch):
@@ -323,7 +323,7 @@ def test_a_part_that_weighs_too_little_is_seen(monkeypatch):
     monkeypatch.setattr(pairs, "linear", forgets)
     store = InlineStore()
     with raises(TokenCountError, "weight"):
-        reward_model(store).dpo_step(batch_of(store), TERRY)
+        reward_model(store).pair_step(batch_of(store), TERRY)
 
 
 # ---- as a reward ----
@@ -370,7 +370,7 @@ def test_the_score_is_added_to_the_reward_and_what_is_missing_stays_so():
 
 def test_metrics_of_pairs_are_told_once_and_by_names_that_add_up():
     store = InlineStore()
-    found = reward_model(store).dpo_step(batch_of(store), TERRY)
+    found = reward_model(store).pair_step(batch_of(store), TERRY)
     assert all(isinstance(metric, rl.Metric) for metric in found.values())
     assert float(found["rewards/margin"]) == pytest.approx(
         float(found["rewards/chosen"]) - float(found["rewards/rejected"]), abs=1e-6

@@ -543,3 +543,10 @@ def test_an_attempt_that_ended_without_a_word(tmp_path, changes, cause):
         assert run.before.startswith(f"attempt 1 ended without a word after step {last} (") and cause in run.before
         first, second = read_state(path)["attempts"]
         assert first["why"] == run.before and "why" not in second
+
+
+def test_a_file_of_a_run_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "run.json").symlink_to(tmp_path / "target")
+    replace(tmp_path / "run.json", b"new")
+    assert ((tmp_path / "target").read_text(), (tmp_path / "run.json").read_text()) == ("old", "new")

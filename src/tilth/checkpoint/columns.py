@@ -127,6 +127,27 @@ class Pieces:
 class WrongField(CheckpointError):
     """A field of the manifest is wrong; key: its place and the kind of fault, ``groups.model.w.offset.length``."""
 
+    FAULTS = (
+        "count",
+        "empty",
+        "fields",
+        "gap",
+        "largest",
+        "least",
+        "length",
+        "most",
+        "reference",
+        "sum",
+        "type",
+        "zero",
+    )
+
+    @property
+    def field(self) -> str:
+        """Place of the field, without the kind of fault."""
+        place, _, fault = self.key.rpartition(".")
+        return place if fault in self.FAULTS else self.key
+
 
 def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, TensorRow]:
     """Parse the rows of a group. WrongField, also for boxes that do not tile a tensor.

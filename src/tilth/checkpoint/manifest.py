@@ -246,10 +246,12 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     del body["checksum"]
     try:
         return _checked(body)
-    except (ValidationError, WrongField) as error:
-        field, message = (error.key, str(error)) if isinstance(error, WrongField) else _first_error(error)
-        message = f"{path} is not a valid manifest: {field}: {message}"
-        raise CheckpointError(message, key=f"{NAME}.{field}") from error
+    except WrongField as error:
+        message = f"{path} is not a valid manifest: {error.field}: {error}"
+        raise CheckpointError(message, key=f"{NAME}.{error.key}") from error
+    except ValidationError as error:
+        field, problem = _first_error(error)
+        raise CheckpointError(f"{path} is not a valid manifest: {field}: {problem}", key=f"{NAME}.{field}") from error
 
 
 def _checked(body: Mapping[str, Any]) -> Manifest:

@@ -20,7 +20,7 @@ import xxhash
 
 from tilth.checkpoint.balance import Dealt, Held, cuttable, deal
 from tilth.checkpoint.covering import tiling_problem
-from tilth.core.errors import ArgumentError, CheckpointError
+from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Shape, Shard, interval_boxes
 
 SAFETENSORS_NAMES = {
@@ -474,8 +474,9 @@ def _check(specs: Iterable[Spec]) -> None:
 def _named_shares(name: str, layout: Layout) -> _Shares:
     try:
         return _shares(layout)
-    except (ArgumentError, CheckpointError) as error:
-        raise CheckpointError(f"tensor {name} cannot be planned: {error}", key=f"{name}.{error.key}") from error
+    except (ValueError, CheckpointError) as error:  # ValueError: of numpy too
+        key = getattr(error, "key", "") or "layout"
+        raise CheckpointError(f"tensor {name} cannot be planned: {error}", key=f"{name}.{key}") from error
 
 
 def piece_key(name: str, box: Box, shape: Shape) -> str:

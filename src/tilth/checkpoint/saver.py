@@ -9,12 +9,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tilth.checkpoint.directory import Attempt, complete, step_of
 from tilth.checkpoint.manifest import FileEntry, Report, assemble, parse_report, raise_problems, report_of
@@ -25,6 +25,8 @@ from tilth.checkpoint.storage import Location, join, storage_of
 from tilth.core.errors import CheckpointError, StorageError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.spans import span
+
+T = TypeVar("T")
 
 _FAILED = "failed."
 _SOONEST, _LATEST = 0.005, 0.1  # bounds of the seconds between two polls of the reports
@@ -129,9 +131,9 @@ def _check_name(kind: str, name: str) -> None:
         raise CheckpointError(f"{kind} {name!r}: a name of letters, digits, '-' and '_' is needed", key=kind)
 
 
-def _in_background(work: Callable[[], Any], name: str) -> "Future[Any]":
+def _in_background(work: Callable[[], T], name: str) -> "Future[T]":
     """Run ``work`` in a daemon thread."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -175,10 +177,13 @@ def _write_file(attempt: Attempt, image: FileImage, path: str) -> FileEntry:
         entry = checksum()
         attempt.storage.write(path, image.chunks())
         return entry
-    with ThreadPoolExecutor(1, "tilth-checksum") as pool:
-        hashed = pool.submit(checksum)
+    hashed = _in_background(checksum, "tilth-checksum")
+    try:
         attempt.storage.write(path, image.chunks())
-    return hashed.result()
+    finally:
+        wait([hashed])
+    entry = hashed.result()
+    return entry
 
 
 def _checksum(image: FileImage, place: str) -> FileEntry:

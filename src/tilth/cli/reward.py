@@ -1,6 +1,7 @@
 """``tilth reward try``: score right, wrong and empty answers of a few records, and judge the reward by that."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -140,10 +141,13 @@ def own_option() -> Iterator[None]:
         raise DataError(option, key=error.key if option == message else "--columns") from error
 
 
+_COMMA = re.compile(r",(?=\s*\w+=)")  # one that a further NAME=COLUMN follows
+
+
 def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """Parse ``prompt=question``, also several with commas in one word. RecipeError."""
+    """Parse ``prompt=question``, also several with commas in one word unless one is part of a pattern. RecipeError."""
     found = {}
-    for pair in (part for word in words for part in word.split(",")):
+    for pair in (part for word in words for part in _COMMA.split(word)):
         name, equals, column = pair.partition("=")
         if not (name and equals and column):
             raise RecipeError(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from tilth.core.errors import DataError
 
@@ -38,13 +38,13 @@ def record_key(where: str, field: str = "") -> str:
 
 
 class RecordError(DataError):
-    """A record that cannot be used.
+    """A record that cannot be used."""
 
-    where: its place, such as ``folder/file.jsonl:8``; it precedes the message and, without folders, the key.
-    """
-
-    def __init__(self, message: str, where: str = "", *, key: str = "") -> None:
-        super().__init__(f"{where}: {message}" if where else message, key=record_key(where, key))
+    @classmethod
+    def at(cls, message: str, where: str = "", *, key: str = "") -> Self:
+        """Return the error of a record. where: its place, such as ``folder/file.jsonl:8``; it precedes the message and,
+        without folders, the key."""
+        return cls(f"{where}: {message}" if where else message, key=record_key(where, key))
 
 
 class Pair(NamedTuple):
@@ -110,7 +110,7 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
     Raises ``DataError``; its key is the record's place and the column.
     """
     if not isinstance(record, Mapping):
-        raise RecordError(f"a {type(record).__name__}, not an object with a prompt", where, key="type")
+        raise RecordError.at(f"a {type(record).__name__}, not an object with a prompt", where, key="type")
     name = columns.get("prompt", "prompt")
     turns = "prompt" not in columns and ("messages" in columns or (name not in record and "messages" in record))
     if turns:
@@ -122,7 +122,7 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
         return _conversation(value, record, index, where, name, columns, info)
     text = text_of(value, where, name)
     if not text:
-        raise RecordError(f"{name} is '', not a text of at least one character", where, key=f"{name}.empty")
+        raise RecordError.at(f"{name} is '', not a text of at least one character", where, key=f"{name}.empty")
     answer = _answer(record, where, columns)
     if answer is not None:
         info["answer"] = answer
@@ -136,7 +136,7 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
     """
     name = columns.get("text", "text")
     if not isinstance(record, Mapping):
-        raise RecordError(f"a {type(record).__name__}, not an object with a text", where, key="type")
+        raise RecordError.at(f"a {type(record).__name__}, not an object with a text", where, key="type")
     has_prompt = any(column in columns or column in record for column in ("prompt", "messages"))
     if has_prompt and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
@@ -154,7 +154,7 @@ def _rendered(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
         return prompt.text + (prompt.answer or "")
     if render is None:
         message = "turns of a conversation are no document; set data.template=chatml or a file"
-        raise RecordError(message, prompt.where, key="template")
+        raise RecordError.at(message, prompt.where, key="template")
     return render(prompt)
 
 
@@ -197,7 +197,7 @@ def value_of(record: Mapping[str, Any], role: str, name: str, where: str) -> Any
     inner = record.get(head)
     if rest and isinstance(inner, Mapping):
         return value_of(inner, role, rest, f"{where} in {head}")
-    raise RecordError(f"no column {name!r}; {_column_hint(record, role, name)}", where, key=f"{name}.missing")
+    raise RecordError.at(f"no column {name!r}; {_column_hint(record, role, name)}", where, key=f"{name}.missing")
 
 
 def _column_hint(record: Mapping[str, Any], role: str, name: str) -> str:
@@ -222,7 +222,7 @@ def _pattern_hint(names: Sequence[str]) -> str:
 
 def _in_pattern(value: Any, where: str, name: str) -> str:
     if value is None:
-        raise RecordError(f"{name} is null, but a pattern needs it", where, key=f"{name}.null")
+        raise RecordError.at(f"{name} is null, but a pattern needs it", where, key=f"{name}.null")
     if isinstance(value, (str, bytes)):
         return text_of(value, where, name)
     return json.dumps(plain(value), ensure_ascii=False)
@@ -234,13 +234,13 @@ def text_of(value: Any, where: str, name: str) -> str:
         text = value.decode() if isinstance(value, bytes) else value
         if not isinstance(text, str):
             hint = f'; "{{{name}}}" makes it one' if isinstance(value, (int, float)) else ""
-            raise RecordError(f"{name} is {short(value)}, not a text{hint}", where, key=f"{name}.type")
+            raise RecordError.at(f"{name} is {short(value)}, not a text{hint}", where, key=f"{name}.type")
         text.encode()
     except UnicodeDecodeError:
-        raise RecordError(f"{name} is bytes that are not UTF-8", where, key=f"{name}.utf8") from None
+        raise RecordError.at(f"{name} is bytes that are not UTF-8", where, key=f"{name}.utf8") from None
     except UnicodeEncodeError:
         message = f"{name} is no valid Unicode text (a lone surrogate)"
-        raise RecordError(message, where, key=f"{name}.unicode") from None
+        raise RecordError.at(message, where, key=f"{name}.unicode") from None
     return text
 
 
@@ -271,7 +271,7 @@ def _conversation(
     asked = turns if last is None else turns[:-1]
     text = "\n\n".join(turn["content"] for turn in asked)
     if not text:
-        raise RecordError(f"{name} has no text before the assistant's turn", where, key=f"{name}.empty")
+        raise RecordError.at(f"{name} has no text before the assistant's turn", where, key=f"{name}.empty")
     gold = last if column is None else column
     if gold is not None:
         info["answer"] = gold
@@ -286,17 +286,17 @@ def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, 
     if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, turn)) for turn in zip(*value.values())]  # a table of turns, as datasets saves them
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise RecordError(f"{name} is {short(value)}, not a list of {{role, content}}", where, key=f"{name}.type")
+        raise RecordError.at(f"{name} is {short(value)}, not a list of {{role, content}}", where, key=f"{name}.type")
     turns = tuple(turn_of(turn, where, f"{name}[{i}]") for i, turn in enumerate(value))
     roles = [turn["role"] for turn in turns]
     if roles[0] not in ("system", "user"):
         message = f"{name} begins with the {roles[0]}'s turn, not with system or user"
-        raise RecordError(message, where, key=f"{name}.first")
+        raise RecordError.at(message, where, key=f"{name}.first")
     if "user" not in roles:
-        raise RecordError(f"{name} has no turn of the user", where, key=f"{name}.user")
+        raise RecordError.at(f"{name} has no turn of the user", where, key=f"{name}.user")
     if roles[-1] == "system":
         message = f"{name} ends with the system's turn, not with user, tool or assistant"
-        raise RecordError(message, where, key=f"{name}.last")
+        raise RecordError.at(message, where, key=f"{name}.last")
     return turns
 
 
@@ -304,11 +304,11 @@ def turn_of(turn: Any, where: str, name: str) -> dict[str, str]:
     """Return role and content of one turn. name: the turn's, such as ``messages[2]``, for errors."""
     if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
         message = f"{name} is {short(turn)}, not an object with role and content"
-        raise RecordError(message, where, key=f"{name}.type")
+        raise RecordError.at(message, where, key=f"{name}.type")
     if turn["role"] not in _ROLES:
         message = f"{name}: role is {short(turn['role'])}, not one of {', '.join(_ROLES)}"
-        raise RecordError(message, where, key=f"{name}.role")
+        raise RecordError.at(message, where, key=f"{name}.role")
     if turn.get("tool_calls"):
         message = f"{name} has tool_calls, which are not supported; write the call into content"
-        raise RecordError(message, where, key=f"{name}.tool_calls")
+        raise RecordError.at(message, where, key=f"{name}.tool_calls")
     return {"role": turn["role"], "content": text_of(turn["content"], where, f"{name}.content")}

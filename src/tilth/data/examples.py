@@ -80,7 +80,7 @@ def check_example(prompt: Prompt, example: Example, context: int) -> None:
         message = f"{prompt.name} with its answer has {len(example.tokens)} tokens; model.context is {context}"
         raise DataError(message, key=record_key(prompt.name, "tokens"))
     if example.mask[0]:
-        raise RecordError(
+        raise RecordError.at(
             "the prompt (data.columns.prompt) has no tokens, so nothing predicts the answer's first token; leave the "
             "record out, or use a tokenizer with a begin token",
             prompt.name,

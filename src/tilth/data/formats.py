@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 message = f"not UTF-8: {error.reason} at byte {error.start}"
-                raise RecordError(message, f"{path}:{number}", key="utf8") from None
+                raise RecordError.at(message, f"{path}:{number}", key="utf8") from None
 
 
 def _json_lines(path: Path) -> Iterator[Placed]:
@@ -187,7 +187,7 @@ def _json(path: Path) -> Iterator[Placed]:
         return
     whole = _parse("".join(line for _, line in itertools.chain(head, lines)), str(path))
     if not isinstance(whole, list):
-        raise RecordError(f"{_kind(whole)}, not a list of objects", str(path), key="type")
+        raise RecordError.at(f"{_kind(whole)}, not a list of objects", str(path), key="type")
     for number, value in enumerate(whole, 1):
         where = f"{path} item {number}"
         yield where, _record(value, where)
@@ -198,14 +198,14 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise RecordError(f"not JSON: {error.msg} at {place}", where, key="json") from None
+        raise RecordError.at(f"not JSON: {error.msg} at {place}", where, key="json") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        raise RecordError(f"not JSON that can be read: {_first_line(error)}", where, key="json.limit") from None
+        raise RecordError.at(f"not JSON that can be read: {_first_line(error)}", where, key="json.limit") from None
 
 
 def _record(value: Any, where: str) -> Record:
     if not isinstance(value, dict):
-        raise RecordError(f"{_kind(value)}, not an object of columns", where, key="type")
+        raise RecordError.at(f"{_kind(value)}, not an object of columns", where, key="type")
     return value
 
 
@@ -248,23 +248,23 @@ def _csv(path: Path) -> Iterator[Placed]:
             elif row:
                 names = _header(row, separator, where)
     except csv.Error as error:
-        raise RecordError(f"not CSV: {error}", f"{path}:{rows.line_num}", key="csv") from None
+        raise RecordError.at(f"not CSV: {error}", f"{path}:{rows.line_num}", key="csv") from None
 
 
 def _header(names: list[str], separator: str, where: str) -> list[str]:
     other = next((sign for sign in ";\t,|" if sign in names[0]), None)
     if len(names) == 1 and other:
         message = f"one column, {names[0][:60]!r}; its values must be separated by {separator!r}"
-        raise RecordError(message, where, key="separator")
+        raise RecordError.at(message, where, key="separator")
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
-        raise RecordError(f"the column {twice!r} is there twice", where, key=twice)
+        raise RecordError.at(f"the column {twice!r} is there twice", where, key=twice)
     return names
 
 
 def _named(names: list[str], row: list[str], where: str) -> Record:
     if len(row) != len(names):
-        raise RecordError(f"{len(row)} values in a row, not {len(names)} as in the header", where, key="values")
+        raise RecordError.at(f"{len(row)} values in a row, not {len(names)} as in the header", where, key="values")
     return dict(zip(names, row))
 
 
@@ -372,9 +372,11 @@ def _saved(source: str) -> list[Path] | None:
 def _shard(file: Any, state: Path) -> Path:
     name = file.get("filename") if isinstance(file, dict) else None
     if not isinstance(name, str):
-        raise RecordError(f"_data_files holds {file!r}, not an object with a filename", str(state), key="_data_files")
+        raise RecordError.at(
+            f"_data_files holds {file!r}, not an object with a filename", str(state), key="_data_files"
+        )
     if problem := name_problem(name, folders=True):
-        raise RecordError(f"a filename of _data_files: {problem}", str(state), key="_data_files.filename")
+        raise RecordError.at(f"a filename of _data_files: {problem}", str(state), key="_data_files.filename")
     path = state.parent / name
     if not path.is_file():
         raise DataError(f"{str(path)!r} is missing, which {state} names", key=path.name)
@@ -391,5 +393,5 @@ def _list(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
     if value is None and default is not None:
         return default
     if not isinstance(value, list):
-        raise RecordError(f"{key!r} is {value!r}, not a list", str(path), key=f"{key}.type")
+        raise RecordError.at(f"{key!r} is {value!r}, not a list", str(path), key=f"{key}.type")
     return value

@@ -152,14 +152,14 @@ def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
     prompts, two equal answers, a margin that is no number, and a misspelt margin.
     """
     if not isinstance(record, Mapping):
-        raise RecordError(f"a {type(record).__name__}, not an object with chosen and rejected", where, key="type")
+        raise RecordError.at(f"a {type(record).__name__}, not an object with chosen and rejected", where, key="type")
     _check_margin_spelling(record, where, columns)
     sides = {side: _side(record, side, where, columns) for side in _SIDES}
     prompt = _prompt(record, where, columns, sides)
     (_, chosen), (_, rejected) = sides["chosen"], sides["rejected"]
     if chosen == rejected:
         message = f"chosen and rejected are the same answer, {short(chosen)}"
-        raise RecordError(message, where, key="rejected.same")
+        raise RecordError.at(message, where, key="rejected.same")
     if prompt.answer is None:
         prompt.info["answer"] = chosen
     prompt = replace(prompt, answer=chosen, info=dict(plain(prompt.info)))
@@ -175,7 +175,7 @@ def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -
     value = value_of(record, side, name, where)
     if value is None:
         message = f"{name} is null; a pair needs both a chosen and a rejected answer"
-        raise RecordError(message, where, key=f"{name}.null")
+        raise RecordError.at(message, where, key=f"{name}.null")
     if isinstance(value, (list, tuple)) and len(value) == 1:
         turns: Turns = (turn_of(value[0], where, f"{name}[0]"),)
     elif isinstance(value, (list, tuple, dict)):
@@ -184,7 +184,7 @@ def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -
         return (), text_of(value, where, name)
     if turns[-1]["role"] != "assistant":
         message = f"{name} ends with the {turns[-1]['role']}'s turn, not with the assistant's answer"
-        raise RecordError(message, where, key=f"{name}.last")
+        raise RecordError.at(message, where, key=f"{name}.last")
     return turns[:-1], turns[-1]["content"]
 
 
@@ -201,7 +201,7 @@ def _prompt(record: Mapping[str, Any], where: str, columns: Columns, sides: Mapp
         if turns and not _same(found, turns):
             asked = short(found.messages[-1]["content"] if found.messages else found.text)
             message = f"prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, not {asked}"
-            raise RecordError(message, where, key=f"{side}.prompt")
+            raise RecordError.at(message, where, key=f"{side}.prompt")
     return replace(found, messages=before[0]) if before and not found.messages else found
 
 
@@ -223,7 +223,7 @@ def _margin(record: Mapping[str, Any], where: str, columns: Columns) -> float:
     except (ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise RecordError(f"{name} is {short(value)}, not a number", where, key=f"{name}.type")
+        raise RecordError.at(f"{name} is {short(value)}, not a number", where, key=f"{name}.type")
     return margin
 
 
@@ -234,7 +234,7 @@ def _check_margin_spelling(record: Mapping[str, Any], where: str, columns: Colum
     for key in difflib.get_close_matches("margin", [str(key) for key in record], 1, 0.75):
         if key not in columns.values():
             message = f"unknown key {key!r}; did you mean 'margin'? (or data.columns.margin={key})"
-            raise RecordError(message, where, key=key)
+            raise RecordError.at(message, where, key=key)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

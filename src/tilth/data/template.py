@@ -172,7 +172,7 @@ class ChatTemplate:
         for message in messages:
             ends = [end for end in self._ends if message["role"] == "assistant" and end in message["content"]]
             if ends:
-                raise RecordError(f"an answer has the end token {ends[0]} in its text", prompt.name, key="answer")
+                raise RecordError.at(f"an answer has the end token {ends[0]} in its text", prompt.name, key="answer")
         chain = self._chain(messages)
         for number, (shorter, longer) in enumerate(pairwise(chain)):
             if not longer.startswith(shorter):
@@ -244,7 +244,7 @@ def _alone(prompt: Prompt) -> Prompt:
     """Return the prompt if it is one text; joined turns of a conversation would be a text that nobody wrote."""
     roles = [message["role"] for message in prompt.messages]
     if roles not in ([], ["user"], ["user", "assistant"]):
-        raise RecordError(
+        raise RecordError.at(
             f"a conversation of the roles {', '.join(roles)} needs a template; set data.template=chatml, "
             "or model for the tokenizer's own",
             prompt.name,

@@ -134,7 +134,7 @@ class Evaluator:
         batch = self.roles["loader"].pairs(self.chosen())
         if self.roles.reference is not None:
             batch = self.roles.reference.logprobs(batch)
-        found = self.roles.policy.dpo_eval(batch, self.recipe.preference)
+        found = self.roles.policy.pair_eval(batch, self.recipe.preference)
         self.metrics.add("loss/pairs", float(found["loss"]))
         self.metrics.add(PAIRS, float(found["rewards/accuracy"]))
         return float(found["rewards/accuracy"])

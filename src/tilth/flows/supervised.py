@@ -18,4 +18,4 @@ def preference(run: Run) -> None:
     for batch in run.pairs(run.recipe.supervised.batch):
         if run.reference is not None:
             batch = run.reference.logprobs(batch)
-        run.log_update(run.policy.dpo_step(batch, run.recipe.preference))
+        run.log_update(run.policy.pair_step(batch, run.recipe.preference))

@@ -102,15 +102,15 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     r = recipe.rollout
     more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
     more |= {"compile": r.compile, "parity": recipe.train.parity}
-    engine = _engine(context, recipe, config, tokenizer, **more)
+    engine = _engine(prepare(context, recipe), recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
     return RolloutWorker(engine, template, r, context.store)
 
 
 def _engine(
-    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
+    device: torch.device, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
 ) -> GenerationEngine:
-    r, device = recipe.rollout, prepare(context, recipe)
+    r = recipe.rollout
     more |= {"device": device, "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
     more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
     return make_engine(r.engine, config, tokenizer=tokenizer, **more)
@@ -135,9 +135,10 @@ def _prompts(context: Context) -> PromptSet:
 
 def judge(context: Context, recipe: Recipe) -> JudgeWorker:
     """Make one engine in each worker with the fixed weights of ``judge.path``; their step is its version."""
+    device = prepare(context, recipe)
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = _engine(context, recipe, loaded.config, tokenizer)
+    engine = _engine(device, recipe, loaded.config, tokenizer)
     engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 

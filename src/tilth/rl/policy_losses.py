@@ -55,6 +55,9 @@ class LossInputs:
 class PolicyLoss(Entry):
     """A loss. Common options: a KL penalty towards the reference, with the same aggregation, added to the loss."""
 
+    ratio_bounds: ClassVar[tuple[str, ...]] = ()
+    """Options that bound the ratio: at least 1, or 0 for none."""
+
     kl: str = Field("k3", description="form of the KL penalty, one of names()['kl']")
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; 0: none")
 
@@ -88,8 +91,8 @@ class PolicyLoss(Entry):
     def model_post_init(self, context: Any) -> None:
         """Raise RecipeError for an unknown form of the KL penalty, and for a bound on the ratio between 0 and 1."""
         lookup("kl", self.kl)
-        for option in ("cap", "dual_clip"):
-            value = getattr(self, option, None)
+        for option in self.ratio_bounds:
+            value = getattr(self, option)
             if value and value < 1:
                 raise RecipeError(
                     f"{self.entry_name}: {option} = {value}: it must be at least 1, or 0 for none",
@@ -125,6 +128,7 @@ class PpoClip(ClippedLoss):
     PPO 1707.06347, dual clip 1912.09729 (verl and slime: 3, here off), asymmetric clip (clip-higher) DAPO 2503.14476.
     """
 
+    ratio_bounds: ClassVar[tuple[str, ...]] = ("dual_clip",)
     dual_clip: float | None = Field(None, ge=0, description="bound on the ratio where A < 0, at least 1; 0: none")
 
     def tokens(self, step: LossInputs) -> TokenLosses:
@@ -144,6 +148,7 @@ class Reinforce(PolicyLoss):
     another policy (verl's bypass_mode with loss_type reinforce, where old is the rollout engine's policy; cap 2).
     """
 
+    ratio_bounds: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float | None = Field(None, ge=0, description="bound on the importance weight, at least 1; 0: no weight")
 
     @property
@@ -181,6 +186,7 @@ class Cispo(PolicyLoss):
 
     clip_low: float = Field(1.0, ge=0, description="lower clip range of the weight; 1 or more: no lower bound")
     clip_high: float = Field(0.2, ge=0, description="upper clip range of the weight")
+    ratio_bounds: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float | None = Field(None, ge=0, description="greatest weight, in place of both clips; 0: none")
 
     def tokens(self, step: LossInputs) -> TokenLosses:
@@ -224,6 +230,7 @@ class _Dppo(PolicyLoss):
     Too far: the probability of the token moved in the direction of its advantage by more than the divergence allows.
     """
 
+    ratio_bounds: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float | None = Field(20.0, ge=0, description="bound on the weight, at least 1 (3 in verl's recipes); 0: none")
 
     def outside(self, now: Tensor, old: Tensor, step: LossInputs) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,7 @@ class PairLearner:
         raise NotImplementedError
 
     @transfer(split="rows", gather="merge")
-    def dpo_step(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+    def pair_step(self, batch: Batch, how: PreferenceConfig) -> Metrics:
         """Run one optimizer step of the preference loss on the whole batch of pairs."""
         with on_rows("update", batch) as spent:
             tokens, mask, table = self._read(batch)
@@ -146,8 +146,8 @@ class PairLearner:
         return account(done, self.grid) | self._measured(found)
 
     @transfer(split="rows", gather="merge")
-    def dpo_eval(self, batch: Batch, how: PreferenceConfig) -> Metrics:
-        """Return the metrics of ``dpo_step`` without learning from the pairs."""
+    def pair_eval(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+        """Return the metrics of ``pair_step`` without learning from the pairs."""
         return self._measured(self._read(batch)[2].loss(how))
 
     def _read(self, batch: Batch) -> tuple[Jagged, np.ndarray, PairTable]:

@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
-from tilth.core.files import atomic_write, sync, writing
+from tilth.core.files import rename, sync, writing
 
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError."""
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(data)
+    temporary = path.with_name(f".{path.name}.tmp")  # beside a link too, which is replaced: its target is not the run's
+    with writing(path):
+        try:
+            temporary.write_bytes(data)
+            rename(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def to_json(value: Any) -> str:

@@ -83,3 +83,7 @@ def test_what_is_no_stack_is_shown_as_it_is():
     for rank in (0, 1):
         told = report(probe(rank, "gone", stack="machine 10.0.0.2 does not answer"))
         assert told[-1] == "    machine 10.0.0.2 does not answer"
+
+
+def test_calls_that_end_while_the_report_is_made_leave_an_error():
+    assert overdue({}, [], 5.0).key == "cluster.timeout"

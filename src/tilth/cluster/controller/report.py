@@ -35,7 +35,7 @@ def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> 
     waiting = [rank for rank in late if rank not in named]
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
     lines = [f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)]
-    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
+    return CallTimeout("\n".join(lines), key=late[named[0]].operation if named else "cluster.timeout")
 
 
 def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> CallTimeout:
