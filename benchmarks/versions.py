@@ -7,7 +7,6 @@ What follows ``--`` runs in both folders, each with its own sources and its own 
 carry the same texts are compared. A ratio is the speed of this version over that of the other: above 1, this is faster.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -62,9 +61,8 @@ def main() -> None:
         "other", nargs="?", type=Path, default=HERE, help="folder of the other version; default: this one"
     )
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- SCRIPT.py and its arguments")
-    args = parser.parse_args()
-    command = [word for word in args.command if word != "--"] or ["network.py", "--quick"]
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, command = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :] or ["network.py", "--quick"]
     ratios: dict[tuple[str, ...], list[float]] = {}
     folders = {"this": HERE, "other": args.other.resolve()}
     for pair in range(1 if args.quick else args.pairs):

@@ -144,6 +144,8 @@ def train(
     from tilth.ui.live import Live
 
     view = [Live(recipe)] if live else []
+    if not isinstance(callbacks, Sequence):
+        raise RecipeError(f"callbacks is {callbacks!r}, not a list; give [{callbacks!r}]", key="callbacks")
     given = [*view, *callbacks]
     result = run_recipe(recipe, name=name, callbacks=given, prompts=prompts, reward=reward, allow=allow)
     for shown in view:

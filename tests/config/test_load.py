@@ -14,7 +14,7 @@ from tilth.config import load
 from tilth.config.checks import profiled
 from tilth.config.errors import RecipeError, TilthError
 from tilth.config.keys import keys
-from tilth.config.load import check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
+from tilth.config.load import _work, check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
 from tilth.config.schema import LayoutConfig, Recipe
 
 
@@ -316,6 +316,10 @@ def test_dump_states_every_key_and_is_a_recipe_file(tmp_path):
     assert load_recipe(str(path)) == recipe
     layouts = sum(key.field.annotation is LayoutConfig for key in keys().values())
     assert path.read_text().count(" = ") == len(keys()) + layouts * len(LayoutConfig.model_fields)
+
+
+def test_digest_of_the_native_engine_is_that_of_recipes_from_before_the_key():
+    assert "engine" not in _work(load_recipe("addition-grpo"))["rollout"]
 
 
 def test_digest_ignores_only_where_the_run_is_kept():

@@ -15,6 +15,8 @@ from tilth.config.flows import FLOWS
 from tilth.config.load import digest, from_dict, load_recipe
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES
+from tilth.config.tasks import task_of
+from tilth.models.family import families
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +151,24 @@ def test_a_process_that_gets_a_recipe_imports_its_plugins_and_one_that_only_scor
     )
     found = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["far", "False"]
+
+
+def test_a_plugin_that_changed_after_it_was_imported_is_named(tmp_path):
+    (tmp_path / "ed.py").write_text("x = 1\n")
+    plugins.load_plugins([str(tmp_path / "ed.py")])
+    plugins.load_plugins([str(tmp_path / "ed.py")])
+    (tmp_path / "ed.py").write_text("x = 2\n")
+    with raises(PluginError, "ed.py.changed"):
+        plugins.load_plugins([str(tmp_path / "ed.py")])
+
+
+def test_a_declared_task_or_family_that_raises_is_named(tmp_path):
+    text = (
+        "import tilth\n@tilth.task('bad')\ndef bad(): 1 / 0\n@tilth.family('worse')\ndef worse(): raise KeyError('x')\n"
+    )
+    (tmp_path / "bad.py").write_text(text)
+    plugins.load_plugins([str(tmp_path / "bad.py")])
+    for call, key in ((lambda: task_of("bad"), "task.bad"), (families, "family.worse")):
+        with raises(PluginError, key) as caught:
+            call()
+        assert "bad.py:" in str(caught.value)

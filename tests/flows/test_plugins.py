@@ -105,6 +105,26 @@ def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
         run(tmp_path / "a", plugins=[str(path)], **OWN)
 
 
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ("pass", "flow.my_flow.steps"),
+        ("next(run.experience(group=2))", "flow.my_flow.steps"),
+        ("run.policy.updat()", "flow.my_flow"),
+        ("yield", "flow.my_flow.steps"),
+    ],
+)
+def test_a_loop_that_fails_or_ends_early_is_named(tmp_path, body, key):
+    text = f"import tilth\n@tilth.flow('my_flow')\ndef my_flow(run):\n    {body}\n"
+    with raises(PluginError, key) as caught:
+        run_recipe(
+            tiny.recipe(tmp_path / "a", plugins=[str(write(tmp_path, text))], flow="my_flow"),
+            name="x",
+            reward=tiny.close_enough,
+        )
+    assert "mine.py:" in str(caught.value)
+
+
 def test_a_default_of_ones_own_lies_below_what_the_recipe_says(tmp_path):
     text = (
         MINE
@@ -135,17 +155,14 @@ def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(t
 
 def test_a_run_goes_on_where_its_plugin_has_moved(tmp_path, plugin):
     named = {"run": {"name": "mine"}}
-    own = {key: value for key, value in OWN.items() if key != "reward"}
-    first = run_recipe(
-        tiny.recipe(tmp_path / "a", plugins=[plugin], **own, **named), name="x", reward=tiny.close_enough
-    )
+    first = run_recipe(tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN, **named), name="x")
     moved = tmp_path / "elsewhere" / "mine.py"
     moved.parent.mkdir()
     Path(plugin).rename(moved)
     forget()
-    longer = {**own, "algorithm": {**own["algorithm"], "steps": 8}}
+    longer = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 8}}
     recipe = tiny.recipe(tmp_path / "a", plugins=[str(moved)], **longer, **named)
-    again = run_recipe(recipe, name="x", reward=tiny.close_enough, allow=["algorithm.steps"])
+    again = run_recipe(recipe, name="x", allow=["algorithm.steps"])
     assert again.directory == first.directory and again.summary["steps"] == 14
 
 

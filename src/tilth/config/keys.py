@@ -90,6 +90,8 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(map(_values, get_args(annotation)))
     items = [a for a in get_args(annotation) if a is not Ellipsis]
+    if not items:
+        return "a finite number, text, true or false, or a list of those"
     if known := _choices(items[0]):
         return f"a list of {', '.join(known)}, written '[\"{known[0]}\"]'"
     return """a list of texts, written '["a", "b"]'""" if items[0] is str else f"a list of {len(items)} numbers"

@@ -216,6 +216,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for table, key in ((data, "roles"), (data["data"], "options")):  # keys that older runs do not have
         if not table[key]:
             del table[key]
+    if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key
+        del data["rollout"]["engine"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # in order: the first pool is the default
     return data
 

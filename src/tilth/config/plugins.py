@@ -89,6 +89,8 @@ BACKENDS = {
 """Backends that come with Tilth: name -> module and class, or function that returns one."""
 _SHIPPED_FLOWS, _SHIPPED_OPTIMIZERS = frozenset(FLOWS), frozenset(OPTIMIZERS)
 _DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
+_SOURCES: dict[str, bytes] = {}
+"""Module of a plugin file -> its text when it was imported."""
 
 
 def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T], T]:
@@ -344,8 +346,12 @@ def import_file(path: Path) -> ModuleType:
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, 1, 0.5)
         raise PluginError(f"no file {path}{f'; did you mean {near[0]!r}?' if near else ''}", key=path.name)
-    name = module_name(path)
+    name, source = module_name(path), path.read_bytes()
     if name in sys.modules:
+        if _SOURCES.get(name) != source:  # workers would import the new text
+            raise PluginError(
+                f"{path} has changed since this process imported it; restart it", key=f"{path.name}.changed"
+            )
         return sys.modules[name]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -354,6 +360,7 @@ def import_file(path: Path) -> ModuleType:
         raise PluginError(f"{path} is not a Python file", key=f"{path.name}.type")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    _SOURCES[name] = source
     try:
         spec.loader.exec_module(module)
     except PluginError:
@@ -368,6 +375,15 @@ def import_file(path: Path) -> ModuleType:
 def module_name(path: Path) -> str:
     """Return the name in ``sys.modules`` of a file imported by its path, equal in every process."""
     return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+
+
+def call_declared(declaration: Declaration) -> Any:
+    """Call a declared function without arguments. PluginError for what it raises."""
+    try:
+        return declaration.value()
+    except Exception as error:  # whatever a user's code raises
+        message = f"{declaration.title}: {describe(error, declaration.file)}"
+        raise PluginError(message, key=f"{declaration.kind}.{declaration.name}") from error
 
 
 def describe(error: BaseException, file: str = "") -> str:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from tilth.config.errors import PluginError
-from tilth.config.plugins import Declaration, declared
+from tilth.config.plugins import Declaration, call_declared, declared
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Task:
 
 @cache
 def _of_plugin(declaration: Declaration) -> Task:
-    made = declaration.value()
+    made = call_declared(declaration)
     if not isinstance(made, Task):
         raise PluginError(f"{declaration.title} returns no tilth.config.tasks.Task", key=f"task.{declaration.name}")
     return made

@@ -17,10 +17,18 @@ from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
-from tilth.config.plugins import declared
+from tilth.config.plugins import Declaration, declared, describe
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
-from tilth.core.errors import CallTimeout, CheckpointError, OutOfMemory, StorageError, WorkerLost
+from tilth.core.errors import (
+    CallTimeout,
+    CheckpointError,
+    OutOfMemory,
+    PluginError,
+    StorageError,
+    TilthError,
+    WorkerLost,
+)
 from tilth.core.files import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
@@ -310,10 +318,26 @@ def _phases(run: Run) -> None:
     loop(run.enter(recipe.flow, recipe.algorithm.steps, recipe.optimizer.lr))
 
 
+def _own_loop(own: Declaration, run: Run) -> None:
+    """Run a plugin's training loop. PluginError for what it raises, and if it ends before the phase does."""
+    try:
+        own.value(run)
+    except TilthError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise PluginError(f"{own.title}: {describe(error, own.file)}", key=f"flow.{own.name}") from error
+    if run.state.phase not in run.state.finished:
+        steps = f"{run.state.phase_step} of {run.phase_steps} steps"
+        raise PluginError(
+            f"{own.title} ended after {steps}; loop over run.experience(...) to its end, or call run.stop(why)",
+            key=f"flow.{own.name}.steps",
+        )
+
+
 def training_loop(recipe: Recipe) -> Callable[[Run], None]:
     """Return the loop of the recipe's flow: a plugin's, or the one for what the flow learns from."""
     if own := declared("flow").get(recipe.flow):
-        return own.value
+        return partial(_own_loop, own)
     if recipe.flow_spec.samples:
         return actor_critic if recipe.flow_spec.critic else policy_gradient
     return preference if recipe.flow_spec.learns == "pairs" else supervised

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-from tilth.config.plugins import Declaration, declared, shipped_families
+from tilth.config.plugins import Declaration, call_declared, declared, shipped_families
 from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError, PluginError
 from tilth.models.config import DecoderConfig, check, need, rope_from_hf
@@ -193,7 +193,7 @@ def _shipped() -> dict[str, Family]:
 
 @cache
 def _of_plugin(declaration: Declaration) -> Family:
-    made = declaration.value()
+    made = call_declared(declaration)
     if not isinstance(made, Family):
         message = f"{declaration.title} returns no tilth.models.family.Family"
         raise PluginError(message, key=f"family.{declaration.name}")

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from tilth.config.plugins import declared
 from tilth.rewards.functions import Reward, is_importable
 from tilth.rewards.verifiers import builtin
 
@@ -38,10 +39,20 @@ def fingerprint(spec: str | Mapping[str, float] | Reward) -> str:
     """Return 16 hex digits for an argument of ``load_reward``, equal in every process."""
     importlib.invalidate_caches()
     found = _Fingerprint()
-    found.add(dict(spec) if isinstance(spec, Mapping) else spec)
+    if isinstance(spec, Mapping):
+        found.add({_without_folder(name): weight for name, weight in spec.items()})
+    else:
+        found.add(_without_folder(spec) if isinstance(spec, str) else spec)
     for name in [spec] if isinstance(spec, str) else spec if isinstance(spec, Mapping) else ():
         found.imports.spec(name)
     return found.digest()
+
+
+def _without_folder(name: str) -> str:
+    """Return ``/path/mine.py:brevity`` of a plugin as ``mine.py:brevity``; other names stay."""
+    of_plugins = {found.spec for kind in ("reward", "task") for found in declared(kind).values()}
+    where, _, function = name.rpartition(":")
+    return f"{Path(where).name}:{function}" if name in of_plugins and where.endswith(".py") else name
 
 
 def files_fingerprint(plugins: Iterable[str]) -> str:
@@ -85,7 +96,7 @@ class Imports:
             self.module(where)
         elif (file := Path(where).expanduser().resolve()).is_file():
             self.search(str(file.parent))
-            self.file(where, file)
+            self.file(_without_folder(name).rpartition(":")[0], file)
 
     def module(self, name: str) -> None:
         """Add a user module by its full name, with the packages around it."""
