@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,17 @@ def rows_of(folder: Path, command: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def speeds(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], float]:
-    """Each figure that says how fast something was, by the texts of its row and its own name; more is faster."""
+def texts(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Keys whose values are texts."""
+    return {key for row in rows for key, value in row.items() if isinstance(value, str)}
+
+
+def speeds(rows: Sequence[Mapping[str, Any]], keys: Collection[str]) -> dict[tuple[str, ...], float]:
+    """Each figure that says how fast something was, by the texts of its row at ``keys`` and its own name; more is
+    faster."""
     found = {}
     for row in rows:
-        name = tuple(f"{k}={v}" for k, v in sorted(row.items()) if isinstance(v, str))
+        name = tuple(f"{k}={v}" for k, v in sorted(row.items()) if k in keys and isinstance(v, str))
         for key, value in row.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 continue
@@ -67,7 +73,11 @@ def main() -> None:
     folders = {"this": HERE, "other": args.other.resolve()}
     for pair in range(1 if args.quick else args.pairs):
         turns = reversed(folders) if pair % 2 else folders
-        found = {which: speeds(rows_of(folders[which], command)) for which in turns}
+        made = {which: rows_of(folders[which], command) for which in turns}
+        keys = texts(made["this"]) & texts(made["other"])  # a version may have more columns than the other
+        found = {which: speeds(made[which], keys) for which in folders}
+        if not found["this"].keys() & found["other"].keys():
+            raise SystemExit(f"{command[0]}: the two versions have no row in common")
         for name in found["this"].keys() & found["other"].keys():
             ratios.setdefault(name, []).append(found["this"][name] / found["other"][name])
     rows = [
