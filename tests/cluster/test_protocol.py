@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.cluster.workers import Echo, Metric
 from tests.errors import raises
-from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, transfer_of
+from tilth.cluster.protocol import Deal, Transfer, deal, evenly, gather, offered, transfer, transfer_of
 from tilth.core.batch import Batch, Column, Handle, Jagged
-from tilth.core.errors import AxisError
+from tilth.core.errors import ArgumentError, AxisError
 from tilth.core.layout import Mesh
 
 ROWS = Transfer("rows", "rows")
@@ -236,3 +236,9 @@ def test_what_a_role_offers_is_read_from_its_class():
     found = offered(Echo(None, float))
     assert found["same"] == Transfer("rows", "rows") and "context" not in found
     assert transfer_of(Echo.total) == Transfer("rows", "merge") and transfer_of(Metric.merge) is None
+
+
+@pytest.mark.parametrize("key", ["split", "gather"])
+def test_a_transfer_that_there_is_not_is_refused_where_it_is_declared(key):
+    with raises(ArgumentError, key):
+        transfer(**{"split": "rows", "gather": "rows", key: "row"})

@@ -6,7 +6,7 @@ verl's N-d mesh). ``deal`` and ``gather`` are pure functions of tables.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -53,6 +53,10 @@ def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callab
     mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis; with
     the default ``over``, "merge" also collects along axes that split tokens, where each rank has a part.
     """
+
+    for name, given, known in (("split", split, get_args(Split)), ("gather", gather, get_args(Gather))):
+        if given not in known:
+            raise ArgumentError(f"{name}={given!r} is not one of {', '.join(known)}", key=name)
 
     def mark(method: Method) -> Method:
         setattr(method, ATTRIBUTE, Transfer(split, gather, over))

@@ -7,7 +7,7 @@ checkpoint and when it receives weights.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilth.config.errors import PluginError
 
@@ -52,6 +52,11 @@ class RoleSpec:
     """Keys that reduce its memory."""
 
     def __post_init__(self) -> None:
+        if self.mesh not in get_args(MeshKind):
+            known = ", ".join(map(repr, get_args(MeshKind)))
+            raise PluginError(
+                f"role {self.name!r}: mesh={self.mesh!r} is not one of {known}", key=f"role.{self.name}.mesh"
+            )
         if self.mesh != "one" and self.memory is None:
             raise PluginError(
                 f"role {self.name!r}: mesh={self.mesh!r} without memory: its size cannot be predicted; give a "

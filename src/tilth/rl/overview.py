@@ -34,6 +34,7 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     flow, keys = recipe.flow_spec, recipe.algorithm
     found: dict[str, Any] = {"title": flow.title, "learns": flow.learns, "critic": flow.critic, "judge": flow.judge}
     found |= {"reference": recipe.refers, "advantage": None, "loss": "likelihood", "aggregation": None}
+    found |= {"group": None, "gamma": None, "lam": None, "critic_steps": None}
     found |= {"clip_low": None, "clip_high": None, "dual_clip": None, "correction": None, **dict.fromkeys(_KEYS)}
     if not flow.samples:
         return found | ({"loss": recipe.preference.loss} if flow.learns == "pairs" else {})
@@ -41,6 +42,9 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     clips = {name: getattr(algorithm.loss, name, None) for name in ("clip_low", "clip_high", "dual_clip")}
     own = {key: getattr(keys, key) for key in _KEYS if key not in OPTIONAL or key in flow.reads}
     named = {"advantage": keys.advantage, "loss": keys.loss, "aggregation": algorithm.aggregation.entry_name}
+    own |= {"group": recipe.rollout.group}
+    if flow.critic:
+        own |= {"gamma": keys.gamma, "lam": keys.lam, "critic_steps": recipe.critic.steps}
     return found | named | clips | own | {"correction": keys.correction or None, "drop_flat": algorithm.drops_flat}
 
 
