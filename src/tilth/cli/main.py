@@ -1,7 +1,6 @@
 """``tilth``: the commands and their options. Each body is a module of its own, imported when the command runs."""
 
 import functools
-import importlib
 import platform
 from collections.abc import Callable
 from importlib import metadata
@@ -35,6 +34,7 @@ from tilth.cli.arguments import (
 )
 from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
+from tilth.config.roles import resolve
 
 
 def _version(wanted: bool) -> None:
@@ -79,8 +79,7 @@ def command(target: str, group: typer.Typer = app, name: str = "") -> Callable[[
     def register(declared: Callable[..., None]) -> None:
         @functools.wraps(declared)
         def call(**given: Any) -> None:
-            module, _, function = target.partition(":")
-            body = getattr(importlib.import_module(f"tilth.cli.{module}"), function)
+            body = resolve(f"tilth.cli.{target}")
             body(**{option: value for option, value in given.items() if value is not None})
 
         group.command(name or declared.__name__)(call)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
-from tilth.config.errors import PluginError
+from tilth.config.errors import PluginError, TilthError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
@@ -377,10 +377,12 @@ def module_name(path: Path) -> str:
     return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
 
-def call_declared(declaration: Declaration) -> Any:
-    """Call a declared function without arguments. PluginError for what it raises."""
+def call_declared(declaration: Declaration, *given: Any, **options: Any) -> Any:
+    """Call what a plugin declares. A TilthError passes through; PluginError for anything else that it raises."""
     try:
-        return declaration.value()
+        return declaration.value(*given, **options)
+    except TilthError:
+        raise
     except Exception as error:  # whatever a user's code raises
         message = f"{declaration.title}: {describe(error, declaration.file)}"
         raise PluginError(message, key=f"{declaration.kind}.{declaration.name}") from error

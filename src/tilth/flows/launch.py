@@ -17,7 +17,7 @@ from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
-from tilth.config.plugins import Declaration, declared, describe
+from tilth.config.plugins import Declaration, call_declared, declared
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.errors import (
@@ -26,7 +26,6 @@ from tilth.core.errors import (
     OutOfMemory,
     PluginError,
     StorageError,
-    TilthError,
     WorkerLost,
 )
 from tilth.core.files import make_folder
@@ -320,12 +319,7 @@ def _phases(run: Run) -> None:
 
 def _own_loop(own: Declaration, run: Run) -> None:
     """Run a plugin's training loop. PluginError for what it raises, and if it ends before the phase does."""
-    try:
-        own.value(run)
-    except TilthError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        raise PluginError(f"{own.title}: {describe(error, own.file)}", key=f"flow.{own.name}") from error
+    call_declared(own, run)
     if run.state.phase not in run.state.finished:
         steps = f"{run.state.phase_step} of {run.phase_steps} steps"
         raise PluginError(

@@ -1,6 +1,5 @@
 """The protocol of generation engines, and the one place that constructs them."""
 
-import importlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from tilth.config.plugins import ENGINES, declared, describe, load_plugins
+from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
+from tilth.config.roles import resolve
 from tilth.core.checksum import checksum
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
@@ -138,20 +138,14 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
     if name not in ENGINES and name not in declared("engine"):
         load_plugins(plugins)
     if name in ENGINES:
-        module, _, attribute = ENGINES[name].partition(":")
-        shipped: GenerationEngine = getattr(importlib.import_module(module), attribute)(config, **options)
+        shipped: GenerationEngine = resolve(ENGINES[name])(config, **options)
         return shipped
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])
         message = f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it"
         raise RecipeError(message, key="rollout.engine")
-    kind, where = declaration.value, f"engine {name!r} ({declaration.where})"
-    if GenerationEngine not in getattr(kind, "__mro__", ()):
-        message = f"{where} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
+    if GenerationEngine not in getattr(declaration.value, "__mro__", ()):
+        message = f"{declaration.title} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
         raise PluginError(message, key=f"engine.{name}.class")
-    try:
-        return kind(config, **options)
-    except TilthError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{where}: {describe(error)}", key=f"engine.{name}") from error
+    engine: GenerationEngine = call_declared(declaration, config, **options)
+    return engine

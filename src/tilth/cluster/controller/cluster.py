@@ -1,6 +1,5 @@
 """Cluster: workers of one backend, the roles on them, their payload store."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +15,9 @@ from tilth.cluster.controller.group import WorkerGroup, call_numbers
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.controller.totals import together
 from tilth.cluster.protocol import Divide
-from tilth.config.plugins import BACKENDS, declared, describe
-from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError, TilthError
+from tilth.config.plugins import BACKENDS, call_declared, declared
+from tilth.config.roles import resolve
+from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError
 from tilth.core.layout import Mesh
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
@@ -199,19 +199,13 @@ def open_cluster(
 
 def _backend(name: str, workers: int, **options: Any) -> Backend:
     if name in BACKENDS:
-        module, _, attribute = BACKENDS[name].partition(":")
-        shipped: Backend = getattr(importlib.import_module(module), attribute)(workers, **options)
+        shipped: Backend = resolve(BACKENDS[name])(workers, **options)
         return shipped
     if (declaration := declared("backend").get(name)) is None:
         known = ", ".join([*BACKENDS, *declared("backend")])
         message = f"cluster.backend = {name!r}: unknown; use {known}, or a plugin that declares it"
         raise RecipeError(message, key="cluster.backend")
-    try:
-        made = declaration.value(workers, **options)
-    except TilthError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{declaration.title}: {describe(error)}", key=f"backend.{name}") from error
+    made = call_declared(declaration, workers, **options)
     missing = [
         member for member in ("workers", "store", "submit", "control", "probe", "close") if not hasattr(made, member)
     ]

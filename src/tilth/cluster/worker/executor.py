@@ -16,6 +16,7 @@ from tilth.cluster.backends.capacity import MORE_ROOM
 from tilth.cluster.controller.report import in_collective
 from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.worker.context import Context
+from tilth.config.roles import resolve
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError, WorkerError
 from tilth.core.layout import Mesh
@@ -130,7 +131,6 @@ class Executor:
         """Construct a role, in place of an earlier one, and return the protocols of its methods."""
         _close(self.roles.pop(role, None))
         self._generations[role] = generation
-        module, _, function = factory.partition(":")
         context = Context(
             role,
             mesh,
@@ -144,7 +144,7 @@ class Executor:
             generation,
         )
         self._where[role] = role, mesh.place(self.rank)
-        self.roles[role] = getattr(importlib.import_module(module), function)(context, **packed.kwargs)
+        self.roles[role] = resolve(factory)(context, **packed.kwargs)
         return offered(self.roles[role])
 
     def _trace(self, path: str, attempt: int, planned: bool) -> None:
