@@ -61,11 +61,11 @@ def table():
 
 def test_a_mesh_knows_its_axes_by_name(table):
     mesh = Mesh.of({"dp": 2, "island": 2, "ring": 3}, tuple(range(10, 22)))
-    assert mesh.names == ("dp", "fsdp", "tp", "island", "ring", "pipe")
+    assert mesh.names == ("dp", "fsdp", "cp", "tp", "island", "ring", "pipe")
     assert (mesh.size("island"), mesh.size("dp", "ring"), mesh.size("tp")) == (2, 6, 1)
-    assert mesh.over("rows") == ("dp", "fsdp", "island") and mesh.over("tokens", "layers") == ("ring", "pipe")
+    assert mesh.over("rows") == ("dp", "fsdp", "island") and mesh.over("tokens", "layers") == ("cp", "ring", "pipe")
     assert (mesh.count("rows"), mesh.count("tokens"), mesh.count("rows", "tokens")) == (4, 3, 12)
-    assert mesh.copies == ("dp", "island", "ring") and mesh.shards == ("fsdp",)
+    assert mesh.copies == ("dp", "cp", "island", "ring") and mesh.shards == ("fsdp",)
     assert mesh.coordinate("island", 15) == 1 == mesh.at(15)["island"] and mesh.index(21, "dp", "island") == 3
     assert mesh.along(14, "island") == (11, 14) and mesh.part(14, "island").ranks == (11, 14)
 
@@ -123,12 +123,12 @@ def test_rows_are_divided_over_an_axis_that_splits_them(table):
         assert args[0]["id"].tolist() == [first, first + 1] and speaks == (at["tp"] == 0)
 
 
-def test_ranks_that_divide_tokens_get_the_same_rows_and_all_of_them_are_merged(table):
+def test_ranks_that_divide_tokens_get_the_same_rows_and_one_of_them_answers(table):
     mesh, rows = Mesh.of({"dp": 2, "ring": 2}), [Batch({"id": np.arange(4)})]
     dealt = deal(Transfer("rows", "rows"), mesh, evenly, rows, {})
     assert [a.args[0]["id"].tolist() for a in dealt.arguments] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert dealt.answers == [True, False, True, False]
-    assert deal(Transfer("rows", "merge"), mesh, evenly, rows, {}).answers == [True] * 4
+    assert deal(Transfer("rows", "merge"), mesh, evenly, rows, {}).answers == [True, False, True, False]
 
 
 # ---- processes: groups, denominators, gradients ----
@@ -140,14 +140,14 @@ def test_groups_and_denominators_of_invented_axes(pool):
         first, second = pool.run(2, HERE + "counted", name=name)
         assert first["group"] == second["group"] == [0, 1] and first["island group"] == (name == "island")
         assert (first["whole"], first["denominator"]) == (second["whole"], second["denominator"])
-        assert first["denominator"] == 9.0  # tokens of the whole batch: rows 4 and 5, or two parts of each
+        assert first["denominator"] == 9.0  # tokens of the whole batch
         assert [first["first"], second["first"]] == [True, False]
 
 
 def counted(rank, name):
     with invented():
         grid = ParallelDims.of(Mesh.of({name: 2}), rank)
-        lengths = {"island": [[4], [5]], "ring": [[2, 2], [2, 3]]}[name][rank]
+        lengths = {"island": [[4], [5]], "ring": [[4, 5], [4, 5]]}[name][rank]
         tokens = Jagged.with_lengths(np.arange(sum(lengths)), np.array(lengths))
         aggregation = registry.build("aggregations", "token-mean", {}, Aggregation)
         found = global_denominator(aggregation, np.ones(sum(lengths), np.uint8), tokens, gather_data_ranks(grid))
@@ -174,7 +174,8 @@ def test_a_step_over_an_invented_axis_is_that_of_one_device(pool, sizes):
 
 
 def trained(rank, sizes):
-    """Two steps: rows are divided over what splits rows; of tokens each rank learns from its own, as a ring would."""
+    """Two steps: rows are divided over what splits rows; of tokens each rank learns from its own, and all know the
+    loss of whole rows."""
     case = Case(double=True, micro_tokens=1000)
     with invented():
         sharded = (
@@ -185,10 +186,15 @@ def trained(rank, sizes):
         sharded.load_(weights(case))
         mesh, engine, (tokens, mask) = sharded.grid.mesh, engine_of(case, sharded), batch()
         rows = np.arange(len(tokens.lengths))[mesh.index(rank, *mesh.over("rows")) :: mesh.count("rows")]
-        own = Jagged(mask, tokens.offsets).take(rows).values.copy()
-        own[np.arange(len(own)) % mesh.count("tokens") != mesh.index(rank, *mesh.over("tokens"))] = 0
+        own, every = Jagged(mask, tokens.offsets).take(rows).values, loss_of(case, mask)
+
+        def loss(micro):
+            theirs = torch.arange(len(micro.ids)) % mesh.count("tokens") != mesh.index(rank, *mesh.over("tokens"))
+            micro.logprobs = torch.where(theirs, micro.logprobs.detach(), micro.logprobs)
+            return every(micro)
+
         for _ in range(2):
-            done = engine.update(tokens.take(rows), own, {}, loss_of(case, mask), starts=tokens.offsets[rows])
+            done = engine.update(tokens.take(rows), own, {}, loss, starts=tokens.offsets[rows])
         found = {name: t.clone() for name, t in sharded.assemble(list(sharded.parameters)).items()}
     return {"loss": done.loss, "norm": done.grad_norm, "weights": found}
 
@@ -243,7 +249,7 @@ def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
 
 def test_mistakes_in_a_recipe_name_the_keys():
     assert "does not divide" in planned("cluster.workers=3", "policy.layout.island=2")
-    assert "dp x fsdp x tp x island x ring x pipe = 2 x 1 x 1 x 2 x 1 x 1 = 4" in planned(
+    assert "dp x fsdp x cp x tp x island x ring x pipe = 2 x 1 x 1 x 1 x 2 x 1 x 1 = 4" in planned(
         "cluster.workers=2", "policy.layout={dp = 2, island = 2}"
     )
     assert "rollout.layout.ring = 2" in planned("cluster.workers=2", "rollout.layout.ring=2")
@@ -254,7 +260,7 @@ def test_mistakes_in_a_recipe_name_the_keys():
 
 
 def test_coordinates_in_the_trace(table):
-    assert Mesh.of({"island": 2, "pipe": 2}).place(3) == "dp=0 fsdp=0 tp=0 island=1 ring=0 pipe=1"
+    assert Mesh.of({"island": 2, "pipe": 2}).place(3) == "dp=0 fsdp=0 cp=0 tp=0 island=1 ring=0 pipe=1"
     job = Job(4)
     with job:
         job.do("policy.update", {r: [("forward", 1.0 + r % 2), ("all_reduce", 0.1)] for r in range(4)})

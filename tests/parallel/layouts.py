@@ -30,8 +30,10 @@ class Case:
 
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
     sp: bool = False
+    cp_style: str = "ring"
     zero: int = 3
     tied: bool = True
     value: bool = False
@@ -44,16 +46,17 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.fsdp * self.tp
+        return self.dp * self.fsdp * self.cp * self.tp
 
     def __str__(self) -> str:
-        sizes = [f"{n}{s}" for n, s in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)) if s > 1]
+        sizes = [f"{n}{getattr(self, n)}" for n in ("dp", "fsdp", "cp", "tp") if getattr(self, n) > 1]
+        sizes += ["ulysses"] * (self.cp_style == "ulysses")
         marks = [n for n in ("sp", "value", "double", "checkpointing", "dropout", "rows") if getattr(self, n)]
         return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp > 1) + ["untied"] * (not self.tied) + marks)
 
     @property
     def alone(self) -> "Case":
-        return replace(self, dp=1, fsdp=1, tp=1, sp=False, rows=())
+        return replace(self, dp=1, fsdp=1, cp=1, tp=1, sp=False, rows=())
 
 
 def build(case: Case) -> Decoder:
@@ -67,8 +70,8 @@ def build(case: Case) -> Decoder:
 def spread(case: Case, rank: int = 0) -> ShardedModel:
     if case.ranks == 1:
         return ShardedModel.alone(build(case))
-    grid = ParallelDims.of(Mesh(("dp", "fsdp", "tp"), (case.dp, case.fsdp, case.tp)), rank)
-    return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero)
+    grid = ParallelDims.of(Mesh(("dp", "fsdp", "cp", "tp"), (case.dp, case.fsdp, case.cp, case.tp)), rank)
+    return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero, cp_style=case.cp_style)
 
 
 def weights(case: Case) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ DOUBLE = [
     Case(fsdp=2, double=True, zero=2, value=True, checkpointing=True, rows=(0,)),
     Case(tp=2, double=True, dropout=0.1, checkpointing=True),
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),
+    Case(cp=2, double=True, dropout=0.1, checkpointing=True),
+    Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
 ]
 DOUBLE_FOURS = [
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
@@ -54,6 +56,14 @@ DOUBLE_MORE = [
     Case(tp=4, double=True, dropout=0.1),
     Case(tp=4, sp=True, double=True, dropout=0.1, tied=False, checkpointing=True),
     Case(dp=4, double=True, value=True),
+    Case(cp=4, double=True, dropout=0.1, tied=False),
+    Case(cp=4, double=True, cp_style="ulysses", value=True, micro_tokens=40),
+    Case(cp=2, tp=2, double=True, dropout=0.1, tied=False),
+    Case(cp=2, tp=2, sp=True, double=True, cp_style="ulysses", dropout=0.1, checkpointing=True),
+    Case(dp=2, cp=2, double=True, value=True, rows=(3,)),
+    Case(dp=2, cp=2, double=True, cp_style="ulysses", rows=(0,)),
+    Case(fsdp=2, cp=2, double=True, dropout=0.1, rows=(7,)),
+    Case(fsdp=2, cp=2, double=True, cp_style="ulysses", zero=2, value=True, rows=(1,)),
 ]
 HSDP = Case(dp=2, fsdp=2)
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from tilth.config.axes import DATA
 from tilth.core.batch import Batch, Column, concat
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
@@ -50,8 +49,7 @@ def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callab
     "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
     the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
-    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis; with
-    the default ``over``, "merge" also collects along axes that split tokens, where each rank has a part.
+    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis.
     """
 
     for name, given, known in (("split", split, get_args(Split)), ("gather", gather, get_args(Gather))):
@@ -106,8 +104,7 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
     Raises ArgumentError for arguments that cannot be split as declared, AxisError for an unknown axis in ``over``.
     """
     over = how.over or mesh.over("rows")
-    heard = mesh.over(*DATA) if how.gather == "merge" and not how.over else over
-    alike = [name for name in mesh.names if name not in heard] if how.gather != "first" else mesh.names
+    alike = [name for name in mesh.names if name not in over] if how.gather != "first" else mesh.names
     answers = [how.gather == "all" or not mesh.index(rank, *alike) for rank in mesh.ranks]
     if how.split == "each":
         return Deal(_each(len(mesh), args, kwargs), answers, None)

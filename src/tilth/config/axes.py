@@ -12,7 +12,8 @@ from tilth.config.errors import AxisError
 
 Split = Literal["rows", "tokens", "parameters", "layers", "experts"]
 DATA: tuple[Split, ...] = ("rows", "tokens")
-"""Splits after which ranks see different data: gradients, losses and counts are summed over them."""
+"""Splits after which ranks see different data: gradients are summed over them. Losses and counts are summed over rows
+alone: ranks that divide tokens exchange what a loss needs of each token, and each has the loss of whole rows."""
 MODEL: tuple[Split, ...] = ("parameters", "layers", "experts")
 """Splits after which ranks hold different parts of the model."""
 
@@ -45,10 +46,11 @@ AXES: dict[str, Axis] = {
         Axis(
             "dp",
             ("rows",),
-            "replicas, each with its own rows; 0: the ranks that fsdp and tp leave of the pool",
+            "replicas, each with its own rows; 0: the ranks that the other axes leave of the pool",
             fills=True,
         ),
         Axis("fsdp", ("rows", "parameters"), "ranks that shard the parameters, each with its own rows"),
+        Axis("cp", ("tokens",), "ranks that divide the tokens of each sequence, on the same rows"),
         Axis("tp", ("parameters",), "ranks that split every matrix product, on the same rows"),
     )
 }

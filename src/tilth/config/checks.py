@@ -370,15 +370,22 @@ def _divided(recipe: Recipe) -> _Errors:
         if spec.mesh == "copies":
             yield from _copied(spec, spec.placed_by(recipe).layout)
     for role, layout in learners(recipe).items():
-        name, model = f"{ROLES[role].key}.layout", any(getattr(layout, axis) > 1 for axis in over(*MODEL))
+        name = f"{ROLES[role].key}.layout"
+        partial = any(getattr(layout, axis) > 1 for axis in over("tokens", *MODEL))
         if layout.sp and layout.tp == 1:
             message = f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
             yield RecipeError(message, key=f"{name}.sp")
         if recipe.train.parity and layout.tp > 1:
             message = f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
             yield RecipeError(message, key="train.parity.tp")
-        if "noise_scale" in recipe.train.watch and role == "policy" and model:
-            right = " and ".join(f"{axis} = 1" for axis in over(*MODEL))
+        if layout.cp_style != "ring" and layout.cp == 1:
+            message = f'{name}.cp_style = "{layout.cp_style}" needs {name}.cp of 2 or more, not 1; or leave it out'
+            yield RecipeError(message, key=f"{name}.cp_style")
+        if recipe.train.parity and layout.cp > 1:
+            message = f"train.parity = true needs {name}.cp = 1, not {layout.cp}: parts of a softmax round differently"
+            yield RecipeError(message, key="train.parity.cp")
+        if "noise_scale" in recipe.train.watch and role == "policy" and partial:
+            right = " and ".join(f"{axis} = 1" for axis in over("tokens", *MODEL))
             message = f"train.watch noise_scale needs whole gradients: {name}.{right}; or leave it out"
             yield RecipeError(message, key="train.watch")
 

@@ -40,6 +40,9 @@ class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: i
     """Division of a role over its pool: the sizes of all axes, whose product is the number of workers."""
 
     sp: bool = Field(False, description="with tp: its ranks divide norms and residual stream by tokens too")
+    cp_style: Literal["ring", "ulysses"] = Field(
+        "ring", description="with cp: send keys and values around (ring), or exchange tokens for heads (ulysses)"
+    )
     zero: Literal[2, 3] = Field(3, description="with fsdp: gather parameters once per step (2) or per micro-batch (3)")
 
     def sizes(self, workers: int) -> dict[str, int]:

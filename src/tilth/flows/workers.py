@@ -228,7 +228,8 @@ def shard_model(
         return model
 
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
-    return shard(build, dims, converters=converters, sp=layout.sp, zero=layout.zero, device=str(device))
+    how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
+    return shard(build, dims, converters=converters, **how, device=str(device))
 
 
 def _temperature(recipe: Recipe) -> float:

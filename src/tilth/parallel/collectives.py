@@ -5,7 +5,7 @@
 the group call them in the same order with the same number of rows; empty tensors are not sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilth.parallel.comm import Group, all_gather, all_reduce, reduce_scatter
+from tilth.parallel.comm import Group, all_gather, all_reduce, all_to_all, reduce_scatter
 
 _Collective = Callable[[Tensor, Group], Tensor]
 
@@ -101,3 +101,28 @@ def gather_copies(x: Tensor, group: Group) -> Tensor:
     Every rank has the whole gradient already, and takes its rows of it.
     """
     return _Paired.apply(x, group, _gather, _own)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+        ctx.counts, ctx.group = (sent, received), group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(out, x.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        received, sent = ctx.counts
+        out = grad.new_empty(sum(received), *grad.shape[1:])
+        all_to_all(out, grad.contiguous(), received, sent, ctx.group)
+        return out, None, None, None
+
+
+def exchange_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """Send the first ``sent[0]`` rows of x to rank 0 and so on; return ``received[r]`` rows of each rank, in order.
+
+    Gradients go back to where their rows came from.
+    """
+    return _AllToAll.apply(x, received, sent, group)

@@ -3,11 +3,11 @@
 A span has the ranks of its group as ``detail``, in ascending order, and as ``seq`` its number among all communications
 of these ranks. All members issue them in one order, so the events of one communication share one (detail, seq). Its
 ``bytes`` are those of this rank's tensor: the input of an all-reduce or a reduce-scatter, the local part of a gather,
-the tensor of a broadcast. Its time includes waiting for the last member; where a device works beside the host, it is
-the time to queue it.
+the tensor of a broadcast, what it sends to others in an exchange or an all-to-all. Its time includes waiting for the
+last member; where a device works beside the host, it is the time to queue it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -83,6 +83,37 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
     """Broadcast contiguous x from rank ``source`` of the world."""
     with communication("broadcast", group, x.nbytes):
         dist.broadcast(x, source, group=group)
+
+
+def all_to_all(out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
+    """Fill contiguous ``out`` with ``received[r]`` rows of each rank r, which get ``sent[r]`` rows of contiguous x."""
+    own = sent[group.rank()] * (x.nbytes // max(len(x), 1))
+    with communication("all_to_all", group, x.nbytes - own):
+        dist.all_to_all_single(out, x, list(received), list(sent), group=group)
+
+
+class Exchange:
+    """One tensor on its way to a rank of a group, and one from a rank of it, either perhaps missing.
+
+    All ranks of the group make one at the same time; those between the same two ranks arrive in order.
+    """
+
+    def __init__(self, group: Group, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
+        """to, source: ranks of the group; sent, received: contiguous, None or empty: nothing."""
+        ends = ((dist.isend, sent, to), (dist.irecv, received, source))
+        some = [(op, x, peer) for op, x, peer in ends if x is not None and x.numel()]
+        self._group, self._held, self._received = group, sent, received
+        self._bytes = 0 if sent is None else sent.nbytes
+        ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, x, peer in some]
+        self._works = dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> Tensor | None:
+        """Wait for both and return what was received. The span has the time that was not hidden by other work."""
+        with communication("exchange", self._group, self._bytes):
+            for work in self._works:
+                work.wait()
+        self._held = None
+        return self._received
 
 
 # What torch's FSDP issues

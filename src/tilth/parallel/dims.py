@@ -118,9 +118,9 @@ class ParallelDims:
     def sum(self, vector: Tensor, *splits: Split) -> Tensor:
         """Sum a vector [n] over the ranks that divide any of these; the same bits on all of them.
 
-        splits: by default rows and tokens, along which each rank has a part.
+        splits: by default rows. Ranks that divide tokens have the same numbers of the same rows.
         """
-        group = self.group_over(*splits or DATA)
+        group = self.group_over(*splits or ("rows",))
         if group is not None:
             vector = vector.clone()
             comm.all_reduce(vector, group)

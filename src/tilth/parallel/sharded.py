@@ -26,6 +26,7 @@ from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import all_gather, all_reduce, watch
+from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import nested
@@ -45,24 +46,26 @@ def shard(
     converters: Sequence[str] = (),
     sp: bool = False,
     zero: Zero = 3,
+    cp_style: Style = "ring",
     device: str = "cpu",
 ) -> "ShardedModel":
     """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
-    step). ModelError if the grid does not fit the model.
+    step). cp_style: attention along cp. ModelError if the grid does not fit the model.
     """
     with torch.device("meta"):
         model = converted(build(), converters)
     model.rope = Rope(model.config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     plan = apply_tensor(model, grid, sp)
+    context = ContextParallel.of(grid, cp_style, model.config)
     if grid.size(*grid.mesh.shards) > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
     layouts = {name: nested(grid.mesh, shape, {"tp": plan.placements[name]}) for name, shape in shapes.items()}
-    return ShardedModel([model], grid, layouts, plan.partial, zero)
+    return ShardedModel([model], grid, layouts, plan.partial, zero, context)
 
 
 def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
@@ -92,9 +95,11 @@ class ShardedModel:
         layouts: Mapping[str, Layout],
         partial: Partial = (),
         zero: Zero = 3,
+        context: ContextParallel | None = None,
     ) -> None:
-        """partial: parameters whose gradients are summed over a further group."""
+        """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
+        self.context = context
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
         self._own = {name: p for part in parts for name, p in part.named_parameters()}

@@ -67,7 +67,9 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
 
 
 def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
-    """Raise RecipeError unless heads, key heads and MLP divide over each role's tp; it names a tp that would work.
+    """Raise RecipeError unless heads, key heads and MLP divide over each role's tp, and heads over the cp of Ulysses.
+
+    It names sizes that would work.
 
     Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
     have any size.
@@ -82,6 +84,13 @@ def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
             values = f"on {workers} workers tp may be {', '.join(right)}"
             key = f"{ROLES[role].key}.layout.tp"
             raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
+        wrong = ulysses_misfit(shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
+        if wrong:
+            divisors = [n for n in range(1, layout.cp + 1) if layout.cp % n == 0]
+            right = [str(n) for n in divisors if not ulysses_misfit(shape, n, layout.tp)]
+            key = f"{ROLES[role].key}.layout.cp"
+            values = f'cp_style = "ring" takes any heads, or cp may be {", ".join(right)}'
+            raise RecipeError(f"{key} = {layout.cp} does not divide {wrong}; {values}", key=key)
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
@@ -92,6 +101,16 @@ def misfit(shape: DecoderShape, tp: int) -> str:
     if kv_heads % tp and tp % kv_heads:
         return f"model.kv_heads = {kv_heads}, nor is it a multiple"
     return f"model.ffn = {inner}" if inner % tp else ""
+
+
+def ulysses_misfit(shape: DecoderShape, cp: int, tp: int) -> str:
+    """Describe which heads of one of ``tp`` ranks cannot be divided over ``cp`` ranks; "" if all can."""
+    kv_heads, per = max(1, shape.num_kv_heads // tp), f" over tp = {tp}" if tp > 1 else ""
+    if shape.num_heads // tp % cp:
+        return f"model.heads = {shape.num_heads}{per}"
+    return (
+        f"model.kv_heads = {shape.num_kv_heads}{per}, nor is it a multiple" if kv_heads % cp and cp % kv_heads else ""
+    )
 
 
 # ---- parameters ----

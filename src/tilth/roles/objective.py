@@ -76,8 +76,8 @@ def global_denominator(
 
 
 def gather_data_ranks(grid: ParallelDims) -> Gather:
-    """Return what gathers numbers of rows from all data ranks; ranks that split a row's tokens are summed."""
-    return lambda own: grid.gather_rows({"numbers": grid.sum(torch.from_numpy(own), "tokens").numpy()})["numbers"]
+    """Return what gathers numbers of rows from all ranks that divide rows."""
+    return lambda own: grid.gather_rows({"numbers": own})["numbers"]
 
 
 def is_first_data_rank(grid: ParallelDims) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.config.axes import DATA, MODEL
+from tilth.config.axes import MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, RecipeError, ScheduleError, TokenCountError
@@ -180,7 +180,7 @@ class TrainEngine:
             model.compile()
         self._compiling = compile
         self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
-        self._shares = shares_prompts(model.config, parity)
+        self._shares = shares_prompts(model.config, parity, self.sharded.context is not None)
         self.device = next(iter(self.optimizers.parameters.values())).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
@@ -234,7 +234,7 @@ class TrainEngine:
         drops = dropout and bool(self.model.config.dropout)
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
-        every = cut(tokens, mask, columns, plan, self.device)
+        every = cut(tokens, mask, columns, plan, self.device, self.sharded.context)
 
         def begin() -> Iterator[InFlight]:
             for index, micro in every:
@@ -331,10 +331,10 @@ class TrainEngine:
         )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
-        """Combine over data ranks, so that all of them decide alike about the step."""
-        if self.grid.mesh.count(*DATA) == 1:
+        """Combine over ranks with different rows, so that all of them decide alike about the step."""
+        if self.grid.mesh.count("rows") == 1:
             return loss, sequences, learn
-        own = [loss, sequences * self.grid.first("tokens"), learn]  # ranks that divide tokens have the same sequences
+        own = [loss, sequences, learn]
         summed = self.grid.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return summed[0], int(summed[1]), summed[2] > 0
 
@@ -381,9 +381,9 @@ def _places(tokens: Jagged, starts: np.ndarray | None) -> np.ndarray:
 
 def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     """Raise RecipeError for options that need whole gradients where a rank has parts of them."""
-    if grid.mesh.count(*MODEL) == 1:
+    if grid.mesh.count("tokens", *MODEL) == 1:
         return
-    sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over(*MODEL))
+    sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over("tokens", *MODEL))
     layout = f"with {sizes} no rank has one: use dp alone"
     if "noise_scale" in watch:
         raise RecipeError(

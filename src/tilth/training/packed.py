@@ -17,6 +17,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.rows import take_rows
 from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
+from tilth.parallel.context import ContextParallel, TokenShare
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.packing import micro_batches
@@ -28,13 +29,13 @@ COPIES = 4
 """Samples per prompt token of memory: the keys and values of a prompt are copied to each of its samples."""
 
 
-def shares_prompts(config: DecoderConfig, parity: bool) -> bool:
+def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -> bool:
     """True if samples of one prompt may be computed as one tree.
 
-    Not in parity mode (cached decoding has other shapes) or with dynamic rope (the rotation of a prompt depends on the
-    length of its sample).
+    Not in parity mode (cached decoding has other shapes), with dynamic rope (the rotation of a prompt depends on the
+    length of its sample) or where ranks divide the tokens of each sequence (``divided``).
     """
-    return not parity and config.rope_type != "dynamic"
+    return not parity and not divided and config.rope_type != "dynamic"
 
 
 @dataclass
@@ -43,7 +44,7 @@ class MicroBatch:
 
     ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared) come from the policy, ``values``
     from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
-    several sequences share, computed once.
+    several sequences share, computed once. ``share``: the tokens that this rank computes; all else is of all tokens.
     """
 
     ids: Tensor
@@ -51,6 +52,7 @@ class MicroBatch:
     mask: Tensor
     columns: dict[str, Tensor]
     trees: PrefixTrees | None = None
+    share: TokenShare | None = None
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -88,9 +90,17 @@ Parts = list[tuple[list[np.ndarray], bool]]
 
 
 def cut(
-    tokens: Jagged, mask: np.ndarray, columns: Mapping[str, np.ndarray], plan: Parts, device: torch.device
+    tokens: Jagged,
+    mask: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+    plan: Parts,
+    device: torch.device,
+    context: ContextParallel | None = None,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-    """Yield the micro-batches of a plan: (indices into the packed columns [N], micro-batch)."""
+    """Yield the micro-batches of a plan: (indices into the packed columns [N], micro-batch).
+
+    context: how ranks divide the tokens of each.
+    """
     every = Jagged(np.arange(len(mask)), tokens.offsets)
 
     def tensor(values: np.ndarray) -> Tensor:
@@ -107,7 +117,8 @@ def cut(
             trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
         own = {name: tensor(values[index]) for name, values in columns.items()}
         lengths = torch.from_numpy(part.lengths)
-        yield index, MicroBatch(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees)
+        share = None if context is None else context.share(part.lengths, device)
+        yield index, MicroBatch(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees, share)
 
 
 def plan_micros(tokens: Jagged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
@@ -188,6 +199,8 @@ def model_input(
 ) -> tuple[Tensor, AttentionContext]:
     """Return the input of a model's first part: token ids and attention context."""
     device = micro.ids.device
+    if micro.share is not None:
+        return micro.ids[micro.share.tokens], micro.share.context(dropout)
     if micro.trees is None:
         return micro.ids, PackedContext(micro.lengths, device, parity, dropout)
     return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
@@ -195,9 +208,10 @@ def model_input(
 
 def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
-    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
+    chosen = _chosen(micro)
+    before = _states(micro, hidden, chosen - 1)
     found, entropies = model.token_logprobs(
-        _states(micro, hidden, chosen), model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
+        before, model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
     )
     micro.logprobs = _spread(micro, chosen, found)
     if entropy:
@@ -208,8 +222,8 @@ def score_squares(
     model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool = False
 ) -> None:
     """Fill in log-probs, the same bits as ``score``, and sums of squared probabilities; no gradient, no entropy."""
-    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    before = _states(micro, hidden, chosen)
+    chosen = _chosen(micro)
+    before = _states(micro, hidden, chosen - 1)
     found = model.token_squares(before, model.head_weight, micro.ids[chosen], temperature=temperature)
     micro.logprobs, micro.squares = (_spread(micro, chosen, values) for values in found)
 
@@ -227,25 +241,39 @@ def appraise(
 
     A value depends on neither ``temperature`` nor ``entropy``.
     """
-    chosen = torch.nonzero(micro.mask, as_tuple=True)[0]
-    micro.values = _spread(micro, chosen, model.score(_states(micro, hidden, chosen + after)))
+    chosen = _chosen(micro, after)
+    values = model.score(_states(micro, hidden, chosen - 1 + after))
+    micro.values = _spread(micro, chosen, values, after)
 
 
 rate: Scorer = partial(appraise, after=True)
 """Scorer of a reward model: the score of a sequence is the value after its last token."""
 
 
-def _spread(micro: MicroBatch, chosen: Tensor, values: Tensor) -> Tensor:
-    """Put values of the chosen tokens into a column [N], 0 elsewhere."""
-    return values.new_zeros(len(micro.ids)).index_copy(0, chosen, values)
+def _chosen(micro: MicroBatch, after: bool = False) -> Tensor:
+    """Return the tokens in the mask whose state, before or ``after`` them, is on this rank: int64 packed indices."""
+    every = torch.nonzero(micro.mask, as_tuple=True)[0]
+    return every if micro.share is None else every[micro.share.here(every - 1 + after)]
 
 
-def _states(micro: MicroBatch, hidden: Tensor, chosen: Tensor) -> Tensor:
-    """Return the hidden states [chosen, hidden] just before the chosen tokens (int64 packed indices)."""
+def _spread(micro: MicroBatch, chosen: Tensor, values: Tensor, after: bool = False) -> Tensor:
+    """Put values of the chosen tokens into a column [N], 0 elsewhere; those of other ranks' tokens too."""
+    if micro.share is None:
+        return values.new_zeros(len(micro.ids)).index_copy(0, chosen, values)
+    at_state = values.new_zeros(len(micro.share.tokens))
+    whole = micro.share.whole(at_state.index_copy(0, micro.share.local(chosen - 1 + after), values))
+    every = torch.nonzero(micro.mask, as_tuple=True)[0]
+    return values.new_zeros(len(micro.ids)).index_copy(0, every, whole[every - 1 + after])
+
+
+def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
+    """Return hidden states [k, hidden] at packed tokens, int64 [k], of this rank."""
+    if micro.share is not None:
+        return take_rows(hidden, micro.share.local(at))
     if micro.trees is None:
-        return take_rows(hidden, chosen - 1)
+        return take_rows(hidden, at)
     slot = torch.from_numpy(micro.trees.slot).to(hidden.device)
-    return hidden.index_select(0, slot[chosen - 1])  # the end of a prompt comes before several tokens
+    return hidden.index_select(0, slot[at])  # the end of a prompt comes before several tokens
 
 
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
@@ -291,11 +319,11 @@ def _without_gradient(
     """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
     sharded = ShardedModel.of(model)
-    decoder = sharded.model
+    decoder, divided = sharded.model, sharded.context is not None
     device = next(iter(sharded.parameters.values())).device
-    plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity))
+    plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity, divided))
     rounds = sharded.sync_micro_batch_count(len(plan))
-    for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device)):
+    for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device, sharded.context)):
         work = WorkAmounts.of(decoder, micro)
         with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
             hidden = sharded.forward(*model_input(micro, parity))
