@@ -7,12 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tilth.config.axes import AXES, MODEL, over
 from tilth.config.checks import learners, pool_of, pools
 from tilth.config.errors import RecipeError
 from tilth.config.load import differences, digest, dump_toml, from_dict, load_recipe
 from tilth.config.schema import LayoutConfig, Recipe
 
 LOCAL, ADAMW = "cluster.backend=local", "optimizer.name=adamw"
+PARTIAL = " and ".join(f"{name} = 1" for name in over("tokens", *MODEL))
+
+
+def sizes(**given: int) -> str:
+    """Names of all axes and their sizes, as messages have them."""
+    return f"{' x '.join(AXES)} = {' x '.join(str(given.get(name, 1)) for name in AXES)}"
 
 
 def said(*overrides: str, recipe: str = "addition-grpo") -> str:
@@ -78,7 +85,7 @@ def test_a_role_in_a_pool_of_its_own():
         (["policy.layout.fsdp=0"], "policy.layout.fsdp = 0 is not an integer above 0"),
         (["policy.layout.sp=2"], "policy.layout.sp = 2 is not true or false"),
         (["policy.layout.zero=1"], "policy.layout.zero = 1 is not one of 2, 3"),
-        (["policy.layout=3"], "policy.layout = 3 is not a layout, a table of dp, fsdp, tp, sp, zero"),
+        (["policy.layout=3"], f"policy.layout = 3 is not a layout, a table of {', '.join(LayoutConfig.model_fields)}"),
         (["cluster.pools.train=0"], "cluster.pools.train = 0 is not an integer above 0"),
         (["cluster.pools=3"], "cluster.pools = 3 is not a table"),
         (
@@ -137,11 +144,11 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, "cluster.workers=4", "policy.layout={dp=1,fsdp=2}"],
-            "policy.layout dp x fsdp x tp = 1 x 2 x 1 = 2 does not fill cluster.workers = 4; dp = 2 would, or 0: auto",
+            f"policy.layout {sizes(dp=1, fsdp=2)} = 2 does not fill cluster.workers = 4; dp = 2 would, or 0: auto",
         ),
         (
             [LOCAL, "cluster.workers=4", "policy.layout={dp=4,fsdp=2}"],
-            "policy.layout dp x fsdp x tp = 4 x 2 x 1 = 8 is more than cluster.workers = 4; dp = 2 would, or 0: auto",
+            f"policy.layout {sizes(dp=4, fsdp=2)} = 8 is more than cluster.workers = 4; dp = 2 would, or 0: auto",
         ),
         (["policy.layout.tp=2"], "policy.layout.tp = 2 does not divide cluster.workers = 1; tp may be 1"),
         (
@@ -163,7 +170,23 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, ADAMW, "cluster.workers=2", "policy.layout.tp=2", 'train.watch=["noise_scale"]'],
-            "train.watch noise_scale needs whole gradients: policy.layout.fsdp = 1 and tp = 1; or leave it out",
+            f"train.watch noise_scale needs whole gradients: policy.layout.{PARTIAL}; or leave it out",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout.cp=2", 'train.watch=["noise_scale"]'],
+            f"train.watch noise_scale needs whole gradients: policy.layout.{PARTIAL}; or leave it out",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout.cp=2", "train.parity=true"],
+            "train.parity = true needs policy.layout.cp = 1, not 2: parts of a softmax round differently",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout.cp_style=ulysses"],
+            'policy.layout.cp_style = "ulysses" needs policy.layout.cp of 2 or more, not 1; or leave it out',
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],
+            "rollout.layout.cp = 2, but the rollout engine takes dp only; set it to 1",
         ),
     ],
 )

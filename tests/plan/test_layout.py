@@ -71,7 +71,7 @@ def test_pools_take_neighbouring_ranks_in_their_order():
     assert placed["policy"] == Placed("train", (0, 1), mesh_of((2, 1, 1), (0, 1)))
     assert placed["rollout"] == Placed("speak", (2, 3, 4), mesh_of((3, 1, 1), (2, 3, 4)))
     assert placed["reward"].ranks == placed["loader"].ranks == placed["writer"].ranks == (2,)
-    assert placed["rollout"].mesh.coordinates(3) == (1, 0, 0)
+    assert {name: at for name, at in placed["rollout"].mesh.at(3).items() if at} == {"dp": 1}
 
 
 def test_recipes_that_were_made_without_a_check_are_checked():
@@ -87,7 +87,7 @@ def test_recipes_that_were_made_without_a_check_are_checked():
 def test_every_rank_of_the_pool_stands_at_one_coordinate(dp, fsdp, tp, before):
     workers = {"first": before, "rest": dp * fsdp * tp} if before else {"rest": dp * fsdp * tp}
     placed = place(recipe(workers, policy={"pool": "rest", "layout": {"fsdp": fsdp, "tp": tp}}))["policy"]
-    assert placed.mesh.sizes == (dp, fsdp, tp) and placed.ranks == placed.mesh.ranks
+    assert placed.mesh == mesh_of((dp, fsdp, tp), placed.ranks)
     assert placed.ranks == tuple(range(before, before + dp * fsdp * tp))
     assert len({placed.mesh.coordinates(r) for r in placed.ranks}) == len(placed.ranks)
 
@@ -252,7 +252,12 @@ def test_tp_divides_matrices_and_activations_and_sp_more_of_them():
 
 def test_hybrid_is_fsdp_inside_of_replicas():
     hybrid = workers_of(4, "policy.layout={dp=2, fsdp=2}")
-    assert [tuple(w.seats[0].coordinates.values()) for w in hybrid] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [(at["dp"], at["fsdp"]) for at in (w.seats[0].coordinates for w in hybrid)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert [w.seats[0].elements for w in hybrid[:2]] == [w.seats[0].elements for w in hybrid[2:]]
     assert hybrid[0].seats[0].elements + hybrid[1].seats[0].elements == COUNT
 

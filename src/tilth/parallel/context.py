@@ -158,7 +158,11 @@ class UlyssesContext(_OwnTokens):
         n, heads, hd = q.shape
         k, v = (x if x.shape[1] >= ranks else x.repeat_interleave(ranks // x.shape[1], 1) for x in (k, v))
         sizes = [x.shape[1] // ranks for x in (q, k, v)]
-        sent = torch.cat([x.view(n, ranks, size, hd) for x, size in zip((q, k, v), sizes)], 2).transpose(0, 1).flatten(0, 1)
+        sent = (
+            torch.cat([x.view(n, ranks, size, hd) for x, size in zip((q, k, v), sizes)], 2)
+            .transpose(0, 1)
+            .flatten(0, 1)
+        )
         every = exchange_rows(sent, share.counts, [n] * ranks, share.group)
         q, k, v = pad_rows(every, share.place, share.order).split(sizes, 1)
         mixed = self._whole.attend(layer, q, k, v, window)

@@ -27,7 +27,7 @@ QUERIES = 256
 """Queries of a block whose keys are cut to those that it sees."""
 
 
-class _Block(NamedTuple):
+class _TileBlock(NamedTuple):
     """Queries and keys of a group computed at once: slices of its slots."""
 
     queries: slice
@@ -36,7 +36,7 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Group:
+class _TileGroup:
     """Tiles padded to one size. Index tensors are int64; slots count over all tiles of the group.
 
     query: [tiles, Q], local token of each slot of queries; key: [tiles, K], row of the keys; padding repeats the last.
@@ -51,10 +51,10 @@ class _Group:
     """Positions of the queries [tiles, Q]."""
     key_at: Tensor
     """Positions of the keys [tiles, K]; a padding key has one after all queries."""
-    blocks: tuple[_Block, ...]
+    blocks: tuple[_TileBlock, ...]
 
 
-class _Step(NamedTuple):
+class _RingStep(NamedTuple):
     """Exchange and work of one step; step 0 exchanges nothing."""
 
     to: int
@@ -63,7 +63,7 @@ class _Step(NamedTuple):
     """Local tokens whose keys and values are sent."""
     received: int
     """Tokens whose keys and values are received."""
-    groups: tuple[_Group, ...]
+    groups: tuple[_TileGroup, ...]
 
 
 class RingPlan:
@@ -71,7 +71,7 @@ class RingPlan:
 
     def __init__(self, division: ZigZag, rank: int, window: int | None, heads: int, device: torch.device) -> None:
         """heads: query heads of this rank, which bound the size of a block."""
-        self.steps: list[_Step] = []
+        self.steps: list[_RingStep] = []
         ranks, every = division.ranks, division.sent(window)
         positions = [division.positions(r) for r in range(ranks)]
         for t in range(ranks):
@@ -84,12 +84,12 @@ class RingPlan:
                 tiles = tiles._replace(key=np.cumsum(tiles.keys) - tiles.keys)
             sent = division.tiles(to, rank, window).needed if t else np.zeros(0, np.int64)
             groups = _groups(tiles, positions[rank], positions[source][needed], window, heads, device)
-            self.steps.append(_Step(to, source, _tensor(sent, device), len(needed), tuple(groups)))
+            self.steps.append(_RingStep(to, source, _tensor(sent, device), len(needed), tuple(groups)))
 
 
 def _groups(
     tiles: AttentionTiles, at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int, device: torch.device
-) -> Iterator[_Group]:
+) -> Iterator[_TileGroup]:
     """Yield tiles in groups. at, key_at: positions of all queries and keys."""
     large = np.flatnonzero(tiles.keys >= LARGE)
     small = np.flatnonzero(tiles.keys < LARGE)
@@ -102,7 +102,7 @@ def _groups(
 
 def _group(
     t: AttentionTiles, at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int, device: torch.device
-) -> _Group:
+) -> _TileGroup:
     """t: columns [tiles, 1]."""
     i, j = np.arange(t.queries.max()), np.arange(t.keys.max())
     query, key = t.query + np.minimum(i, t.queries - 1), t.key + np.minimum(j, t.keys - 1)
@@ -110,10 +110,10 @@ def _group(
     blocks = tuple(_blocks(places, key_places, window, heads))
     tables = query, key, np.flatnonzero(i < t.queries), np.flatnonzero(j < t.keys), places, key_places
     query_slots, key_slots, asked, seen, query_at, keys_at = (_tensor(x, device) for x in tables)
-    return _Group(query_slots, key_slots, asked, seen, query_at, keys_at, blocks)
+    return _TileGroup(query_slots, key_slots, asked, seen, query_at, keys_at, blocks)
 
 
-def _blocks(at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int) -> Iterator[_Block]:
+def _blocks(at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int) -> Iterator[_TileBlock]:
     """Yield blocks of at most ``SCORES`` scores, each with the keys that one of its queries sees."""
     width, keys = WHOLE if window is None else window, key_at.shape[1]
     whole = key_at.max() <= at.min() and at.max() - key_at.min() < width
@@ -126,7 +126,7 @@ def _blocks(at: np.ndarray, key_at: np.ndarray, window: int | None, heads: int) 
         begin, end = int(sees.argmax()), keys - int(sees[::-1].argmax())
         inside = key_at[:, begin:end]
         masked = not (inside.max() <= first.min() and last.max() - inside.min() < width)
-        yield _Block(some, slice(begin, end), bool(masked))
+        yield _TileBlock(some, slice(begin, end), bool(masked))
 
 
 def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
@@ -136,14 +136,14 @@ def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
 # ---- one group: [tiles x key heads, query heads of each x queries, head_dim] ----
 
 
-def _mask(group: _Group, block: _Block, window: int | None) -> Tensor:
+def _mask(group: _TileGroup, block: _TileBlock, window: int | None) -> Tensor:
     """Return bool [tiles, 1, 1, queries, keys], True where a query does not see a key."""
     apart = group.at[:, block.queries, None] - group.key_at[:, None, block.keys]
     hidden = apart < 0 if window is None else (apart < 0) | (apart >= window)
     return hidden[:, None, None]
 
 
-def _scores(q: Tensor, k: Tensor, group: _Group, block: _Block, window: int | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, group: _TileGroup, block: _TileBlock, window: int | None) -> Tensor:
     """Return scores [tiles x key heads, heads of each x queries, keys]. q: [tiles, key heads, heads, queries, hd]."""
     tiles, kv_heads, repeats, queries, hd = q.shape
     scores = torch.bmm(q.reshape(tiles * kv_heads, repeats * queries, hd), k.transpose(1, 2))
@@ -153,21 +153,21 @@ def _scores(q: Tensor, k: Tensor, group: _Group, block: _Block, window: int | No
     return scores
 
 
-def _queries(x: Tensor, group: _Group, kv_heads: int) -> Tensor:
+def _queries(x: Tensor, group: _TileGroup, kv_heads: int) -> Tensor:
     """Return the rows of x [N, heads, ...] in the slots of queries: [tiles, key heads, heads of each, Q, ...]."""
     tiles, slots = group.query.shape
     rows = x.index_select(0, group.query.flatten()).unflatten(0, (tiles, slots))
     return rows.unflatten(2, (kv_heads, -1)).movedim(1, 3)
 
 
-def _keys(kv: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+def _keys(kv: Tensor, group: _TileGroup) -> tuple[Tensor, Tensor]:
     """Return keys and values [tiles x key heads, K, hd] of kv [N, 2, key heads, hd]."""
     tiles, slots = group.key.shape
     both = kv.index_select(0, group.key.flatten()).unflatten(0, (tiles, slots)).permute(2, 0, 3, 1, 4).flatten(1, 2)
     return both[0].contiguous(), both[1].contiguous()
 
 
-def _attend(q: Tensor, kv: Tensor, group: _Group, window: int | None) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, kv: Tensor, group: _TileGroup, window: int | None) -> tuple[Tensor, Tensor]:
     """Attend with scaled queries [N, heads, hd] over the keys of a group: ([asked, heads, hd], lse [asked, heads])."""
     kv_heads, kind = kv.shape[2], wide(q.dtype)
     asked, (k, v) = _queries(q, group, kv_heads), _keys(kv, group)
@@ -198,7 +198,7 @@ class _Saved(NamedTuple):
     """Sum of output times its gradient."""
 
 
-def _attend_backward(saved: _Saved, kv: Tensor, group: _Group, window: int | None, dq: Tensor, dkv: Tensor) -> None:
+def _attend_backward(saved: _Saved, kv: Tensor, group: _TileGroup, window: int | None, dq: Tensor, dkv: Tensor) -> None:
     """Add the gradients of scaled queries to dq [N, heads, hd], write those of the group's keys to dkv [keys, 2, ...].
 
     With p = exp(score - lse): dv = p^T do, ds = p (do v^T - delta), dq = ds k, dk = ds^T q.
@@ -236,7 +236,7 @@ class _Visits:
     def __init__(self, kv: Tensor, plan: RingPlan, group: Group) -> None:
         self.kv, self.steps, self.group = kv, plan.steps, group
 
-    def __iter__(self) -> Iterator[tuple[_Step, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[_RingStep, Tensor]]:
         """Yield each step with keys and values [tokens, 2, key heads, hd]."""
         kv, coming = self.kv, self._ask(1)
         for number, step in enumerate(self.steps):
@@ -275,7 +275,7 @@ class _RingAttention(torch.autograd.Function):
         kind = lse.dtype
         saved = _Saved(q, grad, lse, (grad.to(kind) * out.to(kind)).sum(-1))
         dq, dkv = torch.zeros_like(q, dtype=kind), torch.zeros_like(kv, dtype=kind)
-        back: tuple[_Step, Exchange] | None = None
+        back: tuple[_RingStep, Exchange] | None = None
         for number, (step, visitor) in enumerate(_Visits(kv, ctx.plan, ctx.group)):
             theirs = dkv if number == 0 else torch.zeros_like(visitor, dtype=kind)
             for tiles in step.groups:
@@ -289,7 +289,7 @@ class _RingAttention(torch.autograd.Function):
         return (dq * q.shape[-1] ** -0.5).to(q.dtype), dk, dv, None, None, None
 
 
-def _add(dkv: Tensor, back: tuple[_Step, Exchange] | None) -> None:
+def _add(dkv: Tensor, back: tuple[_RingStep, Exchange] | None) -> None:
     """Add gradients that come back for keys and values that were sent."""
     if back is not None:
         found = back[1].wait()
