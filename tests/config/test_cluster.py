@@ -152,14 +152,21 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (["policy.layout.tp=2"], "policy.layout.tp = 2 does not divide cluster.workers = 1; tp may be 1"),
         (
-            [LOCAL, "cluster.workers=2", "rollout.layout.tp=2"],
-            "rollout.layout.tp = 2, but the rollout engine takes dp only; set it to 1",
+            [LOCAL, "cluster.workers=2", "rollout.layout.tp=2", "rollout.compile=true"],
+            "rollout.layout.tp = 2 has collectives in every step, which rollout.compile = true does not compile; set",
+        ),
+        (
+            [LOCAL, ADAMW, "cluster.workers=2", "rollout.layout.tp=2", "train.parity=true"],
+            "train.parity = true needs rollout.layout.tp = 1, not 2: partial sums round differently",
         ),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.fsdp=2"],
-            "rollout.layout.fsdp = 2, but the rollout engine takes dp only; set it to 1",
+            "rollout.layout.fsdp = 2, but the rollout engine takes dp and tp only; set it to 1",
         ),
-        (["rollout.layout.sp=true"], "rollout.layout.sp = true, but the rollout engine takes dp only; set it to false"),
+        (
+            ["rollout.layout.sp=true"],
+            "rollout.layout.sp = true, but the rollout engine takes dp and tp only; set it to false",
+        ),
         (
             ["policy.layout.sp=true"],
             "policy.layout.sp = true divides over policy.layout.tp, which is 1; set tp to 2 or more, or sp = false",
@@ -204,6 +211,7 @@ def test_contradictions_say_what_would_work(overrides, message):
         [LOCAL, "cluster.workers=2", "policy.layout.fsdp=2", "optimizer.name=muon"],
         [LOCAL, ADAMW, "cluster.workers=2", "train.parity=true", "policy.layout.fsdp=2"],
         [LOCAL, ADAMW, "cluster.workers=4", "policy.layout={dp=2,tp=2}"],
+        [LOCAL, ADAMW, "cluster.workers=2", "rollout.layout.tp=2"],
     ],
 )
 def test_what_is_allowed(overrides):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.dist
 LOCAL = {"backend": "local", "workers": 2}
 SPLIT = {"backend": "local", "pools": {"learn": 1, "speak": 1}}
 ELSEWHERE = {"pool": "speak"}
+DIVIDED = {"layout": {"tp": 2}}
 LAYOUTS = {
     "dp": {"cluster": LOCAL},
     "fsdp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}},
@@ -28,6 +29,9 @@ LAYOUTS = {
     "tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}},
     "tp, sp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2, "sp": True}}},
     "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},
+    "dp, engine over tp": {"cluster": LOCAL, "rollout": DIVIDED},
+    "fsdp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "rollout": DIVIDED},
+    "tp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}, "rollout": DIVIDED},
 }
 NEAR = ("loss", "grad_norm", "entropy", "kl", "value/loss", "loss/heldout")
 """Metrics that differ by rounding; those of rows (rewards, lengths, counts) are equal."""
@@ -109,7 +113,7 @@ def one(tmp_path_factory):
     return run
 
 
-SELDOM = ("dp", "fsdp, gathered once", "tp")
+SELDOM = ("dp", "fsdp, gathered once", "tp", "dp, engine over tp", "fsdp, engine over tp")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LAYOUTS])
@@ -122,6 +126,15 @@ def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, la
     final, wanted = (load_model(run.directory).tensors for run in (ours, one("grpo")))
     for name, tensor in wanted.items():
         assert torch.allclose(final[name], tensor, atol=2e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [{"fsdp": 2}, {"tp": 2}, {}])
+def test_an_engine_over_tp_in_a_pool_of_its_own(tmp_path, one, policy):
+    cluster = {"backend": "local", "pools": {"learn": 2, "speak": 2}}
+    placed = {"cluster": cluster, "policy": {"layout": policy}, "rollout": {**ELSEWHERE, **DIVIDED}}
+    ours = tiny.run(tiny.recipe(tmp_path, **sections("grpo", **placed)))
+    assert_near(ours, one("grpo"), rel=2e-4, abs=2e-5)
 
 
 KL = {"kl_coef": 0.05}

@@ -43,7 +43,7 @@ def test_replicas_add_up_gradients_once_an_update(ranks, share):
 def test_shards_are_gathered_each_micro_batch_or_once_an_update():
     def sent(zero, *more):
         found = talks(2, "policy.layout.fsdp=2", f"policy.layout.zero={zero}", *more)
-        assert [t.axis for t in found] == ["fsdp", "fsdp, tp"]  # the second is the way to the engines
+        assert [t.axis for t in found] == ["fsdp", "to rollout"]  # the second is the way to the engines
         return found[0].bytes
 
     once = 4 * COUNT / 2
@@ -64,7 +64,7 @@ def test_hybrid_has_an_axis_each():
     assert [(t.axis, t.groups) for t in found] == [
         ("dp", ((0, 2), (1, 3))),
         ("fsdp", ((0, 1), (2, 3))),
-        ("fsdp, tp", ((0, 1), (2, 3))),
+        ("to rollout", ((0, 1), (2, 3))),
     ]
     assert found[0].bytes == pytest.approx(2 * 0.5 * 4 * COUNT / 2, rel=0.01)  # of half of the parameters
 
@@ -83,12 +83,12 @@ def test_tp_adds_up_hidden_states_around_two_blocks_forward_and_backward():
     assert spread["tp"].bytes == found["tp"].bytes and "scattered" in spread["tp"].what
 
 
-def test_engines_elsewhere_get_all_weights_from_the_first_rank():
+def test_engines_elsewhere_get_their_weights_from_the_replicas_in_turn():
     found = talks("{train=2, speak=3}", "rollout.pool=speak")
-    assert [(t.axis, t.groups) for t in found] == [("dp", ((0, 1),)), ("to rollout", ((0, 2, 3, 4),))]
-    assert found[-1].bytes == 4 * COUNT
+    assert [(t.axis, t.groups) for t in found] == [("dp", ((0, 1),)), ("to rollout", ((0, 2, 3), (1, 4)))]
+    assert found[-1].bytes == 2 * 4 * COUNT, "the first replica has two engines to serve"
     half = talks("{train=2, speak=3}", "rollout.pool=speak", "train.precision=bf16")
-    assert half[-1].bytes == 2 * COUNT
+    assert half[-1].bytes == 2 * 2 * COUNT
     assert [t.axis for t in talks("{train=2, speak=3}", "rollout.pool=speak", generates=False)] == ["dp"]
 
 
@@ -109,6 +109,19 @@ def test_pre_training_counts_its_own_batch():
     assert work(recipe, "policy", 2, LONGEST).tokens == 20 * LONGEST
     assert (work(recipe, "policy", 2, LONGEST).updates, work(recipe, "policy", 2, LONGEST).scored) == (1, 0)
     assert tokens_of_rank(recipe, place(recipe)["policy"], LONGEST) == 20 * LONGEST
+
+
+def test_engines_over_tp_add_up_and_get_what_they_lack():
+    found = {(t.role, t.axis): t for t in talks(2, "policy.layout.tp=2", "rollout.layout.tp=2")}
+    blocks = SHAPE.num_layers * 2 * 512 * LONGEST * SHAPE.hidden_size * 4
+    recipe = asked(2)
+    logits = 512 * recipe.rollout.max_tokens * 14 * 4 / 2
+    assert found["rollout", "tp"].bytes == blocks + logits
+    assert ("publish", "to rollout") not in found, "each rank trains what it generates with"
+    whole = {t.axis: t.bytes for t in talks(2, "policy.layout.tp=2")}
+    assert whole["to rollout"] == pytest.approx(4 * COUNT / 2, rel=0.01)
+    found = {t.axis: t for t in talks(8, "policy.layout.tp=4", "rollout.layout.tp=2")}
+    assert found["to rollout"].bytes == pytest.approx(4 * COUNT / 4, rel=0.02)
 
 
 @pytest.mark.parametrize("axis", ["dp", "fsdp", "tp"])

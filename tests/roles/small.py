@@ -54,9 +54,10 @@ def asked(store, prompts, group: int, first_id: int) -> Batch:
     return loader(store).encode(ask(prompts, group, first_id))
 
 
-def rollout(store, *, dtype=torch.float32, model=None, **section) -> RolloutWorker:
+def rollout(store, *, dtype=torch.float32, model=None, dims=None, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
-    engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT)
+    shape = {"max_rows": 8, "max_length": CONTEXT, "dims": dims}
+    engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, **shape)
     return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store)
 
 

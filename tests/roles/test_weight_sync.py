@@ -1,5 +1,6 @@
-"""The relay: what arrives is what was meant, whoever holds which part of it."""
+"""The relay: what arrives is what was meant, whoever holds and whoever needs which part of it."""
 
+import unittest.mock
 from dataclasses import dataclass
 
 import pytest
@@ -18,13 +19,16 @@ from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
+from tilth.parallel.comm import all_to_all
 from tilth.parallel.dims import ParallelDims, leave
 from tilth.parallel.sharded import shard
+from tilth.plan.layout import layouts
 from tilth.plan.shape import parameter_shapes
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.weight_sync import WeightSyncWorker, verify_weights
+from tilth.rollout.protocol import EngineError
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise
 
@@ -49,6 +53,10 @@ CASES = {
     "colocated, fsdp": Case(((1, 2, 1), ALL), ((2, 1, 1), ALL)),
     "colocated, tp, bf16": Case(((1, 1, 2), ALL), ((2, 1, 1), ALL), dtype=torch.bfloat16),
     "colocated, dp": Case(((2, 1, 1), ALL), ((2, 1, 1), ALL), tied=False),
+    "shared, tp to whole engines": Case(((1, 1, 2), ALL), ((2, 1, 1), ALL)),
+    "shared, tp to an engine over tp": Case(((1, 1, 2), ALL), ((1, 1, 2), ALL), tied=False),
+    "fsdp to an engine over tp": Case(((1, 2, 1), ALL), ((1, 1, 2), ALL)),
+    "dp to an engine over tp, bf16": Case(((2, 1, 1), ALL), ((1, 1, 2), ALL), dtype=torch.bfloat16),
     "split": Case(((1, 1, 1), FIRST), ((1, 1, 1), SECOND)),
     "partly shared": Case(((1, 2, 1), ALL), ((1, 1, 1), SECOND), tied=False),
     "reference, fsdp to tp": Case(((1, 2, 1), ALL), ((1, 1, 2), ALL), "reference"),
@@ -72,7 +80,7 @@ def roles_of(case: Case, rank: int) -> dict:
         return held
     grid = ParallelDims.of(mesh(case.target), rank)
     if case.role == "rollout":
-        held["rollout"] = small.rollout(store, dtype=case.dtype, model=config)
+        held["rollout"] = small.rollout(store, dtype=case.dtype, model=config, dims=grid)
     elif case.role == "reference":
         frozen = shard(lambda: Decoder(config).requires_grad_(False), grid)
         held["reference"] = ReferenceWorker(frozen, store, temperature=1.0, micro_tokens=64, parity=False)
@@ -88,11 +96,16 @@ def relay_of(case: Case, rank: int, held: dict, bucket: int) -> WeightSyncWorker
     ranks = tuple(sorted({*case.source[1], *case.target[1]}))
     context = Context("relay", Mesh(("to",), (len(ranks),), ranks), rank, 2, InlineStore(), roles=held)
     config = TIED if case.tied else UNTIED
-    targets, dtypes = {case.role: mesh(case.target)}, {case.role: case.dtype}
-    cpu = torch.device("cpu")
+    source, target, cpu = mesh(case.source), mesh(case.target), torch.device("cpu")
+    wanted, dtypes = {case.role: parts(case, config)}, {case.role: case.dtype}
     return WeightSyncWorker(
-        context, parameter_shapes(config), dtypes, mesh(case.source), targets, device=cpu, bucket=bucket
+        context, layouts(config, source), wanted, dtypes, source, {case.role: target}, device=cpu, bucket=bucket
     )
+
+
+def parts(case: Case, config) -> dict:
+    found = layouts(config, mesh(case.target))
+    return {name: layout for name, layout in found.items() if case.role != "critic" or not name.startswith("lm_head")}
 
 
 def relayed(rank: int, name: str, bucket: int) -> tuple:
@@ -100,8 +113,12 @@ def relayed(rank: int, name: str, bucket: int) -> tuple:
     case = CASES[name]
     held = roles_of(case, rank)
     relay = relay_of(case, rank, held, bucket)
+    places = []
     for version in (1, 2):
         delivery = relay.sync(case.role, version)
+        shards = held["policy"].engine.sharded.parameters if "policy" in held else {}
+        places.append({n: p.data_ptr() for n, p in shards.items()})
+    assert places[0] == places[1]
     receiver = held.get(case.role)
     return delivery, None if receiver is None else receiver.fingerprint()
 
@@ -112,17 +129,38 @@ def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
     case = CASES[name]
     model = Decoder(TIED if case.tied else UNTIED)
     model.init_weights_(7)
-    wanted = {n: checksum(p.detach().to(case.dtype)) for n, p in model.named_parameters()}
-    if case.role == "critic":
-        wanted.pop("lm_head.weight", None)
+    whole = {n: p.detach().to(case.dtype) for n, p in model.named_parameters()}
+    boxes = {rank: {n: w.boxes(rank) for n, w in parts(case, model.config).items()} for rank in case.target[1]}
+    wanted = {r: {n: checksum(whole[n][b.slices]) for n, (b,) in found.items()} for r, found in boxes.items()}
     for bucket in (1, 2000, 10**9):  # a tensor at a time, several, all
         for rank, (delivery, found) in enumerate(
             pool.run(2, "tests.roles.test_weight_sync:relayed", name=name, bucket=bucket)
         ):
             assert delivery.rank == rank
-            assert found == (wanted if rank in case.target[1] else None)
-            outside = not set(case.source[1]) >= set(case.target[1])
-            assert bool(delivery.bytes) == outside
+            assert found == wanted.get(rank)
+            assert delivery.bytes == received(case, rank, model)
+            lying = [
+                n for n in whole if case.target[0] == (1, 1, 2) or not n.endswith(("o_proj.weight", "down_proj.weight"))
+            ]
+            assert delivery.shared == (len(lying) if name.startswith("shared") else 0), (
+                "slices along columns are copied"
+            )
+
+
+def received(case: Case, rank: int, model: Decoder) -> int:
+    """Bytes that a rank needs and has no part of, by brute force on every element."""
+    if rank not in case.target[1]:
+        return 0
+    needed, count = parts(case, model.config), 0
+    held = layouts(model.config, mesh(case.source))
+    for name, layout in needed.items():
+        have, need = torch.zeros(layout.shape, dtype=bool), torch.zeros(layout.shape, dtype=bool)
+        for box in held[name].boxes(rank) if rank in case.source[1] else ():
+            have[box.slices] = True
+        for box in layout.boxes(rank):
+            need[box.slices] = True
+        count += int((need & ~have).sum())
+    return count * case.dtype.itemsize
 
 
 def broken(rank: int, name: str, damage: str) -> str:
@@ -157,7 +195,7 @@ def harm(worker, tensor: str, damage: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["colocated, fsdp", "split"])
+@pytest.mark.parametrize("name", ["colocated, fsdp", "split", "shared, tp to whole engines"])
 @pytest.mark.parametrize("damage", ["drop", "permute", "corrupt"])
 def test_a_harmed_tensor_is_named_by_the_worker_that_holds_it(pool, name, damage):
     told = pool.run(2, "tests.roles.test_weight_sync:broken", name=name, damage=damage)
@@ -165,6 +203,53 @@ def test_a_harmed_tensor_is_named_by_the_worker_that_holds_it(pool, name, damage
         assert ("after the weight sync, model.layers.1.mlp.up_proj.weight in the rollout engine" in said) == (
             rank in CASES[name].target[1]
         )
+
+
+def spoiled(rank: int, name: str) -> str:
+    """One bit of what arrives changes on its way; the key of the error of each process."""
+    case = CASES[name]
+    held = roles_of(case, rank)
+
+    def spoils(out, x, received, sent, group):
+        all_to_all(out, x, received, sent, group)
+        if out.dtype == torch.float32 and len(out) and rank == 1:
+            out[-1] += 1e-3
+
+    with unittest.mock.patch("tilth.parallel.reshard.all_to_all", spoils):
+        try:
+            relay_of(case, rank, held, 10**9).sync(case.role, 1)
+        except WeightMismatch as error:
+            return error.key
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["colocated, fsdp", "split", "shared, tp to whole engines"])
+def test_what_changes_on_its_way_is_named_where_it_arrives(pool, name):
+    first, second = pool.run(2, "tests.roles.test_weight_sync:spoiled", name=name)
+    assert first == "" and second.startswith("model.")
+
+
+def stale(rank: int) -> list[str]:
+    """Generate after an update without a weight sync, then after one."""
+    case = CASES["shared, tp to whole engines"]
+    held = roles_of(case, rank)
+    relay, speaker, policy = relay_of(case, rank, held, 10**9), held["rollout"], held["policy"]
+    relay.sync("rollout", 1)
+    asked, found = small.asked(speaker.store, [3], 2, 0), []
+    speaker.generate(asked)
+    policy.engine.steps += 1
+    try:
+        speaker.generate(asked)
+    except EngineError as error:
+        found.append(error.key)
+    relay.sync("rollout", 2)
+    return [*found, *map(str, set(speaker.generate(asked)["version"]))]
+
+
+@pytest.mark.dist
+def test_an_engine_that_shares_memory_does_not_generate_with_half_updated_weights(pool):
+    assert pool.run(2, "tests.roles.test_weight_sync:stale") == [["rollout.stale", "2"]] * 2
 
 
 # ---- devices ----
@@ -194,7 +279,10 @@ def gpus(monkeypatch):
     Holds the devices of what is broadcast; the operation itself would want a CUDA build.
     """
     sent = []
-    monkeypatch.setattr("tilth.roles.weight_sync.broadcast", lambda x, source, group: sent.append(x.device))
+    monkeypatch.setattr("tilth.parallel.reshard.all_to_all", lambda out, x, *more: sent.extend((out.device, x.device)))
+    for module in ("tilth.parallel.reshard", "tilth.roles.weight_sync"):  # tensors have no values
+        monkeypatch.setattr(f"{module}.checksum", lambda tensor: 0)
+    monkeypatch.setattr("tilth.parallel.reshard.Resharder.damaged", lambda *given: [])
     dist.init_process_group("cpu:fake,cuda:fake", rank=1, world_size=2, store=FakeStore())
     with FakeTensorMode():
         yield sent
@@ -204,9 +292,9 @@ def gpus(monkeypatch):
 def test_weights_from_another_gpu_arrive_on_the_device_of_this_worker(gpus):
     case, looks, own = CASES["split"], Looks(), torch.device("cuda:1")
     context = Context("relay", Mesh(("to",), (2,), (0, 1)), 1, 2, InlineStore(), roles={"rollout": looks})
-    shapes = parameter_shapes(TIED)
-    meshes = mesh(case.source), {"rollout": mesh(case.target)}
-    relay = WeightSyncWorker(context, shapes, {"rollout": torch.float32}, *meshes, device=own)
+    shapes, source, target = parameter_shapes(TIED), mesh(case.source), mesh(case.target)
+    held, wanted = layouts(TIED, source), {"rollout": layouts(TIED, target)}
+    relay = WeightSyncWorker(context, held, wanted, {"rollout": torch.float32}, source, {"rollout": target}, device=own)
     with pytest.raises(Enough):
         relay.sync("rollout", 1)
     assert looks.found == {name: (own, torch.Size(shape)) for name, shape in shapes.items()}

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from tilth.config.axes import AXES, MODEL, over
 from tilth.config.errors import RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.plugins import declared, keyword_options, task_names
+from tilth.config.plugins import ENGINES, declared, keyword_options, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe, RewardConfig
 from tilth.config.tasks import task_of
@@ -20,6 +20,9 @@ KV_BLOCK = 16
 """Tokens in one block of the rollout engine's KV cache."""
 MOST_PROFILED = 100
 """Maximum steps in one profile: the profiler keeps every operation in memory until the last step."""
+
+ENGINE_AXES = ("dp", "tp")
+"""Axes of the layout of generation engines: side by side, and each divided."""
 
 _Errors = Iterator[RecipeError]
 
@@ -367,8 +370,10 @@ def _divisors(number: int) -> str:
 def _divided(recipe: Recipe) -> _Errors:
     """Check what is impossible where a model is divided over ranks."""
     for spec in roles_of(recipe).values():
-        if spec.mesh == "copies":
+        if spec.mesh in ("copies", "engines"):
             yield from _copied(spec, spec.placed_by(recipe).layout)
+        if spec.mesh == "engines":
+            yield from _divided_engine(recipe, spec.key, spec.placed_by(recipe).layout.tp)
     for role, layout in learners(recipe).items():
         name = f"{ROLES[role].key}.layout"
         partial = any(getattr(layout, axis) > 1 for axis in over("tokens", *MODEL))
@@ -391,10 +396,28 @@ def _divided(recipe: Recipe) -> _Errors:
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> _Errors:
-    """Check that the layout of a role that holds whole copies divides rows alone."""
-    sizes = [(name, getattr(layout, name), "1") for name, axis in AXES.items() if axis.splits != ("rows",)]
+    """Check that a layout divides rows alone, of engines also their model along tp."""
+    takes = ENGINE_AXES if spec.mesh == "engines" else ("dp",)
+    sizes = [(n, getattr(layout, n), "1") for n, axis in AXES.items() if n not in takes and axis.splits != ("rows",)]
     for name, value, right in (*sizes, ("sp", layout.sp, "false")):
         key, found = f"{spec.key}.layout.{name}", str(value).lower()
         if found != right:
-            message = f"{key} = {found}, but the {spec.name} engine takes dp only; set it to {right}"
+            what = f"the {spec.name} engine" if spec.mesh == "engines" else spec.name
+            message = f"{key} = {found}, but {what} takes {' and '.join(takes)} only; set it to {right}"
             yield RecipeError(message, key=f"{key}.copies")
+
+
+def _divided_engine(recipe: Recipe, role: str, tp: int) -> _Errors:
+    """Check what an engine over several ranks does not have."""
+    key, r = f"{role}.layout.tp", recipe.rollout
+    if tp == 1:
+        return
+    if r.engine not in ENGINES:
+        message = f"{key} = {tp}, but rollout.engine = {r.engine} is not divided by Tilth; set {key} = 1"
+        yield RecipeError(message, key=f"{key}.engine")
+    if role == "rollout" and r.compile:
+        message = f"{key} = {tp} has collectives in every step, which rollout.compile = true does not compile; "
+        yield RecipeError(f"{message}set one of them to its default", key="rollout.compile.tp")
+    if role == "rollout" and recipe.train.parity:
+        message = f"train.parity = true needs {key} = 1, not {tp}: partial sums round differently"
+        yield RecipeError(message, key="train.parity.tp")

@@ -14,7 +14,7 @@ from tilth.config.errors import PluginError
 if TYPE_CHECKING:
     from tilth.config.schema import Recipe
 
-MeshKind = Literal["layout", "copies", "one"]
+MeshKind = Literal["layout", "engines", "copies", "one"]
 Receives = Literal["", "phase", "step"]
 
 
@@ -29,8 +29,8 @@ class RoleSpec:
     when: "Callable[[Recipe], bool]"
     """True if a run of this recipe has the role."""
     mesh: MeshKind = "one"
-    """layout: over its pool by its own dp x fsdp x tp layout; copies: a whole copy on each worker; one: on the pool's
-    first worker."""
+    """layout: over its pool by its own layout; engines: side by side along dp, each over the ranks along tp; copies: a
+    whole copy on each worker; one: on the pool's first worker."""
     memory: str | Callable[..., Any] | None = None
     """(recipe, ``plan.working.Cut``, longest) -> ``plan.memory.Need`` of one rank; None: a negligible need, for
     mesh "one" only."""
@@ -104,7 +104,7 @@ def _shipped(name: str, when: "Callable[[Recipe], bool]", mesh: MeshKind = "one"
     return RoleSpec(name, f"tilth.flows.workers:{name}", when, mesh, memory, **facts)
 
 
-_ENGINE: dict[str, Any] = {"mesh": "copies", "less": "rollout.max_rows"}
+_ENGINE: dict[str, Any] = {"mesh": "engines", "less": "rollout.max_rows"}
 _SHIPPED = (
     _shipped("policy", lambda r: True, "layout", trains=True, label="trainer"),
     _shipped("reference", lambda r: r.refers, "layout", loads="reference.path", receives="phase"),

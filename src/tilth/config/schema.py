@@ -57,7 +57,7 @@ class RoleSection(Section):
 
     pool: str = Field("", description="its pool of workers; empty: the first one")
     layout: LayoutConfig = Field(
-        LayoutConfig(), description="its division over the pool; an engine takes dp alone, with a whole copy each"
+        LayoutConfig(), description="its division over the pool; engines take dp (side by side) and tp (each divided)"
     )
 
 

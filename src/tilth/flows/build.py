@@ -115,8 +115,8 @@ def build(
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
     config = _config(recipe, loaded, tokenizer)
-    check_shape(recipe, config)
     others = loaded_models(recipe)
+    check_shape(recipe, config, {role: model.config for role, model in others.items()})
     for role, model in others.items():
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)

@@ -8,10 +8,10 @@ import psutil
 import torch
 
 from tilth.cluster.worker.context import Context
-from tilth.config.roles import ROLES, resolve
+from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
 from tilth.config.schema import OptimizerConfig, Recipe
 from tilth.core.errors import RecipeError
-from tilth.core.layout import Mesh
+from tilth.core.layout import Layout, Mesh
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
@@ -20,9 +20,11 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.weight_sync import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.value import OUTPUT
 from tilth.parallel.dims import ParallelDims, join
+from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.shape import parameter_shapes
+from tilth.plan.layout import layouts
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
 from tilth.roles.judge import JudgeWorker
@@ -98,20 +100,22 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 
 
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
-    """Make one generation engine in each worker; weight sync brings its weights."""
+    """Make this worker's engine, or its part of one; weight sync brings its weights."""
     r = recipe.rollout
     more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
     more |= {"compile": r.compile, "parity": recipe.train.parity}
-    engine = _engine(prepare(context, recipe), recipe, config, tokenizer, **more)
+    engine = _engine(context, recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
     return RolloutWorker(engine, template, r, context.store)
 
 
 def _engine(
-    device: torch.device, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
+    context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
 ) -> GenerationEngine:
     r = recipe.rollout
-    more |= {"device": device, "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
+    if context.mesh.size("tp") > 1:
+        more |= {"dims": ParallelDims.of(context.mesh, context.rank, context.generation)}
+    more |= {"device": prepare(context, recipe), "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
     more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
     return make_engine(r.engine, config, tokenizer=tokenizer, **more)
 
@@ -134,11 +138,11 @@ def _prompts(context: Context) -> PromptSet:
 
 
 def judge(context: Context, recipe: Recipe) -> JudgeWorker:
-    """Make one engine in each worker with the fixed weights of ``judge.path``; their step is its version."""
-    device = prepare(context, recipe)
+    """Make this worker's engine, or its part of one, with the fixed weights of ``judge.path``; their step is its
+    version."""
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = _engine(device, recipe, loaded.config, tokenizer)
+    engine = _engine(context, recipe, loaded.config, tokenizer)
     engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
     return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
 
@@ -168,8 +172,17 @@ def weight_sync(
 ) -> WeightSyncWorker:
     """Make the role that copies the policy's weights: to engines in their dtype, to other roles in fp32."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
-    dtypes = {name: engine if ROLES[name].mesh == "copies" else torch.float32 for name in targets}
-    return WeightSyncWorker(context, parameter_shapes(config), dtypes, source, targets, device=device)
+    dtypes = {name: engine if ROLES[name].mesh in ("copies", "engines") else torch.float32 for name in targets}
+    held, wanted = layouts(config, source), {name: _wanted(config, name, mesh) for name, mesh in targets.items()}
+    return WeightSyncWorker(context, held, wanted, dtypes, source, targets, device=device)
+
+
+def _wanted(config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
+    """Return the layouts in which a role takes the policy's weights: its own parts, whole ones for a plugin's role."""
+    found = layouts(config, mesh)
+    if role not in SHIPPED_ROLES:
+        return {name: whole_layout(layout) for name, layout in found.items()}
+    return {name: layout for name, layout in found.items() if not ROLES[role].values or not name.startswith(OUTPUT)}
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:

@@ -163,6 +163,12 @@ class ShardedModel:
         self._copy(name, {name: full})
         self.reshard()
 
+    @torch.no_grad()
+    def load_part(self, name: str, part: Tensor) -> None:
+        """Copy this rank's part of one tensor."""
+        self.parameters[name].copy_(part)
+        self.reshard()
+
     def _copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes(name):
             mine = tensors.part(name, box.slices) if isinstance(tensors, Unread) else tensors[name][box.slices]

@@ -81,8 +81,8 @@ class Link:
 def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.ndarray]:
     """Messages one after another, and bytes that go over each rank's link, in one communication.
 
-    nbytes: of the rank's own tensor: all_reduce's input, all_gather's own part, reduce_scatter's whole input, what is
-    broadcast or sent.
+    nbytes: of the rank's own tensor: all_reduce's input, all_gather's own part, reduce_scatter's whole input, what
+    all_to_all sends to others, what is broadcast or sent.
     """
     size, others = np.asarray(nbytes, np.float64), ranks - 1
     if op == "all_reduce":
@@ -93,6 +93,8 @@ def wire(op: str, ranks: int, nbytes: np.ndarray | float) -> tuple[float, np.nda
         return float(others), size * others
     if op == "broadcast":
         return float(others), size * min(others, 1)
+    if op == "all_to_all":
+        return float(others), size
     if op in ("send", "receive"):
         return 1.0, size
     raise DataError(f"{op!r} is no communication with known bytes on the wire", key=op)

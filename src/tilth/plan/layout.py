@@ -1,12 +1,13 @@
 """Placement of a recipe's roles on ranks, and of a decoder's parameters on the ranks of a mesh."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tilth.config.axes import MODEL
-from tilth.config.checks import check_cluster, learners, pool_of, pools
+from tilth.config.axes import MODEL, over
+from tilth.config.checks import check_cluster, pool_of, pools
 from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import LayoutConfig as Wanted
@@ -14,6 +15,7 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
+from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import ShardFactors
@@ -21,7 +23,10 @@ from tilth.plan.working import ShardFactors
 
 @dataclass(frozen=True)
 class Placed:
-    """Placement of a role. ranks: global ranks of its workers; mesh: over these, with all axes of ``config.axes``."""
+    """Placement of a role. ranks: global ranks of its workers; mesh: over these, with all axes of ``config.axes``.
+
+    Ranks of engines on the policy's workers are ordered so that each engine's rank keeps the shard it trains
+    (``plan.reshard.generation_ranks``)."""
 
     pool: str
     """ "" if all workers are one pool."""
@@ -60,37 +65,48 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
     ranks = tuple(ranks_of(recipe, pool))
     if spec.mesh == "one":
         return Placed(pool, ranks[:1], Mesh.of({}, ranks[:1]))
-    return Placed(pool, ranks, Mesh.of(spec.placed_by(recipe).layout.sizes(len(ranks)), ranks))
+    sizes = spec.placed_by(recipe).layout.sizes(len(ranks))
+    if spec.mesh == "engines" and spec.receives and pool == pool_of(recipe, "policy"):
+        policy = Mesh.of(ROLES["policy"].placed_by(recipe).layout.sizes(len(ranks)), ranks)
+        ranks = generation_ranks(policy, math.prod(sizes[name] for name in over("layers")), sizes["tp"])
+    return Placed(pool, ranks, Mesh.of(sizes, ranks))
 
 
 # ---- what a shape allows ----
 
 
-def check_shape(recipe: Recipe, shape: DecoderShape) -> None:
+def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, DecoderShape] | None = None) -> None:
     """Raise RecipeError unless heads, key heads and MLP divide over each role's tp, and heads over the cp of Ulysses.
 
     It names sizes that would work.
 
     Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
-    have any size.
+    have any size. loaded: role -> shape of its model if that is not the policy's; unknown ones are not checked.
     """
-    for role, layout in learners(recipe).items():
-        if ROLES[role].values and ROLES[role].loads:  # its model has its own shape
+    for role, spec in roles_of(recipe).items():
+        own = (loaded or {}).get(role)
+        if spec.mesh not in ("layout", "engines") or (own is None and _has_own_model(spec)):
             continue
-        wrong = misfit(shape, layout.tp)
+        layout = spec.placed_by(recipe).layout
+        wrong = misfit(own or shape, layout.tp)
         if wrong:
             workers = len(ranks_of(recipe, pool_of(recipe, role)))
-            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(shape, n)]
+            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(own or shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
             key = f"{ROLES[role].key}.layout.tp"
             raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
-        wrong = ulysses_misfit(shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
+        wrong = ulysses_misfit(own or shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
         if wrong:
             divisors = [n for n in range(1, layout.cp + 1) if layout.cp % n == 0]
-            right = [str(n) for n in divisors if not ulysses_misfit(shape, n, layout.tp)]
+            right = [str(n) for n in divisors if not ulysses_misfit(own or shape, n, layout.tp)]
             key = f"{ROLES[role].key}.layout.cp"
             values = f'cp_style = "ring" takes any heads, or cp may be {", ".join(right)}'
             raise RecipeError(f"{key} = {layout.cp} does not divide {wrong}; {values}", key=key)
+
+
+def _has_own_model(spec: RoleSpec) -> bool:
+    """True if a role's model never has the policy's shape."""
+    return bool(spec.loads) and (spec.values or spec.mesh == "engines")
 
 
 def misfit(shape: DecoderShape, tp: int) -> str:
@@ -183,7 +199,7 @@ def per_rank(
     Raises RecipeError, see ``place`` and ``check_shape``.
     """
     placed = place(recipe, generates=generates)
-    check_shape(recipe, shape)
+    check_shape(recipe, shape, loaded)
     shapes = loaded or {}
     seats = {role: _seats(recipe, role, p, shapes.get(role, shape), longest) for role, p in placed.items()}
     workers = []

@@ -1,12 +1,17 @@
 """Peak memory of a run, or of one worker of it, predicted item by item from shapes and the recipe."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tilth.config.axes import MODEL, over
+from tilth.config.checks import pool_of
 from tilth.config.open_sets import OPTIMIZERS
+from tilth.config.plugins import ENGINES
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import BLOCK, round_up
-from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.rules import rule_of
+from tilth.plan.shape import parameter_shapes
 from tilth.plan.working import (
     FP32,
     EngineDemand,
@@ -124,13 +129,33 @@ def reward_model_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
-    """Return the need of one engine with a whole copy of the model."""
+    """Return the need of one rank of an engine, beside the policy's shard if they share memory."""
     r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
     wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.flow_spec.samples else [])
     most = [_asked(recipe, rows, group, longest, r.max_tokens, context, kv_tokens(recipe)) for rows, group in wanted]
-    needs = [_engine_need(recipe, cut.shape, asked, "engine's copy of the weights", "KV cache") for asked in most]
+    if shares_memory(recipe):
+        cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
+    names = "engine's copy of the weights", "KV cache"
+    needs = [_engine_need(recipe, cut, r.layout.tp, asked, names) for asked in most]
     return max(needs, key=lambda need: total((*need.held, *need.generation)))
+
+
+def shares_memory(recipe: Recipe) -> bool:
+    """True if the policy's shards are slices of the weights of engines on its workers (``roles.weight_sync``)."""
+    p, r = recipe.policy.layout, recipe.rollout.layout
+    divided = [name for name in over(*MODEL) if getattr(p, name) > 1]
+    together = pool_of(recipe, "rollout") == pool_of(recipe, "policy")
+    plain = recipe.train.precision == "fp32" and recipe.rollout.engine in ENGINES
+    return plain and together and divided == ["tp"] and p.tp % r.tp == 0
+
+
+def _shared(cut: ShardFactors, parts: int) -> int:
+    """Return the elements of the policy's shard, one of ``parts`` of an engine's, that lie in it: a slice along columns
+    is not contiguous, and is copied unless it is all of it."""
+    whole = {name: math.prod(sizes) for name, sizes in parameter_shapes(cut.shape).items()}
+    columns = sum(n for name, n in whole.items() if parts > 1 and rule_of(cut.shape.table, name).tp == "columns")
+    return (cut.elements - columns) // parts
 
 
 def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
@@ -141,7 +166,7 @@ def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     rows = -(-r.prompts * r.group // cut.ranks)
     capacity = r.max_rows * round_up(positions, BLOCK)
     asked = _asked(recipe, rows, 1, most, recipe.judge.max_tokens, positions, capacity)
-    return _engine_need(recipe, cut.shape, asked, "judge's weights", "judge's KV cache")
+    return _engine_need(recipe, cut, recipe.judge.layout.tp, asked, ("judge's weights", "judge's KV cache"))
 
 
 def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, context: int, capacity: int) -> EngineDemand:
@@ -149,13 +174,14 @@ def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, contex
     return EngineDemand(most, -(-rows // group), group, max(1, longest - new), longest, context, capacity)
 
 
-def _engine_need(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, weights: str, cache: str) -> Need:
-    element = element_of(recipe)
-    held, besides = kv_cache(shape, asked, element, fixed=on_gpu(recipe))
-    working = generation(recipe, shape, asked, element)
+def _engine_need(recipe: Recipe, cut: ShardFactors, tp: int, asked: EngineDemand, names: tuple[str, str]) -> Need:
+    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache."""
+    element, (weights, cache) = element_of(recipe), names
+    held, besides = kv_cache(cut.shape, asked, element, fixed=on_gpu(recipe))
+    working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(
-        (Item(weights, parameters(shape) * element), Item(cache, held)),
+        (Item(weights, cut.elements * element), Item(cache, held)),
         generation=max((working, (grows,)), key=total),  # not while tokens are computed
     )
 

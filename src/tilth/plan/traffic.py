@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilth.config.axes import MODEL
 from tilth.config.checks import learners
 from tilth.config.roles import ROLES
 from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
-from tilth.core.layout import Mesh
-from tilth.plan.layout import Placed, cut, place
+from tilth.core.layout import Layout, Mesh
+from tilth.plan.layout import Placed, cut, layouts, place
 from tilth.plan.memory import micro_tokens
-from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.reshard import ReshardPlan
+from tilth.plan.shape import DecoderShape
 
 _FP32 = 4
 
@@ -77,6 +77,8 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
         found += _data(recipe, role, wanted, where, shape, longest)
         found += _tensor(recipe, role, where, shape, longest, wanted.sp)
     for role in placed:
+        if ROLES[role].mesh == "engines":
+            found += _engine(recipe, role, placed[role], shape, longest)
         if ROLES[role].receives == "step":
             found += _publish(recipe, placed["policy"], role, placed[role], shape)
     return found
@@ -124,18 +126,40 @@ def _tensor(
     return [_talk(role, placed.mesh, ["tp"], f"{what} around both blocks of each layer", sent)]
 
 
+def _engine(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> list[GroupTraffic]:
+    """Return the traffic of engines over several ranks; at most each token of a step's batch goes through them."""
+    tp = placed.mesh.size("tp")
+    if tp == 1:
+        return []
+    rows = -(-work(recipe, "policy", 1, longest).rows // placed.data_ranks)
+    new = recipe.judge.max_tokens if role == "judge" else recipe.rollout.max_tokens
+    element = 2 if recipe.train.precision == "bf16" else _FP32
+    blocks = shape.num_layers * 2 * shape.hidden_size * element * 2 * _share(tp) * rows * longest
+    logits = _share(tp) * shape.vocab_size * _FP32 * rows * new
+    what = "outputs added up around both blocks of each layer, logits gathered"
+    return [_talk(role, placed.mesh, ["tp"], what, blocks + logits)]
+
+
 def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[GroupTraffic]:
-    model = source.mesh.over(*MODEL)
-    found, parts = list[GroupTraffic](), source.mesh.size(*model)
-    if parts > 1:
-        inner, sent = source.mesh.groups(*model), parameters(shape) * _FP32 // parts * (parts - 1)
-        found.append(GroupTraffic("publish", ", ".join(model), inner, "whole tensors put together, in buckets", sent))
-    strangers = tuple(rank for rank in target.ranks if rank not in source.ranks)
-    if strangers:
-        element = 2 if recipe.train.precision == "bf16" else _FP32
-        route = ((source.ranks[0], *strangers),)
-        found.append(GroupTraffic("publish", f"to {role}", route, "the policy's weights", parameters(shape) * element))
-    return found
+    """Return the exchange of boxes among the ranks of each group; layers are alike, so each kind is planned once."""
+    held, wanted = layouts(shape, source.mesh), layouts(shape, target.mesh)
+    kinds: dict[tuple[Layout, Layout], list[str]] = {}
+    for name, layout in wanted.items():
+        kinds.setdefault((held[name], layout), []).append(name)
+    times = {names[0]: len(names) for names in kinds.values()}
+    one, other = ({name: found[name] for name in times} for found in (held, wanted))
+    plans, left = list[ReshardPlan](), dict.fromkeys((*source.ranks, *target.ranks))
+    while left:
+        plans.append(ReshardPlan.of(next(iter(left)), source.mesh, one, target.mesh, other))
+        for rank in plans[-1].ranks:
+            del left[rank]
+    plans = [plan for plan in plans if len(plan.ranks) > 1]
+    if not plans:
+        return []
+    sent = max(sum(m.box.numel * times[m.name] for m in plan.sent(rank)) for plan in plans for rank in plan.ranks)
+    element = 2 if recipe.train.precision == "bf16" else _FP32
+    what = f"boxes of the policy's weights that {role} lacks"
+    return [GroupTraffic("publish", f"to {role}", tuple(plan.ranks for plan in plans), what, sent * element)]
 
 
 def _share(ranks: int) -> float:

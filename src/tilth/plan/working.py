@@ -312,8 +312,11 @@ def kv_cache(shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: b
     return int((held + staged + stored) * token * spare), int(besides * token * spare)
 
 
-def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int) -> tuple[Item, ...]:
-    """Return the working set of an engine step, prefill or decode, without the growth of its cache."""
+def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element: int, vocab: int) -> tuple[Item, ...]:
+    """Return the working set of an engine step, prefill or decode, without the growth of its cache.
+
+    shape: of one rank; vocab: of the whole model, since every rank has all logits.
+    """
     chunk = PROMPT_CHUNK if asked.prompt > PROMPT_CHUNK else asked.computed * asked.prompt
     tokens = max(asked.rows, min(recipe.rollout.step_tokens, chunk))
     widest = max(2 * shape.intermediate_size, 6 * shape.num_heads * shape.head_dim) + 2 * shape.hidden_size
@@ -321,7 +324,7 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
     scores = 0 if on_gpu(recipe) else 2 * shape.num_heads * pairs
     return (
         Item("activations of generation", (tokens * widest + scores) * element),
-        Item("logits of generation", _choice(recipe, shape.vocab_size, asked)),
+        Item("logits of generation", _choice(recipe, vocab, asked)),
     )
 
 

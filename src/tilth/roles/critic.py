@@ -24,7 +24,7 @@ from tilth.roles.objective import (
     is_first_data_rank,
     scored,
 )
-from tilth.roles.state import Learner, whole_tensors
+from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine, UpdateResult
 from tilth.training.packed import MicroBatch, packed_values
 
@@ -50,7 +50,7 @@ class CriticWorker(Learner):
         missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
         for name, tensor in weights:
             if not name.startswith(OUTPUT):
-                sharded.load_full(name, tensor)
+                sharded.load_part(name, tensor)
                 missing.discard(name)
         if missing:
             raise ModelError(
@@ -61,9 +61,9 @@ class CriticWorker(Learner):
                 sharded.load_full(name, torch.zeros(sharded.layouts[name].shape))
 
     def fingerprint(self) -> Mapping[str, int]:
-        """Return the checksum of each whole tensor of the live body; a collective call."""
-        whole = whole_tensors(self.engine.sharded)
-        return {name: checksum(tensor) for name, tensor in whole if not name.startswith(HEAD)}
+        """Return the checksum of this rank's part of each tensor of the live body."""
+        parts = self.engine.sharded.parameters
+        return {name: checksum(tensor) for name, tensor in parts.items() if not name.startswith(HEAD)}
 
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles.objective import scored
-from tilth.roles.state import Groups, Stateful, whole_tensors
+from tilth.roles.state import Groups, Stateful
 from tilth.training.packed import packed_logprobs
 
 
@@ -28,11 +28,11 @@ class ReferenceWorker(Stateful):
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the policy's current weights."""
         for name, tensor in weights:
-            self.sharded.load_full(name, tensor)
+            self.sharded.load_part(name, tensor)
 
     def fingerprint(self) -> Mapping[str, int]:
-        """Return the checksum of each whole tensor of the live storage; a collective call."""
-        return {name: checksum(tensor) for name, tensor in whole_tensors(self.sharded)}
+        """Return the checksum of this rank's part of each tensor of the live storage."""
+        return {name: checksum(tensor) for name, tensor in self.sharded.parameters.items()}
 
     @transfer(split="rows", gather="rows")
     def logprobs(self, batch: Batch) -> Batch:

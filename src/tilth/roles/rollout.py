@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
 from tilth.data.template import Template
 from tilth.roles.experience import to_batch
-from tilth.rollout.protocol import GenerationEngine
+from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
@@ -26,6 +26,8 @@ class RolloutWorker:
         self.engine, self.template, self.section, self.store = engine, template, section, store
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
+        self._updates: Callable[[], int] | None = None
+        self._seen = 0
 
     @control
     def status(self) -> dict[str, float]:
@@ -46,6 +48,7 @@ class RolloutWorker:
     @transfer(split="rows", gather="rows")
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
         """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order."""
+        self._check_current()
         params = self._params(greedy)
         encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
@@ -63,6 +66,19 @@ class RolloutWorker:
             written = sum(t.completion_length for t in found)
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         return to_batch(found, self.store)
+
+    def follow(self, updates: Callable[[], int]) -> None:
+        """Share memory with the policy from now on. updates: number of the policy's updates so far."""
+        self._updates = updates
+
+    def _check_current(self) -> None:
+        """Raise EngineError if the policy has changed a part of the engine's weights since the last weight sync."""
+        if self._updates is not None and self._updates() != self._seen:
+            raise EngineError(
+                "the policy was updated after the last weight sync, and its shard is a part of the engine's weights; "
+                "call run.sync_weights(run.policy) before generating",
+                key="rollout.stale",
+            )
 
     def _params(self, greedy: bool) -> SamplingParams:
         s = self.section
@@ -91,6 +107,7 @@ class RolloutWorker:
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace the engine's weights. WeightMismatch names one that is off by more than ``tolerance``."""
+        self._seen = self._updates() if self._updates is not None else 0
         sent: dict[str, Tensor] = {}
 
         def sketched() -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,12 @@
 """Weight sync: sends the policy's weights to the roles that hold a copy, across workers and layouts, and checks them.
 
-Weights travel in buckets of whole tensors: every replica of the policy assembles them where a receiver shares its
-workers, and the policy's first worker sends them to the other receivers. Each receiver's live storage must have the
-checksums of what the policy sent.
+A receiver gets the boxes that it needs and nothing else (``plan.reshard``), bucket by bucket, from one replica of the
+policy. An engine on the policy's workers, in the policy's dtype, shares memory with it where the policy is divided by
+tp: the training shard is then a slice of the generation weights, and only the rest of them travels (HybridFlow, arXiv
+2409.19256, section 5.3). What arrives must have the checksums of what was sent, and each receiver's live storage the
+checksums of what arrived.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -15,22 +16,25 @@ from torch import Tensor
 
 from tilth.cluster.protocol import transfer
 from tilth.cluster.worker.context import Context
+from tilth.config.axes import MODEL
 from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
-from tilth.core.layout import Mesh, Shape
-from tilth.models.value import OUTPUT
-from tilth.parallel.comm import broadcast
-from tilth.parallel.dims import ParallelDims
+from tilth.core.layout import Layout, Mesh
+from tilth.parallel.reshard import Part, Parts, Resharder, allocate, parts_of, share
 from tilth.parallel.sharded import WHOLE, ShardedModel, buckets
+from tilth.plan.reshard import ReshardPlan
+from tilth.roles.rollout import RolloutWorker
 from tilth.trace.spans import span
+
+Layouts = Mapping[str, Layout]
 
 
 class Receiver(Protocol):
     """Role that holds a copy of the policy's weights."""
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take whole tensors as they come, in place; all of them must be taken from the stream."""
+        """Take this rank's part of each tensor as they come, in place; all of them must be taken from the stream."""
         ...
 
     @property
@@ -39,18 +43,20 @@ class Receiver(Protocol):
         ...
 
     def fingerprint(self) -> Mapping[str, int]:
-        """Return the checksum of each whole tensor of the storage that is in use."""
+        """Return the checksum of this rank's part of each tensor, in the storage that is in use."""
         ...
 
 
 class Delivery(NamedTuple):
-    """Report of one worker about a weight sync, in bytes and tensors."""
+    """Report of one worker about a weight sync. received: tensors; bytes: from other workers; shared: tensors whose
+    memory the policy and the receiver share."""
 
     rank: int
     received: int
     bytes: int
     probe: bool
     """The receiver cannot show its weights; a probe must compare what it computes."""
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,10 @@ class Route:
 
     target: bool
     """This worker holds a receiver."""
-    gathers: bool
-    """It assembles whole tensors: for itself, for its peers or to send them."""
-    outside: ParallelDims | None
-    """The sender and the receivers without a part of the policy, if this worker is one of them."""
+    wanted: Layouts
+    """Layouts of the receiver, by parameter."""
+    resharder: Resharder
+    dtype: torch.dtype
 
 
 class WeightSyncWorker:
@@ -71,7 +77,8 @@ class WeightSyncWorker:
     def __init__(
         self,
         context: Context,
-        shapes: Mapping[str, Shape],
+        held: Layouts,
+        wanted: Mapping[str, Layouts],
         dtypes: Mapping[str, torch.dtype],
         source: Mesh,
         targets: Mapping[str, Mesh],
@@ -79,38 +86,29 @@ class WeightSyncWorker:
         device: torch.device,
         bucket: int = WHOLE,
     ) -> None:
-        """shapes: of the policy's parameters; dtypes: wanted by each target; source, targets: their meshes; device: of
-        this worker's models and of what it sends."""
+        """held: layouts of the policy's parameters; wanted, dtypes: of each target; source, targets: their meshes;
+        device: of this worker's models and of what it sends."""
         self.context, self.device = context, device
-        self.shapes = dict(shapes)
-        self.dtypes = dict(dtypes)
-        self.source = source
-        self.routes = {name: self._route(mesh) for name, mesh in targets.items()}
-        self.bucket = bucket
-        self._bytes = 0
+        self.held, self.source, self.bucket = dict(held), source, bucket
+        self.routes = {name: self._route(mesh, wanted[name], dtypes[name]) for name, mesh in targets.items()}
+        self._shared: dict[str, Parts] = {}
 
-    def _route(self, target: Mesh) -> Route:
-        rank, inside = self.context.rank, set(self.source.ranks)
-        strangers = tuple(r for r in target.ranks if r not in inside)
-        members = (self.source.ranks[0], *strangers)
-        source = rank in inside
-        shared = any(r in inside for r in target.ranks)
-        first_replica = source and not self.source.index(rank, *self.source.copies)
-        return Route(
-            target=rank in target.ranks,
-            gathers=source and (shared or first_replica),
-            outside=ParallelDims.of(Mesh(("to",), (len(members),), members), rank, self.context.generation)
-            if strangers and rank in members
-            else None,
-        )
+    def _route(self, target: Mesh, wanted: Layouts, dtype: torch.dtype) -> Route:
+        rank = self.context.rank
+        if rank not in (*self.source.ranks, *target.ranks):
+            plan = ReshardPlan((rank,), ())
+        else:
+            plan = ReshardPlan.of(rank, self.source, self.held, target, wanted)
+        return Route(rank in target.ranks, wanted, Resharder.of(plan, rank, self.context.generation), dtype)
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
         """Send the policy's weights to a target. WeightMismatch names the tensors that arrived changed."""
-        route, dtype, expected = self.routes[target], self.dtypes[target], dict[str, int]()
+        route, expected, damaged = self.routes[target], dict[str, int](), list[str]()
         receiver: Receiver | None = self.context.roles[target] if route.target else None  # type: ignore[assignment]
+        self._share(target, receiver)
         self._bytes = 0
-        stream = self._stream(route, dtype, expected)
+        stream = self._stream(target, expected, damaged)
         with span("publish") as sent:
             if receiver is not None:
                 receiver.receive(stream, version)
@@ -118,57 +116,69 @@ class WeightSyncWorker:
                 pass
             sent.set(bytes=self._bytes)
         with span("verify"):
-            self._send_checksums(route, expected)
+            if damaged:
+                raise _mismatch(damaged, target)
             if receiver is not None and receiver.tolerance == 0:
-                wanted = {name: expected[name] for name in self._wanted(target)}
-                verify_weights(wanted, receiver.fingerprint(), target)
+                verify_weights(expected, receiver.fingerprint(), target)
         probe = receiver is not None and receiver.tolerance is None
-        return Delivery(self.context.rank, len(expected) if receiver is not None else 0, self._bytes, probe)
+        shared = len(self._shared.get(target, ()))
+        return Delivery(self.context.rank, len(expected), self._bytes, probe, shared)
 
-    def _wanted(self, target: str) -> list[str]:
-        """Names of the tensors that a target must hold; a value model has no output head."""
-        return [name for name in self.shapes if not ROLES[target].values or not name.startswith(OUTPUT)]
+    def _policy(self) -> ShardedModel:
+        policy: ShardedModel = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
+        return policy
 
-    def _stream(self, route: Route, dtype: torch.dtype, expected: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors in the target's dtype; ``expected`` gets their checksums."""
-        for names in buckets(self.shapes, self.bucket):
-            whole: dict[str, Tensor] = {}
-            if route.gathers:
-                policy: ShardedModel = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
-                whole = {name: tensor.detach().to(dtype) for name, tensor in policy.assemble(names).items()}
-                expected |= {name: checksum(tensor) for name, tensor in whole.items()}
-            if route.outside is not None:
-                whole = self._broadcast(route.outside, names, whole, dtype)
-            yield from whole.items()
+    def _own(self) -> Parts:
+        """Return this worker's part of the policy."""
+        if self.context.rank not in self.source.ranks:
+            return {}
+        return parts_of(self._policy().parameters, self.held, self.context.rank)
 
-    def _broadcast(
-        self, grid: ParallelDims, names: list[str], whole: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Broadcast one flat buffer of a bucket from the first rank of the grid."""
-        sizes = [math.prod(self.shapes[name]) for name in names]
-        if whole:
-            flat = torch.cat([whole[name].reshape(-1) for name in names])
-        else:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        _send(flat, grid)
-        self._bytes += flat.nbytes
-        return {name: part.view(self.shapes[name]) for name, part in zip(names, flat.split(sizes))}
+    def _share(self, target: str, receiver: Receiver | None) -> None:
+        """Let the policy's shards lie in the generation weights of an engine, once, where both can use them.
 
-    def _send_checksums(self, route: Route, expected: dict[str, int]) -> None:
-        """Send the policy's checksums to the receivers outside of its workers."""
-        if route.outside is None:
+        FSDP keeps its shards in storage of its own, and an engine of another dtype needs converted values: they get
+        copies. A policy that is not divided keeps its own storage too.
+        """
+        engine, rank = receiver, self.context.rank
+        divided = self.source.count(*MODEL) > 1 and self.source.size(*self.source.shards) == 1
+        if target in self._shared or not isinstance(engine, RolloutWorker) or not divided:
             return
-        names = list(self.shapes)
-        sums = torch.tensor([expected.get(name, 0) - 2**63 for name in names], dtype=torch.int64)
-        _send(sums, route.outside)
-        expected |= {name: total + 2**63 for name, total in zip(names, sums.tolist())}
+        if rank not in self.source.ranks or not engine.engine.shares:
+            return
+        policy, own = self.context.roles["policy"], self._own()
+        live = parts_of(dict(engine.engine.named_parameters()), self.routes[target].wanted, rank)
+        names = share(self._policy().parameters, own, live)
+        if names:
+            self._shared[target] = {name: live[name] for name in names}
+            engine.follow(lambda: policy.engine.steps)  # type: ignore[attr-defined]
 
+    def _stream(self, target: str, expected: dict[str, int], damaged: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this worker's part of each tensor in the target's dtype.
 
-def _send(x: Tensor, grid: ParallelDims) -> None:
-    """Broadcast x from the first rank of the grid."""
-    group = grid.group("to")
-    assert group is not None  # a sender and a stranger at least
-    broadcast(x, grid.mesh.ranks[0], group)
+        ``expected`` gets their checksums, ``damaged`` the names of those that did not arrive as they were sent.
+        """
+        route, own = self.routes[target], self._own()
+        shapes = {name: self.held[name].shape for name in route.wanted}
+        for names in buckets(shapes, self.bucket):
+            into = self._room(target, names) if route.target else {}
+            self._bytes += route.resharder.fill(into, own, names, route.dtype)
+            damaged += route.resharder.damaged(into, own, names, route.dtype)
+            for name in names if route.target else ():
+                values = into[name].values if name in into else self._nothing(shapes[name], route.dtype)
+                expected[name] = checksum(values)
+                yield name, values
+
+    def _room(self, target: str, names: list[str]) -> dict[str, Part]:
+        """Return where the parts of a bucket go: into shared memory, or new tensors."""
+        route, shared = self.routes[target], self._shared.get(target, {})
+        found = {name: shared[name] for name in names if name in shared}
+        fresh = {name: route.wanted[name] for name in names if name not in shared}
+        like = torch.empty(0, dtype=route.dtype, device=self.device)
+        return found | allocate(fresh, self.context.rank, like)
+
+    def _nothing(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, *shape[1:], dtype=dtype, device=self.device)
 
 
 def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], target: str = "rollout") -> None:
@@ -176,9 +186,13 @@ def verify_weights(expected: Mapping[str, int], received: Mapping[str, int], tar
     wrong = [name for name in expected if received.get(name) != expected[name]]
     wrong += [name for name in received if name not in expected]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise WeightMismatch(
-            f"after the weight sync, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the "
-            "trainer's; the run stops before it learns from a wrong policy",
-            key=wrong[0],
-        )
+        raise _mismatch(wrong, target)
+
+
+def _mismatch(wrong: list[str], target: str) -> WeightMismatch:
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return WeightMismatch(
+        f"after the weight sync, {', '.join(wrong[:3])}{more} in the {ROLES[target].label} differ from the "
+        "trainer's; the run stops before it learns from a wrong policy",
+        key=wrong[0],
+    )

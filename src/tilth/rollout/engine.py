@@ -2,20 +2,25 @@
 
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilth.core.errors import DataError, ModelError, NonFiniteError
+from tilth.core.layout import Box
 from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, not_finite
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import shard
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import KVCache, PrefixStore
 from tilth.rollout.lanes import LengthBucket
+from tilth.rollout.lockstep import LockStep
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams, SequenceState
@@ -35,10 +40,13 @@ class Engine(GenerationEngine):
     max_rows: sequences decoded at once. kv_tokens: capacity of the KV cache (0: ``max_rows`` whole sequences).
     step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
     compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
-    of a packed forward pass with ``parity`` bit for bit (CPU).
+    of a packed forward pass with ``parity`` bit for bit (CPU). dims: ranks along "tp" are one engine, which divides
+    heads, MLP and vocabulary, and each holds the KV of its own heads; all of them get the same calls and return the
+    same trajectories. Raises ModelError or EngineError, with the key, for what ``dims`` does not allow.
     """
 
     tolerance: float | None = 0.0
+    shares = True
 
     def __init__(
         self,
@@ -55,7 +63,10 @@ class Engine(GenerationEngine):
         max_length: int = 0,
         compile: bool = False,
         parity: bool = False,
+        dims: ParallelDims | None = None,
     ) -> None:
+        dims = dims or ParallelDims.alone()
+        check_divided(dims.size("tp"), compile=compile, parity=parity)
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self._special = () if tokenizer is None else tuple(tokenizer.special())
         self.device, self.dtype = torch.device(device), dtype
@@ -63,7 +74,12 @@ class Engine(GenerationEngine):
         self.kv_tokens = kv_tokens or max_rows * round_up(self.max_length, block_size)
         self.step_tokens, self._block_size = step_tokens, block_size
         self.version = 0
-        self.model = Decoder(config, dtype).to(self.device, dtype).requires_grad_(False).eval()
+        self.sharded = shard(
+            lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(), dims, device=str(self.device)
+        )
+        self.model = self.sharded.model
+        self._held = replace(config, **_heads(config, dims.size("tp")))
+        self._lock = LockStep(dims.group("tp"), dims.ranks("tp"))
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
         self._parity = parity
@@ -86,7 +102,7 @@ class Engine(GenerationEngine):
     # Weights
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the live storage by the trainer's names."""
+        """Iterate over the live storage by the trainer's names: of each tensor the part of this rank."""
         return self.model.named_parameters()
 
     @torch.no_grad()
@@ -95,30 +111,44 @@ class Engine(GenerationEngine):
     ) -> None:
         """Copy all weights into the live storage between two steps; later tokens are stamped ``version``.
 
-        weights: taken one by one, so a stream needs no memory for the whole. The prefix cache is dropped. KV of
-        sequences in flight is computed again under the new weights, or kept with ``keep_kv`` (faster, biased). Raises
-        ModelError unless names and shapes match: for a mapping before any change; for a stream at the tensor, after
-        which the engine is unusable.
+        weights: whole tensors or this rank's parts, taken one by one, so a stream needs no memory for the whole; the
+        live storage itself counts as written. The prefix cache is dropped. KV of sequences in flight is computed again
+        under the new weights, or kept with ``keep_kv`` (faster, biased). Raises ModelError unless names and shapes
+        match: for a mapping before any change; for a stream at the tensor, after which the engine is unusable.
         """
         mine = dict(self.model.named_parameters())
         if isinstance(weights, Mapping):
             for name, tensor in weights.items():
-                _check_weight(name, tensor, mine)
+                self._check_weight(name, tensor)
             _check_missing(mine.keys() - weights.keys())
             weights = weights.items()
         missing = set(mine)
         self._interrupt(rows=not keep_kv)
         self._blocks.flush()
         for name, tensor in weights:
-            _check_weight(name, tensor, mine)
-            mine[name].copy_(tensor)
+            self._check_weight(name, tensor)
+            if tensor.shape != mine[name].shape:
+                (box,) = self.sharded.boxes(name) or [Box((0,) * tensor.ndim, mine[name].shape)]
+                tensor = tensor[box.slices]
+            if tensor.data_ptr() != mine[name].data_ptr():
+                mine[name].copy_(tensor)
             missing.discard(name)
         _check_missing(missing)
         self.version = version
+        self._lock.note("weights", version)
         for lane, row in self._rows():
             answer = lane.settle(row)
             answer.stamp(version)
             answer.stale = True
+
+    def _check_weight(self, name: str, tensor: Tensor) -> None:
+        if name not in self.sharded.layouts:
+            raise ModelError(f"weights for the engine: {name} is not in the model", key=f"{name}.extra")
+        part, whole = tuple(self.sharded.parameters[name].shape), self.sharded.layouts[name].shape
+        if tuple(tensor.shape) not in (part, whole):
+            right = f"{whole}" if part == whole else f"{whole}, or this rank's part {part}"
+            message = f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {right}"
+            raise ModelError(message, key=f"{name}.shape")
 
     # Requests
 
@@ -171,6 +201,7 @@ class Engine(GenerationEngine):
             answer.stops.push(answer.completion.tolist())
         self._known.add(answer.request.id)
         self._scheduler.waiting.append(answer)
+        self._lock.note(answer.request.id, answer.tokens, params)
 
     @property
     def pending(self) -> int:
@@ -183,6 +214,7 @@ class Engine(GenerationEngine):
     @torch.inference_mode()
     def abort(self, trajectory: int) -> Trajectory:
         """Stop a request and return its tokens; its KV may still serve ``resume``. Raises DataError."""
+        self._lock.note("abort", trajectory)
         answer = self._scheduler.remove(trajectory)
         if answer is None:
             found = self._row_of(trajectory)
@@ -214,6 +246,7 @@ class Engine(GenerationEngine):
         """Decode a token of every running sequence, then prefill within the budget; return finished trajectories."""
         if self._released:
             raise EngineError("the KV cache is released; call wake_up() before poll()", key="poll")
+        self._lock.check()
         done, self._done = self._done, []
         self._stats.steps += 1
         self._warm_up()
@@ -257,6 +290,7 @@ class Engine(GenerationEngine):
             uniform = self._tensor(c.uniform[every, at + 1])
             tokens, logprobs, filtered = _to_host(choose_from(logp, mass, uniform, rules))
             self._check_finite(logprobs[live])
+            self._lock.note(tokens[live])
             ended = lane.advance(tokens, logprobs, filtered)
         self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
         self._end_rows(lane, ended.tolist(), tokens, done)
@@ -350,6 +384,7 @@ class Engine(GenerationEngine):
         rules = Rules.of([a.request.params for a in answers], self.device)
         tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules))
         self._check_finite(logprobs)
+        self._lock.note(tokens)
         for i, answer in enumerate(answers):
             some = slice(i, i + 1)
             answer.stamp(self.version)
@@ -403,6 +438,9 @@ class Engine(GenerationEngine):
                 self._lane(limit_for(lane.limit, self.max_length)).adopt(lane, rows, self._draw)
                 self._stats.moved_rows += len(rows)
 
+    def agreed(self, ids: list[int]) -> list[int]:
+        return self._lock.agree(ids)
+
     def _interrupt(self, rows: bool = True) -> None:
         """Requeue prompts, and rows if ``rows``, to compute them again."""
         while self._scheduler.yield_prompt():
@@ -453,10 +491,10 @@ class Engine(GenerationEngine):
         return self._lanes[limit]
 
     def _new_slab(self) -> KVCache:
-        return KVCache(self.config, self.dtype, self.device)
+        return KVCache(self._held, self.dtype, self.device)
 
     def _new_store(self) -> PrefixStore:
-        return PrefixStore(self.config, self._block_size, self.dtype, self.device, self._blocks.max_cached)
+        return PrefixStore(self._held, self._block_size, self.dtype, self.device, self._blocks.max_cached)
 
     def _draw(self, ids: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
         streams = torch.tensor([stream_id("sample", i) for i in ids], dtype=torch.int64)
@@ -474,12 +512,22 @@ class Engine(GenerationEngine):
             raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
 
 
-def _check_weight(name: str, tensor: Tensor, mine: Mapping[str, Tensor]) -> None:
-    if name not in mine:
-        raise ModelError(f"weights for the engine: {name} is not in the model", key=f"{name}.extra")
-    if tensor.shape != mine[name].shape:
-        message = f"weights for the engine: {name} is {tuple(tensor.shape)}; it must be {tuple(mine[name].shape)}"
-        raise ModelError(message, key=f"{name}.shape")
+def check_divided(tp: int, *, compile: bool, parity: bool) -> None:
+    """Raise EngineError for a mode that an engine over ``tp`` ranks does not have."""
+    if tp > 1 and parity:
+        raise EngineError(
+            f"an engine of parity over tp={tp} ranks: partial sums round differently; use tp=1", key="parity.tp"
+        )
+    if tp > 1 and compile:
+        raise EngineError(
+            f"an engine over tp={tp} ranks does not compile its steps, which have collectives; use compile=False",
+            key="compile.tp",
+        )
+
+
+def _heads(config: DecoderConfig, tp: int) -> dict[str, int]:
+    """Return the heads of one rank: key heads fewer than ranks are held by several."""
+    return {"num_heads": config.num_heads // tp, "num_kv_heads": max(1, config.num_kv_heads // tp)}
 
 
 def _check_missing(names: Collection[str]) -> None:

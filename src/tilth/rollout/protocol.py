@@ -40,6 +40,9 @@ class GenerationEngine(Protocol):
     ``named_parameters`` (quantised, say) is at most this far off, as |found - sent| / |sent|. None: the engine cannot
     show its weights, so its log-probs of a few prompts are compared with the policy's after every sync."""
 
+    shares: bool = False
+    """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
+
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
@@ -91,6 +94,11 @@ class GenerationEngine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Forget prefixes of finished requests."""
 
+    def agreed(self, ids: list[int]) -> list[int]:
+        """Return the ids that end now, out of those that another thread asked to end: of an engine over several ranks
+        those of the first rank, on all of them."""
+        return ids
+
     def keep(self, others: list[Trajectory]) -> None:
         """Return these trajectories of other callers from the next ``poll``. Raises EngineError if unsupported."""
         if others:
@@ -108,7 +116,7 @@ class GenerationEngine(Protocol):
         others: list[Trajectory] = []
         try:
             while mine:
-                ended = [self.abort(i) for i in _popped(aborting) if i in mine]
+                ended = [self.abort(i) for i in self.agreed(_popped(aborting)) if i in mine]
                 for trajectory in ended or self.poll():
                     if trajectory.id in mine:
                         mine.remove(trajectory.id)

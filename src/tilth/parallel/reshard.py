@@ -1,0 +1,220 @@
+"""Resharding between ranks: boxes of parameters travel by a plan, and weights go from training to generation.
+
+A transition makes the generation weights of a rank out of the training shards of all. The three of HybridFlow's
+comparison (arXiv 2409.19256, table 2) are here: ``full`` (DeepSpeed-Chat) and ``naive`` (HybridFlow-V) gather whole
+parameters beside the training shards, over all ranks or over those of one training replica, and cut from them;
+``zero_redundancy`` receives what a rank lacks of its generation shard, of which its training shard is a part, in the
+same memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilth.core.checksum import checksum
+from tilth.core.errors import ArgumentError
+from tilth.core.layout import Box, Layout, Mesh, Replicate
+from tilth.parallel.comm import Group, all_to_all
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import WHOLE, buckets
+from tilth.plan.reshard import Move, ReshardPlan
+
+
+class Part(NamedTuple):
+    """A box of a parameter and its values, a tensor of the box's size with any strides."""
+
+    box: Box
+    values: Tensor
+
+    def piece(self, box: Box) -> Tensor:
+        """Return a view of a box inside of this one."""
+        return self.values if box == self.box else self.values[box.within(self.box).slices]
+
+
+Parts = Mapping[str, Part]
+
+
+def parts_of(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], rank: int) -> dict[str, Part]:
+    """Return a rank's part of each tensor; none where it is empty. ArgumentError for a part of several boxes."""
+    found = {}
+    for name, tensor in tensors.items():
+        boxes = layouts[name].boxes(rank)
+        if len(boxes) > 1:
+            raise ArgumentError(f"{name}: rank {rank} holds {len(boxes)} boxes; one can be resharded", key=name)
+        if boxes:
+            found[name] = Part(boxes[0], tensor.detach())
+    return found
+
+
+@dataclass(frozen=True)
+class Resharder:
+    """Communication of a plan on one of its ranks. All ranks of the plan call its methods in the same order."""
+
+    plan: ReshardPlan
+    rank: int
+    group: Group | None
+    """Of the plan's ranks, in their order."""
+
+    @classmethod
+    def of(cls, plan: ReshardPlan, rank: int, generation: int = 0) -> "Resharder":
+        """Return the communication of a plan; generation: of the roles (``ParallelDims``)."""
+        line = Mesh(("to",), (len(plan.ranks),), plan.ranks)
+        return cls(plan, rank, ParallelDims.of(line, rank, generation).group("to"))
+
+    def fill(self, into: Parts, own: Parts, names: Sequence[str], dtype: torch.dtype) -> int:
+        """Write what this rank needs of some parameters into ``into``; return the bytes that came from other ranks.
+
+        own: parts that it has; they may share memory with ``into``. dtype: of ``into`` on every rank, in which values
+        travel.
+        """
+        for move in self.plan.kept(self.rank, names):
+            target, source = into[move.name].piece(move.box), own[move.name].piece(move.box)
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+        if self.group is None or not self.plan.travels(names):
+            return 0
+        sent, received = list(self.plan.sent(self.rank, names)), list(self.plan.received(self.rank, names))
+        flat = [own[move.name].piece(move.box).to(dtype).reshape(-1) for move in sent]
+        device = next(iter((own or into).values())).values.device
+        out = torch.empty(sum(move.box.numel for move in received), dtype=dtype, device=device)
+        whole = torch.cat(flat) if flat else out.new_empty(0)
+        all_to_all(out, whole, self._counts(received, source=True), self._counts(sent, source=False), self.group)
+        for move, values in zip(received, out.split([move.box.numel for move in received])):
+            into[move.name].piece(move.box).copy_(values.view(move.box.size))
+        return out.nbytes
+
+    def damaged(self, into: Parts, own: Parts, names: Sequence[str], dtype: torch.dtype) -> list[str]:
+        """Return the parameters of which something arrived with another checksum than it was sent with.
+
+        Arguments are those of ``fill``, after it.
+        """
+        if self.group is None or not self.plan.travels(names):
+            return []
+        sent, received = list(self.plan.sent(self.rank, names)), list(self.plan.received(self.rank, names))
+        sums = torch.tensor([_signed(checksum(own[m.name].piece(m.box).to(dtype))) for m in sent], dtype=torch.int64)
+        found = sums.new_empty(len(received))
+        counts = self._counts(received, source=True, each=True), self._counts(sent, source=False, each=True)
+        all_to_all(found, sums, *counts, self.group)
+        pairs = zip(received, found.tolist())
+        wrong = [move.name for move, total in pairs if _signed(checksum(into[move.name].piece(move.box))) != total]
+        return list(dict.fromkeys(wrong))
+
+    def _counts(self, moves: Iterable[Move], *, source: bool, each: bool = False) -> list[int]:
+        """Return the elements, or the number of moves, of each rank of the plan."""
+        counts = dict.fromkeys(self.plan.ranks, 0)
+        for move in moves:
+            counts[move.source if source else move.target] += 1 if each else move.box.numel
+        return list(counts.values())
+
+
+def _signed(value: int) -> int:
+    return value - 2**63
+
+
+def share(parameters: Mapping[str, Tensor], own: Parts, storage: Parts, *, strided: bool = False) -> list[str]:
+    """Move training shards into their slices of generation weights; return the names that share memory from now on.
+
+    parameters: training tensors, whose ``data`` becomes a view; own: their boxes; storage: generation weights. A shard
+    that is no part of its rank's generation shard, or of another dtype or device, stays where it is. So does a slice
+    along columns, which is not contiguous, unless ``strided``: torch's fused AdamW takes the memory of a strided
+    parameter for contiguous.
+    """
+    found = []
+    for name, part in own.items():
+        there = storage.get(name)
+        if there is None or not there.box.contains(part.box) or there.values.dtype != part.values.dtype:
+            continue
+        view = there.piece(part.box)
+        if view.device != part.values.device or not (strided or view.is_contiguous()):
+            continue
+        if view.data_ptr() != parameters[name].data_ptr():
+            view.copy_(parameters[name].data)
+            parameters[name].data = view
+        found.append(name)
+    return found
+
+
+# ---- transitions ----
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training shards of one rank."""
+
+    rank: int
+    mesh: Mesh
+    layouts: Mapping[str, Layout]
+    parameters: Mapping[str, Tensor]
+    bucket: int = WHOLE
+    """Bytes of whole parameters that travel at a time."""
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """This rank's part of each parameter."""
+        return parts_of(self.parameters, self.layouts, self.rank)
+
+
+Transition = Callable[[Training, Mesh, Mapping[str, Layout], Parts], Parts]
+"""(training shards, generation mesh, its layouts, generation weights to fill or none) -> generation weights."""
+
+
+def full(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
+    """Gather every parameter over all ranks and cut the generation shard from it.
+
+    ArgumentError unless training divides the parameters over all its ranks (ZeRO-3), as DeepSpeed-Chat does.
+    """
+    if training.mesh.size(*training.mesh.copies) > 1:
+        message = (
+            f"a full gather needs parameters divided over all {len(training.mesh)} ranks, by fsdp; here are copies"
+        )
+        raise ArgumentError(message, key="training.mesh")
+    return _gathered(training, mesh, layouts)
+
+
+def naive(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
+    """Gather every parameter over the ranks of one training replica and cut the generation shard from it."""
+    return _gathered(training, mesh, layouts)
+
+
+def zero_redundancy(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
+    """Receive the rest of the generation shard into ``into``, where the training shard lies already (``share``)."""
+    plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, mesh, layouts)
+    _fill(Resharder.of(plan, training.rank), into, training)
+    return into
+
+
+def _gathered(training: Training, mesh: Mesh, layouts: Mapping[str, Layout]) -> Parts:
+    everywhere = {name: whole_layout(layout) for name, layout in training.layouts.items()}
+    plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, training.mesh, everywhere)
+    whole = allocate(everywhere, training.rank, _like(training.parts))
+    _fill(Resharder.of(plan, training.rank), whole, training)
+    boxes = {name: layout.boxes(training.rank) for name, layout in layouts.items()}
+    return {name: Part(box, whole[name].piece(box)) for name, found in boxes.items() for box in found}
+
+
+def whole_layout(layout: Layout) -> Layout:
+    """Return the layout of whole copies on all ranks."""
+    return replace(layout, placements=(Replicate(),) * len(layout.placements), order=())
+
+
+def _fill(resharder: Resharder, into: Parts, training: Training) -> None:
+    shapes, dtype = {name: layout.shape for name, layout in training.layouts.items()}, _like(training.parts).dtype
+    for names in buckets(shapes, training.bucket):
+        resharder.fill(into, training.parts, names, dtype)
+
+
+def _like(parts: Parts) -> Tensor:
+    return next(iter(parts.values())).values
+
+
+def allocate(layouts: Mapping[str, Layout], rank: int, like: Tensor) -> dict[str, Part]:
+    """Return uninitialised parts of a rank in these layouts; like: their dtype and device."""
+    boxes = {name: layout.boxes(rank) for name, layout in layouts.items()}
+    return {name: Part(box, like.new_empty(box.size)) for name, found in boxes.items() for box in found}
+
+
+TRANSITIONS: dict[str, Transition] = {"full": full, "naive": naive, "zero-redundancy": zero_redundancy}
+"""Name -> transition. A run uses zero-redundancy, bucket by bucket (``roles.weight_sync``)."""

@@ -1,0 +1,194 @@
+"""Who sends which box to whom, against brute force on every element, and HybridFlow's groups and volumes."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.errors import raises
+from tilth.config.axes import AXES, Axis
+from tilth.core.errors import ArgumentError
+from tilth.core.layout import Box, Layout, Mesh, Shard
+from tilth.models.config import DecoderConfig
+from tilth.plan.layout import layouts
+from tilth.plan.reshard import ReshardPlan, generation_place, generation_ranks
+
+
+@pytest.fixture(autouse=True)
+def layers(monkeypatch):
+    """An axis of layers, whether or not the table has one."""
+    monkeypatch.setitem(AXES, "pp", AXES.get("pp", Axis("pp", ("layers",), "stages")))
+
+
+def mesh(p: int, t: int, d: int, fsdp: int = 1) -> Mesh:
+    return Mesh(("pp", "dp", "fsdp", "tp"), (p, d, fsdp, t))
+
+
+def shape(**changes) -> DecoderConfig:
+    base = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=8)
+    return DecoderConfig(**{**base, **changes})
+
+
+# ---- generation groups ----
+
+
+def test_the_example_of_the_paper():
+    """1-4-2 becomes 1-2-2-2, ranks counted from 1: micro-DP groups of neighbours, generation groups at a stride."""
+    training = mesh(1, 4, 2)
+    places = {rank: generation_place(training, rank, 1, 2) for rank in training.ranks}
+    micro = {frozenset(r + 1 for r in places if (places[r].dp, places[r].tp) == at) for at in np.ndindex(2, 2)}
+    assert micro == {frozenset({1, 2}), frozenset({3, 4}), frozenset({5, 6}), frozenset({7, 8})}
+    engines = {frozenset(r + 1 for r in places if (places[r].dp, places[r].micro_dp) == at) for at in np.ndindex(2, 2)}
+    assert engines == {frozenset({1, 3}), frozenset({2, 4}), frozenset({5, 7}), frozenset({6, 8})}
+    assert generation_ranks(training, 1, 2) == (0, 2, 1, 3, 4, 6, 5, 7)
+
+
+powers = st.sampled_from([1, 2, 4])
+
+
+@given(powers, powers, st.integers(1, 3), st.sampled_from([1, 2]), st.data())
+def test_generation_groups_partition_the_ranks(p, t, d, fsdp, data):
+    pg = data.draw(st.sampled_from([n for n in (1, 2, 4) if p % n == 0]))
+    tg = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if (t * fsdp) % n == 0]))
+    training = mesh(p, t, d, fsdp)
+    places = [generation_place(training, rank, pg, tg) for rank in training.ranks]
+    assert len(set(places)) == len(training), "a place each"
+    size = p * t * fsdp // (pg * tg)
+    assert Counter((g.dp, g.micro_dp) for g in places) == dict.fromkeys(np.ndindex(d, size), pg * tg)
+    assert Counter((g.pp, g.dp, g.tp) for g in places) == dict.fromkeys(np.ndindex(pg, d, tg), size)
+    if pg * tg == 1:
+        assert generation_ranks(training, pg, tg) == training.ranks
+        return
+    ordered = Mesh(("pp", "dp", "tp"), (pg, d * size, tg), generation_ranks(training, pg, tg))
+    for rank, place in zip(training.ranks, places):
+        assert ordered.coordinates(rank) == (place.pp, place.dp * size + place.micro_dp, place.tp)
+
+
+@settings(max_examples=60)
+@given(powers, st.integers(1, 2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.data())
+def test_a_training_shard_is_a_part_of_its_generation_shard(t, d, fsdp, kv_heads, data):
+    tg = data.draw(st.sampled_from([n for n in (1, 2, 4) if t % n == 0]))
+    config, training = shape(num_kv_heads=kv_heads, qkv_bias=True), mesh(1, t, d, fsdp)
+    generation = Mesh(("dp", "tp"), (t * d * fsdp // tg, tg), generation_ranks(training, 1, tg))
+    held, wanted = layouts(config, training), layouts(config, generation)
+    for rank in training.ranks:
+        for name in held:
+            (mine,), (whole,) = held[name].boxes(rank), wanted[name].boxes(rank)
+            assert whole.contains(mine), (name, rank)
+        others = [r for r in training.ranks if generation.index(r, "tp") == generation.index(rank, "tp")]
+        name = "model.layers.0.mlp.gate_proj.weight"
+        tiles = {box for r in others if r // (t * fsdp) == rank // (t * fsdp) for box in held[name].boxes(r)}
+        assert sum(box.numel for box in tiles) == wanted[name].boxes(rank)[0].numel, "shards tile the generation shard"
+
+
+@pytest.mark.parametrize(("t", "d", "tg"), [(4, 1, 1), (4, 1, 2), (2, 2, 1), (8, 1, 2), (8, 1, 4), (4, 2, 2)])
+def test_volumes_are_those_of_the_paper(t, d, tg):
+    config, training = shape(), mesh(1, t, d)
+    held = layouts(config, training)
+    divided = sum(math.prod(w.shape) for n, w in held.items() if "norm" not in n)
+
+    def volumes(ranks):
+        generation = Mesh(("dp", "tp"), (t * d // tg, tg), ranks)
+        wanted = layouts(config, generation)
+        return [ReshardPlan.of(r, training, held, generation, wanted).elements(r) for r in training.ranks]
+
+    assert volumes(generation_ranks(training, 1, tg)) == [divided * (t - tg) // (tg * t)] * (t * d)
+    if tg > 1:
+        assert max(volumes(training.ranks)) == divided // tg, "neighbours: some rank keeps nothing"
+
+
+def test_only_the_ranks_of_a_micro_group_exchange():
+    config, training = shape(), mesh(1, 4, 2)
+    generation = Mesh(("dp", "tp"), (4, 2), generation_ranks(training, 1, 2))
+    held, wanted = layouts(config, training), layouts(config, generation)
+    groups = {ReshardPlan.of(r, training, held, generation, wanted).ranks for r in training.ranks}
+    assert groups == {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+@pytest.mark.parametrize(("pp", "tp", "key"), [(1, 3, "tp"), (2, 1, "pp")])
+def test_engines_that_do_not_divide_a_replica_are_refused(pp, tp, key):
+    with raises(ArgumentError, key):
+        generation_place(mesh(1, 4, 1), 0, pp, tp)
+    assert generation_ranks(mesh(1, 4, 1), pp, tp) == (0, 1, 2, 3)
+
+
+# ---- moves ----
+
+
+def staged(config: DecoderConfig, training: Mesh) -> dict[str, Layout]:
+    """Layouts of a pipeline: layer i on stage i, embedding on the first, the rest on the last."""
+    stages = training.size("pp")
+    found = {}
+    for name in layouts(config, mesh(1, 1, 1)):
+        at = int(name.split(".")[2]) * stages // config.num_layers if ".layers." in name else stages - 1
+        at = 0 if "embed" in name else at
+        ranks = tuple(r for r in training.ranks if training.coordinate("pp", r) == at)
+        stage = Mesh(training.names, (1, *training.sizes[1:]), ranks)
+        found[name] = layouts(config, stage)[name]
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_rank_gets_each_element_once_and_only_what_it_lacks(data):
+    p, t, d, fsdp = (data.draw(st.sampled_from([1, 2])) for _ in range(4))
+    config = shape(
+        vocab_size=data.draw(st.sampled_from([7, 13, 32])),
+        num_kv_heads=data.draw(st.sampled_from([1, 2, 8])),
+        tie_embeddings=data.draw(st.booleans()),
+    )
+    training, tg = mesh(p, t, d, fsdp), data.draw(st.sampled_from([1, 2, 4]))
+    start = data.draw(st.sampled_from([0, 1, len(training)]))
+    generation = Mesh(("dp", "tp"), (data.draw(st.sampled_from([1, 2])), tg))
+    generation = replace(generation, ranks=tuple(r + start for r in generation.ranks))
+    held, wanted = staged(config, training), layouts(config, generation)
+    plans = {}
+    for rank in {*training.ranks, *generation.ranks}:
+        plan = plans[rank] = ReshardPlan.of(rank, training, held, generation, wanted)
+        assert rank in plan.ranks
+    for rank in generation.ranks:
+        for name, layout in wanted.items():
+            seen = np.zeros(layout.shape, int)
+            own = np.zeros(layout.shape, bool)
+            for box in held[name].boxes(rank) if rank in held[name].mesh.ranks else ():
+                own[box.slices] = True
+            for move in (*plans[rank].received(rank, [name]), *plans[rank].kept(rank, [name])):
+                giver = held[name].boxes(move.source)
+                assert any(box.contains(move.box) for box in giver), "it has what it sends"
+                assert move.local or not own[move.box.slices].any(), "what the rank has does not travel"
+                seen[move.box.slices] += 1
+                assert plans[move.source] == plans[rank], "both sides have one plan"
+            need = np.zeros(layout.shape, int)
+            for box in layout.boxes(rank):
+                need[box.slices] = 1
+            assert np.array_equal(seen, need)
+
+
+def test_a_parameter_that_nobody_holds_whole_is_named():
+    training = mesh(1, 2, 1)
+    held = {"w": Layout(Mesh(("tp",), (2,), (0, 1)), (Shard(0),), (4, 2))}
+    half = {"w": Layout(Mesh(("tp",), (1,), (0,)), (Shard(0),), (4, 2))}
+    wanted = {"w": Layout.single((4, 2))}
+    assert ReshardPlan.of(0, training, held, Mesh(("dp",), (1,)), wanted).elements(0) == 4
+    short = {"w": Layout(Mesh(("dp",), (1,)), (Shard(0),), (5, 2))}
+    with raises(ArgumentError, "w"):
+        ReshardPlan.of(0, mesh(1, 1, 1), half, Mesh(("dp",), (1,)), short)
+
+
+def test_strangers_take_turns_with_the_replicas():
+    training, generation = mesh(1, 1, 2), Mesh(("dp", "tp"), (2, 2), (2, 3, 4, 5))
+    config = shape()
+    held, wanted = layouts(config, training), layouts(config, generation)
+    plans = {ReshardPlan.of(r, training, held, generation, wanted).ranks for r in range(6)}
+    assert plans == {(0, 2, 3), (1, 4, 5)}
+
+
+def test_whole_copies_exchange_nothing():
+    training = mesh(1, 1, 4)
+    held = layouts(shape(), training)
+    plan = ReshardPlan.of(2, training, held, Mesh(("dp",), (4,)), layouts(shape(), Mesh(("dp",), (4,))))
+    assert plan.ranks == (2,) and not plan.travels() and all(Box.whole(m.box.size) == m.box for m in plan.kept(2))

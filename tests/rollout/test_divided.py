@@ -1,0 +1,80 @@
+"""An engine over several ranks says what an engine of one rank says, and stops as soon as its ranks differ."""
+
+import numpy as np
+import pytest
+
+from tests.errors import raises
+from tests.rollout.reference import CONFIG, make_engine, make_model, make_requests
+from tilth.core.errors import ModelError
+from tilth.core.layout import Mesh
+from tilth.parallel.dims import ParallelDims
+from tilth.rollout.engine import Engine, EngineError
+
+HERE = "tests.rollout.divided:"
+CASES = {
+    "plain": (2, {}, {}),
+    "preemption": (2, {}, {"max_rows": 16, "kv_tokens": 320, "step_tokens": 40}),
+    "one key head": (2, {"num_kv_heads": 1}, {}),
+    "odd vocabulary, untied": (2, {"vocab_size": 97, "tie_embeddings": False}, {}),
+}
+FOUR = {
+    "fewer key heads than ranks": (4, {}, {}),
+    "a rank without tokens of the vocabulary": (4, {"vocab_size": 9}, {}),
+}
+
+
+def compare(pool, tp, changes, options, requests=16):
+    """All ranks return the same; it is what one rank says, but for rounding."""
+    found = pool.run(tp, HERE + "spoken", tp=tp, changes=changes, requests=requests, **options)
+    config = CONFIG.__class__(**{**CONFIG.__dict__, **changes})
+    model = make_model(config)
+    alone = make_engine(model, **options)
+    wanted = alone.generate(make_requests(requests, vocab=config.vocab_size))
+    for rank in found:
+        for mine, first, other in zip(rank["said"], found[0]["said"], wanted, strict=True):
+            assert mine.tokens.tolist() == first.tokens.tolist() == other.tokens.tolist()
+            assert (mine.id, mine.finish, mine.versions) == (other.id, other.finish, other.versions)
+            assert np.array_equal(mine.logprobs, first.logprobs), "bits differ between ranks"
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=3e-5)
+        assert rank["heads"] == max(1, config.num_kv_heads // tp)
+        assert rank["stats"] == (alone.stats().decoded_tokens, alone.stats().preemptions)
+    held, whole = [rank["elements"] for rank in found], sum(p.numel() for p in model.parameters())
+    assert max(held) < whole and sum(held) >= whole
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_what_one_rank_says(pool, case):
+    compare(pool, *CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("case", FOUR)
+def test_it_says_what_one_rank_says_on_four(pool, case):
+    compare(pool, *FOUR[case])
+
+
+@pytest.mark.dist
+def test_a_request_ends_on_all_ranks_where_the_first_one_is_asked_to(pool):
+    first, second = pool.run(2, HERE + "aborted", tp=2)
+    assert first == second
+    ((_, finish, length),) = [found for found in first if found[0] == 1]
+    assert finish == "aborted" and 0 < length < 50
+    assert [found[1:] for found in first if found[0] == 2] == [("length", 50)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["requests", "seed", "version"])
+def test_ranks_that_differ_are_named_on_all_of_them(pool, how):
+    for told in pool.run(2, HERE + "diverged", tp=2, how=how):
+        assert told.startswith("rollout.layout.tp: ranks 1 of a generation engine"), told
+
+
+def test_what_such_an_engine_cannot_do_is_refused():
+    dims = ParallelDims.of(Mesh.of({"tp": 2}), 0)
+    for mode in ("parity", "compile"):
+        with raises(EngineError, f"{mode}.tp"):
+            Engine(CONFIG, dims=dims, **{mode: True})
+    with raises(ModelError, "layout.tp"):
+        Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"tp": 3}), 0))
