@@ -32,8 +32,9 @@ class RolloutWorker:
     @control
     def status(self) -> dict[str, float]:
         """Return the number of ``requests`` that the running call was asked for, the ``version`` of the weights and
-        the engine's counts (``Stats.dump``)."""
-        return {"requests": len(self._asked), "version": self.engine.version, **self.engine.stats().dump()}
+        the engine's counts (``Stats.dump``); 0 on ranks whose engine another rank reports."""
+        counts = {"requests": len(self._asked), **self.engine.stats().dump()}
+        return {"version": self.engine.version, **{n: count * self.engine.reports for n, count in counts.items()}}
 
     @control
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -43,7 +44,7 @@ class RolloutWorker:
         """
         chosen = [i for i in self._asked if ids is None or i in ids]
         self._aborting.extend(chosen)
-        return len(chosen)
+        return len(chosen) * self.engine.reports
 
     @transfer(split="rows", gather="rows")
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:

@@ -80,6 +80,7 @@ class Engine(GenerationEngine):
         self.model = self.sharded.model
         self._held = replace(config, **_heads(config, dims.size("tp")))
         self._lock = LockStep(dims.group("tp"), dims.ranks("tp"))
+        self.reports = not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
         self._parity = parity

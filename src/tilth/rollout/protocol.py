@@ -43,6 +43,9 @@ class GenerationEngine(Protocol):
     shares: bool = False
     """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
 
+    reports: bool = True
+    """False on ranks of one engine but its first, whose answers and counts stand for all."""
+
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
