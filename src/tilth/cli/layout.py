@@ -194,7 +194,7 @@ def _roles(plan: Plan) -> Table:
     for role, placed in plan.placed.items():
         tokens = tokens_of_rank(plan.recipe, placed, plan.longest)
         sizes = (str(placed.mesh.size(name)) for name in AXES)
-        table.add_row(role, placed.pool or "all", spans(placed.ranks), *sizes, f"{tokens:,}")
+        table.add_row(role, placed.pool or "all", spans(sorted(placed.ranks)), *sizes, f"{tokens:,}")
     return table
 
 

@@ -78,7 +78,7 @@ class Engine(GenerationEngine):
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(), dims, device=str(self.device)
         )
         self.model = self.sharded.model
-        self._held = replace(config, **_heads(config, dims.size("tp")))
+        self._held = _part(config, dims.size("tp"))
         self._lock = LockStep(dims.group("tp"), dims.ranks("tp"))
         self.reports = not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
@@ -526,9 +526,9 @@ def check_divided(tp: int, *, compile: bool, parity: bool) -> None:
         )
 
 
-def _heads(config: DecoderConfig, tp: int) -> dict[str, int]:
-    """Return the heads of one rank: key heads fewer than ranks are held by several."""
-    return {"num_heads": config.num_heads // tp, "num_kv_heads": max(1, config.num_kv_heads // tp)}
+def _part(config: DecoderConfig, tp: int) -> DecoderConfig:
+    """Return the shape of the KV cache of one rank: key heads fewer than ranks are held by several."""
+    return replace(config, num_heads=config.num_heads // tp, num_kv_heads=max(1, config.num_kv_heads // tp))
 
 
 def _check_missing(names: Collection[str]) -> None:
