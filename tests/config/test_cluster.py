@@ -193,7 +193,7 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],
-            "rollout.layout.cp = 2, but the rollout engine takes dp only; set it to 1",
+            "rollout.layout.cp = 2, but the rollout engine takes dp and tp only; set it to 1",
         ),
     ],
 )
