@@ -7,13 +7,14 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.moe import ExpertContext
 from tilth.plan.kernels import spare_rows
 
 
 class CachedContext:
     """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded by ``spare_rows``."""
 
-    dropout = None
+    dropout, experts = None, ExpertContext(parity=True)
 
     def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 4) -> None:
         self.rows, self.bucket, self.query_rows = rows + spare_rows(rows), bucket, query_rows

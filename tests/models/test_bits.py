@@ -12,7 +12,10 @@ from tilth.models.logprobs import logits_logprobs, token_logprobs
 
 LENGTHS = [5, 33, 20, 49, 17, 32, 1, 40, 23]
 CONFIGS = {
-    **{name: FAMILIES[name] for name in ("llama-none", "llama-biases", "qwen2-window", "mistral", "llama-dynamic")},
+    **{
+        name: FAMILIES[name]
+        for name in ("llama-none", "llama-biases", "qwen2-window", "mistral", "llama-dynamic", "mixtral")
+    },
     "qwen3-wide": shape("qwen3", hidden_size=160, num_heads=6, num_kv_heads=2, head_dim=32, vocab_size=1000),
     "one-kv-head": shape("llama", hidden_size=120, num_heads=3, num_kv_heads=1, head_dim=40),
     "mha-small-heads": shape("llama", num_heads=8, num_kv_heads=8, head_dim=8),

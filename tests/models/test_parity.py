@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.tiny import FAMILIES, ROPES, decoder, reference, shape, tokens
+from tests.models.tiny import FAMILIES, ROPES, decoder, gradients, reference, shape, tokens
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 
@@ -26,9 +26,9 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits.log_softmax(-1) * probe).sum().backward()
     (expected.log_softmax(-1) * probe).sum().backward()
-    theirs = dict(other.named_parameters())
+    theirs = gradients(other)
     for parameter_name, parameter in model.named_parameters():
-        grad = theirs[parameter_name].grad
+        grad = theirs[parameter_name]
         assert (parameter.grad - grad).abs().max() <= 1e-4 * grad.abs().max(), parameter_name
 
 

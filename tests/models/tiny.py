@@ -53,6 +53,12 @@ def shape(family: str, **changes: Any) -> DecoderConfig:
     }
     if family == "qwen3":
         base["head_dim"] = 32
+    if family in ("mixtral", "qwen3_moe"):
+        base |= {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "expert_layers": (0, 1, 2)}
+    if family == "mixtral":
+        base["intermediate_size"] = 24
+    if family == "qwen3_moe":
+        base |= {"expert_layers": (0, 2), "experts_per_token": 3, "renormalise": False, "qk_norm": True}
     if family == "mistral":
         base.update(sliding_window=6, window_layers=(0, 1, 2))
     return DecoderConfig(**{**base, **changes})
@@ -67,6 +73,8 @@ FAMILIES: dict[str, DecoderConfig] = {
     "qwen3-window-yarn": shape("qwen3", sliding_window=5, window_layers=(2,), rope_scaling=ROPES["yarn"]),
     "mistral": shape("mistral"),
     "mistral-full": shape("mistral", sliding_window=None, window_layers=()),
+    "mixtral": shape("mixtral"),
+    "qwen3-moe": shape("qwen3_moe"),
 }
 
 
@@ -90,10 +98,40 @@ def reference(model: Decoder) -> torch.nn.Module:
     hf = model.config.to_hf()
     config = transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "architectures"})
     other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    missing, unexpected = other.load_state_dict(model.state_dict(), strict=False)
+    missing, unexpected = other.load_state_dict(joined(model.state_dict()), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"} and (model.lm_head is None or not missing)
     other.tie_weights()
     return other
+
+
+_GATE, _UP, _DOWN = (f"experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors by the names of transformers, which joins gate and up of all experts."""
+    found = {}
+    for name, tensor in state.items():
+        if name.endswith(_GATE):
+            both = [tensor, state[name.replace(_GATE, _UP)]]
+            found[name.replace(_GATE, "experts.gate_up_proj")] = torch.cat(both, 1)
+        elif name.endswith(_DOWN):
+            found[name.removesuffix(".weight")] = tensor
+        elif not name.endswith(_UP):
+            found[name] = tensor
+    return found
+
+
+def gradients(other: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients of a model of transformers by our names."""
+    found = {}
+    for name, parameter in other.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            path = name.removesuffix("gate_up_proj")
+            gate, up = parameter.grad.chunk(2, 1)
+            found |= {f"{path}gate_proj.weight": gate, f"{path}up_proj.weight": up}
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = parameter.grad
+    return found
 
 
 def tokens(lengths: list[int], seed: int = 1) -> Tensor:

@@ -80,6 +80,13 @@ class ModelConfig(Section):
     kv_heads: Count = Field(0, description="key/value heads; 0: as many as query heads")
     head_dim: Count = Field(0, description="width of a head; 0: hidden / heads")
     ffn: Count = Field(0, description="inner width of the SwiGLU; 0: 8/3 of hidden, rounded up to 64")
+    experts: Count = Field(0, description="families with experts: experts of a layer; 0: 8")
+    experts_per_token: Positive = Field(2, description="families with experts: experts that a token goes through")
+    expert_ffn: Count = Field(
+        0, description="families with experts: inner width of an expert; 0: ffn / experts_per_token, rounded up to 8"
+    )
+    shared_experts: Count = Field(0, description="families with shared experts: experts that every token goes through")
+    dense_layers: Count = Field(0, description="families with experts: first layers that have one SwiGLU instead")
     context: Positive = Field(256, description="maximum tokens of a sequence, prompt and completion together")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary embedding")
     tied: bool = Field(True, description="one matrix for embedding and output head")

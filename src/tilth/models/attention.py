@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tilth.core.random import dropout_mask, stream
+from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
 from tilth.plan.kernels import CAUSAL_UP_TO, MASKED_UP_TO, spare_rows
 
@@ -44,7 +45,10 @@ class DropoutContext:
 
 
 class AttentionContext(Protocol):
-    """Positions, dropout and attention of the tokens of one forward pass."""
+    """Positions, dropout, attention and experts of the tokens of one forward pass."""
+
+    experts: ExpertContext | None
+    """Dispatch, record and replay of layers with experts (``models.moe``); None: the local dispatch alone."""
 
     @property
     def positions(self) -> Tensor:
@@ -150,8 +154,10 @@ class PackedContext:
         device: torch.device | str = "cpu",
         parity: bool = False,
         dropout: DropoutContext | None = None,
+        experts: ExpertContext | None = None,
     ) -> None:
         self.parity, self.dropout = parity, dropout
+        self.experts = experts or (ExpertContext(parity=True) if parity else None)
         self.device = torch.device(device)
         table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
         self.tokens = int(table.sum())

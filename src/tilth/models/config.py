@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from tilth.core.errors import ModelError
 from tilth.plan.rules import Table
@@ -47,6 +47,26 @@ class DecoderConfig:
     max_positions: int = 2048
     dropout: float = 0.0
     """Probability on both residual branches, while training."""
+    num_experts: int = 0
+    """0: a dense model, and no field below counts."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """Inner width of each expert."""
+    shared_experts: int = 0
+    """Experts that see every token, as one MLP of ``shared_size``."""
+    expert_layers: tuple[int, ...] = field(default=())
+    """Layers with experts; the others have one MLP of ``intermediate_size``."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from router logits to scores: over all experts, or of each alone."""
+    renormalise: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    routed_scale: float = 1.0
+    """Factor on the weights of a token's experts."""
+    expert_groups: int = 1
+    """Groups of neighbouring experts; a token chooses among those of ``groups_per_token`` groups (arXiv 2412.19437)."""
+    groups_per_token: int = 1
+    router_correction: bool = False
+    """A bias on the scores that decides the choice of experts and not their weights (arXiv 2408.15664)."""
 
     def __post_init__(self) -> None:
         if self.rope_scaling is not None:  # transformers writes into the dictionaries it is given
@@ -71,6 +91,18 @@ class DecoderConfig:
         check(window is None or window > 0, "sliding_window", window, "positive, or none")
         check(window is not None or not layers, "window_layers", layers, "empty without a sliding_window")
         _check_rope(self.rope_scaling)
+        if self.num_experts or self.expert_layers:
+            _check_experts(self)
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers without experts."""
+        return tuple(i for i in range(self.num_layers) if i not in self.expert_layers)
+
+    @property
+    def shared_size(self) -> int:
+        """Inner width of the MLP that every token of a layer with experts goes through; 0: there is none."""
+        return self.shared_experts * self.expert_size
 
     @property
     def rope_type(self) -> str:
@@ -105,6 +137,23 @@ class DecoderConfig:
         """Return a ``config.json`` for transformers 4 and 5 and vLLM. Raises ModelError if the family cannot express
         it."""
         return _families().family_of(self.family).to_hf(self)
+
+
+def _check_experts(config: DecoderConfig) -> None:
+    """Raise ModelError unless the fields of a model with experts fit together."""
+    experts, groups, size = config.num_experts, config.expert_groups, config.num_experts // max(config.expert_groups, 1)
+    most = groups and config.groups_per_token * size
+    check(experts > 0, "num_experts", experts, "positive if there are expert_layers")
+    check(0 < config.experts_per_token <= experts, "experts_per_token", config.experts_per_token, f"1 to {experts}")
+    check(config.expert_size > 0, "expert_size", config.expert_size, "positive")
+    check(config.shared_experts >= 0, "shared_experts", config.shared_experts, "0 or more")
+    check(groups > 0 and experts % groups == 0, "expert_groups", groups, f"a divisor of num_experts ({experts})")
+    enough = 0 < config.groups_per_token <= groups and config.experts_per_token <= most
+    right = f"1 to {groups}, with experts_per_token ({config.experts_per_token}) experts in them"
+    check(enough, "groups_per_token", config.groups_per_token, right)
+    layers = config.expert_layers
+    inside = layers == tuple(sorted({*layers})) and all(0 <= i < config.num_layers for i in layers)
+    check(bool(layers) and inside, "expert_layers", layers, f"layers in order, of 0 to {config.num_layers - 1}")
 
 
 def _families() -> ModuleType:

@@ -20,6 +20,7 @@ from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares
+from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, rotate
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
@@ -131,7 +132,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = Linear(), Linear(), Linear()
         self.joined: tuple[Tensor, Tensor | None] | None = None
@@ -150,6 +151,13 @@ class MLP(nn.Module):
         self.joined = _joined([self.gate_proj, self.up_proj])
 
 
+def _block(config: DecoderConfig, layer: int) -> nn.Module:
+    """Return the MLP of a layer, or its experts."""
+    if layer not in config.expert_layers:
+        return MLP()
+    return MoE(config, layer, MLP() if config.shared_experts else None)
+
+
 class Layer(nn.Module):
     """Pre-norm residual block. The context's attention separates two parts that compile."""
 
@@ -157,7 +165,7 @@ class Layer(nn.Module):
         super().__init__()
         self.layer, self.window, self.dropout = layer, config.window(layer), config.dropout
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module = _block(config, layer)
         self.input_layernorm = RMSNorm(config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.rms_norm_eps)
         self.parts: Parts = (type(self).enter, type(self).leave)
@@ -166,16 +174,20 @@ class Layer(nn.Module):
         """x: [N, hidden] -> [N, hidden]."""
         enter, leave = self.parts
         mixed = ctx.attend(self.layer, *enter(self, x, tables), self.window)
-        return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None)
+        routed = (ctx.experts,) if isinstance(self.mlp, MoE) else ()
+        return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None, *routed)
 
     def enter(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of attention: q, k, v [N, heads, head_dim]."""
         return self.self_attn(self.input_layernorm(x), tables)
 
-    def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None) -> Tensor:
-        """Return the layer's output, given attention's result [N, heads, head_dim]."""
+    def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None, *routed: ExpertContext | None) -> Tensor:
+        """Return the layer's output, given attention's result [N, heads, head_dim].
+
+        routed: the context of experts, for a layer that has them.
+        """
         x = x + self._drop(self.self_attn.o_proj(mixed.flatten(1)), dropout, "attention")
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)), dropout, "mlp")
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x), *routed), dropout, "mlp")
 
     def _drop(self, x: Tensor, dropout: DropoutContext | None, branch: str) -> Tensor:
         return x if dropout is None else dropout.apply(x, self.dropout, self.layer, branch)

@@ -47,6 +47,53 @@ SWIGLU: Table = (
     *linear("mlp.down_proj", ("hidden_size", "intermediate_size"), "columns", "mlp_bias", "residual"),
 )
 NORMS: Table = (*norm("input_layernorm"), *norm("post_attention_layernorm"))
+_EXPERTS = "expert_layers"
+
+
+def experts(pattern: str, gate: str, up: str, down: str, router: str = "") -> Table:
+    """Return the rows of the router and the stacked experts of layers that have them.
+
+    pattern: name of an expert's tensor in a Hugging Face directory, with ``*`` for the layer, ``#`` for the expert, and
+    ``{}`` for the names gate, up and down. router: pattern of the router's weight there; "": the same name.
+    """
+
+    def stacked(name: str, shape: tuple[str, str], tp: Any, there: str, init: Any = "normal") -> Parameter:
+        own, sizes = f"{_LAYER}mlp.experts.{name}.weight", ("num_experts", *shape)
+        return Parameter(own, sizes, "matrix", tp, init, "", pattern.format(there), _EXPERTS, True)
+
+    weight = ("num_experts", "hidden_size")
+    return (
+        Parameter(f"{_LAYER}mlp.gate.weight", weight, "router", "heads", "normal", "", router, _EXPERTS),
+        stacked("gate_proj", ("expert_size", "hidden_size"), "rows", gate),
+        stacked("up_proj", ("expert_size", "hidden_size"), "rows", up),
+        stacked("down_proj", ("hidden_size", "expert_size"), "columns", down, "residual"),
+    )
+
+
+CORRECTION: Table = (
+    Parameter(
+        f"{_LAYER}mlp.gate.correction",
+        ("num_experts",),
+        "bias",
+        "whole",
+        "zeros",
+        "router_correction",
+        f"{_LAYER}mlp.gate.e_score_correction_bias",
+        _EXPERTS,
+    ),
+)
+"""Bias of the choice of experts, which no gradient moves."""
+SHARED: Table = tuple(
+    row._replace(layers=_EXPERTS, when="shared_experts")
+    for row in (
+        *linear("mlp.shared_experts.gate_proj", ("shared_size", "hidden_size"), "rows"),
+        *linear("mlp.shared_experts.up_proj", ("shared_size", "hidden_size"), "rows"),
+        *linear("mlp.shared_experts.down_proj", ("hidden_size", "shared_size"), "columns", init="residual"),
+    )
+)
+"""MLP that every token of a layer with experts goes through."""
+DENSE: Table = tuple(row._replace(layers="dense_layers") for row in SWIGLU)
+"""MLP of the layers without experts."""
 END: Table = (
     Parameter("model.norm.weight", ("hidden_size",), "norm", "residual", "ones"),
     Parameter("lm_head.weight", _TOKENS, "embedding", "rows", "normal", "not tie_embeddings"),
@@ -74,6 +121,11 @@ _KEYS = {
 
 def _nothing(config: DecoderConfig) -> dict[str, Any]:
     return {}
+
+
+def _inner(model: ModelConfig) -> int:
+    """Return the inner width of the SwiGLU of a new model."""
+    return model.ffn or -(-model.hidden * 8 // (3 * 64)) * 64
 
 
 @dataclass(frozen=True)
@@ -107,7 +159,7 @@ class Family:
         return self.config(
             vocab_size=vocab_size,
             hidden_size=model.hidden,
-            intermediate_size=model.ffn or -(-model.hidden * 8 // (3 * 64)) * 64,
+            intermediate_size=_inner(model),
             num_layers=model.layers,
             num_heads=model.heads,
             num_kv_heads=model.kv_heads,
@@ -117,13 +169,38 @@ class Family:
             tie_embeddings=model.tied,
             max_positions=model.context,
             dropout=model.dropout,
+            **self._new_experts(model),
             **self.fixed,
         )
 
+    def _new_experts(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of experts of a new model. Raises ModelError for what the family does not have."""
+        there = {row.layers for row in self.table}
+        checks = {"experts": _EXPERTS in there, "dense_layers": "dense_layers" in there}
+        checks |= {"shared_experts": "shared_experts" not in self.fixed}
+        for name, good in checks.items():
+            check(good or not getattr(model, name), name, getattr(model, name), f"0 in family {self.name}")
+        if _EXPERTS not in there:
+            return {}
+        own = model.expert_ffn or -(-_inner(model) // (8 * model.experts_per_token)) * 8
+        found: dict[str, Any] = {
+            "num_experts": model.experts or 8,
+            "experts_per_token": model.experts_per_token,
+            "expert_size": own,
+            "shared_experts": model.shared_experts,
+            "expert_layers": tuple(range(min(model.dense_layers, model.layers), model.layers)),
+        }
+        return {name: value for name, value in found.items() if name not in self.fixed}
+
     def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """Return the config that a ``config.json`` describes. Raises ModelError with the key and the reason."""
-        get: Callable[..., Any] = {**self.defaults, **hf}.get
-        theta, scaling = rope_from_hf(hf, get("max_position_embeddings"))
+        return self.read(hf)
+
+    def read(self, hf: Mapping[str, Any], **more: Any) -> DecoderConfig:
+        """Return the config of a ``config.json``. more: fields that a family's own keys decide."""
+        whole = {**self.defaults, **hf}
+        get: Callable[..., Any] = whole.get
+        theta, scaling = rope_from_hf(whole, get("max_position_embeddings"))
         activation = get("hidden_act", self.activation)
         check(activation == self.activation, "hidden_act", activation, self.activation)
         window, layers = self._windows_from_hf(get, need(hf, "num_hidden_layers"))
@@ -132,7 +209,7 @@ class Family:
         flags = {one.name for one in fields(self.config) if isinstance(one.default, bool)}
         found |= {name: bool(found[name]) for name in flags & found.keys()}
         found |= {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": window, "window_layers": layers}
-        return self.config(family=self.name, **found, **self.fixed)
+        return self.config(family=self.name, **{**found, **more}, **self.fixed)
 
     def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         """Return a ``config.json`` for transformers 4 and 5 and vLLM. Raises ModelError if the family cannot express

@@ -18,7 +18,7 @@ from tilth.core.names import name_problem
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import is_known
-from tilth.plan.shape import hf_names, parameter_shapes
+from tilth.plan.shape import hf_experts, hf_names, parameter_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,26 +68,41 @@ class LazyTensors(Unread):
         files: Mapping[str, str],
         dtype: torch.dtype | None = None,
         stored: Mapping[str, str] | None = None,
+        stacks: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        """files: name of a tensor -> its file; stored: name -> its name in the file, if different."""
-        self._directory, self._files, self._dtype, self._stored = directory, dict(files), dtype, dict(stored or {})
+        """files: name of a tensor -> its file; stored: name -> its name in the file, if different.
+
+        stacks: name -> names of the tensors that it stacks; they are no tensors of their own.
+        """
+        self._directory, self._dtype, self._all = directory, dtype, dict(files)
+        self._stored, self._stacks = dict(stored or {}), dict(stacks or {})
+        inside = {name for names in self._stacks.values() for name in names}
+        self._files = {name: file for name, file in self._all.items() if name not in inside}
+        self._files |= {name: self._all[names[0]] for name, names in self._stacks.items()}
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.part(name, ())
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        if name not in self._stacks:
+            return self._read(name, slices)
+        some, *inner = slices or (slice(None),)
+        found = [self._read(one, tuple(inner)) for one in self._stacks[name][some]]
+        return torch.stack(found) if found else self._read(self._stacks[name][0], tuple(inner))[None][:0]
+
+    def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         file, stored = self._file(name), self._stored.get(name, name)
         try:
             found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
-            message = f"{self._directory / self._files[name]}: cannot read tensor {name}: {error}"
+            message = f"{self._directory / self._all[name]}: cannot read tensor {name}: {error}"
             raise ModelError(message, key=name) from error
         return found if self._dtype is None else found.to(self._dtype)
 
     @property
     def files(self) -> Mapping[str, str]:
-        """File of each tensor by name."""
+        """File of each tensor by name; of a stack, that of its first tensor."""
         return self._files
 
     def __iter__(self) -> Iterator[str]:
@@ -97,21 +112,37 @@ class LazyTensors(Unread):
         return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(self._stored.get(name, name)).get_shape())
+        names = self._stacks.get(name, (name,))
+        found = [tuple(self._file(one).get_slice(self._stored.get(one, one)).get_shape()) for one in names]
+        for one, shape in zip(names, found):
+            if shape != found[0]:
+                message = (
+                    f"{self._directory}: {one} is {list(shape)}, and {names[0]} {list(found[0])}: no stack of experts"
+                )
+                raise ModelError(message, key=f"{one}.shape")
+        return (len(names), *found[0]) if name in self._stacks else found[0]
 
     def without(self, name: str) -> "LazyTensors":
-        """Return all tensors but one."""
-        files = {k: f for k, f in self._files.items() if k != name}
-        return LazyTensors(self._directory, files, self._dtype, self._stored)
+        """Return all tensors but one, which is no stack."""
+        files = {k: f for k, f in self._all.items() if k != name}
+        return LazyTensors(self._directory, files, self._dtype, self._stored, self._stacks)
 
-    def called(self, stored: Mapping[str, str]) -> "LazyTensors":
-        """Return these tensors under other names. stored: new name -> name in the file."""
+    def of_family(self, config: DecoderConfig) -> "LazyTensors":
+        """Return these tensors under the names of a family, with experts stacked. ModelError: an expert is missing."""
+        stored = hf_names(config)
         own = {there: name for name, there in stored.items()}
-        files = {own.get(name, name): file for name, file in self._files.items()}
-        return LazyTensors(self._directory, files, self._dtype, stored)
+        files = {own.get(name, name): file for name, file in self._all.items()}
+        stacks = hf_experts(config)
+        for names in stacks.values():
+            missing = [name for name in names if name not in files]
+            if missing and len(missing) < len(names):
+                message = f"{self._directory}: tensors do not match the config; missing: {_some(missing)}"
+                raise ModelError(message, key=f"{missing[0]}.missing")
+        there = {name: names for name, names in stacks.items() if names[0] in files}
+        return LazyTensors(self._directory, files, self._dtype, stored, there)
 
     def _file(self, name: str) -> Any:
-        file = self._files[name]
+        file = self._all[name]
         if file not in self._open:
             handle = _open_file(self._directory / file)
             self._open[file] = handle, frozenset(handle.keys())
@@ -145,7 +176,7 @@ def load_pretrained(
     if values:
         hf = {**hf, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in hf.get("architectures") or []]}
     config = DecoderConfig.from_hf(hf)
-    tensors = _tensors(Path(directory), dtype).called(hf_names(config))
+    tensors = _tensors(Path(directory), dtype).of_family(config)
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
             message = f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ"
@@ -183,7 +214,7 @@ def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:
     hf = read_config(folder)
     tied, tensors = bool(hf.get("tie_word_embeddings")), _tensors(folder, None)
     if is_known(hf):
-        tensors = tensors.called(hf_names(DecoderConfig.from_hf(hf)))
+        tensors = tensors.of_family(DecoderConfig.from_hf(hf))
     doubled = tied and _HEAD in tensors and _EMBEDDING in tensors
     return tensors.without(_HEAD) if doubled and torch.equal(tensors[_HEAD], tensors[_EMBEDDING]) else tensors
 
@@ -240,7 +271,7 @@ def save_pretrained(
         raise ModelError(message, key="dtype")
     try:
         _clear(out)
-        _write_weights(out, state, kept, shard_bytes, hf_names(config))
+        _write_weights(out, state, kept, shard_bytes, {**hf_names(config), **hf_experts(config)})
         _write_tokenizer(out, source, tokenizer, chat_template)
         _write_generation(out, source, {**ids, **(generation or {})})
         _write_json(out / "config.json", {**hf, **ids, "torch_dtype": str(kept).removeprefix("torch.")})
@@ -263,10 +294,20 @@ def _of_values(config: DecoderConfig) -> dict[str, Any]:
     return hf | {"architectures": [kind], "classifier_dropout": 0.0, "tie_word_embeddings": True, **labels}
 
 
+Stored = Mapping[str, str | tuple[str, ...]]
+"""Name of a tensor -> its name in a file, if different; of a stack, the names of its tensors."""
+
+
+def _entries(name: str, shape: Sequence[int], stored: Stored) -> list[tuple[str, Sequence[int]]]:
+    """Return names and shapes of the tensors in a file that hold a tensor."""
+    there = stored.get(name, name)
+    return [(there, shape)] if isinstance(there, str) else [(one, shape[1:]) for one in there]
+
+
 def _write_weights(
-    out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int, stored: Mapping[str, str]
+    out: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int, stored: Stored
 ) -> None:
-    """Write weights. stored: name of a tensor -> its name in the file, if different."""
+    """Write weights, in several files with an index if they are large."""
     known = shapes(state)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in known.items()}
     shards = _shards(sizes, shard_bytes)
@@ -274,7 +315,8 @@ def _write_weights(
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         _write_file(out / file, {name: known[name] for name in names}, state, dtype, stored)
-        weight_map.update(dict.fromkeys((stored.get(name, name) for name in names), file))
+        entries = [there for name in names for there, _ in _entries(name, known[name], stored)]
+        weight_map.update(dict.fromkeys(entries, file))
     if len(shards) > 1:
         _write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
@@ -284,14 +326,15 @@ def _write_file(
     known: Mapping[str, Sequence[int]],
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
-    stored: Mapping[str, str],
+    stored: Stored,
 ) -> None:
     """Write a safetensors file tensor by tensor; the library needs the whole file in memory."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in known.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        table[stored.get(name, name)] = {"dtype": _STORED[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        for there, own in _entries(name, shape, stored):  # stacked tensors lie one after another
+            start, end = end, end + math.prod(own) * dtype.itemsize
+            table[there] = {"dtype": _STORED[dtype], "shape": list(own), "data_offsets": [start, end]}
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with open(path, "wb") as file:

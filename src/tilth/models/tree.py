@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilth.core.batch import Jagged
 from tilth.models.attention import DropoutContext, bucket_lengths, matmul_attention, matmul_pays, sdpa_attention
+from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, spread_rows, take_rows
 
 
@@ -106,8 +107,10 @@ class TreeContext:
 
     dropout: DropoutContext | None = None
 
-    def __init__(self, trees: PrefixTrees, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self, trees: PrefixTrees, device: torch.device | str = "cpu", experts: ExpertContext | None = None
+    ) -> None:
+        self.device, self.experts = torch.device(device), experts
         self.positions = self._tensor(trees.position)
         ends = np.zeros(len(trees.lengths), np.int64)
         np.maximum.at(ends, np.repeat(np.arange(len(ends)), trees.lengths), trees.position + 1)

@@ -20,6 +20,7 @@ from tilth.core.layout import Box, Mesh, Replicate, Shard
 from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, Linear
+from tilth.models.moe import MoE
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
@@ -130,8 +131,12 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
     def leave(x: Tensor) -> Tensor:
         return (scatter_tokens if sp else reduce_out)(x, group)
 
+    _divide_experts(model, group, sp)
+    apart = tuple(f"{path}." for path, block in model.named_modules() if isinstance(block, MoE))
     linears = [
-        name for name, p in model.named_parameters() if p.ndim > 1 and rule_of(model.table, name).tp == "columns"
+        name
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and rule_of(model.table, name).tp == "columns" and not name.startswith(apart)
     ]
     blocks = dict.fromkeys(name.rsplit(".", 2)[0] for name in linears)
     for name in linears:
@@ -140,6 +145,24 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
         setattr(block, leaf, RowLinear(getattr(block, leaf), leave))
     for path in blocks:
         model.get_submodule(path).register_forward_pre_hook(enter)
+
+
+def _divide_experts(model: Decoder, group: Group, sp: bool) -> None:
+    """Gather the input of each block of experts, whose inner widths are divided, and sum its output once.
+
+    All ranks route alike, as they see the same tokens. A rank's gradient of the router is its part of the sum.
+    """
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (gather_tokens if sp else copy_in)(args[0], group), *args[1:]
+
+    def leave(_: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
+        return (scatter_tokens if sp else reduce_out)(x, group)
+
+    for block in model.modules():
+        if isinstance(block, MoE):
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
 
 
 def _divide_tokens(model: Decoder, group: Group) -> None:

@@ -116,7 +116,9 @@ def misfit(shape: DecoderShape, tp: int) -> str:
         return f"model.heads = {heads}"
     if kv_heads % tp and tp % kv_heads:
         return f"model.kv_heads = {kv_heads}, nor is it a multiple"
-    return f"model.ffn = {inner}" if inner % tp else ""
+    if inner % tp and len(shape.expert_layers) < shape.num_layers:
+        return f"model.ffn = {inner}"
+    return f"model.expert_ffn = {shape.expert_size}" if shape.expert_size % tp else ""
 
 
 def ulysses_misfit(shape: DecoderShape, cp: int, tp: int) -> str:
@@ -255,7 +257,8 @@ def _part(shape: DecoderShape, tp: int) -> DecoderShape:
     return replace(
         part,
         vocab_size=-(-shape.vocab_size // tp),
-        intermediate_size=shape.intermediate_size // tp,
+        intermediate_size=max(1, shape.intermediate_size // tp),
+        expert_size=shape.expert_size // tp,
         num_heads=shape.num_heads // tp,
         num_kv_heads=max(1, shape.num_kv_heads // tp),
     )

@@ -21,8 +21,9 @@ class Parameter(NamedTuple):
     """Pattern of full names; ``*`` is the number of a layer."""
     shape: tuple[str | int, ...]
     """Sizes, or the attributes of the config that hold them."""
-    kind: Literal["matrix", "embedding", "norm", "bias"]
-    """Muon updates matrices; AdamW the others, embedding and output head included."""
+    kind: Literal["matrix", "embedding", "norm", "bias", "router"]
+    """Muon updates matrices, of experts each for itself; AdamW the others, embedding, output head and router
+    included."""
     tp: Literal["rows", "copied", "columns", "heads", "residual", "whole"]
     """Along "tp": divided by rows; by rows, of which there may be fewer than ranks; by columns; whole, and each rank
     applies it to its own heads; whole, and with sequence parallelism each rank applies it to its own tokens; whole, and
@@ -32,7 +33,12 @@ class Parameter(NamedTuple):
     when: str = ""
     """Flag of the config, or ``not`` and a flag, under which the parameter exists; "": always."""
     hf: str = ""
-    """Pattern of its name in a Hugging Face directory; "": the same name."""
+    """Pattern of its name in a Hugging Face directory; "": the same name. Of a stacked one: of each expert's tensor,
+    ``#`` is the expert's number."""
+    layers: str = ""
+    """Attribute of the config that holds the numbers of the layers that have it; "": all."""
+    stacked: bool = False
+    """One tensor per expert, stacked along dimension 0; ``tp`` divides each expert's."""
 
 
 Table = tuple[Parameter, ...]
@@ -62,5 +68,7 @@ def rule_of(table: Table, name: str) -> Parameter:
 
 def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
     """Return the placement of a parameter along "tp". copies: neighbours that hold the same key heads."""
-    divided = {"rows": Shard(0), "copied": Shard(0, copies), "columns": Shard(1)}
-    return divided.get(rule_of(table, name).tp, Replicate())
+    row = rule_of(table, name)
+    dim = int(row.stacked)
+    divided = {"rows": Shard(dim), "copied": Shard(dim, copies), "columns": Shard(dim + 1)}
+    return divided.get(row.tp, Replicate())

@@ -1,6 +1,7 @@
 """Sizes derived from a decoder's config and its family's table: parameters, matrices, KV bytes."""
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -27,6 +28,16 @@ class DecoderShape(Protocol):
     @property
     def tie_embeddings(self) -> bool: ...
     @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+    @property
+    def shared_size(self) -> int: ...
+    @property
+    def expert_layers(self) -> tuple[int, ...]: ...
+    @property
     def table(self) -> Table: ...
 
 
@@ -51,39 +62,69 @@ def parameter_shapes(shape: DecoderShape, *, value: bool = False) -> dict[str, t
     """Return name -> shape of every parameter, in module order. value: of a value model on this shape."""
     found: dict[str, tuple[int, ...]] = {}
     for inside, group in groupby(_sized(shape, value), key=lambda one: "*" in one[0].name):
-        rows = list(group)
+        rows = [(row, sizes, frozenset(_layers(shape, row))) for row, sizes in group]
         for layer in range(shape.num_layers if inside else 1):
-            found |= {row.name.replace("*", str(layer)): sizes for row, sizes in rows}
+            found |= {row.name.replace("*", str(layer)): sizes for row, sizes, there in rows if layer in there}
     return found
+
+
+def _layers(shape: DecoderShape, row: Parameter) -> Sequence[int]:
+    """Return the numbers of the layers that have a parameter of this row; one if it is outside of layers."""
+    return getattr(shape, row.layers) if row.layers else range(shape.num_layers if "*" in row.name else 1)
 
 
 def hf_names(shape: DecoderShape) -> dict[str, str]:
     """Return parameter -> its name in a Hugging Face directory, for those with a different name there."""
     return {
         row.name.replace("*", str(layer)): row.hf.replace("*", str(layer))
-        for row in shape.table
-        if row.hf
-        for layer in range(shape.num_layers if "*" in row.name else 1)
+        for row, _ in _sized(shape)
+        if row.hf and "#" not in row.hf
+        for layer in _layers(shape, row)
     }
 
 
-def layer_width(shape: DecoderShape, kind: str, tp: str) -> int:
-    """Sum the rows of one layer's parameters of this kind and rule: their output elements per token."""
-    return sum(sizes[0] for row, sizes in _sized(shape) if "*" in row.name and (row.kind, row.tp) == (kind, tp))
+def hf_experts(shape: DecoderShape) -> dict[str, tuple[str, ...]]:
+    """Return stacked parameter -> names of its experts' tensors in a Hugging Face directory, in order."""
+    return {
+        row.name.replace("*", str(layer)): tuple(
+            row.hf.replace("*", str(layer)).replace("#", str(expert)) for expert in range(sizes[0])
+        )
+        for row, sizes in _sized(shape)
+        if "#" in row.hf
+        for layer in _layers(shape, row)
+    }
 
 
-def matrices(shape: DecoderShape) -> int:
-    """Count the elements of the weight matrices of all layers."""
-    return sum(_numel(shape, one) for one in _sized(shape) if one[0].kind == "matrix")
+def layer_width(shape: DecoderShape, kind: str, tp: str, *, experts: bool = False) -> int:
+    """Sum the rows of one layer's parameters of this kind and rule: their output elements per token.
+
+    experts: of a layer with experts, of which each token counts its own; else of a dense layer.
+    """
+    skipped = "dense_layers" if experts else "expert_layers"
+    return sum(
+        sizes[1] * shape.experts_per_token if row.stacked else sizes[0]
+        for row, sizes in _sized(shape)
+        if "*" in row.name and (row.kind, row.tp) == (kind, tp) and row.layers != skipped
+    )
 
 
-def parameters(shape: DecoderShape, *, value: bool = False) -> int:
-    """Count the elements of all parameters. value: of a value model on this shape."""
-    return sum(_numel(shape, one) for one in _sized(shape, value))
+def matrices(shape: DecoderShape, *, active: bool = False) -> int:
+    """Count the elements of the weight matrices of all layers. active: of those that one token meets, which are
+    ``experts_per_token`` of all experts, and of routers."""
+    wanted = ("matrix", "router") if active else ("matrix",)
+    return sum(_numel(shape, one, active) for one in _sized(shape) if one[0].kind in wanted)
 
 
-def _numel(shape: DecoderShape, one: Sized) -> int:
-    return math.prod(one[1]) * (shape.num_layers if "*" in one[0].name else 1)
+def parameters(shape: DecoderShape, *, value: bool = False, active: bool = False) -> int:
+    """Count the elements of all parameters. value: of a value model on this shape. active: of those that one token
+    meets."""
+    return sum(_numel(shape, one, active) for one in _sized(shape, value))
+
+
+def _numel(shape: DecoderShape, one: Sized, active: bool = False) -> int:
+    row, sizes = one
+    own = (shape.experts_per_token, *sizes[1:]) if active and row.stacked else sizes
+    return math.prod(own) * len(_layers(shape, row))
 
 
 def kv_bytes(shape: DecoderShape, element: int) -> int:

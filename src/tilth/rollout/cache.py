@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
+from tilth.models.moe import ExpertContext
 from tilth.plan.kernels import grown
 
 QUERY_MULTIPLE = 4
@@ -149,7 +150,9 @@ class CachedContext:
         length: int,
         parity: bool = False,
         fused: bool = False,
+        experts: ExpertContext | None = None,
     ) -> None:
+        self.experts = experts or (ExpertContext(parity=True) if parity else None)
         self._slab, self._rows, self._width, self._length = slab, start.shape[0], width, length
         self._parity, self._fused = parity, fused
         self._place = start[:, None] + torch.arange(width, device=start.device)

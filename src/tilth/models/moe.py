@@ -1,0 +1,258 @@
+"""Mixture of experts: router, stacked experts, and the seam through which tokens reach experts.
+
+A layer's block chooses ``experts_per_token`` experts for each token (``Router``), hands the tokens to a dispatch, and
+adds what comes back by the weights of the choice. Nothing has a capacity: no token is ever dropped.
+
+What a forward pass shares between its layers is an ``ExpertContext``, carried by the attention context as its attribute
+``experts`` (None: the local dispatch, no record). The dispatch is its part that another module replaces: expert
+parallelism sends rows to the ranks that hold their experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilth.models.config import DecoderConfig
+from tilth.models.logprobs import wide
+from tilth.models.rows import pad_rows, spread_rows
+from tilth.plan.kernels import spare_rows
+
+
+class Routing(NamedTuple):
+    """Choice of experts for N tokens: k of them each, in order of falling score."""
+
+    experts: Tensor
+    """int64 [N, k]: numbers of experts, different ones for each token."""
+    weights: Tensor
+    """[N, k] in the dtype of the tokens, with a gradient to the router."""
+
+
+RunExperts = Callable[[Tensor, Tensor], Tensor]
+"""(rows [M, hidden], counts int64 [experts held here]) -> [M, hidden]: rows are sorted by expert, the first
+``counts[0]`` belong to the first expert held here, and so on; counts may be 0 and sum to M. Differentiable in rows and
+weights."""
+
+
+class ExpertDispatch(Protocol):
+    """How tokens reach their experts and come back; forward and backward.
+
+    Contract: return y [N, hidden] with y[t] = sum over j of weights[t, j] * expert experts[t, j] (x[t]), added in the
+    order j = 0 .. k - 1 of the choice, so that no dispatch and no company of other tokens changes a bit of a row. Each
+    pair of a token and an expert is computed once; ``run`` may be called with 0 rows, and must be called at least once
+    in every forward pass (its collectives, and those of parameters, must match on all ranks). Padding rows are rows
+    like others. Gradients reach x and weights. A dispatch may hold what it needs (process groups), but no state of a
+    single pass: with activation checkpointing it is called again in the backward pass.
+    """
+
+    def __call__(self, x: Tensor, routing: Routing, run: RunExperts, experts: int) -> Tensor:
+        """x: [N, hidden]; experts: number of experts of the layer, of which ``run`` may hold a part. -> [N, hidden]."""
+
+
+def sort_by_expert(routing: Routing, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how to sort N * k pairs of token and expert, in tokens' order within an expert.
+
+    order: int64 [N * k], pair (t * k + j) of each sorted row; place: its inverse, the sorted row of each pair; counts:
+    int64 [experts], rows of each expert.
+    """
+    flat = routing.experts.flatten()
+    order = torch.argsort(flat, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return order, place, torch.bincount(flat, minlength=experts)
+
+
+def gather_pairs(x: Tensor, routing: Routing, order: Tensor, place: Tensor) -> Tensor:
+    """Return the row of each sorted pair: [N * k, hidden] of x [N, hidden]; gradients add up over a token's pairs."""
+    n, k = routing.experts.shape
+    return spread_rows(x, order // k, place, torch.arange(0, n * k, k, device=order.device))
+
+
+def combine_pairs(rows: Tensor, routing: Routing, order: Tensor, place: Tensor) -> Tensor:
+    """Return the weighted sum of each token's pairs: [N, hidden] of sorted rows [N * k, hidden]."""
+    n, k = routing.experts.shape
+    pairs = pad_rows(rows, place, order).view(n, k, rows.shape[1])
+    found = pairs[:, 0] * routing.weights[:, :1]
+    for j in range(1, k):  # in the order of the choice: a sum over a dimension may add in another one
+        found = found + pairs[:, j] * routing.weights[:, j : j + 1]
+    return found
+
+
+def dispatch_here(x: Tensor, routing: Routing, run: RunExperts, experts: int) -> Tensor:
+    """Run tokens through experts that are all held here; see ``ExpertDispatch``."""
+    order, place, counts = sort_by_expert(routing, experts)
+    return combine_pairs(run(gather_pairs(x, routing, order, place), counts), routing, order, place)
+
+
+@dataclass(eq=False)
+class ExpertContext:
+    """What the expert layers of one forward pass share, whatever layer or pipeline stage runs them.
+
+    A layer calls ``note`` with its own choice, and goes on with what that returns.
+    """
+
+    dispatch: ExpertDispatch = dispatch_here
+    parity: bool = False
+    """Pad each expert's rows, so that a row has the same bits in any company (CPU)."""
+    replay: Tensor | None = None
+    """int64 [N, layers with experts, k]: choices to follow instead of the router's; below 0: the router's. Weights are
+    always the router's own for the experts that are followed."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> int64 [N or more, k]: the router's own choice, noted in the forward pass."""
+    record: bool = False
+    """Note the router's own choice."""
+
+    def note(self, layer: int, number: int, own: Tensor) -> Tensor:
+        """Return the experts to follow in a layer, int64 [N, k], given the router's own choice.
+
+        number: of the layer among those with experts. Called again, with equal arguments, if the layer is recomputed.
+        """
+        if self.record:
+            self.chosen[layer] = own
+        if self.replay is None:
+            return own
+        wanted = self.replay[:, number]
+        if len(wanted) < len(own):  # padding rows of parity mode, or fillers of sequence parallelism
+            wanted = F.pad(wanted, (0, 0, 0, len(own) - len(wanted)), value=-1)
+        return torch.where(wanted < 0, own, wanted)
+
+
+class Router(nn.Module):
+    """Linear map of a token to scores of the experts, and the choice of the best k.
+
+    Logits and scores are fp32 (float64 of float64) in any compute dtype. ``correction``, if the config has one, is
+    added for the choice alone; no gradient reaches it.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    correction: nn.Parameter | None
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.register_parameter("correction", None)
+        self.config = config
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return router logits [N, experts] of x [N, hidden]."""
+        kind = wide(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype).to(kind)
+        return F.linear(x.to(kind), self.weight.to(x.dtype).to(kind), bias)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the score of each expert, [N, experts]."""
+        return logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the experts of each token, int64 [N, k], best first."""
+        if self.correction is not None:
+            scores = scores + self.correction.to(scores.dtype)
+        groups = self.config.expert_groups
+        if self.config.groups_per_token < groups:
+            split = scores.view(len(scores), groups, -1)
+            best = split.topk(min(2, split.shape[2]), -1)[0].sum(-1).topk(self.config.groups_per_token, -1)[1]
+            allowed = torch.zeros_like(split[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+            scores = split.masked_fill(~allowed[:, :, None], -torch.inf).flatten(1)
+        return scores.topk(self.config.experts_per_token, -1)[1]
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights [N, k] of chosen experts int64 [N, k]."""
+        weights = scores.gather(1, experts)
+        if self.config.renormalise:
+            least = 1e-20 if self.config.router_score == "sigmoid" else 0.0  # all sigmoids may be 0
+            weights = weights / (weights.sum(-1, keepdim=True) + least)
+        return weights if self.config.routed_scale == 1.0 else weights * self.config.routed_scale
+
+
+_Layer = Callable[[Tensor], Tensor]
+
+
+class StackedLinear(nn.Module):
+    """Linear layers of all experts: weight [experts, out, in] and, in some families, bias [experts, out]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+
+    def apart(self) -> list[_Layer]:
+        """Return the layer of each expert: x [n, in] -> [n, out]."""
+        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
+        return [partial(_linear, weight, bias) for weight, bias in zip(self.weight.unbind(), biases)]
+
+    def grouped(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+        """Apply the layers to rows [M, in] sorted by expert in one kernel. ends: int32 [experts], cumulative counts."""
+        found = F.grouped_mm(x, self.weight.to(x.dtype).transpose(1, 2), offs=ends)
+        return found if self.bias is None else found + self.bias.to(x.dtype).repeat_interleave(counts, 0)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def grouped_matmul_serves(x: Tensor) -> bool:
+    """Return True if torch has one kernel for the matmuls of all experts: bf16 on a GPU, with rows of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
+
+
+class Experts(nn.Module):
+    """SwiGLU of every expert held here, over rows sorted by expert. ``act``: what a family makes of gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = StackedLinear(), StackedLinear(), StackedLinear()
+
+    def act(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the inner activations [M, ffn]."""
+        return F.silu(gate) * up
+
+    def forward(self, rows: Tensor, counts: Tensor, parity: bool = False) -> Tensor:
+        """rows: [M, hidden], counts: int64 [experts] -> [M, hidden]; see ``RunExperts``. parity: pad rows."""
+        if grouped_matmul_serves(rows) and self.down_proj.weight.shape[2] % 8 == 0:
+            ends = counts.cumsum(0).to(torch.int32)
+            gate, up = (part.grouped(rows, ends, counts) for part in (self.gate_proj, self.up_proj))
+            return self.down_proj.grouped(self.act(gate, up), ends, counts)
+        layers = zip(self.gate_proj.apart(), self.up_proj.apart(), self.down_proj.apart())
+        found = [self._one(x, *own, parity) for x, own in zip(rows.split(counts.tolist()), layers) if len(x)]
+        if found:
+            return torch.cat(found)
+        # Without any row the result still depends on the weights, so that they have a gradient as on other ranks.
+        return rows + sum(p.flatten()[:0].sum().to(rows.dtype) for p in self.parameters())
+
+    def _one(self, x: Tensor, gate: _Layer, up: _Layer, down: _Layer, parity: bool) -> Tensor:
+        n, spare = len(x), spare_rows(len(x)) if parity else 0
+        x = F.pad(x, (0, 0, 0, spare)) if spare else x
+        return down(self.act(gate(x), up(x)))[:n]
+
+
+class MoE(nn.Module):
+    """Block of a layer with experts, in place of its MLP."""
+
+    def __init__(self, config: DecoderConfig, layer: int, shared: nn.Module | None = None) -> None:
+        """shared: the MLP that every token goes through."""
+        super().__init__()
+        self.layer, self.number, self.num_experts = layer, config.expert_layers.index(layer), config.num_experts
+        self.gate, self.experts = Router(config), Experts()
+        self.shared_experts = shared
+
+    def forward(self, x: Tensor, ctx: ExpertContext | None) -> Tensor:
+        """x: [N, hidden] -> [N, hidden]."""
+        ctx = ctx or _ALONE
+        scores = self.gate.scores(self.gate.logits(x))
+        experts = ctx.note(self.layer, self.number, self.gate.choose(scores))
+        routing = Routing(experts, self.gate.weigh(scores, experts).to(x.dtype))
+        found = ctx.dispatch(x, routing, lambda rows, counts: self.experts(rows, counts, ctx.parity), self.num_experts)
+        return found if self.shared_experts is None else found + self.shared_experts(x)
+
+
+_ALONE = ExpertContext()
