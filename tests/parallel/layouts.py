@@ -21,6 +21,9 @@ CONFIG = DecoderConfig(
     qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
 """33 rows of the embedding and 1 of the value head divide over no number of ranks."""
+MOE = replace(
+    CONFIG, family="qwen3_moe", num_experts=5, experts_per_token=2, expert_size=12, expert_layers=(1,), num_layers=2
+)
 LENGTHS = (5, 9, 4, 12, 3, 7, 6, 11, 8, 2)
 
 
@@ -37,6 +40,7 @@ class Case:
     zero: int = 3
     tied: bool = True
     value: bool = False
+    experts: bool = False
     double: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
@@ -51,7 +55,9 @@ class Case:
     def __str__(self) -> str:
         sizes = [f"{n}{getattr(self, n)}" for n in ("dp", "fsdp", "cp", "tp") if getattr(self, n) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
-        marks = [n for n in ("sp", "value", "double", "checkpointing", "dropout", "rows") if getattr(self, n)]
+        marks = [
+            n for n in ("sp", "value", "experts", "double", "checkpointing", "dropout", "rows") if getattr(self, n)
+        ]
         return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp > 1) + ["untied"] * (not self.tied) + marks)
 
     @property
@@ -60,7 +66,7 @@ class Case:
 
 
 def build(case: Case) -> Decoder:
-    config = replace(CONFIG, tie_embeddings=case.tied, dropout=case.dropout)
+    config = replace(MOE if case.experts else CONFIG, tie_embeddings=case.tied, dropout=case.dropout)
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
     made.checkpointing = case.checkpointing

@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen2": {},
     "mistral": {"sliding_window": 3, "window_layers": (0,)},
     "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "qwen3_moe": {"expert_layers": (1,)},
 }
 
 
@@ -54,6 +55,8 @@ CASES = {
     "tied, with biases": {"family": "llama", "changes": {**FAMILIES["llama"], "tie_embeddings": True}},
     "one key head": {"changes": {"num_kv_heads": 1}},
     "as many key heads": {"changes": {"num_kv_heads": 4}},
+    "experts, recomputed": {"family": "mixtral", "changes": {"expert_layers": (0, 1)}, "checkpointing": True},
+    "experts, trees": {"family": "qwen3_moe", "changes": {"expert_layers": (1,)}, "trees": True},
 }
 
 
@@ -107,6 +110,7 @@ def test_four_ranks(pool, case, sp):
         ("o_proj.bias", True, {"family": "llama", "changes": FAMILIES["llama"]}),
         ("k_proj", False, {"changes": {"num_kv_heads": 1}}),
         ("v_proj", True, {"changes": {"num_kv_heads": 1}}),
+        ("mlp.gate.weight", True, {"family": "qwen3_moe", "changes": {"expert_layers": (1,)}}),
     ],
 )
 def test_a_sum_that_is_forgotten_is_seen(pool, forget, sp, case):

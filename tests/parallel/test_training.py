@@ -23,8 +23,10 @@ from tilth.core.errors import NonFiniteError, RecipeError
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.sharded import ShardedModel
+from tilth.rl.metrics import merge_metrics
 from tilth.training import engine as engine_room
 from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.experts import ExpertOptions
 
 pytestmark = pytest.mark.dist
 HERE = "tests.parallel.test_training:"
@@ -41,6 +43,7 @@ DOUBLE = [
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),
     Case(cp=2, double=True, dropout=0.1, checkpointing=True),
     Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
+    Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
 ]
 DOUBLE_FOURS = [
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
@@ -64,6 +67,10 @@ DOUBLE_MORE = [
     Case(dp=2, cp=2, double=True, cp_style="ulysses", rows=(0,)),
     Case(fsdp=2, cp=2, double=True, dropout=0.1, rows=(7,)),
     Case(fsdp=2, cp=2, double=True, cp_style="ulysses", zero=2, value=True, rows=(1,)),
+    Case(dp=2, experts=True, double=True),
+    Case(tp=2, sp=True, experts=True, double=True, dropout=0.1),
+    Case(dp=2, fsdp=2, experts=True, double=True, zero=2, value=True, rows=(1, 0, 6)),
+    Case(fsdp=2, tp=2, experts=True, double=True, checkpointing=True, rows=(7,)),
 ]
 HSDP = Case(dp=2, fsdp=2)
 
@@ -119,6 +126,33 @@ def test_twenty_steps_in_float32_stay_close(pool, case):
         assert first.grad_norm == pytest.approx(one["results"][0].grad_norm, rel=1e-5)
         assert last.loss == pytest.approx(one["results"][-1].loss, rel=1e-4)
         assert last.loss < first.loss - 0.01
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(fsdp=2, experts=True, double=True, rows=(1,), micro_tokens=24),
+        Case(tp=2, sp=True, experts=True, double=True),
+        *slow([Case(dp=2, experts=True, double=True, zero=2), Case(fsdp=2, tp=2, experts=True, double=True)]),
+    ],
+    ids=str,
+)
+def test_losses_of_routers_count_the_whole_step_in_every_layout(pool, case):
+    options = {"experts": ExpertOptions(balance=0.3, z=0.1), "steps": 2}
+    one, found = train(0, case.alone, **options), pool.run(case.ranks, TRAIN, case=case, **options)
+    plain = train(0, case.alone, steps=2)
+    assert max(apart(plain["end"][n], w) for n, w in one["end"].items()) > 1e-4
+    for name in ("experts/load_max", "experts/entropy"):
+        assert all(float(got["results"][1].metrics[name]) == float(one["results"][1].metrics[name]) for got in found)
+    for name in ("experts/balance_loss", "experts/z_loss"):
+        own = [got["results"][1].metrics[name] for got in found[:: case.tp]]
+        assert float(merge_metrics([{name: m} for m in own])[name]) == pytest.approx(
+            float(one["results"][1].metrics[name]), rel=1e-6
+        )
+    for got in found:
+        assert got["results"][1].grad_norm == pytest.approx(one["results"][1].grad_norm, rel=1e-11)
+        assert max(apart(got["gradients"][n], g) for n, g in one["gradients"].items()) < 1e-11
+        assert max(apart(got["end"][n], w) for n, w in one["end"].items()) < 1e-11
 
 
 def test_without_starts_the_dropout_masks_would_be_others(pool):
@@ -241,7 +275,16 @@ def test_averages_and_norms_of_layers_are_those_of_one_process(pool, case):
 MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("case", [Case(fsdp=2, double=True), Case(tp=2, double=True)], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(fsdp=2, double=True),
+        Case(tp=2, double=True),
+        Case(fsdp=2, double=True, experts=True),
+        *slow([Case(tp=2, double=True, experts=True)]),
+    ],
+    ids=str,
+)
 def test_muon_orthogonalises_whole_matrices_though_no_rank_holds_one(pool, case):
     """In float64: it iterates in bfloat16, where the last bit of a float32 sum may turn one of the matrix."""
     one = train(0, case.alone, steps=3, optimizer=MUON)

@@ -44,6 +44,11 @@ def shape(vocab, **more):
     return DecoderConfig(vocab, **{**small, "qk_norm": True, "tie_embeddings": True, "max_positions": 512, **more})
 
 
+EXPERTS = {
+    "family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_size": 32, "expert_layers": (0, 1, 2),
+}  # fmt: skip
+
+
 def decoder(config, recipe):
     model = Decoder(config, torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32)
     model.init_weights_(0)
@@ -79,6 +84,8 @@ def whole(config):
         (20_000, 2, 16, ["train.micro_tokens=16"], {"hidden_size": 256}),
         (150_000, 8, 40, [], {}),
         (150_000, 12, 64, ["train.precision=bf16"], {}),
+        (16, 64, 64, [], EXPERTS),
+        (16, 64, 64, [], {**EXPERTS, "experts_per_token": 3, "expert_size": 48}),
     ],
 )
 def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):

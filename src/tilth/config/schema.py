@@ -334,6 +334,20 @@ class TrainConfig(Section):
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="for a loss or gradient that is not finite: stop, or skip the update and count it"
     )
+    routing: Literal["own", "compare", "replay"] = Field(
+        "compare",
+        description="experts of the policy's tokens: its router's own choice; compare: and count how many differ from "
+        "those that the engine records; replay: follow the engine's",
+    )
+    router_balance: Rate = Field(
+        0.0, description="weight of the loss that balances experts over the whole batch, 1 if they are even; 0: none"
+    )
+    router_z: Rate = Field(0.0, description="weight of the squared log-sum-exp of router logits; 0: none")
+    router_correction: Rate = Field(
+        0.0,
+        description="families with a router bias: its step after each update, up where an expert has less than the "
+        "mean load; 0: none",
+    )
     ema: Share = Field(0.0, description="decay of an exponential moving average of the weights, RUN@ema; 0: none")
     watch: tuple[Literal["noise_scale", "layer_norms"], ...] = Field(
         (), description="further metrics: gradient noise scale; norms of each layer's weights and gradients"

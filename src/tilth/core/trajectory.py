@@ -45,9 +45,13 @@ class Trajectory:
     finish: Finish = "stop"
     text: str = ""  # the last assistant segment decoded, without the end token
     info: dict[str, Any] = field(default_factory=dict)
+    routing: np.ndarray | None = None
+    """uint8 or int16 [T, layers with experts * k]: experts that each token went through in the engine, layer after
+    layer; the dtype's greatest value where they are not known (the last token). None: not recorded."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.mask), len(self.logprobs)}
+        sizes |= set() if self.routing is None else {len(self.routing)}
         self._check(len(sizes) == 1, "tokens", f"tokens, mask and logprobs have {sorted(sizes)} entries")
         if not self.segments:
             first = self.prompt_length

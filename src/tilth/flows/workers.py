@@ -38,6 +38,7 @@ from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
+from tilth.training.experts import ExpertOptions
 from tilth.training.packed import appraise, rate
 
 VALUES = ("value_head",)
@@ -104,6 +105,8 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     r = recipe.rollout
     more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
     more |= {"compile": r.compile, "parity": recipe.train.parity}
+    if config.num_experts and recipe.train.routing != "own" and recipe.flow_spec.samples:
+        more["routing"] = True
     engine = _engine(context, recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
     return RolloutWorker(engine, template, r, context.store)
@@ -252,14 +255,16 @@ def _temperature(recipe: Recipe) -> float:
 
 def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig, **more: Any) -> TrainEngine:
     """Return the train engine of a model with the settings of [train]; section: its optimizer."""
+    t = recipe.train
     return TrainEngine(
         sharded,
         section,
         total_steps=recipe.algorithm.steps,
-        micro_tokens=recipe.train.micro_tokens,
-        parity=recipe.train.parity,
-        compile=recipe.train.compile,
-        nonfinite=recipe.train.nonfinite,
+        micro_tokens=t.micro_tokens,
+        parity=t.parity,
+        compile=t.compile,
+        nonfinite=t.nonfinite,
         seed=recipe.seed,
+        experts=ExpertOptions(t.router_balance, t.router_z, t.router_correction, t.routing == "replay"),
         **more,
     )

@@ -11,11 +11,12 @@ parallelism sends rows to the ranks that hold their experts.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
@@ -39,7 +40,7 @@ weights."""
 
 
 class ExpertDispatch(Protocol):
-    """How tokens reach their experts and come back; forward and backward.
+    """Way of tokens to their experts and back; forward and backward.
 
     Contract: return y [N, hidden] with y[t] = sum over j of weights[t, j] * expert experts[t, j] (x[t]), added in the
     order j = 0 .. k - 1 of the choice, so that no dispatch and no company of other tokens changes a bit of a row. Each
@@ -88,11 +89,57 @@ def dispatch_here(x: Tensor, routing: Routing, run: RunExperts, experts: int) ->
     return combine_pairs(run(gather_pairs(x, routing, order, place), counts), routing, order, place)
 
 
+class _Attach(torch.autograd.Function):
+    """Pass x on, and give a term that the loss does not contain the gradient that it would have as a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor, share: float) -> Tensor:
+        ctx.share, ctx.dtype = share, term.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad.new_full((), ctx.share, dtype=ctx.dtype), None
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Two terms of each layer's router logits l [N, E] that learn beside a loss, divided by tokens of the whole step.
+
+    balance * E * sum over e of F[e] P[e], where F[e] is the share of the step's pairs of token and expert that chose
+    expert e, a constant, and P[e] the mean over the step's tokens of its score divided by the token's sum of scores
+    (arXiv 2101.03961, 2412.19437): ``balance`` if all experts are chosen alike. z * mean of (log sum exp l)^2 (arXiv
+    2202.08906).
+    """
+
+    balance: float
+    z: float
+    tokens: float
+    """Tokens of the whole step: of all micro-batches and ranks."""
+    fractions: Tensor | None = None
+    """F, float [layers with experts, E]; None: no term of balance."""
+    share: float = 1.0
+    """Of the gradient that this rank adds: 1 / N if N ranks compute with the same tokens and their gradients are
+    summed."""
+
+    def terms(self, number: int, logits: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+        """Return both terms of some tokens, [2]. number: of the layer among those with experts; weights: [N]."""
+        weights = weights.to(logits.dtype) / self.tokens
+        z = self.z * (weights * logits.logsumexp(-1).square()).sum()
+        if self.fractions is None:
+            return torch.stack([torch.zeros_like(z), z])
+        chosen = self.fractions[number].to(logits) * (self.balance * logits.shape[1])
+        shares = scores / (scores.sum(-1, keepdim=True) + torch.finfo(scores.dtype).tiny)
+        return torch.stack([(weights[:, None] * shares * chosen).sum(), z])
+
+
 @dataclass(eq=False)
 class ExpertContext:
-    """What the expert layers of one forward pass share, whatever layer or pipeline stage runs them.
+    """State that the expert layers of one forward pass share, whatever layer or pipeline stage runs them.
 
-    A layer calls ``note`` with its own choice, and goes on with what that returns.
+    A layer calls ``charge`` with its router logits and ``note`` with its own choice, and goes on with what they return.
+    Both may be called again, with equal arguments, if the layer is recomputed.
     """
 
     dispatch: ExpertDispatch = dispatch_here
@@ -101,24 +148,44 @@ class ExpertContext:
     replay: Tensor | None = None
     """int64 [N, layers with experts, k]: choices to follow instead of the router's; below 0: the router's. Weights are
     always the router's own for the experts that are followed."""
-    chosen: dict[int, Tensor] = field(default_factory=dict)
-    """Layer -> int64 [N or more, k]: the router's own choice, noted in the forward pass."""
     record: bool = False
     """Note the router's own choice."""
+    weights: Tensor | None = None
+    """float64 [N]: how often each token counts in ``loads`` and ``losses``; None: they are not measured."""
+    loss: RouterLoss | None = None
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> int64 [N or more, k]: the router's own choice."""
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    """Number of a layer among those with experts -> float64 [E]: pairs that each expert computed."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Number of a layer among those with experts -> [2]: both terms of ``loss``, without a gradient."""
 
-    def note(self, layer: int, number: int, own: Tensor) -> Tensor:
-        """Return the experts to follow in a layer, int64 [N, k], given the router's own choice.
+    def charge(self, number: int, logits: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return router logits [N, E] whose gradient contains that of the layer's ``loss``."""
+        if self.loss is None or self.weights is None or not torch.is_grad_enabled():
+            return logits
+        term = self.loss.terms(number, logits, score(logits), self._filled(self.weights, len(logits), 0.0))
+        self.losses[number] = term.detach()
+        return _Attach.apply(logits, term.sum(), self.loss.share)
 
-        number: of the layer among those with experts. Called again, with equal arguments, if the layer is recomputed.
-        """
+    def note(self, layer: int, number: int, own: Tensor, experts: int) -> Tensor:
+        """Return the experts to follow in a layer, int64 [N, k], given the router's own choice of ``experts``."""
         if self.record:
             self.chosen[layer] = own
-        if self.replay is None:
-            return own
-        wanted = self.replay[:, number]
-        if len(wanted) < len(own):  # padding rows of parity mode, or fillers of sequence parallelism
-            wanted = F.pad(wanted, (0, 0, 0, len(own) - len(wanted)), value=-1)
-        return torch.where(wanted < 0, own, wanted)
+        followed = own
+        if self.replay is not None:
+            wanted = self._filled(self.replay[:, number], len(own), -1)
+            followed = torch.where(wanted < 0, own, wanted)
+        if self.weights is not None:
+            each = self._filled(self.weights, len(own), 0.0).repeat_interleave(own.shape[1])
+            self.loads[number] = torch.bincount(followed.flatten(), each, experts)
+        return followed
+
+    @staticmethod
+    def _filled(values: Tensor, rows: int, value: float) -> Tensor:
+        """Return values [N, ...] for more rows: padding of parity mode, or fillers of sequence parallelism."""
+        spare = rows - len(values)
+        return values if not spare else F.pad(values, (0, 0) * (values.ndim - 1) + (0, spare), value=value)
 
 
 class Router(nn.Module):
@@ -248,8 +315,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: ExpertContext | None) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         ctx = ctx or _ALONE
-        scores = self.gate.scores(self.gate.logits(x))
-        experts = ctx.note(self.layer, self.number, self.gate.choose(scores))
+        scores = self.gate.scores(ctx.charge(self.number, self.gate.logits(x), self.gate.scores))
+        experts = ctx.note(self.layer, self.number, self.gate.choose(scores), self.num_experts)
         routing = Routing(experts, self.gate.weigh(scores, experts).to(x.dtype))
         found = ctx.dispatch(x, routing, lambda rows, counts: self.experts(rows, counts, ctx.parity), self.num_experts)
         return found if self.shared_experts is None else found + self.shared_experts(x)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilth.core.errors import ModelError
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
+from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows
 from tilth.parallel.collectives import exchange_rows, gather_copies
 from tilth.parallel.comm import Group
@@ -123,6 +124,7 @@ class _OwnTokens:
 
     def __init__(self, share: TokenShare, dropout: DropoutContext | None) -> None:
         self.share, self.dropout = share, dropout
+        self.experts: ExpertContext | None = None
         division = share.division
         self.positions = share.tensor(division.positions(share.rank))
         self.extents = share.tensor(np.repeat(division.edges[:, -1], division.chunks(share.rank).counts))

@@ -170,8 +170,19 @@ def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, sh
     most = 0 if on_gpu(recipe) else (MASKED_UP_TO if shared else CAUSAL_UP_TO)[element]
     scores = shape.num_heads * longest if longest <= most else 0  # plain matmul keeps probabilities, SDPA keeps none
     norms = normed // spread + query + key  # in bf16 they keep one more output each
-    inner = 2 * (layer_width(shape, "matrix", "rows") - query)  # what goes up, and what is made of it
+    inner = 2 * (layer_width(shape, "matrix", "rows") - query) if shape.dense_layers else 0  # goes up; is made of it
+    if shape.expert_layers:
+        inner = max(inner, _saved_by_experts(shape, query))
     return residual + attention + scores + (0 if element == FP32 else norms) + inner
+
+
+def _saved_by_experts(shape: DecoderShape, query: int) -> int:
+    """Return elements that a block of experts keeps of one token.
+
+    What goes up and is made of it, rows and results of its pairs with experts, the router's logits, scores and choice.
+    """
+    width = 2 * (layer_width(shape, "matrix", "rows", experts=True) - query)
+    return width + 2 * shape.experts_per_token * shape.hidden_size + 3 * shape.num_experts
 
 
 # ---- the output head ----
@@ -319,7 +330,9 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
     """
     chunk = PROMPT_CHUNK if asked.prompt > PROMPT_CHUNK else asked.computed * asked.prompt
     tokens = max(asked.rows, min(recipe.rollout.step_tokens, chunk))
-    widest = max(2 * shape.intermediate_size, 6 * shape.num_heads * shape.head_dim) + 2 * shape.hidden_size
+    pairs_wide = shape.experts_per_token * (2 * shape.expert_size + 2 * shape.hidden_size) + 2 * shape.shared_size
+    inner = max(2 * shape.intermediate_size * bool(shape.dense_layers), pairs_wide)
+    widest = max(inner, 6 * shape.num_heads * shape.head_dim) + 2 * shape.hidden_size
     pairs = max(min(tokens, chunk) * asked.prompt, asked.rows * slots_for(asked.longest))
     scores = 0 if on_gpu(recipe) else 2 * shape.num_heads * pairs
     return (

@@ -13,8 +13,10 @@ from tilth.trace.spans import span
 FINISHES = ("stop", "length", "aborted", "error")
 CUT = FINISHES.index("length")
 """``finish`` of a completion that reached rollout.max_tokens."""
-NOT_BY_TOKEN = ("text", "segments")
-"""Payload columns that have no value for each token."""
+ROUTING = "routing"
+"""Payload column of ``Trajectory.routing``: one item of bytes for each token, the numbers of its experts."""
+NOT_BY_TOKEN = ("text", "segments", ROUTING)
+"""Payload columns that have no number for each token."""
 OUTCOME = "outcome"
 """Row column of the verifier's result; reward shaping never changes it."""
 
@@ -43,8 +45,27 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
         "segments": [np.array(_coded(t), np.int32) for t in trajectories],
         "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
     }
+    if trajectories and all(t.routing is not None for t in trajectories):
+        columns[ROUTING] = [_as_items(t.routing) for t in trajectories if t.routing is not None]
     payload = {k: Column.whole(store.put(k, Jagged.of(v)), len(trajectories)) for k, v in columns.items()}
     return Batch(rows, payload)
+
+
+def _as_items(routing: np.ndarray) -> np.ndarray:
+    """Return one item of bytes for each token, [T], of numbers [T, n]."""
+    packed = np.ascontiguousarray(routing)
+    return packed.view(np.dtype((np.void, packed.strides[0]))).ravel()
+
+
+def recorded_experts(column: Jagged, layers: int, experts: int) -> np.ndarray:
+    """Return the experts of each token, int64 [N, layers, k], of a column of routing; -1 where they are not known.
+
+    layers: with experts; experts: of each of them.
+    """
+    items = np.ascontiguousarray(column.values)
+    kind = np.uint8 if experts < np.iinfo(np.uint8).max else np.int16
+    found = items.view(kind).reshape(len(items), layers, -1)
+    return np.where(found == np.iinfo(kind).max, -1, found.astype(np.int64))
 
 
 def _coded(trajectory: Trajectory) -> list[int]:

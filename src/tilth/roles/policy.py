@@ -9,11 +9,20 @@ from torch import Tensor
 
 import tilth.rl as rl
 from tilth.cluster.protocol import transfer
+from tilth.config.errors import RecipeError
 from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.random import stream
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
-from tilth.roles.experience import NOT_BY_TOKEN, check_identity, is_right, on_rows, put_like
+from tilth.roles.experience import (
+    NOT_BY_TOKEN,
+    ROUTING,
+    check_identity,
+    is_right,
+    on_rows,
+    put_like,
+    recorded_experts,
+)
 from tilth.roles.objective import RIGHT, Objective, account, check_weight, forward, gather_data_ranks, scored
 from tilth.roles.state import Learner
 from tilth.trace.spans import span
@@ -99,6 +108,8 @@ class PolicyWorker(Learner):
         """
         run, names = (packed_squares, ["sum_pi_squared"]) if squares else (packed_logprobs, [])
         given: dict[str, Any] = {"temperature": self.temperature, "op": "logprobs"}
+        if self.engine.experts.replay:
+            given["routing"] = self._routing(batch)
         return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
     @transfer(split="rows", gather="merge")
@@ -140,11 +151,28 @@ class PolicyWorker(Learner):
                 temperature=self.temperature,
                 dropout=False,
                 starts=batch.rows.get("start"),
+                routing=self._routing(batch),
             )
             spent.set(flops=done.flops)
             check_weight(done.metrics, loss.shared.whole, self.grid)
         measured, self._corrections = self._corrections, {}
         return self._compared(how, self._account(done)) | measured
+
+    def _routing(self, batch: Batch) -> np.ndarray | None:
+        """Return the experts that the engine chose, int64 [N, layers, k]; None if the batch has none, or none count.
+
+        Raises RecipeError if they are to be replayed and are not there.
+        """
+        config = self.engine.model.config
+        if config.num_experts and ROUTING in batch.payload:
+            column = batch.read(self.store, ROUTING)[ROUTING]
+            return recorded_experts(column, len(config.expert_layers), config.num_experts)
+        if config.num_experts and self.engine.experts.replay:
+            message = "train.routing = 'replay' needs choices of experts, which this generation engine does not record"
+            raise RecipeError(
+                f"{message}; use rollout.engine = 'native', or train.routing = 'own'", key="train.routing"
+            )
+        return None
 
     def _compared(self, how: Algorithm, metrics: Metrics) -> Metrics:
         """Drop the gap to the engine if the measured policy has moved since its weights were sent."""
@@ -181,7 +209,9 @@ class PolicyWorker(Learner):
             return None
         if "uniforms" in how.loss.needs:
             per_token["uniforms"] = self._uniforms(batch, tokens)
-        now = forward(self.engine, packed_logprobs, tokens, mask, temperature=self.temperature)
+        replayed = self._routing(batch) if self.engine.experts.replay else None
+        given: dict[str, Any] = {"temperature": self.temperature, "routing": replayed}
+        now = forward(self.engine, packed_logprobs, tokens, mask, **given)
         uniforms = per_token.get("uniforms")
         return rl.thresholds(
             how.loss,

@@ -28,19 +28,31 @@ class KVCache:
     buffer lets each tensor move once.
     """
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, routing: bool = False
+    ) -> None:
+        """routing: keep the experts of each token beside its keys."""
         self._inner, self._layers = (config.num_kv_heads, config.head_dim), config.num_layers
+        self._chosen = len(config.expert_layers) * config.experts_per_token if routing else 0
+        self._routes = torch.uint8 if config.num_experts < torch.iinfo(torch.uint8).max else torch.int16
         self._dtype, self._device = dtype, device
         self._buffers = [self._zeros(0) for _ in range(2 * self._layers + 1)]
         self.rows = self.capacity = self.layouts = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.routing: list[Tensor] = []
+        """Experts of each token, [rows, 1, capacity, layers with experts * k]; empty: not kept."""
         self.layout(0, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(b.nbytes for b in self._buffers)
+        return sum(b.nbytes for b in (*self._buffers, *self.routing))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept of tokens: [rows, heads, capacity, width] each."""
+        return [*self.keys, *self.values, *self.routing]
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self._dtype, device=self._device)
@@ -61,12 +73,17 @@ class KVCache:
             spare, self._buffers[i] = self._buffers[i], buffer
         self._buffers[-1] = self._zeros(size) if larger else spare
         self.keys, self.values = found[: self._layers], found[self._layers :]
+        if self._chosen:
+            new = torch.zeros(rows, 1, capacity, self._chosen, dtype=self._routes, device=self._device)
+            for old in self.routing if keep_rows else ():
+                new[:keep_rows, :, :keep_tokens].copy_(old[:keep_rows, :, :keep_tokens])
+            self.routing = [new]
         self.rows, self.capacity, self.layouts = rows, capacity, self.layouts + 1
 
     def copy(self, to: Sequence[int], source: "KVCache", rows: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of ``rows`` of a cache (also this one, if disjoint) to rows ``to``."""
         for there, here, count, step in _runs(to, rows):
-            for mine, other in zip([*self.keys, *self.values], [*source.keys, *source.values]):
+            for mine, other in zip(self.tensors, source.tensors):
                 mine[there : there + count, :, :length].copy_(other[here : here + 1 + step * (count - 1), :, :length])
 
 
@@ -90,9 +107,16 @@ class PrefixStore:
     """Copies of registered blocks by store slot; grows with use."""
 
     def __init__(
-        self, config: DecoderConfig, block_size: int, dtype: torch.dtype, device: torch.device, most: int
+        self,
+        config: DecoderConfig,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most: int,
+        *,
+        routing: bool = False,
     ) -> None:
-        self._slab = KVCache(config, dtype, device)
+        self._slab = KVCache(config, dtype, device, routing=routing)
         self._block_size, self._most = block_size, most
 
     @property
@@ -117,7 +141,7 @@ class PrefixStore:
                 other[row, :, some].copy_(mine[slot])
 
     def _pairs(self, slab: KVCache) -> list[tuple[Tensor, Tensor]]:
-        return list(zip([*self._slab.keys, *self._slab.values], [*slab.keys, *slab.values]))
+        return list(zip(self._slab.tensors, slab.tensors))
 
     def _grow(self, rows: int) -> None:
         have = self._slab.rows
@@ -161,6 +185,14 @@ class CachedContext:
         _, heads, capacity, _ = slab.keys[0].shape
         row = torch.arange(self._rows * heads, device=start.device).view(-1, 1, heads) * capacity
         self._slots = (row + self._place[:, :, None]).flatten()
+
+    def keep_routing(self) -> None:
+        """Write the experts that the pass has noted to the cache."""
+        assert self.experts is not None and isinstance(self._slab, KVCache)
+        (routing,), chosen = self._slab.routing, self.experts.chosen
+        slots = torch.arange(self._rows, device=routing.device)[:, None] * routing.shape[2] + self._place
+        found = torch.cat([chosen[layer] for layer in sorted(chosen)], 1).to(routing.dtype)
+        routing.view(-1, routing.shape[3]).index_copy_(0, slots.flatten(), found)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """Write k and v to the cache and attend over it; arguments of ``AttentionContext.attend``."""

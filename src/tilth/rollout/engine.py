@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.core.errors import DataError, ModelError, NonFiniteError
+from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
@@ -40,9 +40,10 @@ class Engine(GenerationEngine):
     max_rows: sequences decoded at once. kv_tokens: capacity of the KV cache (0: ``max_rows`` whole sequences).
     step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
     compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
-    of a packed forward pass with ``parity`` bit for bit (CPU). dims: ranks along "tp" are one engine, which divides
-    heads, MLP and vocabulary, and each holds the KV of its own heads; all of them get the same calls and return the
-    same trajectories. Raises ModelError or EngineError, with the key, for what ``dims`` does not allow.
+    of a packed forward pass with ``parity`` bit for bit (CPU). routing: record the experts of each token
+    (``Trajectory.routing``). dims: ranks along "tp" are one engine, which divides heads, MLP and vocabulary, and each
+    holds the KV of its own heads; all of them get the same calls and return the same trajectories. Raises ModelError,
+    RecipeError or EngineError, with the key, for what the model or ``dims`` does not allow.
     """
 
     tolerance: float | None = 0.0
@@ -63,6 +64,7 @@ class Engine(GenerationEngine):
         max_length: int = 0,
         compile: bool = False,
         parity: bool = False,
+        routing: bool = False,
         dims: ParallelDims | None = None,
     ) -> None:
         dims = dims or ParallelDims.alone()
@@ -83,7 +85,10 @@ class Engine(GenerationEngine):
         self.reports = not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
-        self._parity = parity
+        self._parity, self._routing = parity, routing and bool(config.num_experts)
+        if compile and config.num_experts:
+            message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
+            raise RecipeError(message, key="rollout.compile")
         self._runner = Runner(self.model, parity, compile and not parity, self.device)
         self._max_rows = min(max_rows, step_tokens)
         self._forget_all()
@@ -369,6 +374,7 @@ class Engine(GenerationEngine):
             going: dict[int, list[tuple[PrefillJob, SequenceState]]] = {}
             for prompt, answer in placed:
                 if (reason := self._ended(answer)) is not None:
+                    answer.keep_routing(self._staging, prompt.row, len(prompt.tokens))
                     self._blocks.close(answer.table)
                     done.append(self._finish(answer, reason))
                     continue
@@ -492,10 +498,11 @@ class Engine(GenerationEngine):
         return self._lanes[limit]
 
     def _new_slab(self) -> KVCache:
-        return KVCache(self._held, self.dtype, self.device)
+        return KVCache(self._held, self.dtype, self.device, routing=self._routing)
 
     def _new_store(self) -> PrefixStore:
-        return PrefixStore(self._held, self._block_size, self.dtype, self.device, self._blocks.max_cached)
+        size, most = self._block_size, self._blocks.max_cached
+        return PrefixStore(self._held, size, self.dtype, self.device, most, routing=self._routing)
 
     def _draw(self, ids: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
         streams = torch.tensor([stream_id("sample", i) for i in ids], dtype=torch.int64)

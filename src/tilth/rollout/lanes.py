@@ -154,6 +154,7 @@ class LengthBucket:
     def take(self, row: int) -> SequenceState:
         """Remove a row and return its sequence with all its tokens."""
         answer = self.settle(row)
+        answer.keep_routing(self.slab, row, int(self.columns.position[row]))
         self._clear(row)
         return answer
 

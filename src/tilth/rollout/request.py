@@ -9,6 +9,7 @@ import numpy as np
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Segment, Trajectory
 from tilth.rollout.blocks import BlockTable
+from tilth.rollout.cache import KVCache
 from tilth.rollout.stops import StopStrings
 
 
@@ -93,6 +94,8 @@ class SequenceState:
     """Order of admission; the highest is preempted first."""
     stale: bool = False
     """True if its KV was computed with earlier weights."""
+    routing: np.ndarray | None = None
+    """Experts of its first tokens, ``Trajectory.routing``."""
 
     @classmethod
     def start(cls, request: Request) -> "SequenceState":
@@ -127,6 +130,13 @@ class SequenceState:
         if self.sampling is not None:
             self.sampling = np.concatenate([self.sampling, logprobs if sampling is None else sampling])
 
+    def keep_routing(self, slab: KVCache, row: int, tokens: int) -> None:
+        """Take the experts of the first ``tokens`` from a row of the cache, if it keeps them; none are known behind."""
+        for routing in slab.routing:
+            known = routing[row, 0, :tokens].cpu().numpy()
+            spare = len(self.tokens) - tokens
+            self.routing = np.pad(known, ((0, spare), (0, 0)), constant_values=np.iinfo(known.dtype).max)
+
     @property
     def completion(self) -> np.ndarray:
         """Tokens after the prompt."""
@@ -145,5 +155,5 @@ class SequenceState:
         return Trajectory(
             id=r.id, prompt=r.prompt_index, group=r.group, tokens=self.tokens, mask=self.mask,
             logprobs=self.logprobs, sampling_logprobs=self.sampling, segments=segments, versions=versions,
-            finish=reason, text=text, info=r.info,
+            finish=reason, text=text, info=r.info, routing=self.routing,
         )  # fmt: skip

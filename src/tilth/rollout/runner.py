@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilth.models.decoder import Decoder
+from tilth.models.moe import ExpertContext
 from tilth.rollout.cache import CachedContext, KVCache, KVCacheView
 from tilth.rollout.sampling import group_mass, log_softmax
 
@@ -38,7 +39,13 @@ class Runner:
 
         length: slots of the cache to read. A row with fewer than C tokens is padded at its end.
         """
-        return self.model(ids.flatten(), CachedContext(slab, start, ids.shape[1], length, self._parity))
+        records = isinstance(slab, KVCache) and bool(slab.routing)
+        experts = ExpertContext(parity=self._parity, record=True) if records else None
+        ctx = CachedContext(slab, start, ids.shape[1], length, self._parity, experts=experts)
+        hidden: Tensor = self.model(ids.flatten(), ctx)
+        if records:
+            ctx.keep_routing()
+        return hidden
 
     def prefill(self, slab: KVCache, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
         """Return logits float32 [rows, V] after the tokens at flat indices ``last`` of [B * C] (may be empty)."""

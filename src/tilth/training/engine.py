@@ -27,9 +27,20 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
+from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.optim import Average, LayerNorms, Optimizers, lr_factor
-from tilth.training.packed import MicroBatch, Scorer, WorkAmounts, cut, model_input, plan_micros, score, shares_prompts
+from tilth.training.packed import (
+    ROUTING,
+    MicroBatch,
+    Scorer,
+    WorkAmounts,
+    cut,
+    model_input,
+    plan_micros,
+    score,
+    shares_prompts,
+)
 
 
 class Pass(NamedTuple):
@@ -155,17 +166,19 @@ class TrainEngine:
         schedule: str = "sequential",
         ema: float = 0.0,
         watch: Collection[str] = (),
+        experts: ExpertOptions = ROUTERS_ALONE,
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
         schedule: order of the passes of the model's parts (``SCHEDULES``). ema: decay of an average of the weights; 0:
-        none. watch: further metrics (train.watch). RecipeError for what cannot work on parts of parameters."""
+        none. watch: further metrics (train.watch). experts: how routers learn. RecipeError for what cannot work on
+        parts of parameters."""
         self.sharded = ShardedModel.of(model)
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
         _check_layout(self.grid, watch)
-        self.scorer, self.schedule = scorer, schedule
+        self.scorer, self.schedule, self.experts = scorer, schedule, experts
         self.section = optimizer
-        parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 else None
+        parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
         self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
@@ -219,14 +232,16 @@ class TrainEngine:
         entropy: bool = True,
         dropout: bool = True,
         starts: np.ndarray | None = None,
+        routing: np.ndarray | None = None,
     ) -> UpdateResult:
         """Run one optimizer step on the whole batch.
 
         tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. dropout:
         False for a loss that compares with earlier outputs of the model. starts: int64 [n], index of each sequence's
         first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
-        device; None: these are all. Raises NonFiniteError under the policy "stop", TokenCountError if a token was used
-        twice or not at all.
+        device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
+        0: not known). Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not
+        at all.
         """
         self.sharded.begin()
         self._forget()
@@ -234,18 +249,28 @@ class TrainEngine:
         drops = dropout and bool(self.model.config.dropout)
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
-        every = cut(tokens, mask, columns, plan, self.device, self.sharded.context)
+        given = columns if routing is None else {**columns, ROUTING: routing}
+        every = cut(tokens, mask, given, plan, self.device, self.sharded.context)
+        rounds = self.sharded.sync_micro_batch_count(len(plan))
+        step = self._expert_step(len(mask))
+
+        def input_of(index: np.ndarray, micro: MicroBatch) -> tuple[Tensor, AttentionContext]:
+            x, ctx = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
+            if step is not None:
+                ctx.experts = step.context(micro)
+            return x, ctx
 
         def begin() -> Iterator[InFlight]:
             for index, micro in every:
                 work = WorkAmounts.of(self.model, micro)
                 used[index] += 1
-                drop = self._dropout(places[index]) if drops else None
-                yield InFlight(*model_input(micro, self.parity, drop), micro, work)
+                yield InFlight(*input_of(index, micro), micro, work)
             while True:  # other ranks have more
                 yield InFlight(*self.sharded.blank_input())
 
-        rounds = self.sharded.sync_micro_batch_count(len(plan))
+        if step is not None and step.counts_first:
+            again = cut(tokens, mask, given, plan, self.device, self.sharded.context)
+            self._count_loads(step, again, input_of, rounds - len(plan))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
         done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
@@ -256,9 +281,34 @@ class TrainEngine:
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
         amounts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
         metrics = merge_metrics([one.metrics for one in done])
-        result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()))
+        result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()), experts=step)
         self._forget()
         return result
+
+    def _expert_step(self, tokens: int) -> ExpertStep | None:
+        """Return what routers need in one step; None for a dense model. tokens: of this rank's rows."""
+        if not self.model.config.num_experts:
+            return None
+        whole = float(self.grid.sum(torch.tensor([tokens], dtype=torch.float64), "rows"))
+        return ExpertStep(self.model.config, self.grid, self.experts, whole, self.parity)
+
+    @torch.no_grad()
+    def _count_loads(
+        self,
+        step: ExpertStep,
+        every: Iterable[tuple[np.ndarray, MicroBatch]],
+        input_of: Callable[[np.ndarray, MicroBatch], tuple[Tensor, AttentionContext]],
+        blanks: int,
+    ) -> None:
+        """Run the micro-batches of a step, and blanks, to count the loads of experts."""
+        for i, (index, micro) in enumerate(every):
+            work = WorkAmounts.of(self.model, micro)
+            with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
+                self.sharded.forward(*input_of(index, micro))
+        for _ in range(blanks):
+            self.sharded.dummy_forward()
+        self.sharded.reshard()
+        step.count()
 
     def _passes(
         self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
@@ -294,9 +344,19 @@ class TrainEngine:
         return found
 
     def _step(
-        self, loss: float, metrics: dict[str, Metric], done: dict[str, Any], sequences: int, *, learn: bool
+        self,
+        loss: float,
+        metrics: dict[str, Metric],
+        done: dict[str, Any],
+        sequences: int,
+        *,
+        learn: bool,
+        experts: ExpertStep | None,
     ) -> UpdateResult:
         lr = self.lr
+        loads = None if experts is None else experts.loads()
+        if experts is not None and loads is not None:
+            metrics |= experts.metrics(loads)
         with span("reduce"):
             self.sharded.reduce_grads()
             loss, sequences, learn = self._whole(loss, sequences, learn)
@@ -308,6 +368,8 @@ class TrainEngine:
                 raise self._not_finite(loss, norm, lr)
             if finite and learn:
                 self.optimizers.step(lr)
+                if loads is not None and self.experts.correction:
+                    correct_(self.sharded, loads, self.experts.correction)
                 self.ema.follow()
                 watched |= self._noise_scale(norm, sequences)
                 metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}

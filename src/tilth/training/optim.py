@@ -16,26 +16,34 @@ from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.plugins import Declaration, declared, describe
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
+from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets
 from tilth.plan.rules import Table, rule_of
 
 
-class ShardedMuon(torch.optim.Muon):
+class ShardedMuon(torch.optim.Optimizer):
     """Muon on this rank's parts of matrices: momentum stays sharded, whole matrices are orthogonalised bucket by
-    bucket.
+    bucket, those of experts each for itself.
 
-    Every rank orthogonalises all of them with torch's Muon and applies its part of the result.
+    Every rank orthogonalises all of them with torch's Muon and applies its part of the result. Of stacks that are
+    divided by experts alone it orthogonalises its own experts, and nothing is sent.
     """
 
     def __init__(self, sharded: ShardedModel, names: Sequence[str], lr: float, weight_decay: float) -> None:
-        super().__init__([sharded.parameters[n] for n in names], lr=lr, weight_decay=weight_decay)
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95}  # torch's momentum
+        super().__init__([sharded.parameters[n] for n in names], defaults)
         self.sharded = sharded
-        self.names = list(names)
+        self.local = [n for n in names if _by_experts(sharded.layouts[n])]
+        self.names = [n for n in names if n not in self.local]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run one update; a collective call of the replica."""
         group, shapes = self.param_groups[0], {n: self.sharded.layouts[n].shape for n in self.names}
+        for name in self.local:
+            p = self.sharded.parameters[name]
+            moved = _orthogonal_step(self._momentum(p, group["momentum"]), group["lr"])
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(moved)
         for names in buckets(shapes):
             wanted = {n: self._momentum(self.sharded.parameters[n], group["momentum"]) for n in names}
             for name, update in self.sharded.assemble(names, wanted).items():
@@ -52,8 +60,16 @@ class ShardedMuon(torch.optim.Muon):
         return p.grad.lerp(buffer, momentum)
 
 
+def _by_experts(layout: Layout) -> bool:
+    """True for a stack of matrices that is whole, or divided between matrices alone."""
+    dims = {placement.dim for placement in layout.placements if isinstance(placement, Shard)}
+    return len(layout.shape) > 2 and dims <= {0}
+
+
 def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
-    """Return the change that Muon without momentum makes to a matrix for this update."""
+    """Return the change that Muon without momentum makes to a matrix, or to each of a stack, for this update."""
+    if update.ndim > 2:
+        return torch.stack([_orthogonal_step(one, lr) for one in update]) if len(update) else update
     moved = nn.Parameter(torch.zeros_like(update))
     moved.grad = update
     torch.optim.Muon([moved], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False).step()
@@ -119,7 +135,7 @@ class Optimizers:
 
     def _materialise(self) -> None:
         for optimizer, _ in self._parts:
-            muon = isinstance(optimizer, torch.optim.Muon)
+            muon = isinstance(optimizer, (torch.optim.Muon, ShardedMuon))
             keys = OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
             for group in optimizer.param_groups:
                 for p in group["params"]:

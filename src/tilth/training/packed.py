@@ -14,6 +14,7 @@ from tilth.core.errors import LossMaskError
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.moe import ExpertContext
 from tilth.models.rows import take_rows
 from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
@@ -85,6 +86,8 @@ class WorkAmounts(NamedTuple):
         return cls(tokens, 2 * pairs - tokens, pass_flops(model.config, tokens, pairs, head))
 
 
+ROUTING = "routing"
+"""Column of the generation engine's choices of experts, int64 [N, layers with experts, k]; below 0: not known."""
 Parts = list[tuple[list[np.ndarray], bool]]
 """Groups of rows of each micro-batch, and True if the rows of a group share their prompt."""
 
@@ -206,6 +209,20 @@ def model_input(
     return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
 
 
+def recorded_of(micro: MicroBatch) -> Tensor | None:
+    """Take recorded choices of experts out of a micro-batch: int64 [tokens that are computed, layers, k]."""
+    found = micro.columns.pop(ROUTING, None)
+    return found if found is None else found[computed_tokens(micro)]
+
+
+def computed_tokens(micro: MicroBatch) -> Tensor:
+    """Return the packed index of each token that goes through this rank's model, int64 [n]."""
+    if micro.share is not None:
+        return micro.share.tokens
+    every = np.arange(len(micro.ids)) if micro.trees is None else micro.trees.source
+    return torch.from_numpy(every).to(micro.ids.device)
+
+
 def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> None:
     """Fill in log-probs (and entropy) of the tokens in the mask; only their logits are ever computed."""
     chosen = _chosen(micro)
@@ -279,7 +296,8 @@ def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the log-prob of each token in the mask, float32 [N]; 0 elsewhere. No gradient.
 
-    how: ``max_tokens`` of a micro-batch, optionally ``temperature`` and ``parity``. All ranks of a sharded model call
+    how: ``max_tokens`` of a micro-batch, optionally ``temperature``, ``parity`` and ``routing`` (int64 [N, layers with
+    experts, k], choices of experts to follow; below 0: the model's own). All ranks of a sharded model call
     it, each with its own rows, any number of them.
     """
     return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
@@ -315,6 +333,7 @@ def _without_gradient(
     max_tokens: int,
     temperature: float = 1.0,
     parity: bool = False,
+    routing: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
@@ -323,10 +342,14 @@ def _without_gradient(
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity, divided))
     rounds = sharded.sync_micro_batch_count(len(plan))
-    for i, (index, micro) in enumerate(cut(tokens, mask, {}, plan, device, sharded.context)):
+    given = {} if routing is None else {ROUTING: routing}
+    for i, (index, micro) in enumerate(cut(tokens, mask, given, plan, device, sharded.context)):
         work = WorkAmounts.of(decoder, micro)
         with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
-            hidden = sharded.forward(*model_input(micro, parity))
+            x, ctx = model_input(micro, parity)
+            if (recorded := recorded_of(micro)) is not None:
+                ctx.experts = ExpertContext(parity=parity, replay=recorded)
+            hidden = sharded.forward(x, ctx)
             scorer(decoder, micro, hidden, temperature=temperature, entropy=False)
             for row, name in zip(found, what):
                 row[index] = getattr(micro, name).cpu().numpy()
