@@ -339,7 +339,7 @@ def short(value):
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() & GOLDEN.keys()))
 def test_shapes_layouts_counts_and_config_json_are_those_that_they_were(name):
     shape = FAMILIES[name]
     model = Decoder(shape)

@@ -170,7 +170,9 @@ def _seat(seat: Seat) -> dict[str, Any]:
 def tables(plan: Plan) -> list[Table | str]:
     """Return the tables and lines of the plan."""
     backend = f"{format.count(len(plan.workers), 'worker')}, backend {plan.recipe.cluster.backend}"
-    model = f"model: {parameters(plan.shape):,} parameters, vocabulary {plan.shape.vocab_size:,} ({plan.vocabulary})"
+    whole, active = parameters(plan.shape), parameters(plan.shape, active=True)
+    active_part = f" ({active:,} active)" if active < whole else ""
+    model = f"model: {whole:,} parameters{active_part}, vocabulary {plan.shape.vocab_size:,} ({plan.vocabulary})"
     rows = work(plan.recipe, "policy", 1, plan.longest).rows
     step = f"a step: {rows:,} sequences of at most {plan.longest:,} tokens, {rows * plan.longest:,} together"
     parts: list[Table | str] = [backend, model, step, "", _roles(plan), "", _ranks(plan)]

@@ -285,7 +285,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor, parity: bool = False) -> Tensor:
         """rows: [M, hidden], counts: int64 [experts] -> [M, hidden]; see ``RunExperts``. parity: pad rows."""
-        if grouped_matmul_serves(rows) and self.down_proj.weight.shape[2] % 8 == 0:
+        if len(rows) and grouped_matmul_serves(rows) and self.down_proj.weight.shape[2] % 8 == 0:
             ends = counts.cumsum(0).to(torch.int32)
             gate, up = (part.grouped(rows, ends, counts) for part in (self.gate_proj, self.up_proj))
             return self.down_proj.grouped(self.act(gate, up), ends, counts)
@@ -312,6 +312,7 @@ class MoE(nn.Module):
         self.gate, self.experts = Router(config), Experts()
         self.shared_experts = shared
 
+    @torch.compiler.disable  # the loop over experts has shapes that follow the choice
     def forward(self, x: Tensor, ctx: ExpertContext | None) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         ctx = ctx or _ALONE

@@ -11,6 +11,7 @@ class Qwen3MoE(Family):
     """Family with ``decoder_sparse_step`` and ``mlp_only_layers`` in config.json, which name layers with experts."""
 
     def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        hf = {"num_experts": hf.get("num_local_experts", 128), **hf}  # the name in transformers 5
         step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
         layers = range(need(hf, "num_hidden_layers"))
         return self.read(hf, expert_layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0))
@@ -43,7 +44,6 @@ FAMILY = Qwen3MoE(
         "sliding_window": 4096,
         "max_window_layers": 28,
         "head_dim": 128,
-        "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
