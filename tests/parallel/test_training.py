@@ -133,7 +133,13 @@ def test_twenty_steps_in_float32_stay_close(pool, case):
     [
         Case(fsdp=2, experts=True, double=True, rows=(1,), micro_tokens=24),
         Case(tp=2, sp=True, experts=True, double=True),
-        *slow([Case(dp=2, experts=True, double=True, zero=2), Case(fsdp=2, tp=2, experts=True, double=True)]),
+        *slow(
+            [
+                Case(dp=2, experts=True, double=True, zero=2),
+                Case(fsdp=2, tp=2, experts=True, double=True),
+                Case(cp=2, experts=True, double=True),
+            ]
+        ),
     ],
     ids=str,
 )
