@@ -64,6 +64,23 @@ def test_replayed_choices_train_as_well_and_own_choices_are_not_recorded(tmp_pat
     assert not any("experts/flips" in m for m in read_metrics(own.directory))
 
 
+@pytest.mark.slow
+def test_a_critic_has_experts_of_its_own(tmp_path):
+    keys = {"flow": "ppo", "algorithm": {"advantage": "gae", "steps": 2}, "critic": {"steps": 1}, "model": MODEL}
+    found = read_metrics(tiny.run(tiny.recipe(tmp_path, **keys, train=train())).directory)
+    assert "value/experts/load_max" in found[-1] and "experts/load_max" in found[-1]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_weights_of_one_layout_go_into_another(tmp_path, shared):  # noqa: F811
+    first = tiny.run(tiny.recipe(tmp_path / "first", **GRPO, train=train(), **LAYOUTS["fsdp"]))
+    again = {"model": {"path": str(first.directory)}, "algorithm": {"steps": 2}, "supervised": {"steps": 0}}
+    on_two = tiny.run(tiny.recipe(tmp_path / "two", **again, train=train(), **LAYOUTS["tp, sp"]))
+    on_one = tiny.run(tiny.recipe(tmp_path / "one", **again, train=train()))
+    assert_near(on_two, on_one, rel=2e-4, abs=2e-5)
+
+
 class Stop(Callback):
     def on_step_end(self, run, step, metrics):
         if step == 5:

@@ -6,6 +6,7 @@ import torch
 from tests.errors import raises
 from tests.parallel.layouts import (
     CONFIG,
+    MOE,
     Case,
     batch,
     build,
@@ -30,6 +31,7 @@ from tilth.training.packed import packed_logprobs
 pytestmark = pytest.mark.dist
 HERE = "tests.parallel.test_sharded:"
 PAIRS = [Case(dp=2), Case(fsdp=2), Case(fsdp=2, tied=False), Case(fsdp=2, value=True), Case(tp=2, tied=False)]
+PAIRS += [Case(fsdp=2, experts=True), Case(tp=2, experts=True)]
 FOURS = [Case(fsdp=4), Case(dp=2, fsdp=2)]
 MORE = [
     Case(fsdp=4, zero=2, value=True),
@@ -74,7 +76,8 @@ def initial(rank, case):
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_what_is_loaded_lies_in_the_boxes_and_one_tensor_can_be_taken(pool, case, tmp_path):
-    save_pretrained(tmp_path, replace(CONFIG, tie_embeddings=case.tied), weights(replace(case, value=False)))
+    config = replace(MOE if case.experts else CONFIG, tie_embeddings=case.tied)
+    save_pretrained(tmp_path, config, weights(replace(case, value=False)))
     expected = {n: t.float() for n, t in weights(replace(case, value=False)).items()}
     if case.value:
         expected = {n: t for n, t in expected.items() if not n.startswith("lm_head")}

@@ -137,7 +137,8 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     if shares_memory(recipe):
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
     names = "engine's copy of the weights", "KV cache"
-    needs = [_engine_need(recipe, cut, r.layout.tp, asked, names) for asked in most]
+    records = recipe.train.routing != "own" and recipe.flow_spec.samples
+    needs = [_engine_need(recipe, cut, r.layout.tp, asked, names, routing=records) for asked in most]
     return max(needs, key=lambda need: total((*need.held, *need.generation)))
 
 
@@ -151,11 +152,14 @@ def shares_memory(recipe: Recipe) -> bool:
 
 
 def _shared(cut: ShardFactors, parts: int) -> int:
-    """Return the elements of the policy's shard, one of ``parts`` of an engine's, that lie in it: a slice along columns
-    is not contiguous, and is copied unless it is all of it."""
+    """Return the elements of the policy's shard, one of ``parts`` of an engine's, that lie in it.
+
+    A slice along columns, or of each expert, is not contiguous, and is copied unless it is all of it.
+    """
     whole = {name: math.prod(sizes) for name, sizes in parameter_shapes(cut.shape).items()}
-    columns = sum(n for name, n in whole.items() if parts > 1 and rule_of(cut.shape.table, name).tp == "columns")
-    return (cut.elements - columns) // parts
+    rules = {name: rule_of(cut.shape.table, name) for name in whole if parts > 1}
+    copied = sum(whole[name] for name, rule in rules.items() if rule.tp == "columns" or rule.stacked)
+    return (cut.elements - copied) // parts
 
 
 def judge_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
@@ -174,10 +178,13 @@ def _asked(recipe: Recipe, rows: int, group: int, longest: int, new: int, contex
     return EngineDemand(most, -(-rows // group), group, max(1, longest - new), longest, context, capacity)
 
 
-def _engine_need(recipe: Recipe, cut: ShardFactors, tp: int, asked: EngineDemand, names: tuple[str, str]) -> Need:
-    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache."""
+def _engine_need(
+    recipe: Recipe, cut: ShardFactors, tp: int, asked: EngineDemand, names: tuple[str, str], *, routing: bool = False
+) -> Need:
+    """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. routing: it keeps the
+    experts of each token."""
     element, (weights, cache) = element_of(recipe), names
-    held, besides = kv_cache(cut.shape, asked, element, fixed=on_gpu(recipe))
+    held, besides = kv_cache(cut.shape, asked, element, fixed=on_gpu(recipe), routing=routing)
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(

@@ -129,6 +129,11 @@ def _numel(shape: DecoderShape, one: Sized, active: bool = False) -> int:
     return math.prod(own) * len(_layers(shape, row))
 
 
+def routing_bytes(shape: DecoderShape) -> int:
+    """Return bytes of the numbers of one token's experts in all layers, as the rollout engine keeps them."""
+    return len(shape.expert_layers) * shape.experts_per_token * (1 if shape.num_experts < 255 else 2)
+
+
 def kv_bytes(shape: DecoderShape, element: int) -> int:
     """Return bytes of keys and values of one token, with ``element`` bytes per element."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element

@@ -26,7 +26,7 @@ from tilth.plan.kernels import (
     slots_for,
     spare_rows,
 )
-from tilth.plan.shape import DecoderShape, kv_bytes, layer_width, matrices
+from tilth.plan.shape import DecoderShape, kv_bytes, layer_width, matrices, routing_bytes
 
 FP32 = 4
 SLACK = 0.35
@@ -303,13 +303,16 @@ class EngineDemand(NamedTuple):
         return min(self.prompts, -(-self.rows // self.group), max(1, PASS // self.prompt))
 
 
-def kv_cache(shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool) -> tuple[int, int]:
+def kv_cache(
+    shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool, routing: bool = False
+) -> tuple[int, int]:
     """Return bytes of the KV cache at full length, and additional bytes while its buffers grow for the last time.
 
     Counts rows of each length bucket that a sequence passes, prompts in prefill and shared prefixes, each in buffers
-    with one spare. fixed: buffers have their final size at once, as on a GPU.
+    with one spare. fixed: buffers have their final size at once, as on a GPU. routing: each token's experts are kept.
     """
     token, spare = kv_bytes(shape, element), 1 + 1 / (2 * shape.num_layers)
+    token += routing_bytes(shape) if routing else 0
     held = besides = 0
     for slots in layouts_until(asked.prompt, asked.longest, asked.context, fixed):
         size = before = 0

@@ -87,7 +87,8 @@ class CriticWorker(Learner):
         return self._account(found)
 
     def _account(self, found: UpdateResult) -> Metrics:
-        return found.metrics | {
+        own = {f"value/{name}" if name.startswith("experts/") else name: m for name, m in found.metrics.items()}
+        return own | {
             "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "value/lr": rl.Metric(found.lr, 1, "mean"),
             "value/skipped": rl.Metric(float(found.skipped and is_first_data_rank(self.grid)), 1, "sum"),

@@ -142,6 +142,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("experts/dropped", "tokens", "mean", "tokens that an expert had no room for: none, as none has a capacity"),
     ("experts/balance_loss", "1", "mean", "train.router_balance times the loss of balance, summed over layers"),
     ("experts/z_loss", "1", "mean", "train.router_z times the mean squared log-sum-exp of router logits, over layers"),
+    ("value/experts/*", "1", "mean", "the metric experts/* of the critic's own experts"),
     ("correction/weight", "1", "mean", "importance weight of a token, bounded, before it is normalised"),
     ("correction/effective", "share", "mean", "effective sample size under the correction's weights"),
     ("correction/above", "share", "mean", "tokens whose ratio is above the upper bound of weights"),

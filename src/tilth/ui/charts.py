@@ -66,6 +66,10 @@ CATALOGUE = (
           "Tokens that the policy chose."),
     Chart("Log-prob mismatch", (Line("mismatch/max", "clay", "greatest"), Line("mismatch/mean", "teal", "mean")),
           "number", "Trainer against rollout engine, nats.", log=True),
+    Chart("Routing flips", (Line("experts/flips", "clay"),), "share",
+          "Choices of experts in the rollout engine that the trainer's routers would not make."),
+    Chart("Load of experts", (Line("experts/load_max", "soil"),), "number",
+          "Of the busiest expert of any layer, over the mean."),
     Chart("Tokens per second", (Line("tokens_per_second/generate", "leaf", "generated"),
                                 Line("tokens_per_second/train", "sky", "trained on")), "count"),
     Chart("Gradient norm", (Line("grad_norm", "teal"),), "number", "Before clipping."),
@@ -76,7 +80,13 @@ CATALOGUE = (
     Chart("Missing rewards", (Line("reward/missing", "clay"),), "count", "Left out of the loss, never counted as 0."),
 )  # fmt: skip
 MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")
-DULL_AT_ZERO = ("Missing rewards", "Clipped tokens", "KL towards the first policy", "Log-prob mismatch")
+DULL_AT_ZERO = (
+    "Missing rewards",
+    "Routing flips",
+    "Clipped tokens",
+    "KL towards the first policy",
+    "Log-prob mismatch",
+)
 
 
 @dataclass
