@@ -31,6 +31,7 @@ LENGTHS = (5, 9, 4, 12, 3, 7, 6, 11, 8, 2)
 class Case:
     """How a model is spread, and how it is trained."""
 
+    pp: int = 1
     dp: int = 1
     fsdp: int = 1
     cp: int = 1
@@ -38,6 +39,8 @@ class Case:
     sp: bool = False
     cp_style: str = "ring"
     zero: int = 3
+    schedule: str = "1f1b"
+    layers: int = 2
     tied: bool = True
     value: bool = False
     experts: bool = False
@@ -50,11 +53,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.fsdp * self.cp * self.tp
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     def __str__(self) -> str:
-        sizes = [f"{n}{getattr(self, n)}" for n in ("dp", "fsdp", "cp", "tp") if getattr(self, n) > 1]
+        sizes = [f"{n}{getattr(self, n)}" for n in ("pp", "dp", "fsdp", "cp", "tp") if getattr(self, n) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
+        sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
         marks = [
             n for n in ("sp", "value", "experts", "double", "checkpointing", "dropout", "rows") if getattr(self, n)
         ]
@@ -62,11 +66,12 @@ class Case:
 
     @property
     def alone(self) -> "Case":
-        return replace(self, dp=1, fsdp=1, cp=1, tp=1, sp=False, rows=())
+        return replace(self, pp=1, dp=1, fsdp=1, cp=1, tp=1, sp=False, rows=())
 
 
 def build(case: Case) -> Decoder:
-    config = replace(MOE if case.experts else CONFIG, tie_embeddings=case.tied, dropout=case.dropout)
+    shape = MOE if case.experts else CONFIG
+    config = replace(shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers)
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
     made.checkpointing = case.checkpointing
@@ -76,8 +81,10 @@ def build(case: Case) -> Decoder:
 def spread(case: Case, rank: int = 0) -> ShardedModel:
     if case.ranks == 1:
         return ShardedModel.alone(build(case))
-    grid = ParallelDims.of(Mesh(("dp", "fsdp", "cp", "tp"), (case.dp, case.fsdp, case.cp, case.tp)), rank)
-    return shard(lambda: build(case), grid, sp=case.sp, zero=case.zero, cp_style=case.cp_style)
+    names = ("pp", "dp", "fsdp", "cp", "tp")
+    grid = ParallelDims.of(Mesh(names, tuple(getattr(case, name) for name in names)), rank)
+    how = {"sp": case.sp, "zero": case.zero, "cp_style": case.cp_style, "schedule": case.schedule}
+    return shard(lambda: build(case), grid, **how)
 
 
 def weights(case: Case) -> dict[str, torch.Tensor]:
@@ -136,7 +143,7 @@ def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) 
     """Steps on the same batch: scores before and after, results, whole gradients of the last step, weights after."""
     sharded = spread(case, rank)
     sharded.init_(7) if init else sharded.load_(weights(case))
-    names = list(sharded.parameters)
+    names = list(sharded.layouts)
     found = {"start": copied(sharded.assemble(names)), "results": [], "rows": share(case, sharded)}
     engine = engine_of(case, sharded, **options)
     gradients = {}

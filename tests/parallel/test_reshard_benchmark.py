@@ -34,7 +34,7 @@ def test_formulas_are_those_of_the_plans(transition, sizes):
     held, target = layouts(case.config, case.training), case.generation
     wanted = layouts(case.config, target)
     if transition != "zero-redundancy":
-        target, wanted = case.training, {name: whole_layout(layout) for name, layout in held.items()}
+        target, wanted = case.training, {name: whole_layout(layout, case.training) for name, layout in held.items()}
     plans = [ReshardPlan.of(rank, case.training, held, target, wanted) for rank in case.training.ranks]
     assert {4 * plan.elements(rank) for rank, plan in zip(case.training.ranks, plans)} == {case.received}
     divided, copied = case.sizes

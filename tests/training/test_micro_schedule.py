@@ -13,14 +13,15 @@ from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.layout import nested
-from tilth.training.engine import SCHEDULES, Pass, passes
+from tilth.plan.pipeline import SCHEDULES, Pass, passes, sequential
 
 
-def all_forward_first(parts, micro_batches):
+def all_forward_first(stage, stages, chunks, micro_batches):
+    parts = range(stage, stages * chunks, stages)
     for i in range(micro_batches):
-        yield from (Pass("forward", part, i) for part in range(parts))
+        yield from (Pass("forward", part, i) for part in parts)
     for i in range(micro_batches):
-        yield from (Pass("backward", part, i) for part in reversed(range(parts)))
+        yield from (Pass("backward", part, i) for part in reversed(parts))
 
 
 SCHEDULES["all_forward_first"] = all_forward_first
@@ -48,10 +49,13 @@ def test_another_order_of_passes_gives_the_same_bits(case):
     assert same(trained(0, case, "sequential"), trained(0, case, "all_forward_first"))
 
 
+ORDERS = ("all_forward_first", "sequential")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("case", [Case(fsdp=2, rows=(1,)), Case(dp=2, rows=(1,)), Case(tp=2, sp=True)], ids=str)
 def test_on_ranks_that_have_more_or_fewer_micro_batches(pool, case):
-    every = [pool.run(2, "tests.training.test_micro_schedule:trained", case=case, order=o) for o in sorted(SCHEDULES)]
+    every = [pool.run(2, "tests.training.test_micro_schedule:trained", case=case, order=o) for o in ORDERS]
     assert all(same(one, other) for one, other in zip(*every))
 
 
@@ -107,30 +111,35 @@ def test_a_model_in_two_parts_learns_as_one(order, cut):
 
 
 BROKEN = {
-    "forgets": lambda parts, n: list(SCHEDULES["sequential"](parts, n))[:-1],
-    "repeats": lambda parts, n: [*SCHEDULES["sequential"](parts, n), Pass("forward", 0, 0)],
-    "goes_back_first": lambda parts, n: list(SCHEDULES["sequential"](parts, n))[::-1],
-    "begins_with_the_second": lambda parts, n: [Pass("forward", 0, 1), *SCHEDULES["sequential"](parts, n)],
-    "goes_on": lambda parts, n: SCHEDULES["sequential"](parts, n + 1),
-    "skips_a_part": lambda parts, n: (p for p in SCHEDULES["sequential"](parts, n) if p.part != 1),
+    "forgets": lambda *sizes: list(sequential(*sizes))[:-1],
+    "repeats": lambda *sizes: [*sequential(*sizes), Pass("forward", 0, 0)],
+    "goes_back_first": lambda *sizes: list(sequential(*sizes))[::-1],
+    "begins_with_the_second": lambda *sizes: second_first(list(sequential(*sizes))),
+    "goes_on": lambda stage, stages, chunks, n: sequential(stage, stages, chunks, n + 1),
+    "skips_a_part": lambda *sizes: (p for p in sequential(*sizes) if p.part != 1),
 }
+
+
+def second_first(order):
+    order.remove(Pass("forward", 0, 1))
+    return [Pass("forward", 0, 1), *order]
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_schedule_that_could_not_work_is_refused(name, monkeypatch):
-    wrong = "passes" if name in ("forgets", "goes_on") else "order"
+    wrong = "passes" if name in ("forgets", "goes_on", "skips_a_part") else "order"
     monkeypatch.setitem(SCHEDULES, name, BROKEN[name])
     with raises(ScheduleError, f"{name}.{wrong}"):
-        passes(name, 3, 2)
+        passes(name, 1, 3, 2)
 
 
 def test_an_unknown_schedule_names_those_that_there_are():
     with raises(ScheduleError, "schedule"):
-        passes("zigzag", 1, 1)
+        passes("zigzag", 1, 1, 1)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", ["sequential", "all_forward_first"])
 def test_every_pass_is_there_once(name, parts):
-    found = passes(name, parts, 4)
-    assert len(set(found)) == len(found) == 2 * parts * 4 and passes(name, parts, 0) == []
+    (found,) = passes(name, 1, parts, 4)
+    assert len(set(found)) == len(found) == 2 * parts * 4 and passes(name, 1, parts, 0) == ((),)

@@ -43,6 +43,7 @@ class Axis:
 AXES: dict[str, Axis] = {
     axis.name: axis
     for axis in (
+        Axis("pp", ("layers",), "stages of the model's layers, on the same rows"),
         Axis(
             "dp",
             ("rows",),

@@ -380,6 +380,7 @@ def _divided(recipe: Recipe) -> _Errors:
         if layout.sp and layout.tp == 1:
             message = f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
             yield RecipeError(message, key=f"{name}.sp")
+        yield from _stages(recipe, name, layout)
         if recipe.train.parity and layout.tp > 1:
             message = f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
             yield RecipeError(message, key="train.parity.tp")
@@ -393,6 +394,22 @@ def _divided(recipe: Recipe) -> _Errors:
             right = " and ".join(f"{axis} = 1" for axis in over("tokens", *MODEL))
             message = f"train.watch noise_scale needs whole gradients: {name}.{right}; or leave it out"
             yield RecipeError(message, key="train.watch")
+
+
+def _stages(recipe: Recipe, name: str, layout: LayoutConfig) -> _Errors:
+    """Check what a pipeline does not do."""
+    key, schedule = f"{name}.pp_schedule", layout.pp_schedule
+    if layout.pp == 1 and schedule != LayoutConfig().pp_schedule:
+        message = f"{key} = {schedule} orders the stages of {name}.pp, which is 1; set pp to 2 or more, or leave it out"
+        yield RecipeError(message, key=key)
+    if schedule != "zero-bubble":
+        return
+    if layout.fsdp > 1:
+        message = f"{key} = zero-bubble takes {name}.fsdp = 1, not {layout.fsdp}: shards are summed in backward passes"
+        yield RecipeError(f"{message}; use 1f1b or interleaved", key=f"{key}.fsdp")
+    if recipe.train.compile:
+        message = f"{key} = zero-bubble needs train.compile = false: it splits the backward pass"
+        yield RecipeError(f"{message}; or use 1f1b or interleaved", key=f"{key}.compile")
 
 
 def _copied(spec: RoleSpec, layout: LayoutConfig) -> _Errors:

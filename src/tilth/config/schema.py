@@ -44,6 +44,11 @@ class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: i
         "ring", description="with cp: send keys and values around (ring), or exchange tokens for heads (ulysses)"
     )
     zero: Literal[2, 3] = Field(3, description="with fsdp: gather parameters once per step (2) or per micro-batch (3)")
+    pp_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b",
+        description="with pp: order of passes; interleaved has two parts of the model on each stage, zero-bubble "
+        "computes gradients of matrices where a stage would wait",
+    )
 
     def sizes(self, workers: int) -> dict[str, int]:
         """Return the size of each axis over a pool of N workers."""

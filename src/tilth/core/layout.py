@@ -136,6 +136,11 @@ class Mesh:
     def __len__(self) -> int:
         return len(self.ranks)
 
+    def has(self, rank: int) -> bool:
+        """True if the rank is in this mesh."""
+        place = rank - self.ranks[0]
+        return (place >= 0 and self.ranks[place : place + 1] == (rank,)) or rank in self.ranks
+
     def coordinates(self, rank: int) -> Shape:
         """Return a rank's coordinate along every axis; ArgumentError for a rank that is not in the mesh."""
         place = rank - self.ranks[0]
@@ -190,6 +195,11 @@ class Mesh:
         for name, size, at in zip(self.names, self.sizes, self.coordinates(rank)):
             places = [place * size + i for place in places for i in (range(size) if name in chosen else (at,))]
         return tuple(self.ranks[place] for place in places)
+
+    def only(self, name: str, places: Sequence[int]) -> "Mesh":
+        """Return the mesh of the ranks with these coordinates along an axis."""
+        sizes = tuple(len(places) if own == name else size for own, size in zip(self.names, self.sizes))
+        return Mesh(self.names, sizes, tuple(rank for rank in self.ranks if self.coordinate(name, rank) in places))
 
     def part(self, rank: int, *names: str) -> "Mesh":
         """Return the mesh of the ranks that differ from this one along these axes only; other axes have size 1."""
@@ -313,7 +323,10 @@ class Layout:
         return cls(Mesh(("world",), (1,)), (Replicate(),), tuple(shape))
 
     def boxes(self, rank: int) -> list[Box]:
-        """Return the boxes of a rank, in the order of its storage; none if its share is empty."""
+        """Return the boxes of a rank, in the order of its storage; none if its share is empty or it is not in the
+        mesh."""
+        if not self.mesh.has(rank):
+            return []
         coordinates = self.mesh.coordinates(rank)
         boxes = [Box.whole(self.shape)]
         for i in self.order:

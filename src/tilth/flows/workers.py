@@ -20,7 +20,7 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.weight_sync import DTYPES
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.value import OUTPUT
+from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
@@ -176,16 +176,18 @@ def weight_sync(
     """Make the role that copies the policy's weights: to engines in their dtype, to other roles in fp32."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh in ("copies", "engines") else torch.float32 for name in targets}
-    held, wanted = layouts(config, source), {name: _wanted(config, name, mesh) for name, mesh in targets.items()}
+    held = layouts(config, source, schedule=recipe.policy.layout.pp_schedule)
+    wanted = {name: _wanted(recipe, config, name, mesh) for name, mesh in targets.items()}
     return WeightSyncWorker(context, held, wanted, dtypes, source, targets, device=device)
 
 
-def _wanted(config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
+def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
     """Return the layouts in which a role takes the policy's weights: its own parts, whole ones for a plugin's role."""
-    found = layouts(config, mesh)
+    spec = ROLES[role]
+    found = layouts(config, mesh, value=spec.values, schedule=spec.placed_by(recipe).layout.pp_schedule)
     if role not in SHIPPED_ROLES:
-        return {name: whole_layout(layout) for name, layout in found.items()}
-    return {name: layout for name, layout in found.items() if not ROLES[role].values or not name.startswith(OUTPUT)}
+        return {name: whole_layout(layout, mesh) for name, layout in found.items()}
+    return {name: layout for name, layout in found.items() if not name.startswith(HEAD)}
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -245,7 +247,8 @@ def shard_model(
 
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
     how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
-    return shard(build, dims, converters=converters, **how, device=str(device))
+    how |= {"schedule": layout.pp_schedule, "converters": converters, "device": str(device)}
+    return shard(build, dims, **how)
 
 
 def _temperature(recipe: Recipe) -> float:

@@ -29,8 +29,16 @@ Tables = tuple[Tensor, Tensor]
 Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [N, in] times weight [out, in], plus bias, both cast to x's dtype: [N, out]."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 class Linear(nn.Module):
-    """Weight [out, in] and optional bias, cast to the input's dtype at use."""
+    """Weight [out, in] and optional bias, cast to the input's dtype at use.
+
+    product: ``linear``, which a layout that computes gradients of weights apart replaces.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -39,11 +47,11 @@ class Linear(nn.Module):
         super().__init__()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
+        self.product: Callable[..., Tensor] = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in] -> [N, out]."""
-        bias = self.bias
-        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return self.product(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -217,12 +225,14 @@ class Decoder(nn.Module):
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
     ``head_logits``, ``token_logprobs`` and ``token_squares``: functions of the output head (``models.logprobs``),
-    which a layout that splits the vocabulary replaces.
+    which a layout that splits the vocabulary replaces. ``first``, ``last``: it begins with the embedding and ends with
+    the norm; False of a part of a model, which passes on hidden states instead (``parallel.pipeline``).
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype, self.checkpointing, self._fused = config, dtype, False, False
+        self.first = self.last = True
         self.head_logits: Callable[[Tensor, Tensor], Tensor] = head_logits
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         self.token_squares: Callable[..., tuple[Tensor, Tensor]] = token_squares
@@ -259,18 +269,23 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, ctx: AttentionContext) -> Tensor:
         """Return hidden states [N, hidden] of ids int64 [N] after the final norm, in the compute dtype.
 
-        If ``ctx.positions`` is longer than ids (parity), rows of token 0 are padded and dropped at the end.
+        If ``ctx.positions`` is longer than ids (parity), rows of token 0 are padded and dropped at the end. A part that
+        is not the first takes hidden states instead of ids; one that is not the last returns them before the norm.
         """
         n, rows = ids.shape[0], ctx.positions.shape[0]
-        x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
+        x = ids
+        if self.first:
+            x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
         tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, tables, ctx, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, tables, ctx)
+        if not self.last:
+            return x
         x = self.model.norm(x)
-        return x if rows == n else x[:n]
+        return x if rows == n or not self.first else x[:n]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits float32 [N, V] (float64 of float64) of hidden [N, hidden]."""

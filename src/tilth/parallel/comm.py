@@ -9,6 +9,7 @@ last member; where a device works beside the host, it is the time to queue it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +35,10 @@ def communication(op: str, group: Group, nbytes: int) -> span:
     ranks = _ranks.get(group)
     if ranks is None:
         ranks = _ranks[group] = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+    return _numbered(op, ranks, nbytes)
+
+
+def _numbered(op: str, ranks: str, nbytes: int) -> span:
     number = _counts[ranks] = _counts.get(ranks, -1) + 1
     if not _outer:
         return span(op, bytes=nbytes, detail=ranks, seq=number)
@@ -114,6 +119,46 @@ class Exchange:
                 work.wait()
         self._held = None
         return self._received
+
+
+# Messages from one rank to another. Both ranks of a channel issue them in one order.
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction between two ranks: a group of these two, in which only ``source`` sends.
+
+    Each direction has a group of its own, so that no message waits for one that goes the other way: a device executes
+    the messages of a group in order.
+    """
+
+    group: Group
+    source: int
+    target: int
+    name: str = ""
+    """Distinguishes channels between the same ranks."""
+
+    def send(self, x: Tensor) -> dist.Work:
+        """Start to send contiguous x, which must stay as it is until the result's ``wait`` returns."""
+        with _numbered("send", self._detail, x.nbytes):
+            work = dist.isend(x, self.target, group=self.group)
+        assert work is not None  # this rank is a member
+        return work
+
+    def post(self, out: Tensor) -> dist.Work:
+        """Start to receive into contiguous ``out``; to be finished by ``receive``, in the order of the posts."""
+        work = dist.irecv(out, self.source, group=self.group)
+        assert work is not None
+        return work
+
+    def receive(self, out: Tensor, work: dist.Work) -> None:
+        """Wait for a message that was posted."""
+        with _numbered("receive", self._detail, out.nbytes):
+            work.wait()
+
+    @property
+    def _detail(self) -> str:
+        return f"{self.source}>{self.target}"
 
 
 # What torch's FSDP issues

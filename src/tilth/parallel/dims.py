@@ -17,8 +17,8 @@ from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 from tilth.parallel import comm
 
-_groups: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Groups by generation and global ranks, in order; the roles of a process share them."""
+_groups: dict[tuple[int, tuple[int, ...], str], dist.ProcessGroup] = {}
+"""Groups by generation, global ranks in order, and name; the roles of a process share them."""
 
 _NO_LIMIT = timedelta(minutes=30)
 _limits: dict[str, timedelta] = {}
@@ -93,13 +93,22 @@ class ParallelDims:
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the process group of ``ranks(*names)``, made at the first call; None for this process alone."""
-        ranks = self.ranks(*names)
+        return self.group_of(self.ranks(*names))
+
+    def group_of(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup | None:
+        """Return the process group of these ranks, of which this is one; name: distinguishes groups of equal ranks."""
         if len(ranks) == 1:
             return None
-        key = self.generation, ranks
+        key = self.generation, ranks, name
         if key not in _groups:
-            _groups[key] = _new_group(ranks, self.rank, self.generation)
+            _groups[key] = _new_group(ranks, self.rank, self.generation, name)
         return _groups[key]
+
+    def channel(self, source: int, target: int, name: str) -> comm.Channel:
+        """Return what carries messages between two ranks, of which this is one; name: of which kind they are."""
+        group = self.group_of((source, target), name)
+        assert group is not None  # two ranks
+        return comm.Channel(group, source, target, name)
 
     def group_over(self, *splits: Split) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that divide any of these; None for this process alone."""
@@ -153,7 +162,7 @@ class ParallelDims:
         return {name: table[name][filled] for name in rows}
 
 
-def _new_group(ranks: tuple[int, ...], rank: int, generation: int) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], rank: int, generation: int, label: str = "") -> dist.ProcessGroup:
     """Return a group in the order of ``ranks``, named after them and their generation; only these ranks take part.
 
     ``dist.new_group`` sorts the ranks, and names a group by a per-process counter. Ranks of different roles have
@@ -162,7 +171,7 @@ def _new_group(ranks: tuple[int, ...], rank: int, generation: int) -> dist.Proce
     world = distributed_c10d._world
     backend, store = world.pg_map[distributed_c10d._get_default_group()]
     place, members, kind = ranks.index(rank), list(ranks), dist.Backend(backend)
-    name: Any = f"tilth-{generation}-of-" + "-".join(map(str, ranks))
+    name: Any = f"tilth-{generation}-{label}of-" + "-".join(map(str, ranks))
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks), place, members, kind, store, name, timeout=_limits.get("group", _NO_LIMIT)
     )

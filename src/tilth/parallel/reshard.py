@@ -8,7 +8,7 @@ same memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -187,7 +187,7 @@ def zero_redundancy(training: Training, mesh: Mesh, layouts: Mapping[str, Layout
 
 
 def _gathered(training: Training, mesh: Mesh, layouts: Mapping[str, Layout]) -> Parts:
-    everywhere = {name: whole_layout(layout) for name, layout in training.layouts.items()}
+    everywhere = {name: whole_layout(layout, training.mesh) for name, layout in training.layouts.items()}
     plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, training.mesh, everywhere)
     whole = allocate(everywhere, training.rank, _like(training.parts))
     _fill(Resharder.of(plan, training.rank), whole, training)
@@ -195,9 +195,9 @@ def _gathered(training: Training, mesh: Mesh, layouts: Mapping[str, Layout]) -> 
     return {name: Part(box, whole[name].piece(box)) for name, found in boxes.items() for box in found}
 
 
-def whole_layout(layout: Layout) -> Layout:
-    """Return the layout of whole copies on all ranks."""
-    return replace(layout, placements=(Replicate(),) * len(layout.placements), order=())
+def whole_layout(layout: Layout, mesh: Mesh) -> Layout:
+    """Return the layout of whole copies on all ranks of a mesh."""
+    return Layout(mesh, (Replicate(),) * len(mesh.names), layout.shape)
 
 
 def _fill(resharder: Resharder, into: Parts, training: Training) -> None:

@@ -7,7 +7,7 @@ denominators of the whole batch.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tilth.config.axes import MODEL
-from tilth.core.errors import ModelError
+from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import converted
@@ -28,8 +28,10 @@ from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import all_gather, all_reduce, watch
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
-from tilth.plan.layout import nested
+from tilth.plan.layout import layouts, nested
+from tilth.plan.pipeline import Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
@@ -47,25 +49,60 @@ def shard(
     sp: bool = False,
     zero: Zero = 3,
     cp_style: Style = "ring",
+    schedule: str = "1f1b",
     device: str = "cpu",
 ) -> "ShardedModel":
     """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
-    step). cp_style: attention along cp. ModelError if the grid does not fit the model.
+    step). schedule: of the passes of pipeline stages. cp_style: attention along cp. ModelError if the grid does not fit
+    the model.
     """
-    with torch.device("meta"):
-        model = converted(build(), converters)
+
+    def made() -> Decoder:
+        with torch.device("meta"):
+            return converted(build(), converters)
+
+    model = made()
+    stages, value = _stages(model, grid, schedule), isinstance(model, ValueModel)
+    table = layouts(model.config, grid.mesh, value=value, schedule=schedule)
+    parts = [_part(made(), stages, part, grid, sp, zero, device) for part in stages.parts(grid.coordinate("pp"))]
+    partial = [one for _, sums in parts for one in sums] + [*_tied(stages, grid, table)]
+    context, plan = ContextParallel.of(grid, cp_style, model.config), None
+    if grid.size("pp") > 1:
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1)
+    return ShardedModel([part for part, _ in parts], grid, table, partial, zero, context, plan)
+
+
+def _stages(model: Decoder, grid: ParallelDims, schedule: str) -> Stages:
+    """Divide a model over the stages of the grid. ModelError: more parts than layers."""
+    try:
+        return stages_of(model.config, grid.size("pp"), schedule, value=isinstance(model, ValueModel))
+    except ScheduleError as error:
+        raise ModelError(str(error), key=error.key) from None
+
+
+def _tied(stages: Stages, grid: ParallelDims, names: Iterable[str]) -> Partial:
+    """Return the gradients of parameters that the first and the last stage use, if this rank is on one of these."""
+    ranks = grid.ranks("pp")
+    shared, ends = [name for name in names if len(stages.holders(name)) > 1], (ranks[0], ranks[-1])
+    group = grid.group_of(ends) if shared and grid.rank in ends else None
+    return [] if group is None else [(group, shared)]
+
+
+def _part(
+    model: Decoder, stages: Stages, part: int, grid: ParallelDims, sp: bool, zero: Zero, device: str
+) -> tuple[Decoder, Partial]:
+    """Return one part of a model, divided and allocated, and its partial gradients."""
     model.rope = Rope(model.config)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    keep_part(model, stages, part)
     plan = apply_tensor(model, grid, sp)
-    context = ContextParallel.of(grid, cp_style, model.config)
     if grid.size(*grid.mesh.shards) > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
-    layouts = {name: nested(grid.mesh, shape, {"tp": plan.placements[name]}) for name, shape in shapes.items()}
-    return ShardedModel([model], grid, layouts, plan.partial, zero, context)
+    return model, plan.partial
 
 
 def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
@@ -83,9 +120,10 @@ def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) ->
 
 
 class ShardedModel:
-    """Model on one rank of a grid: ``parts`` (one today), run one after another.
+    """Model on one rank of a grid: its ``parts``, one or, on a stage of an interleaved pipeline, several.
 
-    ``model`` is the last part, which has the head; it is called like the one-device model it was built as.
+    ``model`` is the last of them. Without a pipeline it is the whole model, called like the one-device model it was
+    built as; on the last stage it has the head. ``layouts`` has all parameters, ``parameters`` those of this stage.
     """
 
     def __init__(
@@ -96,12 +134,17 @@ class ShardedModel:
         partial: Partial = (),
         zero: Zero = 3,
         context: ContextParallel | None = None,
+        pipeline: PipelinePlan | None = None,
     ) -> None:
-        """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens."""
+        """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens.
+        pipeline: None if all parts are here."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
         self.context = context
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
+        self.pipeline = pipeline
+        self.deferred = pipeline.defer(self.parts) if pipeline is not None else None
+        """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
         """This rank's part of each parameter, sharing storage with the model: plain tensors, possibly of 0 rows."""
@@ -123,6 +166,16 @@ class ShardedModel:
     def of(cls, model: "Decoder | ShardedModel") -> "ShardedModel":
         """Return the sharded model itself, or wrap a model on one device."""
         return model if isinstance(model, ShardedModel) else cls.alone(model)
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of all parameters, those of other stages included."""
+        return {n: p.dtype for n, p in self.parameters.items()} if self.pipeline is None else self.pipeline.dtypes
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(iter(self.parameters.values())).device
 
     def boxes(self, name: str) -> list[Box]:
         """Return this rank's boxes of a parameter; none if its part is empty."""
@@ -165,8 +218,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_part(self, name: str, part: Tensor) -> None:
-        """Copy this rank's part of one tensor."""
-        self.parameters[name].copy_(part)
+        """Copy this rank's part of one tensor; nothing if another stage of a pipeline has it."""
+        if name in self.parameters:
+            self.parameters[name].copy_(part)
         self.reshard()
 
     def _copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -175,30 +229,43 @@ class ShardedModel:
             self.parameters[name].copy_(mine)
 
     @torch.no_grad()
-    def assemble(self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def assemble(
+        self, names: Sequence[str], parts: Mapping[str, Tensor] | None = None, *, stage: bool = False
+    ) -> dict[str, Tensor]:
         """Assemble whole parameters on every rank; one collective for each dtype over the ranks that divide them.
 
-        parts: this rank's parts, by parameter name, of other tensors with the parameters' layouts.
+        parts: this rank's parts, by parameter name, of other tensors with the parameters' layouts. stage: only on the
+        ranks of this stage of a pipeline, which hold all of ``names``.
         """
-        own = {name: (self.parameters if parts is None else parts)[name].detach() for name in names}
-        group = self.grid.group_over(*MODEL)
-        if group is None:
+        given = self.parameters if parts is None else parts
+        own = {name: given[name].detach() for name in names if name in given}
+        axes = [name for name in self.grid.mesh.over(*MODEL) if not (stage and name == "pp")]
+        if self.grid.size(*axes) == 1:
             return own
+        dtypes = {name: own[name].dtype if name in own else self._dtype(name, given) for name in names}
         whole: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(t.dtype for t in own.values()):
-            whole |= self._gather({name: t for name, t in own.items() if t.dtype == dtype}, group)
+        for dtype in dict.fromkeys(dtypes.values()):
+            whole |= self._gather([name for name in names if dtypes[name] == dtype], own, dtype, axes)
         return {name: whole[name] for name in names}
 
-    def _gather(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-        ranks = self.grid.ranks(*self.grid.mesh.over(*MODEL))
-        boxes = {rank: [(name, box) for name in parts for box in self.layouts[name].boxes(rank)] for rank in ranks}
+    def _dtype(self, name: str, given: Mapping[str, Tensor]) -> torch.dtype:
+        """Return the dtype of a tensor like a parameter of another stage; given: such tensors of this stage."""
+        declared, own = self.dtypes[name], next(iter(given))
+        return given[own].dtype if self.parameters[own].dtype == declared else declared
+
+    def _gather(
+        self, names: Sequence[str], own: Mapping[str, Tensor], dtype: torch.dtype, axes: Sequence[str]
+    ) -> dict[str, Tensor]:
+        ranks, group = self.grid.ranks(*axes), self.grid.group(*axes)
+        assert group is not None  # several ranks
+        boxes = {rank: [(name, box) for name in names for box in self.layouts[name].boxes(rank)] for rank in ranks}
         longest = max(sum(box.numel for _, box in held) for held in boxes.values())
-        mine = torch.cat([part.flatten() for part in parts.values()])
-        own = mine.new_zeros(longest)
-        own[: mine.numel()] = mine
-        every = own.new_empty(len(ranks) * longest)
-        all_gather(every, own, group)
-        whole = {name: mine.new_empty(self.layouts[name].shape) for name in parts}
+        blob = torch.zeros(longest, dtype=dtype, device=self.device)
+        held = [own[name].flatten() for name in names if name in own]
+        torch.cat(held, out=blob[: sum(t.numel() for t in held)]) if held else None
+        every = blob.new_empty(len(ranks) * longest)
+        all_gather(every, blob, group)
+        whole = {name: blob.new_empty(self.layouts[name].shape) for name in names}
         for rank, blob in zip(ranks, every.view(len(ranks), -1)):
             at = 0
             for name, box in boxes[rank]:
@@ -238,6 +305,43 @@ class ShardedModel:
             x = part(x, ctx)
         return x
 
+    # Passes of the parts
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule of the passes."""
+        return "sequential" if self.pipeline is None else self.pipeline.schedule
+
+    def handover(self, schedule: str, micro_batches: int) -> Handover:
+        """Return what orders the passes of one step and carries results between them.
+
+        schedule: of ``plan.pipeline.SCHEDULES``, or "" of passes without gradients.
+        """
+        stages, chunks = self.grid.size("pp"), len(self.parts)
+        orders = passes(schedule, stages, chunks, micro_batches) if schedule else scoring(stages, chunks, micro_batches)
+        parts = len(self.parts) * self.grid.size("pp")
+        if self.pipeline is None:
+            return Handover(orders, self.stage, parts)
+        return Pipe(orders, self.stage, parts, grid=self.grid, model=self.model, spread=self.pipeline.spread)
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's stage."""
+        return self.grid.coordinate("pp")
+
+    def share(self, x: Tensor) -> None:
+        """Replace x by that of the last stage, where losses and scores arise; a collective call of a pipeline."""
+        if self.pipeline is not None:
+            share(x, self.grid)
+
+    def share_object(self, found: Shared) -> Shared:
+        """Return what the last stage found; a collective call of a pipeline."""
+        return found if self.pipeline is None else share_object(found, self.grid)
+
+    def part(self, number: int) -> int:
+        """Return the index in ``parts`` of a part by its number in the whole model."""
+        return number // self.grid.size("pp")
+
     def start_micro_batch(self, part: int, *, last: bool, alone: bool) -> None:
         """Prepare the backward pass of a part: gradients are summed over data ranks as late as the memory allows.
 
@@ -262,13 +366,12 @@ class ShardedModel:
 
     def blank_input(self) -> tuple[Tensor, AttentionContext]:
         """Return one token, the input of a blank."""
-        device = next(iter(self.parameters.values())).device
-        return torch.zeros(1, dtype=torch.int64, device=device), PackedContext([1], device)
+        return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device)
 
     def nothing(self, hidden: Tensor) -> Tensor:
         """Return 0 that depends on hidden states and all parameters."""
         nothing = hidden[:0].sum().float()
-        for p in (p for part in self.parts for p in part.parameters()):
+        for p in self.model.parameters():
             if not isinstance(p, DTensor):  # gathered now: of the root, which has what the loss uses
                 nothing = nothing + p.flatten()[:0].sum().float()
         return nothing
@@ -294,14 +397,20 @@ class ShardedModel:
             _add_up([grad for grad in grads if grad is not None], group)
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)].
+        """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)], of a
+        pipeline float64 [len(layouts)].
 
-        tensors: by parameter name, with the parameters' layouts. Replicas count once.
+        tensors: by parameter name, with the parameters' layouts, all of this stage. Replicas count once.
         """
         norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
         if self.grid.mesh.count(*MODEL) == 1:
             return norms
         counts = torch.tensor([self._counts(name) for name in tensors], dtype=torch.float64, device=norms.device)
+        if self.pipeline is not None:
+            places = {name: i for i, name in enumerate(self.layouts)}
+            slots = torch.tensor([places[name] for name in tensors], device=norms.device)
+            every = torch.zeros(len(places), dtype=torch.float64, device=norms.device)
+            return self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
         return self.grid.sum(norms * counts, *MODEL)
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
@@ -311,9 +420,10 @@ class ShardedModel:
     def _counts(self, name: str) -> bool:
         """True if this rank, of those that hold the same elements in one replica, counts them."""
         layout, divided = self.layouts[name], self.grid.mesh.over(*MODEL)
+        place = layout.mesh.at(self.grid.rank)
         for dim, placement in zip(layout.mesh.names, layout.placements):
-            copies = self.grid.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)
-            if dim in divided and self.grid.coordinate(dim) % copies:
+            copies = layout.mesh.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)
+            if dim in divided and place[dim] % copies:
                 return False
         return True
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
@@ -69,8 +68,9 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     for name, placement in placements.items():
         _cut(model, name, placement, grid.coordinate("tp"), tp)
     vocabulary = Vocabulary(group, config.vocab_size)
-    embed = model.model.embed_tokens
-    model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
+    if model.first or hasattr(model.model, "embed_tokens"):  # the last part of a model has it if it is the head
+        embed = model.model.embed_tokens
+        model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
     head = VocabularyHead(vocabulary)
     model.token_logprobs, model.token_squares, model.head_logits = head, head.squares, head.logits
     _divide_blocks(model, group, sp)
@@ -113,10 +113,11 @@ class RowLinear(nn.Module):
         """local: with this rank's columns; leave: the sum over ranks."""
         super().__init__()
         self.weight, self.bias, self.leave = local.weight, local.bias, leave
+        self.product = local.product
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in / ranks] -> [N, out], with sequence parallelism [ceil(N / ranks), out]."""
-        x = self.leave(F.linear(x, self.weight.to(x.dtype)))
+        x = self.leave(self.product(x, self.weight, None))
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
@@ -173,8 +174,9 @@ def _divide_tokens(model: Decoder, group: Group) -> None:
         return ids, _narrowed(ctx, group)
 
     model.register_forward_pre_hook(narrow)
-    model.model.norm.register_forward_hook(lambda _, args, x: gather_copies(x, group))
-    model.register_forward_hook(lambda _, args, x: _without_fillers(x, args[0].shape[0]))
+    if model.last:
+        model.model.norm.register_forward_hook(lambda _, args, x: gather_copies(x, group))
+        model.register_forward_hook(lambda _, args, x: _without_fillers(x, args[1].positions.shape[0]))
 
 
 def _without_fillers(x: Tensor, rows: int) -> Tensor:

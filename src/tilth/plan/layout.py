@@ -15,6 +15,7 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
+from tilth.plan.pipeline import ON_STAGES, misfit_stages, stages_of
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
@@ -87,11 +88,13 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
         own = (loaded or {}).get(role)
         if spec.mesh not in ("layout", "engines") or (own is None and _has_own_model(spec)):
             continue
-        layout = spec.placed_by(recipe).layout
-        wrong = misfit(own or shape, layout.tp)
+        layout, own_shape = spec.placed_by(recipe).layout, own or shape
+        workers = len(ranks_of(recipe, pool_of(recipe, role)))
+        if deep := misfit_stages(own_shape.num_layers, layout.pp, layout.pp_schedule):
+            raise RecipeError(f"{ROLES[role].key}.{deep}", key=f"{ROLES[role].key}.layout.pp")
+        wrong = misfit(own_shape, layout.tp)
         if wrong:
-            workers = len(ranks_of(recipe, pool_of(recipe, role)))
-            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(own or shape, n)]
+            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(own_shape, n)]
             values = f"on {workers} workers tp may be {', '.join(right)}"
             key = f"{ROLES[role].key}.layout.tp"
             raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
@@ -134,11 +137,16 @@ def ulysses_misfit(shape: DecoderShape, cp: int, tp: int) -> str:
 # ---- parameters ----
 
 
-def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False) -> dict[str, Layout]:
-    """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model."""
+def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False, schedule: str = "1f1b") -> dict[str, Layout]:
+    """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model.
+
+    schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter.
+    """
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
-    shapes = parameter_shapes(shape, value=value)
-    return {name: nested(mesh, sizes, {"tp": along_tp(table, name, copies)}) for name, sizes in shapes.items()}
+    stages, found = stages_of(shape, mesh.size("pp"), schedule, value=value), {}
+    for name, sizes in parameter_shapes(shape, value=value).items():
+        found[name] = nested(stages.mesh(mesh, name), sizes, ON_STAGES | {"tp": along_tp(table, name, copies)})
+    return found
 
 
 def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
@@ -231,13 +239,14 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
     model = mesh.over(*MODEL)
-    own = layouts(shape, mesh.part(rank, *model), value=values)
+    schedule = wanted.pp_schedule
+    own = layouts(shape, mesh.part(rank, *model), value=values, schedule=schedule)
     here = elements(own, rank)
     blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
     gathered = 0
     if mesh.size(*mesh.shards) > 1:
         unsharded = mesh.part(rank, *(n for n in model if n not in mesh.shards))
-        part = layouts(shape, unsharded, value=values)  # what is computed with
+        part = layouts(shape, unsharded, value=values, schedule=schedule)  # what is computed with
         needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
         gathered = elements(needed, rank)
     tp, tokens = mesh.size("tp"), mesh.count("tokens")

@@ -142,7 +142,9 @@ def _engine(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, long
 
 def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[GroupTraffic]:
     """Return the exchange of boxes among the ranks of each group; layers are alike, so each kind is planned once."""
-    held, wanted = layouts(shape, source.mesh), layouts(shape, target.mesh)
+    theirs = ROLES[role].placed_by(recipe).layout.pp_schedule
+    held = layouts(shape, source.mesh, schedule=recipe.policy.layout.pp_schedule)
+    wanted = layouts(shape, target.mesh, schedule=theirs)
     kinds: dict[tuple[Layout, Layout], list[str]] = {}
     for name, layout in wanted.items():
         kinds.setdefault((held[name], layout), []).append(name)

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from tilth.checkpoint import Group
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
 from tilth.roles.objective import scored
-from tilth.roles.state import Groups, Stateful
+from tilth.roles.state import Groups, Stateful, weights_group
 from tilth.training.packed import packed_logprobs
 
 
@@ -42,4 +41,4 @@ class ReferenceWorker(Stateful):
         )
 
     def groups(self) -> Groups:
-        return {"reference": Group(dict(self.sharded.parameters), self.sharded.layouts)}
+        return {"reference": weights_group(self.sharded)}

@@ -66,6 +66,12 @@ class Stateful:
         read_state(path, self.groups(), self.sharded)
 
 
+def weights_group(sharded: ShardedModel) -> Group:
+    """Return the parameters of a model as a group of a checkpoint."""
+    own = {name: p.detach() for name, p in sharded.parameters.items()}
+    return Group(own, sharded.layouts, sharded.dtypes)
+
+
 class Learner(Stateful):
     """A role with a train engine: weights, optimizer state and, where there is one, the average of the weights."""
 
@@ -78,11 +84,14 @@ class Learner(Stateful):
     def groups(self) -> Groups:
         (model, optimizer), layouts = self._names, self.sharded.layouts
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
+        kinds = {name: tensor.dtype for name, tensor in state.items()}
+        if self.sharded.pipeline is not None:
+            kinds = self.engine.optimizers.state_dtypes(self.sharded.dtypes)
         found = {
-            model: Group({n: p.detach() for n, p in self.sharded.parameters.items()}, layouts),
-            optimizer: Group(state, state_layouts(layouts, state)),
+            model: weights_group(self.sharded),
+            optimizer: Group(state, state_layouts(layouts, kinds), kinds),
         }
-        return found | ({"ema": Group(average, layouts)} if average else {})
+        return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
 
     @transfer(split="all", gather="all")
     def peak_flops(self) -> float:

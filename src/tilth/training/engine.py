@@ -6,11 +6,11 @@ changes nothing but the order of additions.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 from tilth.config.axes import MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
-from tilth.core.errors import NonFiniteError, RecipeError, ScheduleError, TokenCountError
+from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.pipeline import Handover
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
@@ -33,62 +35,16 @@ from tilth.training.optim import Average, LayerNorms, Optimizers, lr_factor
 from tilth.training.packed import (
     ROUTING,
     MicroBatch,
+    Scored,
     Scorer,
     WorkAmounts,
     cut,
     model_input,
     plan_micros,
+    run_forward,
     score,
     shares_prompts,
 )
-
-
-class Pass(NamedTuple):
-    """One pass of one part over one micro-batch; the loss belongs to the forward pass of the last part."""
-
-    direction: Literal["forward", "backward"]
-    part: int
-    micro_batch: int
-
-
-Schedule = Callable[[int, int], Iterable[Pass]]
-"""(parts, micro-batches) -> every pass, once; micro-batches start in order."""
-
-
-def sequential(parts: int, micro_batches: int) -> Iterable[Pass]:
-    """Run one micro-batch after another, so that only one has activations."""
-    for i in range(micro_batches):
-        yield from (Pass("forward", part, i) for part in range(parts))
-        yield from (Pass("backward", part, i) for part in reversed(range(parts)))
-
-
-SCHEDULES: dict[str, Schedule] = {"sequential": sequential}
-"""Schedules by name."""
-
-
-def passes(name: str, parts: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a schedule. ScheduleError: unknown; a pass that is missing, repeated or too early."""
-    if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not declared; there are {', '.join(SCHEDULES)}", key="schedule")
-    order, done = list(SCHEDULES[name](parts, micro_batches)), set[Pass]()
-    for one in order:
-        direction, part, i = one
-        if direction == "backward":
-            needed = Pass("backward", part + 1, i) if part + 1 < parts else Pass("forward", part, i)
-        else:
-            needed = Pass("forward", part - 1, i) if part else Pass("forward", 0, i - 1)
-        if one in done or (needed not in done and one != Pass("forward", 0, 0)):
-            raise ScheduleError(
-                f"schedule {name!r}: {one} is there twice, or comes before {needed}", key=f"{name}.order"
-            )
-        done.add(one)
-    wanted = {Pass(d, part, i) for d in ("forward", "backward") for part in range(parts) for i in range(micro_batches)}
-    if done != wanted:
-        raise ScheduleError(
-            f"schedule {name!r}: {next(iter(done ^ wanted))} is missing, or of no micro-batch", key=f"{name}.passes"
-        )
-    return order
-
 
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
@@ -127,22 +83,32 @@ class InFlight:
     ) -> None:
         """x, ctx: input of the first part; micro, work: None of a blank."""
         self.micro, self.ctx, self.work = micro, ctx, work
-        self.inputs, self.outputs = [x], list[Tensor]()
-        self.value, self.metrics = x, Metrics()
+        self.x = x
+        self.inputs, self.outputs = dict[int, Tensor](), dict[int, Tensor]()
+        """By number of the part."""
+        self.products = dict[int, Any]()
+        """What is left of backward passes for "weight" passes, by number of the part."""
+        self.value, self.metrics = torch.zeros(()), Metrics()
 
-    def timed(self, direction: str, i: int, parts: int) -> span:
-        """Return the span of one pass."""
+    def timed(self, one: Pass, parts: int, *, split: bool) -> span:
+        """Return the span of one pass. split: backward passes leave half of their work to "weight" passes."""
         if self.work is None:
-            return span("padding", micro_batch=i)
-        flops = getattr(self.work.flops, direction) / parts
-        return span(direction, -1, i, self.work.tokens, flops=flops, squares=self.work.squares)
+            return span("padding", micro_batch=one.micro_batch)
+        flops = (self.work.flops.forward if one.direction == "forward" else self.work.flops.backward) / parts
+        flops = flops / 2 if split and one.direction != "forward" else flops
+        return span(one.direction, -1, one.micro_batch, self.work.tokens, flops=flops, squares=self.work.squares)
 
-    def backward(self, *, last: bool) -> None:
-        """Run the backward pass of the latest part still in flight, and free its activations."""
-        self.outputs.pop().backward(None if last else self.inputs.pop().grad)
+    def backward(self, part: int, grad: Tensor | None) -> Tensor | None:
+        """Run the backward pass of a part and free its activations. Returns the gradient of its input, if it has one.
+
+        grad: of its output; None of the loss.
+        """
+        self.outputs.pop(part).backward(grad)
+        x = self.inputs.pop(part, None)
         if not self.outputs:
             self.value = self.value.detach()  # read at the end: a device need not wait for each micro-batch
-            del self.inputs, self.ctx, self.micro
+            self.micro = None
+        return None if x is None else x.grad
 
 
 class TrainEngine:
@@ -163,26 +129,26 @@ class TrainEngine:
         nonfinite: Literal["stop", "skip"] = "stop",
         seed: int = 0,
         scorer: Scorer = score,
-        schedule: str = "sequential",
+        schedule: str = "",
         ema: float = 0.0,
         watch: Collection[str] = (),
         experts: ExpertOptions = ROUTERS_ALONE,
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
-        schedule: order of the passes of the model's parts (``SCHEDULES``). ema: decay of an average of the weights; 0:
-        none. watch: further metrics (train.watch). experts: how routers learn. RecipeError for what cannot work on
-        parts of parameters."""
+        schedule: order of the passes of the model's parts (``plan.pipeline.SCHEDULES``); "": the model's own. ema:
+        decay of an average of the weights; 0: none. watch: further metrics (train.watch). experts: how routers learn.
+        RecipeError for what cannot work on parts of parameters."""
         self.sharded = ShardedModel.of(model)
         self.grid = self.sharded.grid
         self.model = model = self.sharded.model
         _check_layout(self.grid, watch)
-        self.scorer, self.schedule, self.experts = scorer, schedule, experts
+        self.scorer, self.schedule, self.experts = scorer, schedule or self.sharded.schedule, experts
         self.section = optimizer
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
         self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
-        self.norms = LayerNorms(list(self.optimizers.parameters)) if "layer_norms" in watch else None
+        self.norms = LayerNorms(list(self.sharded.layouts)) if "layer_norms" in watch else None
         self.peak_lr = optimizer.lr
         self.total_steps, self.micro_tokens = total_steps, micro_tokens
         self.parity, self.nonfinite, self.seed = parity, nonfinite, seed
@@ -270,17 +236,19 @@ class TrainEngine:
 
         if step is not None and step.counts_first:
             again = cut(tokens, mask, given, plan, self.device, self.sharded.context)
-            self._count_loads(step, again, input_of, rounds - len(plan))
+            run_forward(self.sharded, (Scored(*input_of(*one), *one) for one in again), len(plan))
+            self.sharded.reshard()
+            step.count()
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
         done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         _check_used(used)
         total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
+        total, metrics = self.sharded.share_object((total, _on_host(merge_metrics([one.metrics for one in done]))))
         works = [one.work for one in done if one.work is not None]
         computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
         amounts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
-        metrics = merge_metrics([one.metrics for one in done])
         result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()), experts=step)
         self._forget()
         return result
@@ -292,56 +260,66 @@ class TrainEngine:
         whole = float(self.grid.sum(torch.tensor([tokens], dtype=torch.float64), "rows"))
         return ExpertStep(self.model.config, self.grid, self.experts, whole, self.parity)
 
-    @torch.no_grad()
-    def _count_loads(
-        self,
-        step: ExpertStep,
-        every: Iterable[tuple[np.ndarray, MicroBatch]],
-        input_of: Callable[[np.ndarray, MicroBatch], tuple[Tensor, AttentionContext]],
-        blanks: int,
-    ) -> None:
-        """Run the micro-batches of a step, and blanks, to count the loads of experts."""
-        for i, (index, micro) in enumerate(every):
-            work = WorkAmounts.of(self.model, micro)
-            with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
-                self.sharded.forward(*input_of(index, micro))
-        for _ in range(blanks):
-            self.sharded.dummy_forward()
-        self.sharded.reshard()
-        step.count()
-
     def _passes(
         self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
     ) -> list[InFlight]:
-        """Run the passes of the parts in the order of the schedule; return the micro-batches in order."""
-        parts, found = self.sharded.parts, list[InFlight]()
-        order = passes(self.schedule, len(parts), micro_batches)
-        final = {part: at for at, (direction, part, _) in enumerate(order) if direction == "backward"}
-        for at, (direction, part, i) in enumerate(order):
+        """Run the passes of this rank's parts in the order of the schedule; return the micro-batches in order."""
+        sharded, found = self.sharded, list[InFlight]()
+        handover = sharded.handover(self.schedule, micro_batches)
+        final = {part: at for at, (direction, part, _) in enumerate(handover.order) if direction == "backward"}
+
+        def context(i: int) -> AttentionContext:
             if i == len(found):
                 found.append(next(begin))
-            one, last = found[i], part == len(parts) - 1
-            with one.timed(direction, i, len(parts)) as around:
-                if direction == "backward":
+            return found[i].ctx
+
+        for at, one in enumerate(handover.passes(context)):
+            flight = found[one.micro_batch]
+            with flight.timed(one, handover.parts, split=sharded.deferred is not None) as around:
+                if one.direction == "forward":
+                    self._forward(flight, one, handover, scorer, loss)
+                elif one.direction == "backward":
                     alone = sum(bool(other.outputs) for other in found) == 1
-                    self.sharded.start_micro_batch(part, last=at == final[part], alone=alone)
-                    with lent(around), self._apart(one):
-                        one.backward(last=last)
-                else:
-                    hidden = parts[part](one.inputs[-1], one.ctx)
-                    if not last:
-                        one.inputs.append(hidden.detach().requires_grad_())
-                    elif one.micro is None:
-                        one.value = hidden = self.sharded.nothing(hidden)
-                    else:
-                        scorer(one.micro, hidden)
-                        one.value, one.metrics = loss(one.micro)
-                        hidden = one.value
-                    one.outputs.append(hidden)
+                    sharded.start_micro_batch(sharded.part(one.part), last=at == final[one.part], alone=alone)
+                    with lent(around), self._apart(flight):
+                        self._backward(flight, one, handover)
+                elif sharded.deferred is not None:
+                    sharded.deferred.compute(flight.products.pop(one.part))
             if self._compiling:
                 self.compile_seconds += around.seconds
-                self._compiling = (direction, part, i) != ("backward", 0, 0)
+                self._compiling = one != Pass("backward", sharded.stage, 0)
         return found
+
+    def _forward(
+        self,
+        flight: InFlight,
+        one: Pass,
+        handover: Handover,
+        scorer: Callable[[MicroBatch, Tensor], None],
+        loss: Loss,
+    ) -> None:
+        """Run the forward pass of a part and, after the last one, the loss."""
+        x = flight.x
+        if one.part:
+            x = flight.inputs[one.part] = handover.take(one).requires_grad_()
+        hidden = self.sharded.parts[self.sharded.part(one.part)](x, flight.ctx)
+        if one.part < handover.parts - 1:
+            handover.give(one, hidden.detach())
+        elif flight.micro is None:
+            flight.value = hidden = self.sharded.nothing(hidden)
+        else:
+            scorer(flight.micro, hidden)
+            flight.value, flight.metrics = loss(flight.micro)
+            hidden = flight.value
+        flight.outputs[one.part] = hidden
+
+    def _backward(self, flight: InFlight, one: Pass, handover: Handover) -> None:
+        """Run the backward pass of a part."""
+        passed = flight.backward(one.part, None if one.part == handover.parts - 1 else handover.take(one))
+        if self.sharded.deferred is not None:
+            flight.products[one.part] = self.sharded.deferred.take()
+        if passed is not None:
+            handover.give(one, passed)
 
     def _step(
         self,
@@ -451,6 +429,16 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
         raise RecipeError(
             f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}", key="train.watch"
         )
+
+
+def _on_host(metrics: Metrics) -> Metrics:
+    """Return metrics without tensors of a device."""
+
+    def moved(metric: Metric) -> Metric:
+        there: dict[str, Any] = {k: v.cpu() for k, v in vars(metric).items() if isinstance(v, Tensor)}
+        return replace(metric, **there)
+
+    return {name: moved(metric) for name, metric in metrics.items()}
 
 
 def _check_used(used: np.ndarray) -> None:

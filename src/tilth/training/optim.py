@@ -46,7 +46,7 @@ class ShardedMuon(torch.optim.Optimizer):
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(moved)
         for names in buckets(shapes):
             wanted = {n: self._momentum(self.sharded.parameters[n], group["momentum"]) for n in names}
-            for name, update in self.sharded.assemble(names, wanted).items():
+            for name, update in self.sharded.assemble(names, wanted, stage=True).items():
                 p, moved = self.sharded.parameters[name], _orthogonal_step(update, group["lr"])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 for box in self.sharded.boxes(name):
@@ -103,18 +103,21 @@ class Optimizers:
         self.parameters = dict(parameters)
         self.section, self.sharded = section, sharded
         self._parts: list[tuple[torch.optim.Optimizer, float]]
+        self.table = table
         self._own = declared("optimizer").get(section.name)
         if self._own is not None:
             self._parts = [(_declared(self._own, list(parameters.values()), section), 1.0)]
             self._materialise()
             return
-        use_muon = section.name == "muon"
-        blocks = {n: p for n, p in parameters.items() if use_muon and rule_of(table, n).kind == "matrix"}
+        blocks = {n: p for n, p in parameters.items() if self._by_muon(n)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
         self._parts = [(self._adamw(rest), 1.0)]
         if blocks:
             self._parts.append((self._muon(blocks), section.muon_lr_ratio))
         self._materialise()
+
+    def _by_muon(self, name: str) -> bool:
+        return self.section.name == "muon" and rule_of(self.table, name).kind == "matrix"
 
     def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         decayed = [p for p in parameters.values() if p.ndim >= 2]
@@ -133,10 +136,23 @@ class Optimizers:
             return ShardedMuon(self.sharded, list(parameters), lr, self.section.weight_decay)
         return torch.optim.Muon(list(parameters.values()), lr=lr, weight_decay=self.section.weight_decay)
 
+    def _kinds(self, *, muon: bool) -> tuple[str, ...]:
+        """Return the kinds of state of a parameter; muon: one that Muon updates."""
+        return OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
+
+    def state_dtypes(self, parameters: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Return '<kind>.<parameter name>' -> dtype of the state of these parameters, also those of other ranks."""
+        found: dict[str, torch.dtype] = {}
+        for name, dtype in parameters.items():
+            kinds = self._kinds(muon=(muon := self._by_muon(name)))
+            found |= {f"{kind}.{name}": dtype for kind in kinds}
+            found |= {f"step.{name}": torch.float32} if kinds and not muon else {}
+        return found
+
     def _materialise(self) -> None:
         for optimizer, _ in self._parts:
             muon = isinstance(optimizer, (torch.optim.Muon, ShardedMuon))
-            keys = OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
+            keys = self._kinds(muon=muon)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     if keys:
@@ -273,7 +289,8 @@ class LayerNorms:
     ) -> dict[str, float]:
         """Return layer -> norm of all of its tensors together; a layer without any is left out.
 
-        squares_of: squared norms float64 [len(tensors)] of the whole tensors, where these are this rank's part of them.
+        squares_of: squared norms float64 of the whole tensors, where these are this rank's part of them; see
+        ``ShardedModel.squares``.
         """
         if not tensors:
             return {}
@@ -281,7 +298,8 @@ class LayerNorms:
             squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
         else:
             squares = squares_of(tensors)
-        slots = torch.tensor([self._slot[name] for name in tensors], device=squares.device)
+        names = list(tensors) if len(squares) == len(tensors) else list(self._slot)  # of all stages of a pipeline
+        slots = torch.tensor([self._slot[name] for name in names], device=squares.device)
         found = torch.zeros(len(self.names), dtype=torch.float64, device=squares.device)
         norms = found.index_add_(0, slots, squares).sqrt().tolist()
-        return {self.names[slot]: norms[slot] for slot in sorted({self._slot[name] for name in tensors})}
+        return {self.names[slot]: norms[slot] for slot in sorted({self._slot[name] for name in names})}

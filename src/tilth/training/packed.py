@@ -1,6 +1,6 @@
 """Micro-batches of packed sequences, and the log-probs or values of a model on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -341,20 +341,69 @@ def _without_gradient(
     decoder, divided = sharded.model, sharded.context is not None
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity, divided))
-    rounds = sharded.sync_micro_batch_count(len(plan))
     given = {} if routing is None else {ROUTING: routing}
-    for i, (index, micro) in enumerate(cut(tokens, mask, given, plan, device, sharded.context)):
-        work = WorkAmounts.of(decoder, micro)
-        with span("infer", -1, i, work.tokens, flops=work.flops.forward, squares=work.squares):
+    score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
+
+    def begin() -> Iterator[Scored]:
+        for index, micro in cut(tokens, mask, given, plan, device, sharded.context):
             x, ctx = model_input(micro, parity)
             if (recorded := recorded_of(micro)) is not None:
                 ctx.experts = ExpertContext(parity=parity, replay=recorded)
-            hidden = sharded.forward(x, ctx)
-            scorer(decoder, micro, hidden, temperature=temperature, entropy=False)
-            for row, name in zip(found, what):
-                row[index] = getattr(micro, name).cpu().numpy()
-    for i in range(len(plan), rounds):
-        with span("padding", micro_batch=i):
-            sharded.dummy_forward()
+            yield Scored(x, ctx, index, micro)
+
+    def keep(index: np.ndarray, micro: MicroBatch, hidden: Tensor) -> None:
+        score_micro(micro, hidden)
+        for row, name in zip(found, what):
+            row[index] = getattr(micro, name).cpu().numpy()
+
+    run_forward(sharded, begin(), len(plan), keep)
+    sharded.share(torch.from_numpy(found))
     sharded.reshard()
     return found
+
+
+@dataclass
+class Scored:
+    """Micro-batch on its way through the parts of a model without gradients; a blank has no ``micro``."""
+
+    x: Tensor
+    ctx: AttentionContext
+    index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    micro: MicroBatch | None = None
+
+    def timed(self, model: Decoder, i: int, parts: int) -> span:
+        """Return the span of one pass."""
+        if self.micro is None:
+            return span("padding", micro_batch=i)
+        work = WorkAmounts.of(model, self.micro)
+        return span("infer", -1, i, work.tokens, flops=work.flops.forward / parts, squares=work.squares)
+
+
+@torch.no_grad()
+def run_forward(
+    sharded: ShardedModel,
+    begin: Iterator[Scored],
+    count: int,
+    keep: Callable[[np.ndarray, MicroBatch, Tensor], None] = lambda index, micro, hidden: None,
+) -> None:
+    """Run all parts over ``count`` micro-batches, and as many blanks as other ranks have more.
+
+    keep: gets the tokens of a micro-batch, the micro-batch, and hidden states of the last part.
+    """
+    handover = sharded.handover("", sharded.sync_micro_batch_count(count))
+    started, final = dict[int, Scored](), max((one.part for one in handover.order), default=0)
+
+    def context(i: int) -> AttentionContext:
+        if i not in started:
+            started[i] = next(begin) if i < count else Scored(*sharded.blank_input())
+        return started[i].ctx
+
+    for one in handover.passes(context):
+        each = started[one.micro_batch] if one.part < final else started.pop(one.micro_batch)
+        with each.timed(sharded.model, one.micro_batch, handover.parts):
+            x = handover.take(one) if one.part else each.x
+            hidden = sharded.parts[sharded.part(one.part)](x, each.ctx)
+            if one.part < handover.parts - 1:
+                handover.give(one, hidden)
+            elif each.micro is not None:
+                keep(each.index, each.micro, hidden)

@@ -1,0 +1,259 @@
+"""Stages of a pipeline: every schedule computes what one process does, whatever micro-batches the ranks have."""
+
+import unittest.mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel.layouts import (
+    LENGTHS,
+    Case,
+    batch,
+    build,
+    copied,
+    engine_of,
+    loss_of,
+    rows_of,
+    spread,
+    storage,
+    train,
+    watch_gradients,
+    weights,
+)  # fmt: skip
+from tests.parallel.test_training import apart, gathered, slow
+from tilth.core.errors import ModelError, NonFiniteError
+from tilth.parallel import comm
+from tilth.parallel.pipeline import Pipe
+
+pytestmark = pytest.mark.dist
+HERE = "tests.parallel.test_pipeline:"
+TRAIN = "tests.parallel.layouts:train"
+DEEP = {"layers": 4, "schedule": "interleaved"}
+
+CASES = [
+    Case(pp=2, double=True, dropout=0.1),
+    Case(pp=2, double=True, value=True, **DEEP),
+    Case(pp=2, double=True, checkpointing=True, dropout=0.1, schedule="zero-bubble", tied=False),
+]
+FOURS = [
+    Case(pp=4, double=True, layers=4),
+    Case(pp=2, fsdp=2, double=True, rows=(2,)),
+    Case(pp=2, tp=2, sp=True, double=True, dropout=0.1, schedule="zero-bubble"),
+]
+MORE = [
+    Case(pp=2, cp=2, double=True),
+    Case(pp=2, cp=2, cp_style="ulysses", double=True, dropout=0.1, **DEEP),
+    Case(pp=2, double=True, tied=False, **DEEP),
+    Case(pp=2, double=True, value=True, schedule="zero-bubble"),
+    Case(pp=2, double=True, micro_tokens=1000),
+    Case(pp=2, double=True, micro_tokens=1000, **DEEP),
+    Case(pp=4, double=True, layers=5, schedule="zero-bubble", micro_tokens=40),
+    Case(pp=4, double=True, layers=8, schedule="interleaved", checkpointing=True),
+    Case(pp=4, double=True, layers=4, value=True),
+    Case(pp=2, dp=2, double=True, rows=(0,)),
+    Case(pp=2, dp=2, double=True, schedule="zero-bubble", rows=(3,)),
+    Case(pp=2, fsdp=2, double=True, zero=2, rows=(1,), tied=False),
+    Case(pp=2, fsdp=2, double=True, rows=(3,), **DEEP),
+    Case(pp=2, fsdp=2, double=True, value=True, rows=(0,), checkpointing=True),
+    Case(pp=2, tp=2, double=True, tied=False),
+    Case(pp=2, tp=2, sp=True, double=True, value=True, **DEEP),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *FOURS, *slow(MORE)], ids=str)
+def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case):
+    one, found = train(0, case.alone, steps=2), pool.run(case.ranks, TRAIN, case=case, steps=2)
+    for got in found:
+        for a, b in zip(got["results"], one["results"]):
+            assert a.loss == pytest.approx(b.loss, rel=1e-11) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-11)
+        assert max(apart(got["gradients"][n], g) for n, g in one["gradients"].items()) < 1e-11
+        assert max(apart(got["end"][n], w) for n, w in one["end"].items()) < 1e-11
+    np.testing.assert_allclose(gathered(found, "before"), one["before"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gathered(found, "after"), one["after"], rtol=1e-5, atol=1e-6)
+    assert np.abs(one["after"] - one["before"]).max() > 1e-3
+
+
+FLOATS = [Case(pp=2, dropout=0.1), Case(pp=2, **DEEP), Case(pp=2, schedule="zero-bubble", tied=False)]
+
+
+@pytest.mark.parametrize("case", [FLOATS[0], *slow(FLOATS[1:])], ids=str)
+def test_twenty_steps_in_float32_stay_close_and_begin_with_the_same_bits(pool, case):
+    one, found = train(0, case.alone, steps=20, init=True), pool.run(case.ranks, TRAIN, case=case, steps=20, init=True)
+    for got in found:
+        assert all(torch.equal(got["start"][n], w) for n, w in one["start"].items())
+        first, last = got["results"][0], got["results"][-1]
+        assert first.loss == pytest.approx(one["results"][0].loss, rel=1e-5)
+        assert first.grad_norm == pytest.approx(one["results"][0].grad_norm, rel=1e-5)
+        assert last.loss == pytest.approx(one["results"][-1].loss, rel=1e-4)
+        assert last.loss < first.loss - 0.01
+    assert found[0]["results"] == found[1]["results"] or len(found) > 2
+
+
+def test_a_stage_holds_its_layers_only_and_both_ends_the_tied_embedding(pool):
+    case = Case(pp=2, layers=3)
+    total = {name: p.numel() for name, p in build(case).named_parameters()}
+    first, last = pool.run(2, HERE + "held", case=case)
+    assert first["elements"].keys() | last["elements"].keys() == total.keys()
+    assert first["elements"].keys() & last["elements"].keys() == {"model.embed_tokens.weight"}
+    for found in (first, last):
+        assert found["elements"] == {name: total[name] for name in found["elements"]}
+        assert found["storage"] == found["model"] == 4 * sum(found["elements"].values())
+
+
+def held(rank, case):
+    sharded = spread(case, rank)
+    sharded.init_(0)
+    elements = {name: p.numel() for name, p in sharded.parameters.items()}
+    model = storage(p for part in sharded.parts for p in part.parameters())
+    return {"elements": elements, "storage": storage(sharded.parameters.values()), "model": model}
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_state_of_the_tied_embedding_is_equal_on_both_ends(pool, name, ema):
+    case = Case(pp=2, double=True)
+    one = train(0, case.alone, steps=3, optimizer={"name": name}, ema=ema)
+    found = pool.run(2, HERE + "state", case=case, name=name, ema=ema)
+    for key, tensor in found[0][0].items():
+        assert torch.equal(tensor, found[1][0][key]) and ("step" in key or tensor.any())
+    assert max(apart(found[0][1][n], w) for n, w in one["end"].items()) < (1e-11 if name == "adamw" else 1e-2)
+
+
+def state(rank, case, name, ema):
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    engine = engine_of(case, sharded, optimizer={"name": name}, ema=ema, watch=("layer_norms",))
+    tokens, mask, starts = rows_of(case, sharded)
+    for _ in range(3):
+        metrics = engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts).metrics
+    assert {"norm/grad/embedding", "norm/grad/0", "norm/grad/1", "norm/grad/norm"} <= metrics.keys()
+    shared = {n: t.clone() for n, t in engine.optimizers.state_tensors().items() if "embed_tokens" in n}
+    return shared, copied(sharded.assemble(list(sharded.layouts)))
+
+
+def test_without_the_sum_over_both_ends_the_tied_embedding_would_learn_otherwise(pool):
+    case = Case(pp=2, double=True)
+    one = train(0, case.alone)["gradients"]["model.embed_tokens.weight"]
+    for got in pool.run(2, HERE + "forgetful", case=case):
+        assert apart(got, one) > 1e-2
+
+
+def forgetful(rank, case):
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    sharded._partial = ()
+    engine = engine_of(case, sharded)
+    tokens, mask, starts = rows_of(case, sharded)
+    found = {}
+    watch_gradients(engine, found)
+    engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
+    return found["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (9,), (10,)])
+def test_uneven_micro_batches_do_not_hang(pool, rows):
+    case = Case(pp=2, fsdp=2, rows=rows, micro_tokens=12)
+    one = train(0, case.alone)["results"][0]
+    results = [got["results"][0] for got in pool.run(4, TRAIN, timeout=60.0, case=case)]
+    assert [r.loss for r in results] == pytest.approx([one.loss] * 4, rel=1e-6)
+    assert [r.grad_norm for r in results] == pytest.approx([one.grad_norm] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_stage_is_skipped_or_stops_on_all(pool, where):
+    for skipped, same, told in pool.run(2, HERE + "not_finite", where=where):
+        assert skipped and same and "train.nonfinite=skip" in told
+
+
+def not_finite(rank, where):
+    found = []
+    for policy in ("skip", "stop"):
+        sharded = spread(case := Case(pp=2), rank)
+        sharded.load_(weights(case))
+        before = copied(sharded.parameters)
+        engine = engine_of(case, sharded, nonfinite=policy)
+        engine.steps = 1
+        tokens, mask, starts = rows_of(case, sharded)
+        fine = loss_of(case, batch()[1])
+        if where == "gradient" and rank == 0:  # on the first stage alone
+            sharded.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * torch.inf)
+        loss = (lambda micro: (fine(micro)[0] * torch.nan, {})) if where == "loss" else fine
+        try:
+            result = engine.update(tokens, mask, {}, loss, starts=starts)
+            found += [result.skipped, all(torch.equal(before[n], p) for n, p in sharded.parameters.items())]
+        except NonFiniteError as error:
+            found.append(str(error))
+    return found
+
+
+def test_more_stages_than_layers_are_refused(pool):
+    assert pool.run(2, HERE + "refused") == ["layout.pp"] * 2
+
+
+def refused(rank):
+    with pytest.raises(ModelError) as error:
+        spread(Case(pp=2, schedule="interleaved"), rank)  # four parts of two layers
+    return error.value.key
+
+
+def test_every_message_is_recorded_with_its_bytes_on_both_sides(pool):
+    case = Case(pp=2, micro_tokens=1000)
+    tokens = sum(LENGTHS)
+    for rank, found in enumerate(pool.run(2, HERE + "messages", case=case)):
+        ours, theirs = ("send", "receive") if rank == 0 else ("receive", "send")
+        assert found[ours, "0>1"] == found[theirs, "1>0"] == [tokens * 20 * 4]
+
+
+def messages(rank, case):
+    found = {}
+    kept = comm._numbered
+
+    def numbered(op, ranks, nbytes):
+        if op in ("send", "receive"):
+            found.setdefault((op, ranks), []).append(nbytes)
+        return kept(op, ranks, nbytes)
+
+    sharded = spread(case, rank)
+    sharded.init_(0)
+    engine = engine_of(case, sharded)
+    rows = rows_of(case, sharded)
+    comm._numbered = numbered
+    try:
+        engine.update(*rows[:2], {}, loss_of(case, batch()[1]), starts=rows[2])
+    finally:
+        comm._numbered = kept
+    return found
+
+
+def test_a_receive_is_posted_before_the_pass_before_its_own(pool):
+    """So a message may arrive while the stage computes."""
+    for found in pool.run(2, HERE + "posted", case=Case(pp=2)):
+        order = [one for kind, one in found if kind == "post"]
+        taken = [(at, one) for at, (kind, one) in enumerate(found) if kind == "take"]
+        assert len(taken) > 4 and all(order[order.index(one) + 1 :][:1] <= _posts(found[:at]) for at, one in taken)
+
+
+def _posts(found):
+    return [one for kind, one in found if kind == "post"][-1:]
+
+
+def posted(rank, case):
+    found = []
+    sharded = spread(case, rank)
+    sharded.init_(0)
+    engine = engine_of(case, sharded)
+    rows = rows_of(case, sharded)
+    post, take = Pipe.post, Pipe.take
+
+    def posting(self, one, ctx):
+        found.append(("post", tuple(one)))
+        post(self, one, ctx)
+
+    def taking(self, one):
+        found.append(("take", tuple(one)))
+        return take(self, one)
+
+    with unittest.mock.patch.multiple(Pipe, post=posting, take=taking):
+        engine.update(*rows[:2], {}, loss_of(case, batch()[1]), starts=rows[2])
+    return found
