@@ -236,9 +236,7 @@ class TrainEngine:
 
         if step is not None and step.counts_first:
             again = cut(tokens, mask, given, plan, self.device, self.sharded.context)
-            run_forward(self.sharded, (Scored(*input_of(*one), *one) for one in again), len(plan))
-            self.sharded.reshard()
-            step.count()
+            self._count_loads(step, (Scored(*input_of(*one), *one) for one in again), len(plan))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
         done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
@@ -259,6 +257,12 @@ class TrainEngine:
             return None
         whole = float(self.grid.sum(torch.tensor([tokens], dtype=torch.float64), "rows"))
         return ExpertStep(self.model.config, self.grid, self.experts, whole, self.parity)
+
+    def _count_loads(self, step: ExpertStep, begin: Iterator[Scored], count: int) -> None:
+        """Run the micro-batches of a step, and blanks, to count the loads of experts."""
+        run_forward(self.sharded, begin, count)
+        self.sharded.reshard()
+        step.count()
 
     def _passes(
         self, begin: Iterator[InFlight], micro_batches: int, scorer: Callable[[MicroBatch, Tensor], None], loss: Loss
