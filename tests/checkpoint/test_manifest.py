@@ -5,6 +5,7 @@ import json
 import math
 import re
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -121,6 +122,12 @@ def _check_all_pieces(first, second, shuffled):
                 assert entry.piece(i) == piece
                 assert piece.offset == tuple(entry.offset[i]) and piece.size == tuple(entry.size[i])
             assert (count == 1).all()
+
+
+def test_a_vector_in_two_boxes_may_have_the_sizes_of_a_matrix_in_one():
+    mesh = Mesh(("fsdp",), (2,))
+    matrix, vector = Layout(mesh, (Replicate(),), (4, 3)), Layout(mesh, (Shard(0),), (7,))
+    _check_all_pieces([Spec("m", matrix, "float32"), Spec("v", vector, "float32")], [], Random(0))
 
 
 def test_large_pieces_have_the_checksums_of_their_tiles():

@@ -88,14 +88,15 @@ class Pieces:
 
     @classmethod
     def of(cls, rows: Sequence[TensorRow]) -> "Pieces":
-        known: dict[tuple[bytes, int], np.ndarray] = {}
+        known: dict[tuple[Shape, bytes, int], np.ndarray] = {}
         counts, nbytes = [], []
         for row in rows:
-            key = row.size.tobytes(), DTYPES[row.dtype].itemsize
+            itemsize = DTYPES[row.dtype].itemsize
+            key = row.size.shape, row.size.tobytes(), itemsize  # (4, 3) is one box of a matrix, or two of a vector
             if key not in known:
-                known[key] = tile_counts(row.size, key[1])
+                known[key] = tile_counts(row.size, itemsize)
             counts.append(known[key])
-            nbytes.append(row.size.prod(1) * key[1])
+            nbytes.append(row.size.prod(1) * itemsize)
         none = [np.zeros(0, np.int64)]
         columns = ([row.file for row in rows], [row.byte0 for row in rows], nbytes, counts)
         return cls(*(np.concatenate(none + column) for column in columns))
