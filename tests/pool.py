@@ -29,6 +29,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import patience
+from tilth.config.imports import uncollected
 
 ROOT = Path(__file__).parent.parent
 GRACE = 3.0
@@ -134,9 +135,10 @@ def pool():
 
 
 def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
-    import torch
+    with uncollected():
+        import torch
 
-    from tilth.parallel.dims import join
+        from tilth.parallel.dims import join
 
     torch.set_num_threads(1)
     join(rank, size, f"file://{folder}/meeting", timeout=60.0)
@@ -147,7 +149,9 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
             return
         try:
             module, _, name = path.partition(":")
-            reply = True, getattr(importlib.import_module(module), name)(rank, **kwargs)
+            with uncollected():
+                found = importlib.import_module(module)
+            reply = True, getattr(found, name)(rank, **kwargs)
         except Exception:  # noqa: BLE001 - told to the test, which fails with it
             reply = False, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(reply))  # not pipe.send: it would pass tensors through shared memory

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tilth.config.imports import uncollected
 from tilth.config.load import check_allowed, from_dict
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError, RewardError
@@ -45,8 +46,8 @@ def run_recipe(
     callbacks = checked(callbacks, recipe.plugins)
     function = _reward(recipe, prompts, reward)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
-        # The pool's processes start while this one imports torch.
-        from tilth.flows.launch import launch
+        with uncollected():  # the pool's processes start while this one imports torch
+            from tilth.flows.launch import launch
 
         result = launch(
             recipe,

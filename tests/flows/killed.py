@@ -5,14 +5,17 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.flows import tiny
-from tilth.checkpoint.directory import Attempt
-from tilth.checkpoint.storage import Local
-from tilth.roles.critic import CriticWorker
-from tilth.roles.policy import PolicyWorker
-from tilth.rollout.engine import Engine
-from tilth.runs.directory import RunDir
-from tilth.training.optim import Optimizers
+from tilth.config.imports import end_uncollected, uncollected
+
+with uncollected():
+    from tests.flows import tiny
+    from tilth.checkpoint.directory import Attempt
+    from tilth.checkpoint.storage import Local
+    from tilth.roles.critic import CriticWorker
+    from tilth.roles.policy import PolicyWorker
+    from tilth.rollout.engine import Engine
+    from tilth.runs.directory import RunDir
+    from tilth.training.optim import Optimizers
 
 PPO = {
     "flow": "ppo",
@@ -63,4 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_uncollected()
     main()

@@ -182,7 +182,7 @@ def test_flash_attention_is_asked_for_the_same_thing(window: int | None, monkeyp
     lengths = [300, 0, 5, 64, 290, 33]
     q, k, v = random_qkv(sum(lengths), hd=32)
     expected = PackedContext(lengths).attend(0, q, k, v, window)
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(PackedContext, "_varlen", lambda self, q: True)
     torch.testing.assert_close(PackedContext(lengths).attend(0, q, k, v, window), expected, atol=1e-5, rtol=1e-5)
 

@@ -34,6 +34,7 @@ from tilth.cli.arguments import (
 )
 from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
+from tilth.config.imports import end_uncollected
 from tilth.config.roles import resolve
 
 
@@ -469,4 +470,5 @@ def doctor(as_json: JsonOption = False) -> None:
 
 def main() -> None:
     """Entry point of the ``tilth`` script."""
+    end_uncollected()
     app()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilth.config.errors import PluginError
+from tilth.config.imports import uncollected
 
 if TYPE_CHECKING:
     from tilth.config.schema import Recipe
@@ -130,5 +131,6 @@ def resolve(named: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(named, str):
         return named
     module, _, name = named.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    with uncollected():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found

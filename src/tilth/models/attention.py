@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tilth.core.random import dropout_mask, stream
 from tilth.models.moe import ExpertContext
@@ -215,6 +214,8 @@ class PackedContext:
         return torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device, torch.int32)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # imports torch.compile, which takes a second
+
         ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         left = -1 if window is None else window - 1

@@ -24,6 +24,7 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
+from tilth.config.imports import end_uncollected
 
 GONE = 70
 """Exit code of a worker whose controller died."""
@@ -113,4 +114,5 @@ def encoded(answer: Reply | Failure) -> bytes:
 
 
 if __name__ == "__main__":
+    end_uncollected()
     main(SessionDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
