@@ -9,7 +9,7 @@
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-all gpu clean
+.PHONY: help venv demo lint quick-tests test test-all gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +45,6 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=src:benchmarks $(BIN)/mypy --explicit-package-bases --follow-imports=silent benchmarks/*.py
 	$(BIN)/lint-imports --no-cache
 
 # One process more than cores: a third of the time tests wait, for processes of their own or for limits to pass.
@@ -53,8 +52,12 @@ WORKERS ?= $(shell $(BIN)/python -c "import os; print(min(8, 1 + len(os.sched_ge
 # Also where no bytecode is to be written: hundreds of processes would compile the package anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test: lint
+quick-tests: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not gpu"
+
+# At the same time: what lint does is done by one process.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 lint quick-tests
 
 test-all: lint
 	$(PYTEST) --hypothesis-profile=long
