@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.patience import patience
 from tilth.analysis.read import COLUMNS, attempts, breakdown, parents, parts, read_events, self_times
 from tilth.core.errors import DataError, StorageError
 from tilth.trace import buffer as buffer_module
@@ -214,6 +215,12 @@ with span("run"):
 """
 
 
+def flushed(folder):
+    """Numbers of the steps in files, and of the spans of the thread beside them."""
+    rows = read_events(folder).to_pylist() if any(folder.glob("*.parquet")) else []
+    return [[r[number] for r in rows if r["op"] == op] for op, number in (("step", "step"), ("beside", "seq"))]
+
+
 def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "src"}
@@ -221,16 +228,15 @@ def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
     try:
         for _ in range(6):
             child.stdout.readline()
-        time.sleep(0.2)
+        until = time.monotonic() + patience(10.0)
+        while min(map(len, flushed(tmp_path))) < 300 and time.monotonic() < until:
+            time.sleep(0.05)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
-    table = read_events(tmp_path)
-    rows = table.to_pylist()
-    for op, number in (("step", "step"), ("beside", "seq")):
-        seen = [r[number] for r in rows if r["op"] == op]
+    for seen in flushed(tmp_path):
         assert len(seen) >= 300 and seen == list(range(len(seen)))
-    assert sorted(r.op for r in breakdown(table)) == ["beside", "step"]
+    assert sorted(r.op for r in breakdown(read_events(tmp_path))) == ["beside", "step"]
 
 
 def test_the_next_process_removes_what_a_killed_one_had_begun_to_write(tmp_path):

@@ -60,12 +60,15 @@ def folder(tmp_path_factory):
 
 
 RUN = Path("runs/addition-grpo-001")
+LOST = "nobody reads"
+"""What the log says of a run whose output could not be written."""
 
 
 def test_the_plan_comes_before_the_first_step_and_the_end_says_where_to_look(folder):
     said = (folder / "said.txt").read_text()
     assert said.index("new run in") < said.index("predicted memory") < said.index("report: ")
     assert f"report: {RUN}/report.html" in said and (folder / RUN / "report.html").stat().st_size > 1000
+    assert LOST not in (folder / RUN / "log.txt").read_text()
 
 
 def test_the_resolved_recipe_is_a_recipe_again(folder):

@@ -498,13 +498,14 @@ def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
         pytest.skip("a process does not ask itself when it is stopped")
     monkeypatch.setattr("tilth.cluster.backends.control.LIMIT", 0.5)
     with open_cluster(*backend, timeout=60.0) as cluster:
-        group = cluster.group("generating", f"{HERE}:generating", {})
+        group = cluster.group("faulty", f"{HERE}:faulty", {})
+        assert group.status() == ["here"]
         pid = cluster.backend.probe(0).pid
         os.kill(pid, signal.SIGSTOP)
         try:
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:  # a thread of it may still run an instant
                 time.sleep(0.001)
-            with raises(WorkerLost, "generating.status"):
+            with raises(WorkerLost, "faulty.status"):
                 group.status()
         finally:
             os.kill(pid, signal.SIGCONT)

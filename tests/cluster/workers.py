@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilth.cluster.protocol import transfer
+from tilth.cluster.protocol import control, transfer
 from tilth.cluster.worker.context import Context
 from tilth.core.batch import Batch, Column, Handle, Jagged
 from tilth.core.errors import DataError, TilthError
@@ -231,6 +231,10 @@ class Faulty:
     def child(self, folder: str) -> int:
         """A process in a session of its own, as a pool of rewards has."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+
+    @control
+    def status(self) -> str:
+        return "here"
 
     def close(self) -> None:
         if self.closed:

@@ -213,7 +213,8 @@ def test_copies_along_an_invented_axis_share_the_writing_of_a_checkpoint(table):
 # ---- what a recipe makes of it: keys, plans, and what is shown ----
 
 
-def planned(*overrides, axis=True):
+def planned(*plans, axis=True):
+    """What ``tilth layout`` prints for each list of keys, in one process of its own."""
     code = f"""
 import json, sys
 from tilth.config.axes import AXES, Axis
@@ -221,18 +222,17 @@ for given in {[(a.name, a.splits, a.about) for a in INVENTED]!r} if {axis} else 
     AXES[given[0]] = Axis(*given)
 from typer.testing import CliRunner
 from tilth.cli.main import app
-keys = ["data.digits=1", "cluster.backend=local", *sys.argv[1:]]
-print(CliRunner().invoke(app, ["layout", "addition-grpo", "--json", *keys]).output)
+command = ["layout", "addition-grpo", "--json", "data.digits=1", "cluster.backend=local"]
+print(json.dumps([CliRunner().invoke(app, [*command, *keys]).output for keys in json.loads(sys.argv[1])]))
 """
-    command = [sys.executable, "-c", code, *overrides]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    ran = subprocess.run([sys.executable, "-c", code, json.dumps(plans)], check=True, capture_output=True, text=True)
+    return json.loads(ran.stdout)
 
 
 def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
     two = "cluster.workers=2"
-    dp = json.loads(planned(two))
-    island = json.loads(planned(two, "policy.layout.island=2"))
-    ring = json.loads(planned(two, "policy.layout.ring=2"))
+    found = planned([two], [two, "policy.layout.island=2"], [two, "policy.layout.ring=2"])
+    dp, island, ring = map(json.loads, found)
     assert [island["roles"]["policy"][n] for n in ("dp", "island", "ring", "tokens_per_rank")] == [
         1, 2, 1, dp["roles"]["policy"]["tokens_per_rank"]
     ]  # fmt: skip
@@ -248,14 +248,18 @@ def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
 
 
 def test_mistakes_in_a_recipe_name_the_keys():
-    assert "does not divide" in planned("cluster.workers=3", "policy.layout.island=2")
+    uneven, many, elsewhere = planned(
+        ["cluster.workers=3", "policy.layout.island=2"],
+        ["cluster.workers=2", "policy.layout={dp = 2, island = 2}"],
+        ["cluster.workers=2", "rollout.layout.ring=2"],
+    )
     sizes = {"dp": 2, "island": 2}
     product = (
         f"{' x '.join(AXES)} x island x ring x pipe = {' x '.join(str(sizes.get(n, 1)) for n in AXES)} x 2 x 1 x 1 = 4"
     )
-    assert product in planned("cluster.workers=2", "policy.layout={dp = 2, island = 2}")
-    assert "rollout.layout.ring = 2" in planned("cluster.workers=2", "rollout.layout.ring=2")
-    assert "unknown key policy.layout.island" in planned("policy.layout.island=2", axis=False)
+    assert "does not divide" in uneven and product in many and "rollout.layout.ring = 2" in elsewhere
+    (unknown,) = planned(["policy.layout.island=2"], axis=False)
+    assert "unknown key policy.layout.island" in unknown
 
 
 # ---- the trace ----

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from tests.flows import tiny
@@ -13,6 +14,8 @@ from tilth.core.errors import RewardError
 from tilth.rewards import prints
 from tilth.rewards.prints import Prints
 from tilth.rewards.process_pool import RewardPool
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a process need not import what only the tests need
 
 
 def chatty(prompt, completion, info):

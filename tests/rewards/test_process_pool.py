@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from tilth.rewards.process import ScoringProgress
 from tilth.rewards.process_pool import Outcome, RewardPool
 
 LIMIT = 0.5
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a process need not import what only the tests need
 
 
 def hold_the_gil():

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +19,8 @@ from tilth.rewards.process_pool import Outcome
 from tilth.roles.policy import PolicyWorker
 from tilth.runs.journal import Journal
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a reward's process need not import torch
 
 # ---- the file ----
 
