@@ -1,5 +1,6 @@
 """Fixtures of all rooms, how many examples hypothesis tries where a test does not say, and who runs what of ``-n``."""
 
+import gc
 import os
 import signal
 
@@ -20,9 +21,11 @@ for name in ("COLUMNS", "LINES"):  # GNU readline, which pytest imports, sets th
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """All that is imported and collected stays: looking for garbage meanwhile would be a fifth of the time."""
+    """All that is imported and collected stays: looking for garbage in it would be a fifth of the time."""
     with uncollected():
-        return (yield)
+        found = yield
+    gc.freeze()
+    return found
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -115,8 +115,12 @@ class Fails(tilth.Callback):
         self._act("on_run_end")
 
 
-@pytest.mark.parametrize("event", ["on_run_start", "on_step_end", "on_evaluation", "on_save", "on_run_end"])
-@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(3)], ids=["KeyError", "SystemExit"])
+EVENTS = ["on_run_start", "on_step_end", "on_evaluation", "on_save", "on_run_end"]
+FAILURES = [*((event, KeyError("mine")) for event in EVENTS), ("on_save", SystemExit(3))]
+FAILURES += [pytest.param(event, SystemExit(3), marks=pytest.mark.slow) for event in EVENTS if event != "on_save"]
+
+
+@pytest.mark.parametrize(("event", "error"), FAILURES, ids=str)
 def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(tmp_path, event, error):
     made = tiny.recipe(tmp_path)
     with raises(PluginError, f"Fails.{event}"):

@@ -16,10 +16,12 @@ from tilth.trace.collector import Collector, collector
 @pytest.fixture(autouse=True)
 def as_it_was():
     recorder.totals()
+    gc.unfreeze()  # what tests/conftest.py has frozen
     before = gc.isenabled(), gc.get_freeze_count()
     yield
     assert not collector.watching and not collector.planned and not ears()
     assert (gc.isenabled(), gc.get_freeze_count()) == before
+    gc.freeze()
 
 
 def ears() -> int:
