@@ -50,7 +50,7 @@ from tilth.plan.layout import layouts
 from tilth.plan.reshard import generation_ranks
 
 ROWS = {4: ("1-4-1:1-1", "1-4-1:1-2", "1-2-2:1-1"), 8: ("1-8-1:1-2", "1-8-1:1-4", "1-4-2:1-2", "1-2-4:1-1")}
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_layers": 6},
     "quick": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "num_layers": 4},
 }
