@@ -195,7 +195,7 @@ def test_a_judge_counts(tmp_path):
     """Its weights and its cache, by its own shape and not the policy's."""
     recipe = load_recipe("chain-fapo", ["judge.path=x", "judge.max_tokens=32", "rollout.prompts=4", "rollout.group=4"])
     config = shape(64, num_layers=2)
-    need = judge_need(recipe, ShardFactors(0, 0, config, 0), 48)
+    need = judge_need(recipe, whole(config), 48)
     engine = Engine(config, max_rows=recipe.rollout.max_rows)
     engine.model.init_weights_(0)
     engine.model.fuse()

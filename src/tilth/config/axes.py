@@ -56,6 +56,8 @@ AXES: dict[str, Axis] = {
     )
 }
 """Name -> axis, outermost first: neighbouring ranks differ in the last axis."""
+ENGINE_AXES = ("dp", "tp")
+"""Axes of the layout of generation engines: side by side, and each divided."""
 
 
 def known(name: str) -> Axis:

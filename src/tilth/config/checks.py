@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tilth.config.axes import AXES, MODEL, over
+from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
 from tilth.config.errors import RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.plugins import ENGINES, declared, keyword_options, task_names
@@ -20,9 +20,6 @@ KV_BLOCK = 16
 """Tokens in one block of the rollout engine's KV cache."""
 MOST_PROFILED = 100
 """Maximum steps in one profile: the profiler keeps every operation in memory until the last step."""
-
-ENGINE_AXES = ("dp", "tp")
-"""Axes of the layout of generation engines: side by side, and each divided."""
 
 _Errors = Iterator[RecipeError]
 
