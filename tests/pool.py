@@ -41,9 +41,13 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """2 processes, or 4 once a test asked for more than 2."""
+    """2 processes, or 4 where a test asks for more than 2, as some do of one that a process of ``-n`` starts.
 
-    def __init__(self) -> None:
+    size: start that many.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
         self.processes: list[subprocess.Popen] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -52,7 +56,7 @@ class Pool:
         """``module:function`` called as function(rank, **kwargs) on ranks 0 .. n-1: their results, by rank."""
         if len(self.processes) < n or any(p.poll() is not None for p in self.processes):
             self.close()
-            self._start(2 if n <= 2 else 4)
+            self._start(self.size or (4 if n > 2 or "PYTEST_XDIST_WORKER" in os.environ else 2))
         for pipe in self._pipes[:n]:
             pipe.send_bytes(pickle.dumps((function, kwargs)))
         replies = self._collect(n, time.monotonic() + patience(timeout))

@@ -15,9 +15,8 @@ from tilth.runs.readers import read_metrics
 
 LIMITED = """
 import resource, sys
-from typer.testing import CliRunner
 import tilth.flows.launch
-from tilth.cli.main import app
+from tilth.cli.main import main
 from tilth.flows.run import Run
 log_update = Run.log_update
 def tighten(run, *rest):
@@ -27,9 +26,9 @@ def tighten(run, *rest):
             now = int(file.read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (now + 10**8, resource.RLIM_INFINITY))
     return found
-if sys.argv[1] == "limited":
+if sys.argv.pop(1) == "limited":
     Run.log_update = tighten
-app(sys.argv[2:])
+main()
 """
 
 
@@ -46,7 +45,7 @@ def test_an_allocation_that_fails_is_a_sentence_and_the_run_goes_on(tmp_path):
     )
     keys = [
         "addition-grpo", "flow=sft", f"data.source={tmp_path / 'data.jsonl'}", f"run.dir={tmp_path}", "run.name=it",
-        "model.context=16", "rollout.max_tokens=4", "data.holdout=0.0", "supervised.steps=2", "supervised.until=1.0",
+        "model.layers=1", "model.context=16", "rollout.max_tokens=4", "data.holdout=0.0", "supervised.steps=2", "supervised.until=1.0",
         "supervised.batch=2400", "run.save_every=1", "train.micro_tokens=100000", "train.threads=1",
     ]  # fmt: skip
     failed = tilth("limited", "run", *keys)

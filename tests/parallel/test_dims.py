@@ -87,7 +87,7 @@ def test_joining_another_world_is_refused(pool):
 @pytest.fixture
 def own_pool():
     """One that may be ended: the others' processes have imported what they need."""
-    made = Pool()
+    made = Pool(3)
     yield made
     made.close()
 
