@@ -45,8 +45,9 @@ def test_an_allocation_that_fails_is_a_sentence_and_the_run_goes_on(tmp_path):
     )
     keys = [
         "addition-grpo", "flow=sft", f"data.source={tmp_path / 'data.jsonl'}", f"run.dir={tmp_path}", "run.name=it",
-        "model.layers=1", "model.context=16", "rollout.max_tokens=4", "data.holdout=0.0", "supervised.steps=2", "supervised.until=1.0",
-        "supervised.batch=2400", "run.save_every=1", "train.micro_tokens=100000", "train.threads=1",
+        "model.layers=1", "model.context=16", "rollout.max_tokens=4", "data.holdout=0.0", "supervised.steps=2",
+        "supervised.until=1.0", "supervised.batch=2400", "run.save_every=1", "train.micro_tokens=100000",
+        "train.threads=1",
     ]  # fmt: skip
     failed = tilth("limited", "run", *keys)
     assert failed.returncode == 2 and "Traceback" not in failed.stdout + failed.stderr, failed.stderr

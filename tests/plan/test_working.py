@@ -77,13 +77,13 @@ def whole(config):
         (16, 64, 64, [], {"num_heads": 4, "num_kv_heads": 1}),
         (1000, 64, 64, [], {}),
         (20_000, 4, 64, [], {}),
-        (20_000, 64, 64, [], {}),
-        (20_000, 64, 64, [], {"tie_embeddings": False}),
+        pytest.param(20_000, 64, 64, [], {}, marks=pytest.mark.slow),  # as the next rows but one thing
+        pytest.param(20_000, 64, 64, [], {"tie_embeddings": False}, marks=pytest.mark.slow),
         (20_000, 64, 64, ["train.precision=bf16"], {}),
         (20_000, 64, 64, ["train.micro_tokens=1024"], {"tie_embeddings": False}),
         (20_000, 2, 16, ["train.micro_tokens=16"], {"hidden_size": 256}),
         (150_000, 8, 40, [], {}),
-        (150_000, 12, 64, ["train.precision=bf16"], {}),
+        pytest.param(150_000, 12, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         (16, 64, 64, [], EXPERTS),
         (16, 64, 64, [], {**EXPERTS, "experts_per_token": 3, "expert_size": 48}),
     ],
@@ -102,8 +102,19 @@ def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("vocab", "rows"), [(1000, 100), (20_000, 300), (20_000, 4000), (150_000, 600)])
+@pytest.mark.parametrize(
+    ("vocab", "rows", "temperature"),
+    [
+        (1000, 100, 1.0),
+        (1000, 100, 0.7),
+        (20_000, 300, 1.0),
+        (20_000, 300, 0.7),
+        (20_000, 4000, 0.7),
+        (150_000, 600, 1.0),
+        pytest.param(20_000, 4000, 1.0, marks=pytest.mark.slow),
+        pytest.param(150_000, 600, 0.7, marks=pytest.mark.slow),
+    ],
+)
 def test_logits_of_a_loss(tmp_path, vocab, rows, temperature):
     model = decoder(shape(vocab), recipe_of(1))
     hidden, targets = torch.randn(rows, 32, requires_grad=True), torch.arange(rows)

@@ -17,6 +17,7 @@ from contextlib import closing
 from mmap import mmap
 from typing import Any, BinaryIO
 
+from tilth.config.imports import end_uncollected, uncollected
 from tilth.core.errors import RewardError
 from tilth.rewards.functions import Reward, Weighted, describe, load_reward, normalise
 
@@ -74,9 +75,11 @@ def main(progress_fd: int, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
     requests, replies = take_pipes()
+    end_uncollected()
     with closing(ScoringProgress(progress_fd)) as progress:
         try:
-            function = receive_function(requests)
+            with uncollected():
+                function = receive_function(requests)
         except RewardError as error:
             send(replies, ("failed", str(error), error.key))
             return
