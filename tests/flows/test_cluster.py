@@ -28,6 +28,13 @@ LAYOUTS = {
     "fsdp, gathered once": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2, "zero": 2}}},
     "tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}},
     "tp, sp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2, "sp": True}}},
+    "pp": {"cluster": LOCAL, "policy": {"layout": {"pp": 2}}, "reference": {"layout": {"pp": 2}}},
+    "pp, zero-bubble": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"pp": 2, "pp_schedule": "zero-bubble"}},
+        "reference": {"layout": {"tp": 2}},
+        "rollout": DIVIDED,
+    },
     "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},
     "dp, engine over tp": {"cluster": LOCAL, "rollout": DIVIDED},
     "fsdp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "rollout": DIVIDED},
@@ -113,7 +120,7 @@ def one(tmp_path_factory):
     return run
 
 
-SELDOM = ("dp", "fsdp, gathered once", "tp", "dp, engine over tp", "fsdp, engine over tp")
+SELDOM = ("pp, zero-bubble", "dp", "fsdp, gathered once", "tp", "dp, engine over tp", "fsdp, engine over tp")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LAYOUTS])
@@ -171,11 +178,16 @@ def test_every_algorithm_on_two_workers_is_what_it_is_on_one(tmp_path, shared, n
 
 CRITICS = {
     "all on both": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "critic": {"steps": 2, "layout": {"tp": 2}}},
+    "stages": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"pp": 2}},
+        "critic": {"steps": 2, "layout": {"pp": 2, "pp_schedule": "zero-bubble"}},
+    },
     "critic elsewhere": {"cluster": SPLIT, "critic": {"steps": 2, **ELSEWHERE}, "rollout": ELSEWHERE},
 }
 
 
-@pytest.mark.parametrize("layout", ["all on both", pytest.param("critic elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["all on both", *(pytest.param(n, marks=pytest.mark.slow) for n in [*CRITICS][1:])])
 def test_ppo_learns_with_a_critic_in_another_layout_or_place(tmp_path, shared, one, layout):
     ours = tiny.run(tiny.recipe(tmp_path, **sections("ppo", **CRITICS[layout])))
     assert_near(ours, one("ppo"), rel=1e-3, abs=1e-4)
@@ -228,8 +240,22 @@ def test_a_run_begins_with_a_model_that_was_trained_in_another_layout(tmp_path, 
     assert_near(on_two, on_one, rel=2e-4, abs=2e-5)
 
 
-def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared):
-    layout = LAYOUTS["fsdp"]
+@pytest.mark.slow
+def test_a_run_over_stages_continues_one_of_shards_and_the_other_way_round(tmp_path, shared):
+    for number, (before, after) in enumerate((("fsdp", "pp"), ("pp", "fsdp"))):
+        where = tmp_path / str(number)
+        first = tiny.run(tiny.recipe(where / "first", **LAYOUTS[before]))
+        again = {"model": {"path": str(first.directory), "optimizer": True}, "supervised": {"steps": 0}}
+        again["algorithm"] = {"steps": 2}
+        on_two, on_one = (
+            tiny.run(tiny.recipe(where / n, **how, **again)) for n, how in (("2", LAYOUTS[after]), ("1", {}))
+        )
+        assert_near(on_two, on_one, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared, layout):
+    layout = LAYOUTS[layout]
     whole = tiny.run(tiny.recipe(tmp_path / "whole", **layout))
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
     with pytest.raises(launch.Interrupted):

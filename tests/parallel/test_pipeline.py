@@ -23,8 +23,11 @@ from tests.parallel.layouts import (
 )  # fmt: skip
 from tests.parallel.test_training import apart, gathered, slow
 from tilth.core.errors import ModelError, NonFiniteError
+from tilth.core.layout import Mesh
 from tilth.parallel import comm
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Pipe
+from tilth.parallel.sharded import shard
 
 pytestmark = pytest.mark.dist
 HERE = "tests.parallel.test_pipeline:"
@@ -197,6 +200,21 @@ def refused(rank):
     return error.value.key
 
 
+def test_a_first_step_of_one_micro_batch_does_not_hang(pool):
+    """Groups of a new generation, so that these messages are the first ones."""
+    case = Case(pp=2, micro_tokens=1000)
+    one = train(0, case.alone)["results"][0]
+    assert pool.run(2, HERE + "first_step", timeout=60.0, case=case) == pytest.approx([one.loss] * 2, rel=1e-6)
+
+
+def first_step(rank, case):
+    grid = ParallelDims.of(Mesh.of({"pp": 2}), rank, generation=77)
+    sharded = shard(lambda: build(case), grid)
+    sharded.load_(weights(case))
+    tokens, mask, starts = rows_of(case, sharded)
+    return engine_of(case, sharded).update(tokens, mask, {}, loss_of(case, mask), starts=starts).loss
+
+
 def test_every_message_is_recorded_with_its_bytes_on_both_sides(pool):
     case = Case(pp=2, micro_tokens=1000)
     tokens = sum(LENGTHS)
@@ -218,6 +236,7 @@ def messages(rank, case):
     sharded.init_(0)
     engine = engine_of(case, sharded)
     rows = rows_of(case, sharded)
+    engine.update(*rows[:2], {}, loss_of(case, batch()[1]), starts=rows[2])  # the first one connects the stages
     comm._numbered = numbered
     try:
         engine.update(*rows[:2], {}, loss_of(case, batch()[1]), starts=rows[2])

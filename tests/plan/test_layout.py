@@ -336,3 +336,14 @@ def held_by_a_process(rank, role, overrides):
 def test_plans_need_no_torch():
     code = "import sys, tilth.plan.traffic, tilth.plan.steps; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_stages_of_a_pipeline_divide_parameters_and_hold_as_many_micro_batches_as_1f1b_says():
+    shape = new_config(load_recipe("addition-grpo").model, 14)
+    many = "train.micro_tokens=1024"
+    (one,), two = workers_of(1, many), workers_of(2, "policy.layout.pp=2", many)
+    elements = [worker.seats[0].elements for worker in two]
+    assert sum(elements) == COUNT + shape.vocab_size * shape.hidden_size  # both ends have the tied embedding
+    first, last = (item(worker.memory, "activations") for worker in two)
+    whole = item(one.memory, "activations")
+    assert first == pytest.approx(whole, rel=0.2) and last == pytest.approx(whole / 2, rel=0.2)  # 2 x 2 of 4 layers, 2

@@ -133,3 +133,12 @@ def test_groups_of_an_axis_cover_the_mesh_and_differ_in_it_alone(axis):
         places = [placed.mesh.coordinates(rank) for rank in group]
         assert [p[at] for p in places] == list(range(placed.mesh.sizes[at]))
         assert len({p[:at] + p[at + 1 :] for p in places}) == 1
+
+
+def test_stages_pass_on_hidden_states_and_gradients():
+    (found,) = (t for t in talks(2, "policy.layout.pp=2") if t.axis == "pp")
+    tokens = 512 * LONGEST
+    assert found.groups == ((0, 1),) and found.bytes == tokens * SHAPE.hidden_size * 4
+    many = ("policy.layout.pp=2", 'policy.layout.pp_schedule="interleaved"')
+    (twice,) = (t for t in talks(2, *many) if t.axis == "pp")
+    assert twice.bytes == 3 * found.bytes  # of its two parts: 2 forward and 1 back, or 1 and 2

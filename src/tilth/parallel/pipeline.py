@@ -129,6 +129,25 @@ class Pipe(Handover):
         n = len(self._ranks)
         return self.grid.channel(self._ranks[source % n], self._ranks[target % n], direction)
 
+    def connect(self) -> None:
+        """Send one number along each channel, in one order on all stages; a collective call of all stages.
+
+        Two ranks wait for each other at their first message, so first messages in the order of passes could wait for
+        ever: a stage posts a receive before it has sent what the other stage waits for.
+        """
+        n, hello = len(self._ranks), torch.zeros(1, device=self._device)
+        some = range(min(n, self.parts - 1))
+        links: list[tuple[int, int, Direction]] = [(part, part + 1, "forward") for part in some]
+        links += [(part + 1, part, "backward") for part in some]
+        for source, target, direction in sorted(links):
+            if self.grid.rank not in (self._ranks[source % n], self._ranks[target % n]):
+                continue
+            channel = self._channel(direction, source, target)
+            if self.grid.rank == channel.source:
+                channel.send(hello).wait()
+            else:
+                channel.receive(hello, channel.post(hello))
+
     def post(self, one: Pass, ctx: AttentionContext) -> None:
         before = needed(one, self.parts)
         if before is None or before.part == one.part:

@@ -142,7 +142,7 @@ class ShardedModel:
         self.context = context
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
-        self.pipeline = pipeline
+        self.pipeline, self._connected = pipeline, False
         self.deferred = pipeline.defer(self.parts) if pipeline is not None else None
         """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
@@ -322,7 +322,11 @@ class ShardedModel:
         parts = len(self.parts) * self.grid.size("pp")
         if self.pipeline is None:
             return Handover(orders, self.stage, parts)
-        return Pipe(orders, self.stage, parts, grid=self.grid, model=self.model, spread=self.pipeline.spread)
+        pipe = Pipe(orders, self.stage, parts, grid=self.grid, model=self.model, spread=self.pipeline.spread)
+        if not self._connected:
+            pipe.connect()
+            self._connected = True
+        return pipe
 
     @property
     def stage(self) -> int:

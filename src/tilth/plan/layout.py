@@ -15,11 +15,11 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
-from tilth.plan.pipeline import ON_STAGES, misfit_stages, stages_of
+from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
-from tilth.plan.working import ShardFactors
+from tilth.plan.working import ShardFactors, StagePart
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,19 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
     spread = tp if wanted.sp else 1
     copies = mesh.size(*mesh.copies)
-    return ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
+    found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
+    return found._replace(stage=stage_part(shape, mesh, rank, schedule, value=values))
+
+
+def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, value: bool) -> StagePart | None:
+    """Return the part of a model on a rank's stage; None without a pipeline."""
+    count, stage = mesh.size("pp"), mesh.coordinate("pp", rank)
+    if count == 1:
+        return None
+    stages = stages_of(shape, count, schedule, value=value)
+    layers = sum(len(stages.layers[part]) for part in stages.parts(stage))
+    flights = in_flight(schedule, count, stage, 4 * count) / chunks_of(schedule)
+    return StagePart(layers, stage == 0, stage == count - 1, flights)
 
 
 def _at_once(name: str) -> bool:

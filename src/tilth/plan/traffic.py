@@ -11,6 +11,7 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.layout import Placed, cut, layouts, place
 from tilth.plan.memory import micro_tokens
+from tilth.plan.pipeline import chunks_of
 from tilth.plan.reshard import ReshardPlan
 from tilth.plan.shape import DecoderShape
 
@@ -76,6 +77,7 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
         where = placed[role]
         found += _data(recipe, role, wanted, where, shape, longest)
         found += _tensor(recipe, role, where, shape, longest, wanted.sp)
+        found += _stages(recipe, role, wanted, where, shape, longest)
     for role in placed:
         if ROLES[role].mesh == "engines":
             found += _engine(recipe, role, placed[role], shape, longest)
@@ -124,6 +126,26 @@ def _tensor(
     sent = each * (did.tokens * (forward + 2) + did.scored * 2) / tokens
     what = "tokens gathered and scattered" if sp else "outputs added up"
     return [_talk(role, placed.mesh, ["tp"], f"{what} around both blocks of each layer", sent)]
+
+
+def _stages(
+    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
+) -> list[GroupTraffic]:
+    """Return the hidden states and gradients that go from one stage of a pipeline to the next."""
+    stages = placed.mesh.size("pp")
+    if stages == 1:
+        return []
+    did = work(recipe, role, placed.data_ranks, longest)
+    element = 2 if recipe.train.precision == "bf16" else _FP32
+    parts = stages * chunks_of(wanted.pp_schedule)
+    sent = []
+    for stage in range(stages):
+        own = range(stage, parts, stages)
+        forth, back = sum(part < parts - 1 for part in own), sum(part > 0 for part in own)
+        sent.append(forth * (did.tokens + did.scored) + back * did.tokens)
+    divided = placed.mesh.count("tokens") * (placed.mesh.size("tp") if wanted.sp else 1)
+    most = max(sent) * shape.hidden_size * element / divided
+    return [_talk(role, placed.mesh, ["pp"], "hidden states and their gradients, between neighbouring stages", most)]
 
 
 def _engine(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> list[GroupTraffic]:

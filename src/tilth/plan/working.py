@@ -52,6 +52,16 @@ class Item(NamedTuple):
     """True: in host memory, wherever the model is."""
 
 
+class StagePart(NamedTuple):
+    """Part of a model on one stage of a pipeline."""
+
+    layers: int
+    first: bool
+    last: bool
+    flights: float
+    """Micro-batches whose activations it holds at the same time, if there are enough of them."""
+
+
 class ShardFactors(NamedTuple):
     """One rank's part of a model, in elements."""
 
@@ -71,6 +81,24 @@ class ShardFactors(NamedTuple):
     """Ranks with the same parameters, each of which saves a share."""
     tokens: int = 1
     """Ranks that divide the tokens of each row."""
+    stage: StagePart | None = None
+    """Its stage of a pipeline; None: it has all layers."""
+
+    @property
+    def layers(self) -> int:
+        """Layers that the rank has."""
+        return self.shape.num_layers if self.stage is None else self.stage.layers
+
+    @property
+    def head(self) -> bool:
+        """True if the rank computes logits or values."""
+        return self.stage is None or self.stage.last
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding or head that the rank computes with."""
+        here = self.stage is None or self.stage.last or self.stage.first
+        return self.shape.vocab_size * self.shape.hidden_size * here
 
 
 class LargestMicroBatch(NamedTuple):
@@ -214,8 +242,9 @@ def logits_bytes(recipe: Recipe, cut: ShardFactors, rows: int, temperature: floa
 
 def training(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Return the working set, gradients included, of a step's peak. head: False for a model without logits."""
+    own = head and cut.head
     moments = [
-        moment for m in micro_batches_of(recipe, longest, cut) for moment in _moments(recipe, cut, longest, m, head)
+        moment for m in micro_batches_of(recipe, longest, cut) for moment in _moments(recipe, cut, longest, m, own)
     ]
     return max(moments, key=total)
 
@@ -229,12 +258,12 @@ def _moments(
     until the embedding's gradient is added.
     """
     shape, own = cut.shape, cut.elements * FP32
-    layer, table = layer_bytes(recipe, cut, longest, micro), shape.vocab_size * shape.hidden_size * FP32
+    layer, table = layer_bytes(recipe, cut, longest, micro), cut.table * FP32
     kept, slack = _kept(recipe, cut, micro, layer)
     before, flying = own if micro.several else 0, table if head else 0
     others = 2 * cut.gathered * FP32
     weights = (
-        Item("weights cast to the compute dtype", _cast(recipe, shape)),
+        Item("weights cast to the compute dtype", _cast(recipe, cut)),
         *([Item("parameters and gradients of other ranks", others)] if others else ()),
     )
     inside = (Item("slack of the allocator", slack), *weights)
@@ -249,25 +278,27 @@ def _moments(
 
 
 def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int) -> tuple[int, int]:
-    """Return the bytes that all layers keep of a micro-batch, and the allocator's slack."""
-    made = cut.shape.num_layers * layer
+    """Return the bytes that all layers keep of the micro-batches in flight, and the allocator's slack."""
+    flights = cut.stage.flights if cut.stage is not None and micro.several else 1
+    made = int(flights * cut.layers * layer)
     if not recipe.train.checkpointing:
         return made, int(SLACK * made)
     tokens = -(-micro.computed // cut.spread)
-    inputs = cut.shape.num_layers * tokens * cut.shape.hidden_size * element_of(recipe)
+    inputs = int(flights * cut.layers * tokens * cut.shape.hidden_size * element_of(recipe))
     return inputs + layer, int(SLACK * made + RECOMPUTED * layer)
 
 
-def _cast(recipe: Recipe, shape: DecoderShape) -> int:
+def _cast(recipe: Recipe, cut: ShardFactors) -> int:
     """Return bytes of matrices cast to the compute dtype, kept for the backward pass; one layer's if recomputed."""
     if element_of(recipe) == FP32:
         return 0
-    return matrices(shape) * element_of(recipe) // (shape.num_layers if recipe.train.checkpointing else 1)
+    layers = 1 if recipe.train.checkpointing else cut.layers
+    return matrices(cut.shape) * element_of(recipe) * layers // cut.shape.num_layers
 
 
 def scoring(recipe: Recipe, cut: ShardFactors, longest: int, *, head: bool = True) -> tuple[Item, ...]:
     """Return the working set of a pass without gradients. head: False for a model without logits."""
-    found = []
+    found, head = [], head and cut.head
     for micro in micro_batches_of(recipe, longest, cut):
         layer = layer_bytes(recipe, cut, longest, micro)
         logits = logits_bytes(recipe, cut, micro.chosen, micro.temperature, learns=False) if head else 0
