@@ -6,7 +6,7 @@ changes nothing but the order of additions.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,40 +216,46 @@ class TrainEngine:
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
         given = columns if routing is None else {**columns, ROUTING: routing}
-        every = cut(tokens, mask, given, plan, self.device, self.sharded.context)
+        cutting = partial(cut, tokens, mask, given, plan, self.device, self.sharded.context)
+        every, step = cutting(), self._expert_step(len(mask))
         rounds = self.sharded.sync_micro_batch_count(len(plan))
-        step = self._expert_step(len(mask))
-
-        def input_of(index: np.ndarray, micro: MicroBatch) -> tuple[Tensor, AttentionContext]:
-            x, ctx = model_input(micro, self.parity, self._dropout(places[index]) if drops else None)
-            if step is not None:
-                ctx.experts = step.context(micro)
-            return x, ctx
-
-        def begin() -> Iterator[InFlight]:
-            for index, micro in every:
-                work = WorkAmounts.of(self.model, micro)
-                used[index] += 1
-                yield InFlight(*input_of(index, micro), micro, work)
-            while True:  # other ranks have more
-                yield InFlight(*self.sharded.blank_input())
+        input_of = partial(self._input_of, places=places if drops else None, experts=step)
 
         if step is not None and step.counts_first:
-            again = cut(tokens, mask, given, plan, self.device, self.sharded.context)
-            self._count_loads(step, (Scored(*input_of(*one), *one) for one in again), len(plan))
+            self._count_loads(step, (Scored(*input_of(*one), *one) for one in cutting()), len(plan))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
-        done = self._passes(begin(), rounds, scorer, loss)[: len(plan)]
+        done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         _check_used(used)
         total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
         total, metrics = self.sharded.share_object((total, _on_host(merge_metrics([one.metrics for one in done]))))
-        works = [one.work for one in done if one.work is not None]
-        computed, flops = sum(work.tokens for work in works), sum(work.flops.both for work in works)
-        amounts = {"tokens": len(mask), "computed": computed, "flops": flops, "padded": rounds - len(plan)}
+        amounts = {"tokens": len(mask), "padded": rounds - len(plan), **_amounts(done)}
         result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()), experts=step)
         self._forget()
         return result
+
+    def _in_flight(
+        self,
+        every: Iterable[tuple[np.ndarray, MicroBatch]],
+        used: np.ndarray,
+        input_of: Callable[..., tuple[Tensor, AttentionContext]],
+    ) -> Iterator[InFlight]:
+        """Yield the micro-batches, then blanks without end; count in ``used`` each token that is used."""
+        for index, micro in every:
+            used[index] += 1
+            yield InFlight(*input_of(index, micro), micro, WorkAmounts.of(self.model, micro))
+        while True:  # other ranks have more
+            yield InFlight(*self.sharded.blank_input())
+
+    def _input_of(
+        self, index: np.ndarray, micro: MicroBatch, *, places: np.ndarray | None, experts: ExpertStep | None
+    ) -> tuple[Tensor, AttentionContext]:
+        """Return the input of a micro-batch. places: of all tokens in the whole batch; None: no dropout."""
+        x, ctx = model_input(micro, self.parity, None if places is None else self._dropout(places[index]))
+        if experts is not None:
+            ctx.experts = experts.context(micro)
+        return x, ctx
 
     def _expert_step(self, tokens: int) -> ExpertStep | None:
         """Return what routers need in one step; None for a dense model. tokens: of this rank's rows."""
@@ -415,6 +421,12 @@ class TrainEngine:
     def _dropout(self, index: np.ndarray) -> DropoutContext:
         """index: positions of the tokens in the whole batch, which number the dropout masks."""
         return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
+
+
+def _amounts(done: Iterable[InFlight]) -> dict[str, float]:
+    """Return the tokens that these micro-batches sent through the model, and the FLOPs."""
+    works = [one.work for one in done if one.work is not None]
+    return {"computed": sum(work.tokens for work in works), "flops": sum(work.flops.both for work in works)}
 
 
 def _places(tokens: Jagged, starts: np.ndarray | None) -> np.ndarray:
