@@ -252,3 +252,11 @@ def test_a_new_model_of_a_recipe() -> None:
 def test_keys_that_a_family_does_not_have_are_named(family: str, key: str, value: int) -> None:
     with raises(ModelError, key=key):
         new_config(ModelConfig(family=family, **{key: value}), 50)
+
+
+def test_the_layers_around_experts_compile() -> None:
+    model, ids = decoder(QWEN), tokens([12])
+    plain = model(ids, PackedContext([12]))
+    model.compile(backend="eager")
+    assert all(torch.equal(model(ids[:n], PackedContext([n])), plain[:n]) or n < 12 for n in (12, 7, 12))
+    assert (model(ids[:7], PackedContext([7])) - plain[:7]).abs().max() < 1e-5
