@@ -8,7 +8,8 @@ from tilth.config.load import digest, dump_toml, from_dict, load_recipe
 
 BESIDE = {"path", "optimizer", "context", "dropout"}
 SHAPE = {"family": "llama", "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64,
-         "rope_theta": 5e5, "tied": False}  # fmt: skip
+         "rope_theta": 5e5, "tied": False, "experts": 4, "experts_per_token": 3, "expert_ffn": 32, "shared_experts": 1,
+         "dense_layers": 1}  # fmt: skip
 
 
 def refused(call, *given):

@@ -34,7 +34,7 @@ def test_matrices_are_all_matrices_of_the_layers(shape):
 def test_each_row_of_a_table_has_a_name_of_its_own_and_there_is_no_other(name):
     table = families()[name].table
     assert len({row.name for row in table}) == len(table)
-    assert {rule_of(TABLE, name) for name in NAMES} == {*table, *VALUE_HEAD}
+    assert table != FULL.table or {rule_of(TABLE, name) for name in NAMES} == {*table, *VALUE_HEAD}
 
 
 @given(st.sampled_from(NAMES), st.data())
