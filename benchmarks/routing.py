@@ -6,6 +6,8 @@ A random model with experts generates in bf16, and fp32 scores its answers: once
 those that the engine recorded. A dense model of the same depth is what rounding does without experts.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
@@ -19,9 +21,15 @@ from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.packed import packed_logprobs
 
-DENSE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_heads": 4}
-SPARSE = {**DENSE, "family": "qwen3_moe", "expert_size": 32, "expert_layers": (0, 1, 2, 3)}
-MODELS = {
+DENSE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+}
+SPARSE: dict[str, Any] = {**DENSE, "family": "qwen3_moe", "expert_size": 32, "expert_layers": (0, 1, 2, 3)}
+MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "8 experts, 2 a token": {**SPARSE, "num_experts": 8, "experts_per_token": 2},
     "32 experts, 4 a token": {**SPARSE, "num_experts": 32, "experts_per_token": 4},
@@ -46,8 +54,8 @@ def measure(name: str, sequences: int) -> dict[str, object]:
     ways: dict[str, np.ndarray | None] = {"own": None}
     if config.num_experts:
         recorded = np.concatenate([t.routing for t in found if t.routing is not None]).astype(np.int64)
-        ways["replayed"] = np.where(recorded == 255, -1, recorded).reshape(len(mask), config.num_layers, -1)
-        row["flips"] = flips(model, tokens, ways["replayed"])
+        choices = np.where(recorded == 255, -1, recorded).reshape(len(mask), config.num_layers, -1)
+        ways["replayed"], row["flips"] = choices, flips(model, tokens, choices)
     for way, routing in ways.items():
         logprobs = packed_logprobs(model, tokens, mask, max_tokens=4096, routing=routing)
         apart = np.abs(logprobs - said)[mask == 1]
@@ -58,9 +66,9 @@ def measure(name: str, sequences: int) -> dict[str, object]:
 @torch.no_grad()
 def flips(model: Decoder, tokens: Jagged, recorded: np.ndarray) -> float:
     """Return the share of recorded pairs of token and expert that the model's routers do not choose."""
-    ctx = PackedContext(tokens.lengths, experts=ExpertContext(record=True))
-    model(torch.from_numpy(tokens.values), ctx)
-    own = torch.stack([ctx.experts.chosen[layer] for layer in model.config.expert_layers], 1).numpy()
+    noted = ExpertContext(record=True)
+    model(torch.from_numpy(tokens.values), PackedContext(tokens.lengths, experts=noted))
+    own = torch.stack([noted.chosen[layer] for layer in model.config.expert_layers], 1).numpy()
     missed = (recorded[..., None] != own[:, :, None]).all(-1) & (recorded >= 0)
     return float(missed.sum() / (recorded >= 0).sum())
 
