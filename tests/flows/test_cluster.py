@@ -35,6 +35,8 @@ LAYOUTS = {
         "reference": {"layout": {"tp": 2}},
         "rollout": DIVIDED,
     },
+    "cp": {"cluster": LOCAL, "policy": {"layout": {"cp": 2}}},
+    "cp, ulysses": {"cluster": LOCAL, "policy": {"layout": {"cp": 2, "cp_style": "ulysses"}}},
     "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},
     "dp, engine over tp": {"cluster": LOCAL, "rollout": DIVIDED},
     "fsdp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "rollout": DIVIDED},
@@ -120,7 +122,15 @@ def one(tmp_path_factory):
     return run
 
 
-SELDOM = ("pp, zero-bubble", "dp", "fsdp, gathered once", "tp", "dp, engine over tp", "fsdp, engine over tp")
+SELDOM = (
+    "pp, zero-bubble",
+    "dp",
+    "fsdp, gathered once",
+    "tp",
+    "dp, engine over tp",
+    "fsdp, engine over tp",
+    "cp, ulysses",
+)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SELDOM)) for n in LAYOUTS])
@@ -166,10 +176,11 @@ def in_parts(prompt, completion, info):
     return {"reward": right + 0.1 * len(completion), "right": right, "length": len(completion)}
 
 
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dapo")) for n in ALGORITHMS])
-def test_every_algorithm_on_two_workers_is_what_it_is_on_one(tmp_path, shared, name):
+def test_every_algorithm_on_two_workers_is_what_it_is_on_one(tmp_path, shared, name, layout):
     found = []
-    for where in ({}, {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}}):
+    for where in ({}, {"cluster": LOCAL, "policy": {"layout": layout}}):
         given = {**ALGORITHMS[name], **where, "optimizer": {"lr": 1e-3}}
         given["algorithm"] = {"steps": 3, **given["algorithm"]}
         found.append(tiny.run(tiny.recipe(tmp_path / str(len(found)), **given), reward=in_parts))
@@ -182,6 +193,11 @@ CRITICS = {
         "cluster": LOCAL,
         "policy": {"layout": {"pp": 2}},
         "critic": {"steps": 2, "layout": {"pp": 2, "pp_schedule": "zero-bubble"}},
+    },
+    "tokens of both": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"cp": 2}},
+        "critic": {"steps": 2, "layout": {"cp": 2, "cp_style": "ulysses"}},
     },
     "critic elsewhere": {"cluster": SPLIT, "critic": {"steps": 2, **ELSEWHERE}, "rollout": ELSEWHERE},
 }
@@ -222,10 +238,11 @@ def test_four_engines_say_what_one_says_token_for_token(tmp_path, where):
     assert a.select(["id", "tokens", "logprobs"]).equals(b.select(["id", "tokens", "logprobs"]))
 
 
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("flow", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
-def test_supervised_flows_on_two_workers(tmp_path, shared, flow):
+def test_supervised_flows_on_two_workers(tmp_path, shared, flow, layout):
     alone = tiny.learn(tmp_path / "one", flow)
-    spread = tiny.learn(tmp_path / "two", flow, cluster=LOCAL, policy={"layout": {"fsdp": 2}})
+    spread = tiny.learn(tmp_path / "two", flow, cluster=LOCAL, policy={"layout": layout})
     assert_near(spread, alone, rel=1e-4, abs=1e-5)
 
 

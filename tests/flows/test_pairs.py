@@ -253,8 +253,8 @@ NEAR = ("loss", "grad_norm", "rewards/margin", "rewards/chosen", "rewards/accura
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize(
     "layout",
-    [{"fsdp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}))],
-    ids=["fsdp", "dp", "tp"],
+    [{"fsdp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}, {"cp": 2}))],
+    ids=["fsdp", "dp", "tp", "cp"],
 )
 def test_two_workers_learn_what_one_does(tmp_path, shared, made, flow, layout):
     where = {"cluster": LOCAL, "policy": {"layout": layout}}

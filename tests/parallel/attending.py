@@ -1,15 +1,27 @@
 """What runs in each rank for the tests of context parallelism: attention of divided tokens beside the whole."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.divided import far, one_device, sequences
+from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
+from tilth.models.attention import DropoutContext
+from tilth.models.value import ValueModel
+from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.context import ContextParallel
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import ShardedModel, shard
+from tilth.rl.packing import segment_sum
+from tilth.training.packed import appraise, cut, model_input, plan_micros, score
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
@@ -35,7 +47,7 @@ def inputs(lengths: list[int], heads: int, kv_heads: int, width: int, dtype: tor
 def attend(
     rank: int, ranks: int, style: str, cases: list[dict[str, Any]], dtype: str = "float64"
 ) -> list[dict[str, float]]:
-    """Greatest difference of output and gradients from brute force, over cases: lengths, heads, kv_heads, window."""
+    """How far output and gradients are from brute force, for each case: lengths, heads, kv_heads, window."""
     shape: Any = SimpleNamespace(num_heads=1 << 10, num_kv_heads=1 << 10)
     parallel = ContextParallel.of(ParallelDims.of(Mesh(("cp",), (ranks,)), rank), style, shape)
     return [_attend(parallel, getattr(torch, dtype), **case) for case in cases]
@@ -53,8 +65,84 @@ def _attend(
     assert found.dtype == dtype and found.shape == mine[0].shape
     grads = [torch.autograd.grad((a * b).sum(), x[:3]) for a, b, x in ((found, mine[3], mine), (wanted, wide[3], wide))]
     pairs = zip(("out", "q", "k", "v"), (found, *grads[0]), (wanted, *grads[1]))
-    return {name: _far(a.double(), b[share.tokens]) for name, a, b in pairs}
+    return {name: far(a.detach().double(), b.detach()[share.tokens]) for name, a, b in pairs}
 
 
-def _far(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max()) if a.numel() else 0.0
+def compare(
+    rank: int,
+    sizes: dict[str, int],
+    style: str = "ring",
+    family: str = "qwen3",
+    changes: dict[str, Any] | None = None,
+    lengths: tuple[int, ...] = (5, 1, 12, 4, 23),
+    value: bool = False,
+    after: bool = False,
+    sp: bool = False,
+    checkpointing: bool = False,
+    wrong: str = "",
+) -> dict[str, float]:
+    """Loss of whole sequences and every gradient of a model over a mesh against one device: how far each is, by name.
+
+    wrong: function of ``parallel.context`` that sums what every rank has whole.
+    """
+    model = one_device(family, changes or {}, torch.float64, value)
+    model.checkpointing = checkpointing
+    grid = ParallelDims.of(Mesh.of(sizes), rank)
+    twin = shard(lambda: one_device(family, changes or {}, torch.float64, value), grid, sp=sp, cp_style=style)
+    twin.load_({name: p.detach() for name, p in model.named_parameters()})
+    twin.model.checkpointing = checkpointing
+    tokens, mask = sequences(model.config.vocab_size, False, lengths)
+    with patch(f"tilth.parallel.context.{wrong}", gather_tokens) if wrong else nullcontext():
+        losses = [_backward(each, tokens, mask, after) for each in (ShardedModel.alone(model), twin)]
+    found = twin.assemble(list(twin.parameters), {name: p.grad for name, p in twin.parameters.items()})
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": far(losses[1], losses[0])} | {name: far(found[name], grad) for name, grad in wanted.items()}
+
+
+def _backward(sharded: ShardedModel, tokens: Jagged, mask: np.ndarray, after: bool) -> Tensor:
+    """Add the gradients of a loss that is not a sum over tokens; return it."""
+    plan, total = plan_micros(tokens, mask, 1000), torch.zeros(())
+    for index, micro in cut(tokens, mask, {}, plan, torch.device("cpu"), sharded.context):
+        dropout = DropoutContext(3, 1, 100 + torch.from_numpy(index)) if sharded.model.config.dropout else None
+        hidden = sharded.forward(*model_input(micro, dropout=dropout))
+        if isinstance(sharded.model, ValueModel):
+            appraise(sharded.model, micro, hidden, after=after)
+            column = micro.values
+        else:
+            score(sharded.model, micro, hidden, temperature=0.8, entropy=True)
+            column = micro.logprobs + 0.3 * micro.entropy * torch.linspace(0.5, 1.5, len(micro.ids))
+        rows = segment_sum(column, micro.lengths) / micro.lengths
+        total = total + (rows.exp() + rows.sum().square()).sum()
+    total.backward()
+    sharded.reduce_grads()
+    return total.detach()
+
+
+def moved(rank: int, ranks: int, style: str, lengths: list[int], kv_heads: int, window: int | None) -> dict[str, float]:
+    """Bytes that this rank sends in the forward and in the backward pass of one attention, float32."""
+    shape: Any = SimpleNamespace(num_heads=4, num_kv_heads=kv_heads)
+    parallel = ContextParallel.of(ParallelDims.of(Mesh(("cp",), (ranks,)), rank), style, shape)
+    share = parallel.share(lengths)
+    q, k, v, _ = (x[share.tokens].requires_grad_() for x in inputs(lengths, 4, kv_heads, 8, torch.float32))
+    with Sent() as forward:
+        out = share.context().attend(0, q, k, v, window)
+    with Sent() as backward:
+        out.sum().backward()
+    return {"forward": forward.bytes, "backward": backward.bytes}
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that this rank sends to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and name == "send":
+            self.bytes += sum(x.nbytes for x in args[0])
+        elif func.namespace == "c10d" and name == "alltoall_base_":
+            row, counts = args[1].nbytes // max(len(args[1]), 1), args[4]
+            self.bytes += row * (sum(counts) - counts[dist.ProcessGroup.unbox(args[2]).rank()])
+        return func(*args, **(kwargs or {}))

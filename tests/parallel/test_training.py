@@ -113,7 +113,15 @@ def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case)
     [
         Case(fsdp=2, dropout=0.1),
         Case(dp=2, tied=False),
-        *slow([Case(fsdp=2, zero=2), Case(dp=2, fsdp=2, rows=(2, 3, 1)), Case(fsdp=4), Case(fsdp=2, tp=2, sp=True)]),
+        *slow(
+            [
+                Case(cp=2, dropout=0.1),
+                Case(fsdp=2, zero=2),
+                Case(dp=2, fsdp=2, rows=(2, 3, 1)),
+                Case(fsdp=4),
+                Case(fsdp=2, tp=2, sp=True),
+            ]
+        ),
     ],
     ids=str,
 )

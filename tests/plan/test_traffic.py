@@ -4,6 +4,7 @@ import pytest
 
 from tilth.config.load import load_recipe
 from tilth.models.family import new_config
+from tilth.plan.context import RING_SHARE
 from tilth.plan.layout import place
 from tilth.plan.shape import parameters
 from tilth.plan.traffic import tokens_of_rank, traffic, work
@@ -81,6 +82,20 @@ def test_tp_adds_up_hidden_states_around_two_blocks_forward_and_backward():
     assert 2 * half["tp"].bytes == found["tp"].bytes
     spread = {t.axis: t for t in talks(2, "policy.layout.tp=2", "policy.layout.sp=true")}
     assert spread["tp"].bytes == found["tp"].bytes and "scattered" in spread["tp"].what
+
+
+def test_keys_and_values_go_around_or_tokens_are_exchanged_for_heads():
+    def sent(*more):
+        found = {t.axis: t for t in talks(2, "policy.layout.cp=2", *more)}
+        assert found["cp"].groups == ((0, 1),) and "gradients" in talks(2, "policy.layout.cp=2")[0].what
+        return found["cp"].bytes
+
+    heads, kv_heads, tokens = SHAPE.num_heads, SHAPE.num_kv_heads, 512 * LONGEST
+    one = SHAPE.num_layers * tokens * SHAPE.head_dim * 4 / 2  # a float of each head, to the other rank
+    assert sent() == pytest.approx(RING_SHARE * 3 * 2 * kv_heads * one)
+    assert sent("train.checkpointing=true") == pytest.approx(sent() * 4 / 3)
+    assert sent("train.precision=bf16") == pytest.approx(sent() * 2 / 3)
+    assert sent("policy.layout.cp_style=ulysses") == pytest.approx(2 * (2 * heads + 2 * max(kv_heads, 2)) * one / 2)
 
 
 def test_engines_elsewhere_get_their_weights_from_the_replicas_in_turn():

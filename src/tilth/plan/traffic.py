@@ -9,6 +9,7 @@ from tilth.config.roles import ROLES
 from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh
+from tilth.plan.context import RING_SHARE
 from tilth.plan.layout import Placed, cut, layouts, place
 from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of
@@ -76,6 +77,7 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
     for role, wanted in learners(recipe).items():
         where = placed[role]
         found += _data(recipe, role, wanted, where, shape, longest)
+        found += _context(recipe, role, wanted, where, shape, longest)
         found += _tensor(recipe, role, where, shape, longest, wanted.sp)
         found += _stages(recipe, role, wanted, where, shape, longest)
     for role in placed:
@@ -111,6 +113,26 @@ def _data(
         what = "parameters gathered, gradients scattered, each micro-batch"
         times = 3 * did.micros + did.scored_micros  # gathered again on the way back
     return [*found, _talk(role, mesh, mesh.shards, what, _share(shards) * whole * times)]
+
+
+def _context(
+    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
+) -> list[GroupTraffic]:
+    """Keys and values that go around once forward, and back with their gradients; or tokens exchanged for heads."""
+    cp, tp = placed.mesh.size("cp"), placed.mesh.size("tp")
+    if cp == 1:
+        return []
+    did, element = work(recipe, role, placed.data_ranks, longest), 2 if recipe.train.precision == "bf16" else _FP32
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    again = recipe.train.checkpointing
+    if wanted.cp_style == "ring":
+        what, each = "keys and values sent around", RING_SHARE * 2 * kv_heads * shape.head_dim
+        sent = (did.scored + did.tokens * (2 + again)) * element + did.tokens * _FP32  # gradients travel in fp32
+    else:
+        what, each = "tokens exchanged for heads", 2 * (heads + max(kv_heads, cp)) * shape.head_dim / cp
+        sent = (did.scored + did.tokens * (2 + again)) * element
+    total = shape.num_layers * each * sent * _share(cp)
+    return [_talk(role, placed.mesh, ["cp"], f"{what} in attention of each layer", total)]
 
 
 def _tensor(

@@ -135,27 +135,27 @@ def on_gpu(recipe: Recipe) -> bool:
 
 def micro_batches_of(recipe: Recipe, longest: int, cut: ShardFactors) -> Iterator[LargestMicroBatch]:
     """Yield the largest micro-batch of each phase of the recipe, on one rank."""
-    for micro in _whole_rows(recipe, longest, cut.ranks):
+    for micro in _whole_rows(recipe, longest, cut.ranks, cut.tokens > 1):
         computed, seen, chosen = (-(-count // cut.tokens) for count in micro[:3])
         yield micro._replace(computed=computed, seen=seen, chosen=chosen)
 
 
-def _whole_rows(recipe: Recipe, longest: int, ranks: int) -> Iterator[LargestMicroBatch]:
+def _whole_rows(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Iterator[LargestMicroBatch]:
     w, budget = recipe.supervised, recipe.train.micro_tokens
     if w.steps or w.epochs:
         rows = -(-w.batch * recipe.flow_spec.rows // ranks)
         tokens = max(longest, min(budget, rows * longest))
         yield LargestMicroBatch(tokens, tokens, tokens, rows * longest > budget, 1.0)
     if recipe.flow_spec.samples and recipe.algorithm.steps:
-        yield _of_samples(recipe, longest, ranks)
+        yield _of_samples(recipe, longest, ranks, divided)
     elif not (w.steps or w.epochs):
         yield LargestMicroBatch(longest, longest, longest, False, 1.0)
 
 
-def _of_samples(recipe: Recipe, longest: int, ranks: int) -> LargestMicroBatch:
+def _of_samples(recipe: Recipe, longest: int, ranks: int, divided: bool) -> LargestMicroBatch:
     r, how = recipe.rollout, recipe.algorithm
     rows = -(-r.prompts * r.group // (ranks * how.minibatches))
-    share, new = _shared(recipe, longest), min(r.max_tokens, longest)
+    share, new = 1.0 if divided else _shared(recipe, longest), min(r.max_tokens, longest)
     computed = max(longest, min(recipe.train.micro_tokens, int(rows * longest * share)))
     seen = max(longest, min(int(computed / share), rows * longest))
     chosen = -(-seen * new // longest)

@@ -52,6 +52,7 @@ _DECLARED = (
     Op("all_gather", "communication", COLLECTIVE),
     Op("reduce_scatter", "communication", COLLECTIVE),
     Op("all_to_all", "communication", COLLECTIVE),
+    Op("exchange", "communication", f"a tensor to one rank and one from another; {COLLECTIVE}"),
     Op("broadcast", "communication", COLLECTIVE),
     Op("send", "communication", "to one peer; detail: from and to, as 0>1; seq: its number among those"),
     Op("receive", "communication", "from one peer; detail and seq: as of its send"),
