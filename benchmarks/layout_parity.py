@@ -25,7 +25,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,6 +57,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp": 2, "sp": True},
     "tp4": {"tp": 4},
     "fsdp2xtp2": {"fsdp": 2, "tp": 2},
+    "cp2": {"cp": 2},
+    "cp4": {"cp": 4},
+    "ulysses2": {"cp": 2, "cp_style": "ulysses"},
+    "ulysses4": {"cp": 4, "cp_style": "ulysses"},
+    "cp2xtp2": {"cp": 2, "tp": 2},
+    "dp2xcp2": {"dp": 2, "cp": 2},
+    "fsdp2xcp2": {"fsdp": 2, "cp": 2},
 }
 GOALS = {"first": 1e-5, "last": 1e-4, "double": 1e-11}
 SIZES: dict[str, dict[str, Any]] = {
@@ -69,19 +76,21 @@ BATCHES = {"full": (32, 120, 512), "quick": (10, 40, 100)}
 
 @dataclass(frozen=True)
 class Task:
-    """One training run. dp, fsdp, tp: ranks along each dimension."""
+    """One training run. dp, fsdp, cp, tp: ranks along each axis."""
 
     size: str
     steps: int
     double: bool = False
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
     sp: bool = False
+    cp_style: Literal["ring", "ulysses"] = "ring"
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(("dp", "fsdp", "tp"), (self.dp, self.fsdp, self.tp))
+        return Mesh(("dp", "fsdp", "cp", "tp"), (self.dp, self.fsdp, self.cp, self.tp))
 
 
 @dataclass
@@ -150,7 +159,9 @@ def spread(task: Task, grid: ParallelDims) -> ShardedModel:
     def build() -> Decoder:
         return Decoder(config, torch.float64).double() if task.double else Decoder(config)
 
-    return ShardedModel.alone(build()) if len(grid.mesh) == 1 else shard(build, grid, sp=task.sp)
+    return (
+        ShardedModel.alone(build()) if len(grid.mesh) == 1 else shard(build, grid, sp=task.sp, cp_style=task.cp_style)
+    )
 
 
 def batch(size: str) -> tuple[Jagged, np.ndarray]:
@@ -178,9 +189,11 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func.__name__.partition(".")[0] != "barrier":
-            whole, times = COLLECTIVES[func.__name__.partition(".")[0]]
+            name = func.__name__.partition(".")[0]
+            whole, times = COLLECTIVES[name]
             ranks = next(g.size() for g in map(group_of, args) if g is not None)
-            self.sent += times * (ranks - 1) / ranks * sum(t.nbytes for t in tree_leaves(args[whole]))
+            share = 1.0 if name == "send" else times * (ranks - 1) / ranks
+            self.sent += share * sum(t.nbytes for t in tree_leaves(args[whole]))
         return func(*args, **(kwargs or {}))
 
 
@@ -190,6 +203,9 @@ COLLECTIVES: dict[str, tuple[int, int]] = {
     "_allgather_base_": (0, 1),
     "reduce_scatter_": (1, 1),
     "_reduce_scatter_base_": (1, 1),
+    "send": (0, 1),
+    "recv_": (0, 0),
+    "alltoall_base_": (1, 1),
 }
 """Torch's operator -> which argument is the whole tensor, and how often a ring sends (n - 1) / n of it."""
 
