@@ -258,6 +258,8 @@ NEAR = ("loss", "grad_norm", "rewards/margin", "rewards/chosen", "rewards/accura
 )
 def test_two_workers_learn_what_one_does(tmp_path, shared, made, flow, layout):
     where = {"cluster": LOCAL, "policy": {"layout": layout}}
+    if flow == "dpo" and "cp" in layout:  # in one layout, policy and reference begin with equal bits and margins of 0
+        where["reference"] = {"layout": layout}
     ours = read_metrics(learn(tmp_path, flow, **where).directory)
     theirs = read_metrics(made[flow].directory)
     assert len(ours) == len(theirs)
