@@ -14,7 +14,16 @@ LENGTHS = [5, 33, 20, 49, 17, 32, 1, 40, 23]
 CONFIGS = {
     **{
         name: FAMILIES[name]
-        for name in ("llama-none", "llama-biases", "qwen2-window", "mistral", "llama-dynamic", "mixtral")
+        for name in (
+            "llama-none",
+            "llama-biases",
+            "qwen2-window",
+            "mistral",
+            "llama-dynamic",
+            "mixtral",
+            "olmo3",
+            "gemma3",
+        )
     },
     "qwen3-wide": shape("qwen3", hidden_size=160, num_heads=6, num_kv_heads=2, head_dim=32, vocab_size=1000),
     "one-kv-head": shape("llama", hidden_size=120, num_heads=3, num_kv_heads=1, head_dim=40),

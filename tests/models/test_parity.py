@@ -54,7 +54,7 @@ def test_every_scaling_changes_the_result() -> None:
         assert all((one - two).abs().max() > 1e-2 for two in results[:i])
 
 
-@pytest.mark.parametrize("name", ["llama-none", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama-none", "qwen2", "qwen3", "mistral", "olmo2", "olmo3", "gemma3"])
 def test_bf16_stays_as_near_as_transformers_in_bf16(name: str) -> None:
     model = decoder(FAMILIES[name])
     ids = tokens(LENGTHS)

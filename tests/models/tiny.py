@@ -59,6 +59,15 @@ def shape(family: str, **changes: Any) -> DecoderConfig:
         base["intermediate_size"] = 24
     if family == "qwen3_moe":
         base |= {"expert_layers": (0, 2), "experts_per_token": 3, "renormalise": False, "qk_norm": True}
+    if family in ("olmo2", "olmo3"):
+        base.update(qk_norm=True, wide_qk_norm=True)
+    if family == "olmo3":
+        base.update(sliding_window=5, window_layers=(0, 1), rope_theta=5e5, window_rope_theta=5e5)
+    if family == "gemma3":
+        base.update(
+            qk_norm=True, scale_embeddings=True, tie_embeddings=True, head_dim=24, query_scalar=40, sliding_window=5,
+            window_layers=(0, 2), rope_theta=1e6, window_rope_theta=100.0,
+        )  # fmt: skip
     if family == "mistral":
         base.update(sliding_window=6, window_layers=(0, 1, 2))
     return DecoderConfig(**{**base, **changes})
@@ -71,6 +80,11 @@ FAMILIES: dict[str, DecoderConfig] = {
     "qwen2-window": shape("qwen2", sliding_window=5, window_layers=(1, 2), tie_embeddings=False),
     "qwen3": shape("qwen3"),
     "qwen3-window-yarn": shape("qwen3", sliding_window=5, window_layers=(2,), rope_scaling=ROPES["yarn"]),
+    "olmo2": shape("olmo2", rope_scaling=ROPES["yarn"]),
+    "olmo2-biases": shape("olmo2", qkv_bias=True, o_bias=True, num_kv_heads=4),
+    "olmo3": shape("olmo3", rope_scaling=ROPES["yarn"]),
+    "gemma3": shape("gemma3"),
+    "gemma3-linear": shape("gemma3", rope_scaling=ROPES["linear"], query_scalar=0, qkv_bias=True, o_bias=True),
     "mistral": shape("mistral"),
     "mistral-full": shape("mistral", sliding_window=None, window_layers=()),
     "mixtral": shape("mixtral"),
@@ -101,6 +115,7 @@ def reference(model: Decoder) -> torch.nn.Module:
     missing, unexpected = other.load_state_dict(joined(model.state_dict()), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"} and (model.lm_head is None or not missing)
     other.tie_weights()
+    other.get_input_embeddings().padding_idx = None  # transformers gives a padding token no gradient
     return other
 
 

@@ -29,6 +29,8 @@ FAMILIES = {
     "mistral": {"sliding_window": 3, "window_layers": (0,)},
     "llama": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "qwen3_moe": {"expert_layers": (1,)},
+    "olmo3": {"sliding_window": 3, "window_layers": (0,)},
+    "gemma3": {"sliding_window": 3, "window_layers": (0,)},
 }
 
 
@@ -75,6 +77,7 @@ def test_fp32_differs_by_rounding(pool, sp):
 
 
 FOUR = {
+    "norms over all heads, two key heads": {"family": "olmo2"},
     "one key head": {"changes": {"num_kv_heads": 1}},
     "two key heads": {"family": "qwen2", "changes": {"num_kv_heads": 2, "vocab_size": 33, "tie_embeddings": False}},
     "as many key heads": {"changes": {"num_kv_heads": 4, "vocab_size": 13}},

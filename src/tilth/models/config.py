@@ -36,7 +36,15 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     """``rope_type`` and its factors, as in transformers; None: no scaling."""
+    window_rope_theta: float | None = None
+    """Base of the rotary embedding, then without scaling, in the layers of ``window_layers``; None: as elsewhere."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by sqrt(hidden_size)."""
+    query_scalar: int = 0
+    """Attention scores are divided by its root; 0: equal to head_dim."""
     qk_norm: bool = False
+    wide_qk_norm: bool = False
+    """Norm queries, and keys, over all heads together instead of each head alone."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -77,6 +85,8 @@ class DecoderConfig:
             right = f"a multiple of num_heads ({self.num_heads})"
             check(self.hidden_size % self.num_heads == 0, "hidden_size", self.hidden_size, right)
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not self.query_scalar:
+            object.__setattr__(self, "query_scalar", self.head_dim)
         self._validate()
 
     def _validate(self) -> None:
@@ -86,6 +96,7 @@ class DecoderConfig:
         right = f"a divisor of num_heads ({self.num_heads})"
         check(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, right)
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
+        check(self.query_scalar > 0, "query_scalar", self.query_scalar, "positive")
         check(0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and below 1")
         window, layers = self.sliding_window, self.window_layers
         check(window is None or window > 0, "sliding_window", window, "positive, or none")

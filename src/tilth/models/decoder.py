@@ -19,13 +19,12 @@ from tilth.core.random import fill_normal_, stream
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
-from tilth.models.logprobs import head_logits, token_logprobs, token_squares
+from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
 from tilth.models.moe import ExpertContext, MoE
-from tilth.models.rope import Rope, rotate
+from tilth.models.rope import Rope, Tables, rotate, tables_of
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
-Tables = tuple[Tensor, Tensor]
 Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
@@ -71,6 +70,24 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, None, self.eps) * self.weight.to(x.dtype)
 
 
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose product with the weight is in fp32 too, rounded to x's dtype once."""
+
+    offset = 0.0
+    """Added to the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = wide(x.dtype)
+        weight = self.weight.to(x.dtype).to(kind)  # as an engine holds it
+        weight = weight + self.offset if self.offset else weight
+        return F.rms_norm(x.to(kind), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def norm_of(config: DecoderConfig) -> RMSNorm:
+    """Return a norm of the config's family, without parameters."""
+    return (family_of(config.family).norm or RMSNorm)(config.rms_norm_eps)
+
+
 class Embedding(nn.Module):
     """Table [V, width] indexed by token id."""
 
@@ -108,10 +125,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.wide_norm = config.head_dim, config.wide_qk_norm
+        self.scale = (config.head_dim / config.query_scalar) ** 0.5
+        """Factor of queries beside head_dim**-0.5, which every attention context applies."""
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = Linear(), Linear(), Linear(), Linear()
-        self.q_norm = RMSNorm(config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = norm_of(config) if config.qk_norm else None
+        self.k_norm = norm_of(config) if config.qk_norm else None
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +140,7 @@ class Attention(nn.Module):
         if self.joined is not None and not torch.is_grad_enabled():
             every = _joined_linear(x, self.joined).view(rows, heads + 2 * kv_heads, hd)
             both, v = every.split((heads + kv_heads, kv_heads), 1)
-            if self.q_norm is None:
+            if self.q_norm is None and self.scale == 1:
                 q, k = rotate(both, *tables).split((heads, kv_heads), 1)
                 return q, k, v
             q, k = both.split((heads, kv_heads), 1)
@@ -129,30 +148,44 @@ class Attention(nn.Module):
             q = self.q_proj(x).view(rows, heads, hd)
             k, v = (project(x).view(rows, kv_heads, hd) for project in (self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
+        q = q if self.scale == 1 else q * self.scale
         return rotate(q, *tables), rotate(k, *tables), v
+
+    def _normed(self, norm: RMSNorm, heads: Tensor) -> Tensor:
+        return norm(heads.flatten(1)).view(heads.shape) if self.wide_norm else norm(heads)
 
     def fuse(self) -> None:
         """Use one matmul for queries, keys and values in inference."""
         self.joined = _joined([self.q_proj, self.k_proj, self.v_proj])
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply an activation function by its name in transformers. Raises ModelError if it is not known."""
+    if name == "silu":
+        return F.silu(x)
+    if name == "gelu_pytorch_tanh":
+        return F.gelu(x, approximate="tanh")
+    raise ModelError(f"activation {name!r} is unknown to models.decoder.MLP; give the layer its own", key="activation")
 
-    def __init__(self) -> None:
+
+class MLP(nn.Module):
+    """SwiGLU, or GeGLU: down(act(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj, self.up_proj, self.down_proj = Linear(), Linear(), Linear()
         self.joined: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         if torch.is_grad_enabled():
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
         if self.joined is None:
-            return self.down_proj(F.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
+            return self.down_proj(activate(self.activation, self.gate_proj(x)).mul_(self.up_proj(x)))
         gate, up = _joined_linear(x, self.joined).chunk(2, -1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(activate(self.activation, gate).mul_(up))
 
     def fuse(self) -> None:
         """Use one matmul for gate and up in inference."""
@@ -161,9 +194,10 @@ class MLP(nn.Module):
 
 def _block(config: DecoderConfig, layer: int) -> nn.Module:
     """Return the MLP of a layer, or its experts."""
+    activation = family_of(config.family).activation
     if layer not in config.expert_layers:
-        return MLP()
-    return MoE(config, layer, MLP() if config.shared_experts else None)
+        return MLP(activation)
+    return MoE(config, layer, MLP(activation) if config.shared_experts else None)
 
 
 class Layer(nn.Module):
@@ -174,14 +208,14 @@ class Layer(nn.Module):
         self.layer, self.window, self.dropout = layer, config.window(layer), config.dropout
         self.self_attn = Attention(config)
         self.mlp: nn.Module = _block(config, layer)
-        self.input_layernorm = RMSNorm(config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.rms_norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = norm_of(config), norm_of(config)
         self.parts: Parts = (type(self).enter, type(self).leave)
 
     def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         enter, leave = self.parts
-        mixed = ctx.attend(self.layer, *enter(self, x, tables), self.window)
+        own = tables_of(tables, self.window is not None)
+        mixed = ctx.attend(self.layer, *enter(self, x, own), self.window)
         routed = (ctx.experts,) if isinstance(self.mlp, MoE) else ()
         return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None, *routed)
 
@@ -209,7 +243,7 @@ class Stack(nn.Module):
         self.embed_tokens = Embedding()
         layer = family_of(config.family).layer or Layer
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.rms_norm_eps)
+        self.norm = norm_of(config)
 
 
 def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -236,6 +270,8 @@ class Decoder(nn.Module):
         self.head_logits: Callable[[Tensor, Tensor], Tensor] = head_logits
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
         self.token_squares: Callable[..., tuple[Tensor, Tensor]] = token_squares
+        scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
+        self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()  # rounded, as in transformers
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear()
         self.rope = Rope(config)
@@ -276,6 +312,7 @@ class Decoder(nn.Module):
         x = ids
         if self.first:
             x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
+            x = x if self.embedding_scale == 1 else x * self.embedding_scale
         tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():

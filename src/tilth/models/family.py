@@ -16,6 +16,8 @@ from tilth.models.config import DecoderConfig, check, need, rope_from_hf
 from tilth.plan.rules import Parameter, Table
 
 _LAYER = "model.layers.*."
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+_PLAIN = {"rope_type": "default"}
 
 
 def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any = "normal") -> Table:
@@ -29,6 +31,11 @@ def linear(name: str, shape: tuple[str, str], tp: Any, bias: str = "", init: Any
 def norm(name: str, size: str = "hidden_size", tp: Any = "residual", when: str = "") -> Table:
     """Return the row of a norm of the layers, by default over the residual stream."""
     return (Parameter(f"{_LAYER}{name}.weight", (size,), "norm", tp, "ones", when),)
+
+
+def centered(table: Table) -> Table:
+    """Return the table with norms whose weights begin at 0, for modules that add 1 to them."""
+    return tuple(row._replace(init="zeros") if row.kind == "norm" else row for row in table)
 
 
 _TOKENS = ("vocab_size", "hidden_size")
@@ -119,6 +126,10 @@ _KEYS = {
 """Field of a config -> key of config.json, in all families."""
 
 
+_ELSEWHERE: dict[str, Any] = {"window_rope_theta": None, "scale_embeddings": False, "wide_qk_norm": False}
+"""Field of a config -> its value in the families that do not name it."""
+
+
 def _nothing(config: DecoderConfig) -> dict[str, Any]:
     return {}
 
@@ -139,6 +150,8 @@ class Family:
     """Rows in the order of the modules."""
     layer: Callable[..., Any] | None = None
     """(config, number) -> one layer; None: ``decoder.Layer``."""
+    norm: Callable[[float], Any] | None = None
+    """(eps) -> a norm; None: ``decoder.RMSNorm``."""
     config: type[DecoderConfig] = DecoderConfig
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Field of the config -> its value in all models of the family; not in config.json."""
@@ -148,11 +161,24 @@ class Family:
     """Further field of the config -> key of config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key of config.json -> default of transformers."""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """Key of config.json -> the one value that is supported, the default of transformers."""
     activation: str = "silu"
-    windows: Literal["none", "all", "some"] = "none"
-    """Layers that may have a sliding window."""
+    activation_key: str = "hidden_act"
+    windows: Literal["none", "all", "some", "alternate"] = "none"
+    """Layers that may have a sliding window. alternate: all but every ``period``-th one."""
+    period: int = 0
+    window_theta: str = ""
+    """Key of config.json for the rotary base of layers with a window, which have no scaling; "": it is no other."""
+    model_type: str = ""
+    """``model_type`` in config.json; "": the name."""
     name: str = ""
-    """Name of the declaration: ``model.family`` in a recipe, ``model_type`` in config.json."""
+    """Name of the declaration: ``model.family`` in a recipe."""
+
+    @property
+    def hf_type(self) -> str:
+        """``model_type`` in config.json."""
+        return self.model_type or self.name
 
     def new(self, model: ModelConfig, vocab_size: int) -> DecoderConfig:
         """Return the config of a new model: a recipe's ``[model]`` with its zeros resolved."""
@@ -170,6 +196,7 @@ class Family:
             max_positions=model.context,
             dropout=model.dropout,
             **self._new_experts(model),
+            **self._new_windows(model),
             **self.fixed,
         )
 
@@ -192,6 +219,19 @@ class Family:
         }
         return {name: value for name, value in found.items() if name not in self.fixed}
 
+    def _new_windows(self, model: ModelConfig) -> dict[str, Any]:
+        """Return windows and their rotary base in a new model: those that the family is known by."""
+        if self.windows != "alternate":
+            return {}
+        local = self.defaults.get(self.window_theta, model.rope_theta) if self.window_theta else None
+        layers = tuple(i for i, kind in enumerate(self._kinds(model.layers, self.period)) if kind == _WINDOW)
+        window = self.defaults["sliding_window"] if layers else None
+        return {"sliding_window": window, "window_layers": layers, "window_rope_theta": local}
+
+    @staticmethod
+    def _kinds(layers: int, period: int) -> list[str]:
+        return [_WINDOW if (i + 1) % period else _FULL for i in range(layers)]
+
     def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
         """Return the config that a ``config.json`` describes. Raises ModelError with the key and the reason."""
         return self.read(hf)
@@ -200,16 +240,30 @@ class Family:
         """Return the config of a ``config.json``. more: fields that a family's own keys decide."""
         whole = {**self.defaults, **hf}
         get: Callable[..., Any] = whole.get
-        theta, scaling = rope_from_hf(whole, get("max_position_embeddings"))
-        activation = get("hidden_act", self.activation)
-        check(activation == self.activation, "hidden_act", activation, self.activation)
+        rope = self._rope_from_hf(whole)
+        activation = get(self.activation_key, self.activation)
+        check(activation == self.activation, self.activation_key, activation, self.activation)
+        for key, right in self.only.items():
+            check(get(key) is None or get(key) == right, key, get(key), str(right))
         window, layers = self._windows_from_hf(get, need(hf, "num_hidden_layers"))
         found: dict[str, Any] = {name: need(hf, key) for name, key in _NEEDED.items()}
         found |= {name: get(key) for name, key in {**_KEYS, **self.keys}.items() if get(key) is not None}
         flags = {one.name for one in fields(self.config) if isinstance(one.default, bool)}
         found |= {name: bool(found[name]) for name in flags & found.keys()}
-        found |= {"rope_theta": theta, "rope_scaling": scaling, "sliding_window": window, "window_layers": layers}
+        found |= {**rope, "sliding_window": window, "window_layers": layers}
         return self.config(family=self.name, **{**found, **more}, **self.fixed)
+
+    def _rope_from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of rotary embedding; transformers 5 writes them by kind of layer if there are several."""
+        longest, given = hf.get("max_position_embeddings"), hf.get("rope_parameters") or {}
+        apart = bool(given.keys() & {_FULL, _WINDOW})
+        theta, scaling = rope_from_hf({**hf, "rope_parameters": given.get(_FULL)} if apart else hf, longest)
+        if not self.window_theta:
+            return {"rope_theta": theta, "rope_scaling": scaling}
+        local = (given.get(_WINDOW) or {}) if apart else {}
+        base, other = rope_from_hf({"rope_theta": hf.get(self.window_theta), "rope_parameters": local}, longest)
+        check(other is None, f"rope_parameters.{_WINDOW}", other, "without scaling")
+        return {"rope_theta": theta, "rope_scaling": scaling, "window_rope_theta": base}
 
     def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         """Return a ``config.json`` for transformers 4 and 5 and vLLM. Raises ModelError if the family cannot express
@@ -218,12 +272,26 @@ class Family:
             self._must_be(config, name, value)
         hf: dict[str, Any] = {
             "architectures": [self.architecture],
-            "model_type": self.name,
-            "hidden_act": self.activation,
+            "model_type": self.hf_type,
+            self.activation_key: self.activation,
         }
-        for name, key in {**_NEEDED, **_KEYS, **self.keys}.items():
+        keys = {
+            **_NEEDED,
+            **_KEYS,
+            **self.keys,
+            **({"window_rope_theta": self.window_theta} if self.window_theta else {}),
+        }
+        for name, value in {**_ELSEWHERE, "query_scalar": config.head_dim}.items():
+            if name not in keys and name not in self.fixed:
+                self._must_be(config, name, value)
+        for name, key in keys.items():
             self._must_be(config, name, hf.setdefault(key, getattr(config, name)))  # fields that share a key agree
         scaling = None if config.rope_scaling is None else dict(config.rope_scaling)
+        if (
+            self.window_theta
+        ):  # transformers 5 takes the two by kind of layer, and reads no theta of the second elsewhere
+            full, local = {"rope_theta": config.rope_theta, **(scaling or _PLAIN)}, config.window_rope_theta
+            hf["rope_parameters"] = {_FULL: full, _WINDOW: {"rope_theta": local, **_PLAIN}}
         hf |= {"rope_scaling": scaling, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
         return hf | self._windows_to_hf(config)
 
@@ -235,12 +303,16 @@ class Family:
         window = get("sliding_window")
         if self.windows == "all" and window is not None:
             return window, tuple(range(layers))
+        if self.windows == "alternate":
+            kinds = get("layer_types") or self._kinds(layers, get("sliding_window_pattern", self.period))
+            found = tuple(i for i, kind in enumerate(kinds) if kind == _WINDOW)
+            right = f"set, since layer_types has {_WINDOW}"
+            check(window is not None or not found, "sliding_window", window, right)
+            return window, found
         if self.windows != "some" or window is None or not get("use_sliding_window", False):
             return None, ()
-        kinds = get("layer_types") or [
-            "sliding_attention" if i >= get("max_window_layers") else "full" for i in range(layers)
-        ]
-        return window, tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        kinds = get("layer_types") or [_WINDOW if i >= get("max_window_layers") else _FULL for i in range(layers)]
+        return window, tuple(i for i, kind in enumerate(kinds) if kind == _WINDOW)
 
     def _windows_to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         if self.windows == "none":
@@ -250,12 +322,14 @@ class Family:
             everywhere = tuple(range(config.num_layers)) if config.sliding_window is not None else ()
             self._must_be(config, "window_layers", everywhere)
             return {"sliding_window": config.sliding_window}
-        layers = range(config.num_layers)
+        kinds = [_FULL if config.window(i) is None else _WINDOW for i in range(config.num_layers)]
+        if self.windows == "alternate":
+            return {"sliding_window": config.sliding_window, "layer_types": kinds}
         return {
             "use_sliding_window": bool(config.window_layers),
             "sliding_window": config.sliding_window,
             "max_window_layers": config.num_layers - len(config.window_layers),
-            "layer_types": ["full_attention" if config.window(i) is None else "sliding_attention" for i in layers],
+            "layer_types": kinds,
         }
 
 
@@ -296,8 +370,8 @@ def new_config(model: ModelConfig, vocab_size: int) -> DecoderConfig:
 
 def family_of_hf(hf: Mapping[str, Any]) -> Family:
     """Return the family of a ``config.json``, by its architecture or else its model type. Raises ModelError."""
-    for name, family in families().items():
-        if _claims(hf) == (family.architecture if hf.get("architectures") else name):
+    for family in families().values():
+        if _claims(hf) == (family.architecture if hf.get("architectures") else family.hf_type):
             return family
     supported = ", ".join(family.architecture for family in families().values())
     message = f"config.json: architecture {_claims(hf)!r} is not supported; supported: {supported}"
@@ -306,7 +380,7 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
 
 def is_known(hf: Mapping[str, Any]) -> bool:
     """True if the family of a ``config.json`` is declared."""
-    return _claims(hf) in {name for family in families().values() for name in (family.name, family.architecture)}
+    return _claims(hf) in {name for family in families().values() for name in (family.hf_type, family.architecture)}
 
 
 def _claims(hf: Mapping[str, Any]) -> object:

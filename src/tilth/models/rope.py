@@ -1,12 +1,16 @@
 """Rotary position embedding: inverse frequencies of each scaling (as in transformers), tables, rotation."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
+
+Tables = tuple[Tensor, ...]
+"""Cosines and sines of each token, once or twice (see ``Rope.tables``)."""
 
 
 def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
@@ -75,13 +79,22 @@ class Rope:
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
         self.frequencies, self.factor = inverse_frequencies(config)
+        theta = config.window_rope_theta
+        local = None if theta is None else replace(config, rope_theta=theta, rope_scaling=None, window_rope_theta=None)
+        self.local = None if local is None else Rope(local)
+        """Of the layers with a window, if theirs is another."""
 
-    def tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [N, 1, head_dim] in ``dtype``, with the first half of sin negated for ``rotate``.
+    def tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> Tables:
+        """Return cos and sin, [N, 1, head_dim] in ``dtype``, with the first half of sin negated for ``rotate``; then,
+        if they have their own, those of the layers with a window.
 
         positions: int64 [N]. extents: int64 [N], length of the sequence that each token belongs to; only ``dynamic``
         scaling reads it, and only beyond ``max_positions``; None: each token's own position + 1.
         """
+        own = self._tables(positions, extents, dtype)
+        return own if self.local is None else own + self.local.tables(positions, extents, dtype)
+
+    def _tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> Tables:
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)
         angles = positions[:, None] * self._frequencies(positions, extents).to(wide(dtype))
@@ -101,6 +114,11 @@ class Rope:
         base = self.config.rope_theta * (factor * length / limit - (factor - 1)) ** (dim / (dim - 2))
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
         return 1.0 / base[:, None] ** exponent
+
+
+def tables_of(tables: Tables, windowed: bool) -> Tables:
+    """Return cos and sin of a layer with or without a window."""
+    return tables[2:] if windowed and len(tables) > 2 else tables[:2]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

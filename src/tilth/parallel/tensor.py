@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Mesh, Replicate, Shard
 from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder, Linear
+from tilth.models.decoder import Decoder, Linear, RMSNorm, WideRMSNorm
+from tilth.models.logprobs import wide
 from tilth.models.moe import MoE
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.dims import ParallelDims
@@ -73,6 +75,7 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
         model.model.embed_tokens = VocabularyEmbedding(embed.weight, vocabulary, model.dtype, sp)  # type: ignore[assignment]
     head = VocabularyHead(vocabulary)
     model.token_logprobs, model.token_squares, model.head_logits = head, head.squares, head.logits
+    _divide_norms(model, group)
     _divide_blocks(model, group, sp)
     if sp:
         _divide_tokens(model, group)
@@ -119,6 +122,31 @@ class RowLinear(nn.Module):
         """x: [N, in / ranks] -> [N, out], with sequence parallelism [ceil(N / ranks), out]."""
         x = self.leave(self.product(x, self.weight, None))
         return x if self.bias is None else x + self.bias.to(x.dtype)
+
+
+class DividedNorm(WideRMSNorm):
+    """Norm over all heads together, of which each rank has its own: the squares are summed over the ranks."""
+
+    def __init__(self, local: RMSNorm, group: Group) -> None:
+        """local: with this rank's weights. Heads that several ranks hold count as often."""
+        super().__init__(local.eps)
+        self.weight, self.group, self.offset = local.weight, group, getattr(local, "offset", 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, width / ranks] -> the same shape."""
+        kind = wide(x.dtype)
+        own, weight = x.to(kind), self.weight.to(x.dtype).to(kind) + self.offset
+        squares = copy_in(reduce_out(own.square().sum(-1, keepdim=True), self.group), self.group)
+        return (own * torch.rsqrt(squares / (x.shape[-1] * self.group.size()) + self.eps) * weight).to(x.dtype)
+
+
+def _divide_norms(model: Decoder, group: Group) -> None:
+    """Replace norms whose weights are divided."""
+    for name, _ in list(model.named_parameters()):
+        row, path = rule_of(model.table, name), name.rpartition(".")[0]
+        if row.kind == "norm" and row.tp in ("rows", "copied"):
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, DividedNorm(model.get_submodule(path), group))
 
 
 def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
