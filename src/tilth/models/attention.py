@@ -20,7 +20,7 @@ from torch import Tensor
 from tilth.core.random import dropout_mask, stream
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
-from tilth.plan.kernels import CAUSAL_UP_TO, MASKED_UP_TO, spare_rows
+from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO, spare_rows
 
 _GROUP_TOKENS = 2048
 """Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
@@ -57,21 +57,26 @@ class AttentionContext(Protocol):
     def dropout(self) -> DropoutContext | None:
         """Random numbers of dropout; None: no dropout."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Attend with q [N, Hq, hd] over k and v [N, Hkv, hd] (rotated already), scaled by hd**-0.5: [N, Hq, hd].
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend with q [N, Hq, hd] over k [N, Hkv, hd] (rotated already), scaled by hd**-0.5, and v [N, Hkv, vd]:
+        [N, Hq, vd].
 
-        window: number of tokens that a token sees, itself included; None: all before it.
+        window: number of tokens that a token sees, itself included; None: all before it. sinks: [Hq], a logit of each
+        head that takes part in the softmax and has no value; passed only by layers that have them.
         """
 
 
-def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd) + mask) v by plain matmuls; the softmax is fp32 inside.
 
-    q: [B, Hkv, G, Tq, hd], k and v: [B, Hkv, Tk, hd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores (in q's dtype)
-    or bool (True: visible); None: all visible. A row without any visible key gives NaN. Returns q's shape.
+    q: [B, Hkv, G, Tq, hd], k: [B, Hkv, Tk, hd], v: [B, Hkv, Tk, vd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores
+    (in q's dtype) or bool (True: visible); None: all visible. sinks: [Hkv * G], see ``AttentionContext.attend``. A row
+    without any visible key or sink gives NaN. Returns [B, Hkv, G, Tq, vd].
     """
     b, kv_heads, g, tq, hd = q.shape
-    tk = k.shape[2]
+    tk, width = k.shape[2], v.shape[3]
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     # Scaled before the product: MKL applies a factor before or after it by shape, so bits would depend on the rows.
@@ -84,17 +89,55 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         scores = torch.bmm(rows, keys)
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
-    return torch.bmm(torch.softmax(scores, -1), v.reshape(b * kv_heads, tk, hd)).view(b, kv_heads, g, tq, hd)
+    weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks, b, tq)
+    return torch.bmm(weights, v.reshape(b * kv_heads, tk, width)).view(b, kv_heads, g, tq, width)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _softmax_with(scores: Tensor, sinks: Tensor, b: int, tq: int) -> Tensor:
+    """Return softmax of scores [B * Hkv, G * Tq, Tk] and a sink of each head, without the sink's own weight.
+
+    The sink stands before the keys, in as many columns as leave their alignment: the bits of a row then do not depend
+    on the number of masked keys behind it.
+    """
+    column = sinks.to(scores.dtype).view(1, -1, 1).expand(b, -1, tq).reshape(*scores.shape[:2], 1)
+    column = F.pad(column, (0, KEYS - 1), value=-torch.inf)
+    return torch.softmax(torch.cat((column, scores), -1), -1)[..., KEYS:]
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """Compute ``matmul_attention`` by torch's fused kernels. mask None: causal."""
     b, kv_heads, g, tq, hd = q.shape
     mask = None if mask is None else mask[:, 0]
-    k, v = (x[:, :, None].expand(b, kv_heads, g, -1, hd).reshape(b, kv_heads * g, -1, hd) for x in (k, v))
-    q = q.reshape(b, kv_heads * g, tq, hd)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return out.view(b, kv_heads, g, tq, hd)
+    k, v = (x[:, :, None].expand(b, kv_heads, g, *x.shape[2:]).flatten(1, 2) for x in (k, v))
+    q, width = q.reshape(b, kv_heads * g, tq, hd), v.shape[3]
+    if sinks is not None:
+        mask = causal_mask(tq, None, q.dtype, q.device)[:, 0] if mask is None else mask
+        q, k, v, mask = _sink_as_key(q, k, v, mask, sinks)
+    v = _as_wide(v, q)
+    scale = None if q.shape[3] == hd else hd**-0.5
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[..., :width].reshape(b, kv_heads, g, tq, width)
+
+
+def _as_wide(v: Tensor, q: Tensor) -> Tensor:
+    """Pad values with zeros to the width of queries, as fused kernels need them."""
+    spare = q.shape[-1] - v.shape[-1]
+    return F.pad(v, (0, spare)) if spare else v
+
+
+def _sink_as_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add a first key without value to which each head's queries have the score of its sink: fused kernels take none.
+
+    q: [B, H, Tq, hd], k and v: [B, H, Tk, ...]. Heads become wider, by a multiple that kernels like; the scale stays
+    hd**-0.5.
+    """
+    extra, heads = 8, q.shape[1]
+    column = (sinks.to(q.dtype) * q.shape[3] ** 0.5).view(1, heads, 1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat((F.pad(q, (0, extra - 1)), column), 3)
+    key = torch.zeros_like(k[:, :, :1])
+    key = torch.cat((F.pad(key, (0, extra - 1)), torch.ones_like(key[..., :1])), 3)
+    k = torch.cat((key, F.pad(k, (0, extra))), 2)
+    return q, k, F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0))
 
 
 def matmul_pays(length: int, dtype: torch.dtype, device: torch.device, causal: bool = False) -> bool:
@@ -190,17 +233,19 @@ class PackedContext:
         self._source = None if aligned or not sources else self._tensor(np.concatenate(sources))
         self._slot = self._tensor(np.repeat(slot_start, self._lengths) + place)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         if not self._groups:
-            return q
-        if self._varlen(q):
+            return q.new_empty(*q.shape[:2], v.shape[2])
+        if sinks is None and self._varlen(q):
             return self._flash(q, k, v, window)
         if self._source is not None:
             q, k, v = (pad_rows(x, self._source, self._slot) for x in (q, k, v))
         parts = []
         for group in self._groups:
             some = slice(group.start, group.start + group.count * group.length)
-            parts.append(self._attend_group(group, q[some], k[some], v[some], window))
+            parts.append(self._attend_group(group, q[some], k[some], v[some], window, sinks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._source is None else take_rows(out, self._slot)
 
@@ -218,21 +263,24 @@ class PackedContext:
 
         ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
-        left = -1 if window is None else window - 1
+        left, width = -1 if window is None else window - 1, v.shape[2]
+        v = _as_wide(v, q)
         found = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
-        return found if isinstance(found, Tensor) else found[0]
+        return (found if isinstance(found, Tensor) else found[0])[..., :width]
 
-    def _attend_group(self, group: _PaddedGroup, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _attend_group(
+        self, group: _PaddedGroup, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         b, t, kv_heads, hd = group.count, group.length, k.shape[1], k.shape[2]
         window = None if window is None or window >= t else window
         heads_first = q.view(b, t, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
-        k, v = k.view(b, t, kv_heads, hd).transpose(1, 2), v.view(b, t, kv_heads, hd).transpose(1, 2)
+        k, v = (x.view(b, t, kv_heads, -1).transpose(1, 2) for x in (k, v))
         causal = self._causal(window)
         if self._by_matmul(t, q.dtype, causal):
-            out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype))
+            out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype), sinks)
         else:
-            out = sdpa_attention(heads_first, k, v, None if causal else self._mask(group, window, q.dtype))
-        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+            out = sdpa_attention(heads_first, k, v, None if causal else self._mask(group, window, q.dtype), sinks)
+        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
 
     def _by_matmul(self, length: int, dtype: torch.dtype, causal: bool) -> bool:
         return (self.parity and self.device.type == "cpu") or matmul_pays(length, dtype, self.device, causal)

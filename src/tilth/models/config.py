@@ -96,6 +96,7 @@ class DecoderConfig:
         right = f"a divisor of num_heads ({self.num_heads})"
         check(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, right)
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
+        check(self.value_dim <= self.head_dim, "value_dim", self.value_dim, f"at most head_dim ({self.head_dim})")
         check(self.query_scalar > 0, "query_scalar", self.query_scalar, "positive")
         check(0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and below 1")
         window, layers = self.sliding_window, self.window_layers
@@ -133,6 +134,16 @@ class DecoderConfig:
     def kv_size(self) -> int:
         """Width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head, and of what a query head mixes."""
+        return self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.head_dim
 
     @property
     def table(self) -> Table:

@@ -14,8 +14,8 @@ Tables = tuple[Tensor, ...]
 
 
 def inverse_frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
-    """Return (float32 [head_dim / 2] radians per token, factor of cos and sin); dynamic scaling without its growth."""
-    plain = 1.0 / _powers(config.rope_theta, config.head_dim)
+    """Return (float32 [rope_dim / 2] radians per token, factor of cos and sin); dynamic scaling without its growth."""
+    plain = 1.0 / _powers(config.rope_theta, config.rope_dim)
     scaling = config.rope_scaling or {}
     if config.rope_type == "linear":
         return plain / scaling["factor"], 1.0
@@ -43,7 +43,7 @@ def _llama3(plain: Tensor, scaling: dict) -> Tensor:
 
 def _yarn(config: DecoderConfig, scaling: dict) -> tuple[Tensor, float]:
     """Interpolate slow dimensions, keep fast ones, ramp between, scale attention (YaRN, arXiv 2309.00071)."""
-    factor, dim = scaling["factor"], config.head_dim
+    factor, dim = scaling["factor"], config.rope_dim
     powers = _powers(config.rope_theta, dim)
     low, high = _yarn_range(config, scaling)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -54,12 +54,12 @@ def _yarn(config: DecoderConfig, scaling: dict) -> tuple[Tensor, float]:
 def _yarn_range(config: DecoderConfig, scaling: dict) -> tuple[float, float]:
     def dimension(rotations: float) -> float:
         context = scaling["original_max_position_embeddings"]
-        return config.head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return config.rope_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.rope_dim - 1)
     return low, high + 0.001 if low == high else high
 
 
@@ -85,7 +85,7 @@ class Rope:
         """Of the layers with a window, if theirs is another."""
 
     def tables(self, positions: Tensor, extents: Tensor | None, dtype: torch.dtype) -> Tables:
-        """Return cos and sin, [N, 1, head_dim] in ``dtype``, with the first half of sin negated for ``rotate``; then,
+        """Return cos and sin, [N, 1, rope_dim] in ``dtype``, with the first half of sin negated for ``rotate``; then,
         if they have their own, those of the layers with a window.
 
         positions: int64 [N]. extents: int64 [N], length of the sequence that each token belongs to; only ``dynamic``
@@ -105,11 +105,11 @@ class Rope:
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def _frequencies(self, positions: Tensor, extents: Tensor | None) -> Tensor:
-        """[head_dim / 2], or [N, head_dim / 2] with dynamic scaling: the base grows with the sequence (NTK)."""
+        """[rope_dim / 2], or [N, rope_dim / 2] with dynamic scaling: the base grows with the sequence (NTK)."""
         if self.config.rope_type != "dynamic":
             return self.frequencies
         assert self.config.rope_scaling is not None
-        factor, dim, limit = self.config.rope_scaling["factor"], self.config.head_dim, self.config.max_positions
+        factor, dim, limit = self.config.rope_scaling["factor"], self.config.rope_dim, self.config.max_positions
         length = (positions + 1 if extents is None else extents).clamp(min=limit).float()
         base = self.config.rope_theta * (factor * length / limit - (factor - 1)) ** (dim / (dim - 2))
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim

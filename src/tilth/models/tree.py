@@ -146,23 +146,28 @@ class TreeContext:
         self._images = self._tensor(images[np.argsort(owner, kind="stable")])
         self._first = self._tensor(np.cumsum(counts) - counts)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         if not self._groups:
-            return q
+            return q.new_empty(*q.shape[:2], v.shape[2])
         q = pad_rows(q, self._asked, self._slot)
         k, v = (spread_rows(x, self._seen, self._images, self._first) for x in (k, v))
-        parts = [self._attend_group(i, q, k, v, window) for i in range(len(self._groups))]
+        parts = [self._attend_group(i, q, k, v, window, sinks) for i in range(len(self._groups))]
         return take_rows(parts[0] if len(parts) == 1 else torch.cat(parts), self._slot)
 
-    def _attend_group(self, number: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _attend_group(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         g = self._groups[number]
         kv_heads, hd = k.shape[1:]
         q = q[g.query_start : g.query_start + g.count * g.queries]
         heads_first = q.view(g.count, g.queries, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
         some = slice(g.key_start, g.key_start + g.count * g.keys)
-        k, v = (x[some].view(g.count, g.keys, kv_heads, hd).transpose(1, 2) for x in (k, v))
+        k, v = (x[some].view(g.count, g.keys, kv_heads, -1).transpose(1, 2) for x in (k, v))
         attention = matmul_attention if matmul_pays(g.keys, q.dtype, self.device) else sdpa_attention
-        return attention(heads_first, k, v, self._mask(number, window, q.dtype)).permute(0, 3, 1, 2, 4).reshape(q.shape)
+        out = attention(heads_first, k, v, self._mask(number, window, q.dtype), sinks)
+        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
 
     def _mask(self, number: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [1 or segments of the group, 1, 1, queries, keys], cached for all layers."""

@@ -22,12 +22,13 @@ class Flops(NamedTuple):
 def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flops:
     """Return the FLOPs of one token that attends to ``attended`` tokens, itself included. head: with its logits.
 
-    Forward: 2 for each matrix element that the token meets (``experts_per_token`` of all experts), and 4 x heads x
-    head_dim for each attended token (scores and mixing). Backward: twice that. Look-ups, norms and the softmax are
-    left out, as usual (PaLM, arXiv 2204.02311, appendix B).
+    Forward: 2 for each matrix element that the token meets (``experts_per_token`` of all experts), and 2 x heads x
+    (head_dim + value_dim) for each attended token (scores and mixing). Backward: twice that. Look-ups, norms and the
+    softmax are left out, as usual (PaLM, arXiv 2204.02311, appendix B).
     """
     weights = matrices(shape, active=True) + (shape.vocab_size * shape.hidden_size if head else 0)
-    forward = 2.0 * weights + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * attended
+    pairs = 2.0 * shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim)
+    forward = 2.0 * weights + pairs * attended
     return Flops(forward, 2 * forward)
 
 

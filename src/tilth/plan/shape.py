@@ -26,6 +26,8 @@ class DecoderShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
+    def value_dim(self) -> int: ...
+    @property
     def tie_embeddings(self) -> bool: ...
     @property
     def num_experts(self) -> int: ...
@@ -136,4 +138,4 @@ def routing_bytes(shape: DecoderShape) -> int:
 
 def kv_bytes(shape: DecoderShape, element: int) -> int:
     """Return bytes of keys and values of one token, with ``element`` bytes per element."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element
+    return shape.num_layers * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * element

@@ -180,7 +180,7 @@ def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestM
     element, shape = element_of(recipe), cut.shape
     kept = micro.computed * _saved(recipe, shape, longest, cut.spread, shared=micro.seen > micro.computed)
     if micro.seen > micro.computed:  # keys and values of a prompt are copied to each of its samples
-        kept += micro.seen * 2 * shape.num_kv_heads * shape.head_dim
+        kept += micro.seen * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     return kept * element
 
 
@@ -191,10 +191,11 @@ def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, sh
     shared: attention has a mask, since samples share their prompts.
     """
     element = element_of(recipe)
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query, mixed = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
+    key, value = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
     normed = layer_width(shape, "norm", "residual")
     residual = 2 * normed // spread + (2 * shape.hidden_size if spread > 1 else 0)  # norms: input, output
-    attention = 3 * (query + 2 * key) + 2 * query  # projected, normed, rotated (with halves); mixed, padded and not
+    attention = 3 * (query + key + value) + 2 * mixed  # projected, normed, rotated (with halves); mixed, padded and not
     most = 0 if on_gpu(recipe) else (MASKED_UP_TO if shared else CAUSAL_UP_TO)[element]
     scores = shape.num_heads * longest if longest <= most else 0  # plain matmul keeps probabilities, SDPA keeps none
     norms = normed // spread + query + key  # in bf16 they keep one more output each
@@ -342,7 +343,8 @@ def kv_cache(
     Counts rows of each length bucket that a sequence passes, prompts in prefill and shared prefixes, each in buffers
     with one spare. fixed: buffers have their final size at once, as on a GPU. routing: each token's experts are kept.
     """
-    token, spare = kv_bytes(shape, element), 1 + 1 / (2 * shape.num_layers)
+    spares = 1 if shape.value_dim == shape.head_dim else 2
+    token, spare = kv_bytes(shape, element), 1 + spares / (2 * shape.num_layers)
     token += routing_bytes(shape) if routing else 0
     held = besides = 0
     for slots in layouts_until(asked.prompt, asked.longest, asked.context, fixed):

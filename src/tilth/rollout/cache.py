@@ -21,28 +21,62 @@ QUERY_MULTIPLE = 4
 """Multiple to which parity mode pads the query rows of attention."""
 
 
+class _Buffers:
+    """Storage of ``count`` tensors of one shape, and a spare: each tensor moves into what the one before it left."""
+
+    def __init__(self, count: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.count, self.width, self._dtype, self._device = count, width, dtype, device
+        self.every = [self._zeros(0) for _ in range(count + 1)]
+        self.tensors: list[Tensor] = []
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    def layout(self, rows: int, heads: int, capacity: int, keep_rows: int, keep_tokens: int) -> list[Tensor]:
+        """Return the tensors [rows, heads, capacity, width], with what is kept of them."""
+        need = rows * capacity * heads * self.width
+        larger = self.every[0].numel() < need
+        size, spare = grown(self.every[0].numel(), need), self.every[-1]
+        found = []
+        for i, old in enumerate(self.tensors or self.every[:-1]):
+            buffer = self._zeros(size) if larger else spare
+            new = buffer[:need].view(rows, heads, capacity, self.width)
+            if keep_rows:
+                new[:keep_rows, :, :keep_tokens].copy_(old[:keep_rows, :, :keep_tokens])
+            found.append(new)
+            spare, self.every[i] = self.every[i], buffer
+        self.every[-1] = self._zeros(size) if larger else spare
+        self.tensors = found
+        return found
+
+
 class KVCache:
     """Dense KV of ``rows`` sequences of up to ``capacity`` tokens each, laid out again to grow.
 
-    Dense, because batched matmul on a CPU copies other layouts (8 times slower on a slice of the slots). One spare
-    buffer lets each tensor move once.
+    Dense, because batched matmul on a CPU copies other layouts (8 times slower on a slice of the slots). Keys and
+    values of one width share a spare buffer.
     """
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, routing: bool = False
     ) -> None:
         """routing: keep the experts of each token beside its keys."""
-        self._inner, self._layers = (config.num_kv_heads, config.head_dim), config.num_layers
+        self._heads, self._layers, self._device = config.num_kv_heads, config.num_layers, device
         self._chosen = len(config.expert_layers) * config.experts_per_token if routing else 0
         self._routes = torch.uint8 if config.num_experts < torch.iinfo(torch.uint8).max else torch.int16
-        self._dtype, self._device = dtype, device
-        self._buffers = [self._zeros(0) for _ in range(2 * self._layers + 1)]
+        widths = (config.head_dim, config.value_dim)
+        kinds = {width: self._layers * widths.count(width) for width in widths}
+        self._parts = [_Buffers(count, width, dtype, device) for width, count in kinds.items()]
         self.rows = self.capacity = self.layouts = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.routing: list[Tensor] = []
         """Experts of each token, [rows, 1, capacity, layers with experts * k]; empty: not kept."""
         self.layout(0, 0)
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for part in self._parts for buffer in part.every]
 
     @property
     def nbytes(self) -> int:
@@ -54,24 +88,13 @@ class KVCache:
         """All that is kept of tokens: [rows, heads, capacity, width] each."""
         return [*self.keys, *self.values, *self.routing]
 
-    def _zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=self._dtype, device=self._device)
-
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:
         """Change the shape; keep the first ``keep_tokens`` of the first ``keep_rows``. Other values are finite."""
-        heads, width = self._inner
-        need = rows * capacity * heads * width
-        larger = self._buffers[0].numel() < need
-        size, spare = grown(self._buffers[0].numel(), need), self._buffers[-1]
-        found = []
-        for i, old in enumerate([*self.keys, *self.values] or self._buffers[:-1]):
-            buffer = self._zeros(size) if larger else spare
-            new = buffer[:need].view(rows, heads, capacity, width)
-            if keep_rows:
-                new[:keep_rows, :, :keep_tokens].copy_(old[:keep_rows, :, :keep_tokens])
-            found.append(new)
-            spare, self._buffers[i] = self._buffers[i], buffer
-        self._buffers[-1] = self._zeros(size) if larger else spare
+        found = [
+            tensor
+            for part in self._parts
+            for tensor in part.layout(rows, self._heads, capacity, keep_rows, keep_tokens)
+        ]
         self.keys, self.values = found[: self._layers], found[self._layers :]
         if self._chosen:
             new = torch.zeros(rows, 1, capacity, self._chosen, dtype=self._routes, device=self._device)
@@ -194,27 +217,29 @@ class CachedContext:
         found = torch.cat([chosen[layer] for layer in sorted(chosen)], 1).to(routing.dtype)
         routing.view(-1, routing.shape[3]).index_copy_(0, slots.flatten(), found)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write k and v to the cache and attend over it; arguments of ``AttentionContext.attend``."""
-        rows, width, kv_heads, hd = self._rows, self._width, k.shape[1], k.shape[2]
+        rows, width, kv_heads = self._rows, self._width, k.shape[1]
         keys, values = self._slab.keys[layer], self._slab.values[layer]
-        keys.view(-1, hd).index_copy_(0, self._slots, k.reshape(-1, hd))
-        values.view(-1, hd).index_copy_(0, self._slots, v.reshape(-1, hd))
+        for cached, new in ((keys, k), (values, v)):
+            cached.view(-1, new.shape[2]).index_copy_(0, self._slots, new.reshape(-1, new.shape[2]))
         seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
-        queries = q.view(rows, width, kv_heads, -1, hd).permute(0, 2, 3, 1, 4)
-        out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype))
-        return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+        queries = q.view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)
+        out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype), sinks)
+        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         if self._fused:
-            return fused_attention(q, k, v, mask)
-        if q.device.type != "cpu":
+            return fused_attention(q, k, v, mask, sinks)
+        if q.device.type != "cpu" and sinks is None:
             return shared_attention(q, k, v, mask)
         if self._parity and self._width % QUERY_MULTIPLE:
             spare = -self._width % QUERY_MULTIPLE
             mask = F.pad(mask, (0, 0, 0, spare))
-            return matmul_attention(F.pad(q, (0, 0, 0, spare)), k, v, mask)[..., : self._width, :]
-        return matmul_attention(q, k, v, mask)
+            return matmul_attention(F.pad(q, (0, 0, 0, spare)), k, v, mask, sinks)[..., : self._width, :]
+        return matmul_attention(q, k, v, mask, sinks)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [B, 1, 1, width, length]."""
@@ -230,17 +255,21 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Compute ``matmul_attention`` by SDPA, with heads that share keys as queries of one head: no fused GPU kernel
     takes a mask and fewer key heads, and the keys would be copied for every head."""
     mask = mask[:, 0].expand(-1, q.shape[2], -1, -1).flatten(1, 2)[:, None]
-    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(q.shape)
+    return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask).view(*q.shape[:4], -1)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Compute ``matmul_attention`` for one query in a form that inductor fuses.
 
     Two passes over the cache at memory speed: 1.3 times faster than batched matmul in fp32, 1.5 in bf16 (compiled on a
-    CPU; slower in eager mode). q: [B, Hkv, G, 1, hd]; k, v: [B, Hkv, T, hd].
+    CPU; slower in eager mode). q: [B, Hkv, G, 1, hd]; k, v: [B, Hkv, T, ...].
     """
     q = q.contiguous()
     q = q.as_strided(q.shape, q.stride())  # a separate buffer, or it would be recomputed for every key
     scores = (q * k[:, :, None]).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5 + mask[:, :, :, 0]
-    weights = torch.softmax(scores, -1)
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        column = sinks.to(scores.dtype).view(1, *q.shape[1:3], 1).expand(len(q), -1, -1, 1)
+        weights = torch.softmax(torch.cat((column, scores), -1), -1)[..., 1:]
     return (weights[..., None] * v[:, :, None]).sum(3, keepdim=True).to(q.dtype)
