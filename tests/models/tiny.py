@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.families.deepseek_v3 import LatentConfig
 
 VOCAB = 97
 ROPES: dict[str, dict[str, Any] | None] = {
@@ -59,6 +60,27 @@ def shape(family: str, **changes: Any) -> DecoderConfig:
         base["intermediate_size"] = 24
     if family == "qwen3_moe":
         base |= {"expert_layers": (0, 2), "experts_per_token": 3, "renormalise": False, "qk_norm": True}
+    if family == "gpt_oss":
+        base |= {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "expert_layers": (0, 1, 2)}
+        base |= {
+            "intermediate_size": 24,
+            "qkv_bias": True,
+            "o_bias": True,
+            "sliding_window": 5,
+            "window_layers": (0, 2),
+        }
+        base["rope_scaling"] = ROPES["yarn"] | {"truncate": False}
+    if family == "deepseek_v3":
+        base |= {
+            "num_experts": 8,
+            "experts_per_token": 3,
+            "expert_size": 24,
+            "expert_layers": (1, 2),
+            "num_kv_heads": 4,
+        }
+        base |= {"expert_groups": 4, "groups_per_token": 2, "router_score": "sigmoid", "router_correction": True}
+        base |= {"shared_experts": 2, "routed_scale": 2.5, "rope_scaling": ROPES["yarn-mscale"]}
+        base |= {"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
     if family in ("olmo2", "olmo3"):
         base.update(qk_norm=True, wide_qk_norm=True)
     if family == "olmo3":
@@ -70,7 +92,7 @@ def shape(family: str, **changes: Any) -> DecoderConfig:
         )  # fmt: skip
     if family == "mistral":
         base.update(sliding_window=6, window_layers=(0, 1, 2))
-    return DecoderConfig(**{**base, **changes})
+    return (LatentConfig if family == "deepseek_v3" else DecoderConfig)(**{**base, **changes})
 
 
 FAMILIES: dict[str, DecoderConfig] = {
@@ -85,6 +107,21 @@ FAMILIES: dict[str, DecoderConfig] = {
     "olmo3": shape("olmo3", rope_scaling=ROPES["yarn"]),
     "gemma3": shape("gemma3"),
     "gemma3-linear": shape("gemma3", rope_scaling=ROPES["linear"], query_scalar=0, qkv_bias=True, o_bias=True),
+    "gpt-oss": shape("gpt_oss"),
+    "gpt-oss-plain": shape("gpt_oss", rope_scaling=None, sliding_window=None, window_layers=()),
+    "deepseek-v3": shape("deepseek_v3"),
+    "deepseek-v3-direct": shape(
+        "deepseek_v3",
+        q_lora_rank=0,
+        rope_scaling=None,
+        rope_interleave=False,
+        expert_groups=1,
+        groups_per_token=1,
+        renormalise=False,
+        qkv_bias=True,
+        o_bias=True,
+    ),
+    "deepseek-v3-biases": shape("deepseek_v3", qkv_bias=True, o_bias=True, tie_embeddings=True),
     "mistral": shape("mistral"),
     "mistral-full": shape("mistral", sliding_window=None, window_layers=()),
     "mixtral": shape("mixtral"),
@@ -119,16 +156,52 @@ def reference(model: Decoder) -> torch.nn.Module:
     return other
 
 
-_GATE, _UP, _DOWN = (f"experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+def _unfused(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors of gpt-oss by the names of transformers: gate and up in alternate columns, matrices transposed."""
+    found = {}
+    for name, tensor in state.items():
+        place, leaf = name.rsplit(".", 1)
+        if ".experts." not in name:
+            found[name.replace("mlp.gate.", "mlp.router.")] = tensor
+            continue
+        path, suffix = place.rpartition(".")[0], "" if leaf == "weight" else "_bias"
+        own = tensor.transpose(1, 2) if leaf == "weight" else tensor
+        if "gate_proj" in name:
+            other = state[name.replace("gate_proj", "up_proj")]
+            other = other.transpose(1, 2) if leaf == "weight" else other
+            found[f"{path}.gate_up_proj{suffix}"] = torch.stack((own, other), -1).flatten(-2)
+        elif "down_proj" in name:
+            found[f"{path}.down_proj{suffix}"] = own
+    return found
+
+
+def _fused_gradients(other: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients of gpt-oss in transformers by our names."""
+    found = {}
+    for name, parameter in other.named_parameters():
+        grad = parameter.grad
+        if ".experts." not in name:
+            found[name.replace("mlp.router.", "mlp.gate.")] = grad
+            continue
+        path, leaf = name.rpartition("experts.")[0] + "experts.", "bias" if name.endswith("_bias") else "weight"
+        parts = {"gate_proj": grad[..., ::2], "up_proj": grad[..., 1::2]} if "gate_up" in name else {"down_proj": grad}
+        found |= {f"{path}{n}.{leaf}": g.transpose(1, 2) if leaf == "weight" else g for n, g in parts.items()}
+    return found
+
+
+_GATE, _UP, _DOWN = (f".experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors by the names of transformers, which joins gate and up of all experts."""
+    if any(name.endswith("sinks") for name in state):
+        return _unfused(state)
+    state = {name.replace("gate.correction", "gate.e_score_correction_bias"): x for name, x in state.items()}
     found = {}
     for name, tensor in state.items():
         if name.endswith(_GATE):
             both = [tensor, state[name.replace(_GATE, _UP)]]
-            found[name.replace(_GATE, "experts.gate_up_proj")] = torch.cat(both, 1)
+            found[name.replace(_GATE, ".experts.gate_up_proj")] = torch.cat(both, 1)
         elif name.endswith(_DOWN):
             found[name.removesuffix(".weight")] = tensor
         elif not name.endswith(_UP):
@@ -138,14 +211,16 @@ def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def gradients(other: torch.nn.Module) -> dict[str, Tensor]:
     """Gradients of a model of transformers by our names."""
+    if other.config.model_type == "gpt_oss":
+        return _fused_gradients(other)
     found = {}
     for name, parameter in other.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith(".experts.gate_up_proj"):
             path = name.removesuffix("gate_up_proj")
             gate, up = parameter.grad.chunk(2, 1)
             found |= {f"{path}gate_proj.weight": gate, f"{path}up_proj.weight": up}
         else:
-            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = parameter.grad
+            found[f"{name}.weight" if name.endswith(".experts.down_proj") else name] = parameter.grad
     return found
 
 

@@ -121,10 +121,16 @@ def _joined_linear(x: Tensor, joined: tuple[Tensor, Tensor | None]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections, rotary embedding and (Qwen3) norms of queries and keys; the context computes attention."""
+    """Projections, rotary embedding and (Qwen3) norms of queries and keys; the context computes attention.
+
+    ``sinks`` [heads], in families whose table has them, take part in the softmax of every query.
+    """
+
+    sinks: nn.Parameter | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.register_parameter("sinks", None)
         self.head_dim, self.wide_norm = config.head_dim, config.wide_qk_norm
         self.scale = (config.head_dim / config.query_scalar) ** 0.5
         """Factor of queries beside head_dim**-0.5, which every attention context applies."""
@@ -215,7 +221,8 @@ class Layer(nn.Module):
         """x: [N, hidden] -> [N, hidden]."""
         enter, leave = self.parts
         own = tables_of(tables, self.window is not None)
-        mixed = ctx.attend(self.layer, *enter(self, x, own), self.window)
+        sinks = () if self.self_attn.sinks is None else (self.self_attn.sinks,)
+        mixed = ctx.attend(self.layer, *enter(self, x, own), self.window, *sinks)
         routed = (ctx.experts,) if isinstance(self.mlp, MoE) else ()
         return leave(self, x, mixed, ctx.dropout if self.dropout and self.training else None, *routed)
 

@@ -195,10 +195,13 @@ class Family:
             tie_embeddings=model.tied,
             max_positions=model.context,
             dropout=model.dropout,
-            **self._new_experts(model),
-            **self._new_windows(model),
+            **self.more_of_new(model),
             **self.fixed,
         )
+
+    def more_of_new(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of a new model's config that not all families have."""
+        return {**self._new_experts(model), **self._new_windows(model)}
 
     def _new_experts(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of experts of a new model. Raises ModelError for what the family does not have."""
@@ -308,7 +311,7 @@ class Family:
             found = tuple(i for i, kind in enumerate(kinds) if kind == _WINDOW)
             right = f"set, since layer_types has {_WINDOW}"
             check(window is not None or not found, "sliding_window", window, right)
-            return window, found
+            return window if found else None, found
         if self.windows != "some" or window is None or not get("use_sliding_window", False):
             return None, ()
         kinds = get("layer_types") or [_WINDOW if i >= get("max_window_layers") else _FULL for i in range(layers)]
@@ -324,7 +327,8 @@ class Family:
             return {"sliding_window": config.sliding_window}
         kinds = [_FULL if config.window(i) is None else _WINDOW for i in range(config.num_layers)]
         if self.windows == "alternate":
-            return {"sliding_window": config.sliding_window, "layer_types": kinds}
+            window = config.sliding_window or self.defaults["sliding_window"]  # transformers needs one in any case
+            return {"sliding_window": window, "layer_types": kinds}
         return {
             "use_sliding_window": bool(config.window_layers),
             "sliding_window": config.sliding_window,

@@ -18,7 +18,7 @@ from tilth.core.names import name_problem
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import is_known
-from tilth.plan.shape import hf_experts, hf_names, parameter_shapes
+from tilth.plan.shape import Fused, hf_experts, hf_fused, hf_names, parameter_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -69,13 +69,15 @@ class LazyTensors(Unread):
         dtype: torch.dtype | None = None,
         stored: Mapping[str, str] | None = None,
         stacks: Mapping[str, tuple[str, ...]] | None = None,
+        fused: Mapping[str, Fused] | None = None,
     ) -> None:
         """files: name of a tensor -> its file; stored: name -> its name in the file, if different.
 
-        stacks: name -> names of the tensors that it stacks; they are no tensors of their own.
+        stacks: name -> names of the tensors that it stacks; they are no tensors of their own. fused: name -> the tensor
+        of another layout that holds it.
         """
         self._directory, self._dtype, self._all = directory, dtype, dict(files)
-        self._stored, self._stacks = dict(stored or {}), dict(stacks or {})
+        self._stored, self._stacks, self._fused = dict(stored or {}), dict(stacks or {}), dict(fused or {})
         inside = {name for names in self._stacks.values() for name in names}
         self._files = {name: file for name, file in self._all.items() if name not in inside}
         self._files |= {name: self._all[names[0]] for name, names in self._stacks.items()}
@@ -92,12 +94,29 @@ class LazyTensors(Unread):
         return torch.stack(found) if found else self._read(self._stacks[name][0], tuple(inner))[None][:0]
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        if name in self._fused:
+            return self._cut(name, slices)
         file, stored = self._file(name), self._stored.get(name, name)
         try:
             found: Tensor = file.get_slice(stored)[slices] if slices else file.get_tensor(stored)
         except SafetensorError as error:
             message = f"{self._directory / self._all[name]}: cannot read tensor {name}: {error}"
             raise ModelError(message, key=name) from error
+        return found if self._dtype is None else found.to(self._dtype)
+
+    def _cut(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Return a block of a tensor that is a part of a fused one."""
+        fused, sizes = self._fused[name], self.shape(name)
+        ranges = [
+            range(size)[some] for size, some in zip(sizes, (*slices, *[slice(None)] * (len(sizes) - len(slices))))
+        ]
+        if fused.transposed:
+            ranges[-2:] = ranges[:-3:-1]
+        every = len(fused.parts)
+        *outer, last = (slice(r.start, r.stop) for r in ranges)
+        found = self._file(name).get_slice(fused.name)[(*outer, slice(last.start * every, last.stop * every))]
+        found = found[..., fused.parts.index(name) :: every]
+        found = (found.transpose(-1, -2) if fused.transposed else found).contiguous()
         return found if self._dtype is None else found.to(self._dtype)
 
     @property
@@ -112,6 +131,8 @@ class LazyTensors(Unread):
         return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._fused:
+            return self._fused[name].part(self._file(name).get_slice(self._fused[name].name).get_shape())
         names = self._stacks.get(name, (name,))
         found = [tuple(self._file(one).get_slice(self._stored.get(one, one)).get_shape()) for one in names]
         for one, shape in zip(names, found):
@@ -125,13 +146,19 @@ class LazyTensors(Unread):
     def without(self, name: str) -> "LazyTensors":
         """Return all tensors but one, which is no stack."""
         files = {k: f for k, f in self._all.items() if k != name}
-        return LazyTensors(self._directory, files, self._dtype, self._stored, self._stacks)
+        return LazyTensors(self._directory, files, self._dtype, self._stored, self._stacks, self._fused)
 
-    def of_family(self, config: DecoderConfig) -> "LazyTensors":
-        """Return these tensors under the names of a family, with experts stacked. ModelError: an expert is missing."""
-        stored = hf_names(config)
-        own = {there: name for name, there in stored.items()}
-        files = {own.get(name, name): file for name, file in self._all.items()}
+    def of_family(self, config: DecoderConfig, further: int = 0) -> "LazyTensors":
+        """Return these tensors under the names of a family, with experts stacked. ModelError: an expert is missing.
+
+        further: layers behind the model's, which predict further tokens, and which are left out.
+        """
+        stored, last = hf_names(config), config.num_layers
+        own, behind = (
+            {there: name for name, there in stored.items()},
+            tuple(f"model.layers.{last + i}." for i in range(further)),
+        )
+        files = {own.get(name, name): file for name, file in self._all.items() if not name.startswith(behind)}
         stacks = hf_experts(config)
         for names in stacks.values():
             missing = [name for name in names if name not in files]
@@ -139,7 +166,11 @@ class LazyTensors(Unread):
                 message = f"{self._directory}: tensors do not match the config; missing: {_some(missing)}"
                 raise ModelError(message, key=f"{missing[0]}.missing")
         there = {name: names for name, names in stacks.items() if names[0] in files}
-        return LazyTensors(self._directory, files, self._dtype, stored, there)
+        fused = {name: one for name, one in hf_fused(config).items() if one.name in self._all}
+        inside = {one.name for one in fused.values()}
+        files = {name: file for name, file in files.items() if name not in inside}
+        files |= {name: self._all[one.name] for name, one in fused.items()}
+        return LazyTensors(self._directory, files, self._dtype, stored, there, fused)
 
     def _file(self, name: str) -> Any:
         file = self._all[name]
@@ -147,7 +178,8 @@ class LazyTensors(Unread):
             handle = _open_file(self._directory / file)
             self._open[file] = handle, frozenset(handle.keys())
         handle, names = self._open[file]
-        if self._stored.get(name, name) not in names:
+        stored = self._fused[name].name if name in self._fused else self._stored.get(name, name)
+        if stored not in names:
             message = f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not"
             raise ModelError(message, key=f"{file}.{name}")
         return handle
@@ -163,6 +195,11 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     return _read_json(folder / "config.json")
 
 
+def _further(hf: Mapping[str, Any]) -> int:
+    """Return the number of layers that predict further tokens, which a directory may hold behind the others."""
+    return int(hf.get("num_nextn_predict_layers") or 0)
+
+
 def load_pretrained(
     directory: str | os.PathLike[str], dtype: torch.dtype | None = None, *, values: bool = False
 ) -> tuple[DecoderConfig, LazyTensors]:
@@ -176,7 +213,7 @@ def load_pretrained(
     if values:
         hf = {**hf, "architectures": [str(a).replace(_VALUES, _LOGITS) for a in hf.get("architectures") or []]}
     config = DecoderConfig.from_hf(hf)
-    tensors = _tensors(Path(directory), dtype).of_family(config)
+    tensors = _tensors(Path(directory), dtype).of_family(config, _further(hf))
     if config.tie_embeddings and _HEAD in tensors and _EMBEDDING in tensors:
         if not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
             message = f"{directory}: config.json ties {_HEAD} to {_EMBEDDING}, but their values differ"
@@ -214,7 +251,7 @@ def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:
     hf = read_config(folder)
     tied, tensors = bool(hf.get("tie_word_embeddings")), _tensors(folder, None)
     if is_known(hf):
-        tensors = tensors.of_family(DecoderConfig.from_hf(hf))
+        tensors = tensors.of_family(DecoderConfig.from_hf(hf), _further(hf))
     doubled = tied and _HEAD in tensors and _EMBEDDING in tensors
     return tensors.without(_HEAD) if doubled and torch.equal(tensors[_HEAD], tensors[_EMBEDDING]) else tensors
 
@@ -271,7 +308,7 @@ def save_pretrained(
         raise ModelError(message, key="dtype")
     try:
         _clear(out)
-        _write_weights(out, state, kept, shard_bytes, {**hf_names(config), **hf_experts(config)})
+        _write_weights(out, state, kept, shard_bytes, {**hf_names(config), **hf_experts(config), **hf_fused(config)})
         _write_tokenizer(out, source, tokenizer, chat_template)
         _write_generation(out, source, {**ids, **(generation or {})})
         _write_json(out / "config.json", {**hf, **ids, "torch_dtype": str(kept).removeprefix("torch.")})
@@ -294,13 +331,16 @@ def _of_values(config: DecoderConfig) -> dict[str, Any]:
     return hf | {"architectures": [kind], "classifier_dropout": 0.0, "tie_word_embeddings": True, **labels}
 
 
-Stored = Mapping[str, str | tuple[str, ...]]
-"""Name of a tensor -> its name in a file, if different; of a stack, the names of its tensors."""
+Stored = Mapping[str, str | tuple[str, ...] | Fused]
+"""Name of a tensor -> its name in a file, if different; of a stack, the names of its tensors; or what it is fused
+into."""
 
 
 def _entries(name: str, shape: Sequence[int], stored: Stored) -> list[tuple[str, Sequence[int]]]:
     """Return names and shapes of the tensors in a file that hold a tensor."""
     there = stored.get(name, name)
+    if isinstance(there, Fused):  # with the first of its parts
+        return [(there.name, there.shape(shape))] if there.parts[0] == name else []
     return [(there, shape)] if isinstance(there, str) else [(one, shape[1:]) for one in there]
 
 
@@ -340,8 +380,19 @@ def _write_file(
     with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name in known:
-            values = state[name].detach().to("cpu", dtype).contiguous()
-            file.write(values.view(-1).view(torch.uint8).numpy().data)
+            if _entries(name, known[name], stored):
+                values = _values(name, state, stored.get(name), dtype)
+                file.write(values.view(-1).view(torch.uint8).numpy().data)
+
+
+def _values(
+    name: str, state: Mapping[str, Tensor], there: str | tuple[str, ...] | Fused | None, dtype: torch.dtype
+) -> Tensor:
+    """Return what a file holds of a tensor, contiguous."""
+    if not isinstance(there, Fused):
+        return state[name].detach().to("cpu", dtype).contiguous()
+    parts = [state[part].detach().to("cpu", dtype) for part in there.parts]
+    return torch.stack([part.transpose(-1, -2) if there.transposed else part for part in parts], -1).flatten(-2)
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:

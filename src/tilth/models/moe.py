@@ -251,16 +251,21 @@ class StackedLinear(nn.Module):
         super().__init__()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
+        self.share = 1.0
+        """Of the bias that this rank adds, where results of several ranks are summed."""
 
     def apart(self) -> list[_Layer]:
         """Return the layer of each expert: x [n, in] -> [n, out]."""
-        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
+        biases = [None] * len(self.weight) if self.bias is None else self._bias(self.bias).unbind()
         return [partial(_linear, weight, bias) for weight, bias in zip(self.weight.unbind(), biases)]
 
     def grouped(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """Apply the layers to rows [M, in] sorted by expert in one kernel. ends: int32 [experts], cumulative counts."""
         found = F.grouped_mm(x, self.weight.to(x.dtype).transpose(1, 2), offs=ends)
-        return found if self.bias is None else found + self.bias.to(x.dtype).repeat_interleave(counts, 0)
+        return found if self.bias is None else found + self._bias(self.bias).to(x.dtype).repeat_interleave(counts, 0)
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        return bias if self.share == 1 else bias * self.share
 
 
 def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -190,6 +190,7 @@ def _divide_experts(model: Decoder, group: Group, sp: bool) -> None:
 
     for block in model.modules():
         if isinstance(block, MoE):
+            block.experts.down_proj.share = 1 / group.size()
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(leave)
 

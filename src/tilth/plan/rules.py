@@ -39,6 +39,9 @@ class Parameter(NamedTuple):
     """Attribute of the config that holds the numbers of the layers that have it; "": all."""
     stacked: bool = False
     """One tensor per expert, stacked along dimension 0; ``tp`` divides each expert's."""
+    transposed: bool = False
+    """Its Hugging Face tensor has the last two dimensions exchanged. Rows with one Hugging Face tensor alternate along
+    the last dimension of it, in the order of the table."""
 
 
 Table = tuple[Parameter, ...]

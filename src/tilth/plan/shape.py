@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
@@ -82,9 +83,48 @@ def hf_names(shape: DecoderShape) -> dict[str, str]:
     return {
         row.name.replace("*", str(layer)): row.hf.replace("*", str(layer))
         for row, _ in _sized(shape)
-        if row.hf and "#" not in row.hf
+        if row.hf and "#" not in row.hf and not _fused(shape.table, row)
         for layer in _layers(shape, row)
     }
+
+
+def _fused(table: Table, row: Parameter) -> bool:
+    """Return True if a parameter is not a tensor of a Hugging Face directory as it is."""
+    return row.transposed or (bool(row.hf) and sum(one.hf == row.hf for one in table) > 1)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Tensor of a Hugging Face directory with another layout than the parameters in it."""
+
+    name: str
+    parts: tuple[str, ...]
+    """Parameters of equal shape that alternate along its last dimension."""
+    transposed: bool
+    """The last two dimensions are exchanged."""
+
+    def shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return its shape, given that of a part."""
+        *outer, last = (*part[:-2], part[-1], part[-2]) if self.transposed else part
+        return (*outer, last * len(self.parts))
+
+    def part(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a part, given its own."""
+        *outer, last = shape
+        found = (*outer, last // len(self.parts))
+        return (*found[:-2], found[-1], found[-2]) if self.transposed else found
+
+
+def hf_fused(shape: DecoderShape) -> dict[str, Fused]:
+    """Return parameter -> the tensor of another layout that holds it in a Hugging Face directory."""
+    found: dict[str, Fused] = {}
+    rows = [row for row, _ in _sized(shape) if _fused(shape.table, row)]
+    for row in rows:
+        together = [one.name for one in rows if one.hf == row.hf]
+        for layer in map(str, _layers(shape, row)):
+            parts = tuple(name.replace("*", layer) for name in together)
+            found[row.name.replace("*", layer)] = Fused(row.hf.replace("*", layer), parts, row.transposed)
+    return found
 
 
 def hf_experts(shape: DecoderShape) -> dict[str, tuple[str, ...]]:
