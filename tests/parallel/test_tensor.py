@@ -31,6 +31,8 @@ FAMILIES = {
     "qwen3_moe": {"expert_layers": (1,)},
     "olmo3": {"sliding_window": 3, "window_layers": (0,)},
     "gemma3": {"sliding_window": 3, "window_layers": (0,)},
+    "gpt_oss": {"sliding_window": 3, "window_layers": (0,), "expert_layers": (0, 1)},
+    "deepseek_v3": {"expert_layers": (1,)},
 }
 
 
@@ -78,6 +80,7 @@ def test_fp32_differs_by_rounding(pool, sp):
 
 FOUR = {
     "norms over all heads, two key heads": {"family": "olmo2"},
+    "sinks": {"family": "gpt_oss", "changes": {"window_layers": (0,), "expert_layers": (0, 1)}},
     "one key head": {"changes": {"num_kv_heads": 1}},
     "two key heads": {"family": "qwen2", "changes": {"num_kv_heads": 2, "vocab_size": 33, "tie_embeddings": False}},
     "as many key heads": {"changes": {"num_kv_heads": 4, "vocab_size": 13}},
