@@ -1,0 +1,55 @@
+"""Every family trains in FSDP and under tensor parallelism as on one device."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.tiny import FAMILIES, VOCAB
+from tilth.config.schema import OptimizerConfig
+from tilth.core.batch import Jagged
+from tilth.core.layout import Mesh
+from tilth.models.decoder import Decoder
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import ShardedModel, shard
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+
+FAST = ["gpt-oss", "deepseek-v3"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "olmo3", "gemma3", "deepseek-v3-direct")]
+LAYOUTS = {"fsdp": (2, 1), "tp": (1, 2)}
+
+
+def trained(rank, name, sizes=(1, 1)):
+    """Initial weights, and those after two steps: float64, whole."""
+    mesh = Mesh(("fsdp", "tp"), sizes)
+
+    def build():
+        return Decoder(FAMILIES[name], torch.float64).double()
+
+    sharded = ShardedModel.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank))
+    sharded.init_(3)
+    names = list(sharded.parameters)
+    start = {name: whole.clone() for name, whole in sharded.assemble(names).items()}
+    engine = TrainEngine(sharded, OptimizerConfig(name="adamw", lr=1e-3), total_steps=9, micro_tokens=24)
+    rows = [np.arange(i, i + n) * 5 % VOCAB for i, n in enumerate((5, 19, 4, 12))]
+    part, parts = sharded.grid.coordinate("fsdp"), sharded.grid.size("fsdp")
+    tokens = Jagged.of(rows[part::parts])
+    mask = np.concatenate([[0] + [1] * (n - 1) for n in tokens.lengths]).astype(np.uint8)
+    for _ in range(2):
+        engine.update(tokens, mask, {}, negative_log_likelihood(36.0))
+    return start, sharded.assemble(names)
+
+
+def far(found, wanted):
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_two_ranks_train_as_one_device(pool, name):
+    start, end = trained(0, name)
+    moved = {name for name in end if not torch.equal(start[name], end[name])}
+    assert all("correction" in name for name in end.keys() - moved)
+    for sizes in LAYOUTS.values():
+        for first, last in pool.run(2, "tests.parallel.test_families:trained", name=name, sizes=sizes):
+            assert far(first, start) == 0
+            assert far(last, end) < 1e-9
