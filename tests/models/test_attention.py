@@ -15,9 +15,11 @@ from tilth.plan.kernels import KEYS
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """One query of one head at a time, in float64."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for start, length in zip(np.cumsum([0, *lengths]), lengths):
         for i in range(length):
@@ -25,7 +27,9 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | No
             seen = slice(start + first, start + i + 1)
             for head in range(q.shape[1]):
                 scores = k[seen, head // group].double() @ q[start + i, head].double() / q.shape[2] ** 0.5
-                out[start + i, head] = scores.softmax(0) @ v[seen, head // group].double()
+                sink = scores.new_full((1,), -torch.inf) if sinks is None else sinks[head : head + 1].double()
+                weights = torch.cat((scores, sink)).softmax(0)[:-1]
+                out[start + i, head] = weights @ v[seen, head // group].double()
     return out
 
 
@@ -45,6 +49,47 @@ def test_packed_attention_is_the_oracle(lengths: list[int], window: int | None, 
     n = sum(lengths)
     assert out.shape == q.shape
     assert (out[:n] - oracle(q[:n], k[:n], v[:n], lengths, window)).abs().max() < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=lengths_of,
+    window=st.none() | st.integers(1, 12),
+    parity=st.booleans(),
+    with_sinks=st.booleans(),
+    fused=st.booleans(),
+)
+def test_sinks_and_narrower_values_are_the_oracles(
+    lengths: list[int], window: int | None, parity: bool, with_sinks: bool, fused: bool
+) -> None:
+    ctx = PackedContext(lengths, parity=parity)
+    q, k, v = random_qkv(len(ctx.positions))
+    v, sinks = v[..., :5], torch.tensor([2.0, -1.0, 0.5, 3.0]) if with_sinks else None
+    with pytest.MonkeyPatch.context() as patch:
+        for limits in (attention.MASKED_UP_TO, attention.CAUSAL_UP_TO):
+            patch.setitem(limits, 4, 0 if fused else 10_000)
+        out = ctx.attend(0, q, k, v, window, sinks)
+    n = sum(lengths)
+    assert out.shape == v.shape[:1] + q.shape[1:2] + v.shape[2:]
+    assert (out[:n] - oracle(q[:n], k[:n], v[:n], lengths, window, sinks)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_of_fused_kernels_have_the_gradients_of_matmul_attention(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [60, 5, 33]
+    q, k, v = (x.requires_grad_() for x in random_qkv(sum(lengths)))
+    sinks = torch.tensor([2.0, -1.0, 0.5, 3.0], requires_grad=True)
+    results = []
+    for above in (0, 10_000):
+        monkeypatch.setitem(attention.MASKED_UP_TO, 4, above)
+        monkeypatch.setitem(attention.CAUSAL_UP_TO, 4, above)
+        out = PackedContext(lengths).attend(0, q, k, v, window, sinks)
+        probe = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        results.append([out, *torch.autograd.grad((out * probe).sum(), (q, k, v, sinks))])
+    assert all((a - b).abs().max() < 2e-5 for a, b in zip(*results))
+    assert results[0][4].abs().min() > 0.1
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 290, 1000])

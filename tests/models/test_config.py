@@ -12,6 +12,10 @@ from tests.models.tiny import FAMILIES, ROPES, shape
 from tilth.core.errors import ModelError
 from tilth.models.config import DecoderConfig
 
+LOCAL_SCALED = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+}
 MINIMAL = {
     "vocab_size": 50,
     "hidden_size": 64,
@@ -127,6 +131,21 @@ def test_old_qwen_windows_begin_at_max_window_layers() -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window"),
+        ({"model_type": "olmo3", "rope_parameters": LOCAL_SCALED}, "rope_parameters.sliding_attention"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_kv_heads"),
+        ({"model_type": "deepseek_v3", "qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 0}, "kv_lora_rank"),
+        ({"model_type": "deepseek_v3", "v_head_dim": 300}, "value_dim"),
     ],
 )
 def test_what_is_refused_in_one_line(change: dict[str, Any], key: str) -> None:
@@ -144,6 +163,15 @@ def test_what_is_refused_in_one_line(change: dict[str, Any], key: str) -> None:
         ("qwen2", {"head_dim": 32}, "head_dim"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias"),
         ("mistral", {"window_layers": (0, 2)}, "window_layers"),
+        ("llama", {"scale_embeddings": True}, "scale_embeddings"),
+        ("llama", {"query_scalar": 40}, "query_scalar"),
+        ("qwen3", {"wide_qk_norm": True}, "wide_qk_norm"),
+        ("mistral", {"window_rope_theta": 1e3}, "window_rope_theta"),
+        ("olmo3", {"window_rope_theta": 1e3}, "window_rope_theta"),
+        ("olmo2", {"head_dim": 24}, "head_dim"),
+        ("gpt_oss", {"qkv_bias": False}, "qkv_bias"),
+        ("deepseek_v3", {"expert_layers": (0, 2)}, "expert_layers"),
+        ("deepseek_v3", {"router_correction": False}, "router_correction"),
     ],
 )
 def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: dict[str, Any], key: str) -> None:
@@ -157,3 +185,16 @@ def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: 
 def test_impossible_shapes(change: dict[str, Any]) -> None:
     with raises(ModelError, next(iter(change))):
         shape(**{"family": "llama", **change})
+
+
+def test_patterns_of_windows_that_a_config_leaves_out() -> None:
+    """Published directories name a period, or nothing; the base of local layers has a key of its own."""
+    gemma = {"model_type": "gemma3_text", **MINIMAL, "num_hidden_layers": 7, "sliding_window": 9}
+    config = DecoderConfig.from_hf(gemma)
+    assert config.window_layers == (0, 1, 2, 3, 4, 6) and config.tie_embeddings and config.head_dim == 256
+    assert (config.rope_theta, config.window_rope_theta, config.query_scalar) == (1e6, 1e4, 256)
+    assert DecoderConfig.from_hf({**gemma, "sliding_window_pattern": 2}).window_layers == (0, 2, 4, 6)
+    assert DecoderConfig.from_hf({**gemma, "rope_local_base_freq": 7e3}).window_rope_theta == 7e3
+    assert DecoderConfig.from_hf({"model_type": "olmo3", **MINIMAL}).window_layers == (0, 1, 2)
+    found = DecoderConfig.from_hf({"model_type": "gpt_oss", **MINIMAL})
+    assert found.window_layers == (0, 2) and found.sliding_window == 128 and found.rope_scaling["truncate"] is False
