@@ -258,7 +258,8 @@ class Family:
 
     def _rope_from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of rotary embedding; transformers 5 writes them by kind of layer if there are several."""
-        longest, given = hf.get("max_position_embeddings"), hf.get("rope_parameters") or {}
+        given: Mapping[str, Any] = hf.get("rope_parameters") or {}
+        longest: int = hf.get("max_position_embeddings")  # type: ignore[assignment]  # read where scaling needs it
         apart = bool(given.keys() & {_FULL, _WINDOW})
         theta, scaling = rope_from_hf({**hf, "rope_parameters": given.get(_FULL)} if apart else hf, longest)
         if not self.window_theta:

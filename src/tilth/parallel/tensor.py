@@ -146,7 +146,9 @@ def _divide_norms(model: Decoder, group: Group) -> None:
         row, path = rule_of(model.table, name), name.rpartition(".")[0]
         if row.kind == "norm" and row.tp in ("rows", "copied"):
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, DividedNorm(model.get_submodule(path), group))
+            local = model.get_submodule(path)
+            assert isinstance(local, RMSNorm)
+            setattr(model.get_submodule(parent), leaf, DividedNorm(local, group))
 
 
 def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:

@@ -146,16 +146,15 @@ class DeepSeekV3(Family):
 
 def _attention() -> Table:
     """Return the rows of attention. Latents are whole on each rank along "tp", which uses them for its own heads."""
-    once, twice = {"when": "not q_lora_rank"}, {"when": "q_lora_rank"}
     (direct,) = linear("self_attn.q_proj", ("query_size", "hidden_size"), "rows")
     down, bias = linear("self_attn.q_a_proj", ("q_lora_rank", "hidden_size"), "heads", "q_latent_bias")
     (up,) = linear("self_attn.q_b_proj", ("query_size", "q_lora_rank"), "rows")
     return (
-        direct._replace(**once),
-        down._replace(**twice),
+        direct._replace(when="not q_lora_rank"),
+        down._replace(when="q_lora_rank"),
         bias,
         *norm("self_attn.q_a_layernorm", "q_lora_rank", "heads", "q_lora_rank"),
-        up._replace(**twice),
+        up._replace(when="q_lora_rank"),
         *linear("self_attn.kv_a_proj_with_mqa", ("latent_size", "hidden_size"), "heads", "qkv_bias"),
         *norm("self_attn.kv_a_layernorm", "kv_lora_rank", "heads"),
         *linear("self_attn.kv_b_proj", ("expanded_size", "kv_lora_rank"), "rows"),
