@@ -226,7 +226,8 @@ class Family:
         """Return windows and their rotary base in a new model: those that the family is known by."""
         if self.windows != "alternate":
             return {}
-        local = self.defaults.get(self.window_theta, model.rope_theta) if self.window_theta else None
+        bases = {"": None, _KEYS["rope_theta"]: model.rope_theta}
+        local = bases[self.window_theta] if self.window_theta in bases else self.defaults[self.window_theta]
         layers = tuple(i for i, kind in enumerate(self._kinds(model.layers, self.period)) if kind == _WINDOW)
         window = self.defaults["sliding_window"] if layers else None
         return {"sliding_window": window, "window_layers": layers, "window_rope_theta": local}
