@@ -65,7 +65,7 @@ def test_a_mesh_knows_its_axes_by_name(table):
     assert (mesh.size("island"), mesh.size("dp", "ring"), mesh.size("tp")) == (2, 6, 1)
     assert mesh.over("rows")[-1] == "island" and mesh.over("tokens", "layers")[-2:] == ("ring", "pipe")
     assert (mesh.count("rows"), mesh.count("tokens"), mesh.count("rows", "tokens")) == (4, 3, 12)
-    assert mesh.copies == ("dp", "cp", "island", "ring") and mesh.shards == ("fsdp",)
+    assert mesh.copies == ("dp", "cp", "island", "ring") and mesh.shards == ("fsdp", "ep")
     assert mesh.coordinate("island", 15) == 1 == mesh.at(15)["island"] and mesh.index(21, "dp", "island") == 3
     assert mesh.along(14, "island") == (11, 14) and mesh.part(14, "island").ranks == (11, 14)
 

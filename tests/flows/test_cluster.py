@@ -42,6 +42,7 @@ LAYOUTS = {
     "fsdp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}, "rollout": DIVIDED},
     "tp, engine over tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}, "rollout": DIVIDED},
 }
+MOE = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2, "dense_layers": 1}
 NEAR = ("loss", "grad_norm", "entropy", "kl", "value/loss", "loss/heldout")
 """Metrics that differ by rounding; those of rows (rewards, lengths, counts) are equal."""
 COUNTED = ("reward/mean", "length/mean", "tokens/generated", "samples/trained", "reward/heldout", "tokens/trained")
@@ -93,6 +94,7 @@ def shared(workers, monkeypatch):
 def sections(flow, **more):
     found = {
         "grpo": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}},
+        "moe": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}, "model": MOE},
         "ppo": {"flow": "ppo", "algorithm": {"advantage": "gae", "steps": 4, "lam": 0.9}, "critic": {"steps": 2}},
     }[flow]
     return {**found, **more}
@@ -141,6 +143,15 @@ def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, la
     theirs = read_trajectories(one("grpo").directory).select(columns)
     assert read_trajectories(ours.directory).select(columns).sort_by("id").equals(theirs.sort_by("id"))
     final, wanted = (load_model(run.directory).tensors for run in (ours, one("grpo")))
+    for name, tensor in wanted.items():
+        assert torch.allclose(final[name], tensor, atol=2e-4), name
+
+
+def test_grpo_of_divided_experts_learns_as_on_one_process(tmp_path, shared, one):
+    ours = tiny.run(tiny.recipe(tmp_path, **sections("moe", cluster=LOCAL, policy={"layout": {"ep": 2}})))
+    assert_near(ours, one("moe"), rel=2e-4, abs=2e-5)
+    final, wanted = (load_model(run.directory).tensors for run in (ours, one("moe")))
+    assert any(".experts." in name for name in wanted)
     for name, tensor in wanted.items():
         assert torch.allclose(final[name], tensor, atol=2e-4), name
 

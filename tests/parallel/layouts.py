@@ -34,6 +34,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
     sp: bool = False
@@ -44,6 +45,9 @@ class Case:
     tied: bool = True
     value: bool = False
     experts: bool = False
+    num_experts: int = 5
+    both: bool = False
+    """Both layers have experts; else the second one."""
     double: bool = False
     checkpointing: bool = False
     dropout: float = 0.0
@@ -53,24 +57,24 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+        return self.pp * self.dp * self.fsdp * self.ep * self.cp * self.tp
 
     def __str__(self) -> str:
-        sizes = [f"{n}{getattr(self, n)}" for n in ("pp", "dp", "fsdp", "cp", "tp") if getattr(self, n) > 1]
+        sizes = [f"{n}{s}" for n in ("pp", "dp", "fsdp", "ep", "cp", "tp") if (s := getattr(self, n)) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
-        marks = [
-            n for n in ("sp", "value", "experts", "double", "checkpointing", "dropout", "rows") if getattr(self, n)
-        ]
-        return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp > 1) + ["untied"] * (not self.tied) + marks)
+        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows")
+        marks = [n for n in names if getattr(self, n)]
+        return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp * self.ep > 1) + ["untied"] * (not self.tied) + marks)
 
     @property
     def alone(self) -> "Case":
-        return replace(self, pp=1, dp=1, fsdp=1, cp=1, tp=1, sp=False, rows=())
+        return replace(self, pp=1, dp=1, fsdp=1, ep=1, cp=1, tp=1, sp=False, rows=())
 
 
 def build(case: Case) -> Decoder:
-    shape = MOE if case.experts else CONFIG
+    layers = (0, 1) if case.both else (1,)
+    shape = replace(MOE, num_experts=case.num_experts, expert_layers=layers) if case.experts else CONFIG
     config = replace(shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers)
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
@@ -81,7 +85,7 @@ def build(case: Case) -> Decoder:
 def spread(case: Case, rank: int = 0) -> ShardedModel:
     if case.ranks == 1:
         return ShardedModel.alone(build(case))
-    names = ("pp", "dp", "fsdp", "cp", "tp")
+    names = ("pp", "dp", "fsdp", "ep", "cp", "tp")
     grid = ParallelDims.of(Mesh(names, tuple(getattr(case, name) for name in names)), rank)
     how = {"sp": case.sp, "zero": case.zero, "cp_style": case.cp_style, "schedule": case.schedule}
     return shard(lambda: build(case), grid, **how)
@@ -110,8 +114,8 @@ def batch() -> tuple[Jagged, np.ndarray]:
 
 def share(case: Case, sharded: ShardedModel) -> np.ndarray:
     """The rows of the batch that this rank has: of every n-th, or as the case says."""
-    grid = sharded.grid
-    part, parts = grid.coordinate("dp") * grid.size("fsdp") + grid.coordinate("fsdp"), grid.size("dp", "fsdp")
+    mesh = sharded.grid.mesh
+    part, parts = mesh.index(sharded.grid.rank, *mesh.over("rows")), mesh.count("rows")
     if not case.rows:
         return np.arange(len(LENGTHS))[part::parts]
     return np.split(np.arange(len(LENGTHS)), np.cumsum(case.rows)[: parts - 1])[part]

@@ -31,9 +31,16 @@ OPERATORS = {
     "_allgather_base_": ("all_gather", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "broadcast_": ("broadcast", 0),
+    "alltoall_base_": ("all_to_all", 1),
 }
 """Torch's operator -> how the trace calls it, and which argument is this rank's own tensor."""
+
 PASSES = {"forward", "backward", "infer", "padding"}
+
+
+def kept(op, args, group):
+    """Bytes of an all-to-all that stay on the rank: its input has rows for itself too."""
+    return args[4][group.rank()] * (args[1].nbytes // max(len(args[1]), 1)) if op == "all_to_all" else 0
 
 
 class Operators(TorchDispatchMode):
@@ -48,7 +55,7 @@ class Operators(TorchDispatchMode):
             op, own = OPERATORS[func.__name__.partition(".")[0]]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
             ranks = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
-            self.seen.append((op, ranks, sum(t.nbytes for t in tree_leaves(args[own]))))
+            self.seen.append((op, ranks, sum(t.nbytes for t in tree_leaves(args[own])) - kept(op, args, group)))
         return func(*args, **(kwargs or {}))
 
 

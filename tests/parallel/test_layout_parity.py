@@ -14,7 +14,15 @@ from tilth.core.layout import Mesh
 from tilth.parallel.dims import ParallelDims
 
 FILE = SCRIPTS / "layout_parity.py"
-GOOD = {"layout": "dp2", "weights": True, "agree": True, "first": 1e-6, "last": 1e-6, "double": 1e-15}
+GOOD = {
+    "layout": "dp2",
+    "weights": True,
+    "agree": True,
+    "first": 1e-6,
+    "last": 1e-6,
+    "double": 1e-15,
+    "off": {"dp": 1.01},
+}
 
 
 def benchmark():
@@ -30,6 +38,8 @@ def benchmark():
         ({"last": float("nan")}, "last nan"),
         ({"double": 1e-9}, "double"),
         ({"bytes_per_step": 0.0}, "moved no byte"),
+        ({"off": {"dp": 1.0, "ep": 0.85}}, "ep moved 0.85 of its formula"),
+        ({"off": {"fsdp": 2.0}}, "fsdp moved 2.00 of its formula"),
     ],
 )
 def test_a_row_that_misses_a_goal_fails(change, said):
@@ -45,25 +55,29 @@ def test_one_rank_may_move_nothing():
 
 @pytest.mark.dist
 def test_bytes_are_those_of_a_ring(pool):
-    """float32 [100] on 2 ranks: an all-reduce sends 400 bytes, a gather of two such or a scatter of one half of it."""
-    for found in pool.run(2, "tests.parallel.test_layout_parity:moves"):
-        assert found == {"all_reduce": 400.0, "all_gather": 400.0, "gather_into": 400.0, "scatter": 200.0}
+    """float32 [100] on 2 ranks: an all-reduce sends 400 bytes, a gather of two such or a scatter of one half of it; an
+    all-to-all the rows of the other rank, here 10 of rank 0 and 30 of rank 1."""
+    for rank, found in enumerate(pool.run(2, "tests.parallel.test_layout_parity:moves")):
+        plain = {"all_reduce": 400.0, "all_gather": 400.0, "gather_into": 400.0, "scatter": 200.0}
+        assert found == plain | {"all_to_all": (40.0, 120.0)[rank]}
 
 
 def moves(rank):
     group = ParallelDims.of(Mesh(("dp",), (2,)), rank).group("dp")
     x, both = torch.ones(100), torch.empty(200)
+    sends, takes = (([5, 10], [5, 30]), ([30, 10], [10, 10]))[rank]
     calls = {
         "all_reduce": lambda: dist.all_reduce(x, group=group),
         "all_gather": lambda: dist.all_gather([torch.empty(100), torch.empty(100)], x, group=group),
         "gather_into": lambda: dist.all_gather_into_tensor(both, x, group=group),
         "scatter": lambda: dist.reduce_scatter_tensor(torch.empty(50), x, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(sum(takes)), x[: sum(sends)], takes, sends, group),
     }
     found = {}
     for name, call in calls.items():
-        with benchmark().Collectives() as collectives:
+        with benchmark().Collectives(Mesh(("dp",), (2,))) as collectives:
             call()
-        found[name] = collectives.sent
+        found[name] = collectives.sent["dp"]
     return found
 
 

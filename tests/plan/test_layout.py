@@ -309,11 +309,44 @@ def test_bytes_of_parameters_are_those_of_the_boxes(sizes):
     assert [item(w.memory, "parameters") for w in workers] == [4 * elements(found, w.rank) for w in workers]
 
 
+MOE = ("model.family=qwen3_moe", "model.experts=6", "model.experts_per_token=2", "model.dense_layers=1")
+
+
+@pytest.mark.parametrize(
+    ("family", "ep", "message"),
+    [
+        (MOE[0], 4, "policy.layout.ep = 4 does not divide model.experts = 6; on 4 workers ep may be 1, 2"),
+        (
+            "model.family=qwen3",
+            2,
+            "policy.layout.ep = 2 does not divide model.experts = 0, as the model has none; on 2 workers ep may be 1",
+        ),
+    ],
+)
+def test_experts_that_do_not_divide_name_what_would(family, ep, message):
+    with pytest.raises(RecipeError) as caught:
+        workers_of(ep, f"policy.layout.ep={ep}", *(MOE if family == MOE[0] else [family]))
+    assert (caught.value.key, str(caught.value)) == ("policy.layout.ep", message)
+
+
+def test_experts_are_divided_along_ep_and_gathered_along_fsdp_alone():
+    for layout, experts in (("ep = 2", 3), ("ep = 2, fsdp = 2", 2), ("fsdp = 4", 2), ("dp = 2, ep = 2", 3)):
+        workers = workers_of(4 if "," in layout or "4" in layout else 2, f"policy.layout={{{layout}}}", *MOE)
+        asked = load_recipe("addition-grpo", [*MOE])
+        shape = new_config(asked.model, 14)
+        stacks = sum(math.prod(s[1:]) for n, s in parameter_shapes(shape).items() if ".experts." in n)
+        rest = parameters(shape) - 6 * stacks
+        seat = next(s for s in workers[0].seats if s.role == "policy")
+        divided = 2 if layout in ("ep = 2", "dp = 2, ep = 2") else 4
+        assert experts * stacks + rest / divided <= seat.elements < experts * stacks + rest / divided + 300
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("keys", ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2"])
+@pytest.mark.parametrize("keys", ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2", "ep = 2"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_real_ranks_hold_what_was_predicted(pool, keys, role):
     overrides = [f"{role}.layout={{{keys}}}", "flow=ppo", "model.kv_heads=1", "model.tied=false"]
+    overrides += MOE if "ep" in keys else ()
     predicted = [next(s for s in w.seats if s.role == role) for w in workers_of(2, *overrides)]
     found = pool.run(2, "tests.plan.test_layout:held_by_a_process", role=role, overrides=overrides)
     assert found == [seat.elements for seat in predicted]

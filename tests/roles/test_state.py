@@ -9,6 +9,7 @@ from tests.checkpoint.make import same
 from tests.checkpoint.test_processes import everything, step
 from tests.parallel.layouts import Case, engine_of, spread, weights
 from tilth.checkpoint import Commit, begin_save
+from tilth.core.errors import CheckpointError
 from tilth.parallel.dims import ParallelDims
 from tilth.roles import state
 from tilth.roles.state import Learner, replicas
@@ -115,3 +116,40 @@ def test_replicas_share_what_they_read_of_a_store(pool, tmp_path):
 
 def test_without_replicas_there_is_nobody_to_share_with():
     assert replicas(ParallelDims.alone()) is None and state._one_machine(ParallelDims.alone())
+
+
+MOE = {"experts": True, "num_experts": 4}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        (Case(ep=2, **MOE), [Case(fsdp=2, **MOE), Case(**MOE)]),
+        (Case(fsdp=2, **MOE), [Case(ep=2, **MOE)]),
+        *(
+            pytest.param(source, targets, marks=pytest.mark.slow)
+            for source, targets in (
+                (Case(ep=2, fsdp=2, **MOE), [Case(ep=4, **MOE), Case(tp=2, **MOE), Case(dp=2, ep=2, **MOE)]),
+                (Case(ep=4, **MOE), [Case(ep=2, tp=2, **MOE), Case(**MOE)]),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_divided_experts_are_read_by_any_other_layout(pool, tmp_path, source, targets):
+    path, held, position = kept(pool, source, str(tmp_path), source.ranks)
+    assert held["optimizer"] and any(".experts." in name for name in held["model"])
+    for case in targets:
+        for tensors, at, _ in pool.run(case.ranks, HERE + "take", case=case, path=path, position=position):
+            assert equal(held, tensors) and at == position
+
+
+def test_a_checkpoint_with_another_number_of_experts_names_the_tensor(tmp_path):
+    case = Case(**MOE)
+    folder = str(begin_save(tmp_path, 2))
+    _, position, _, groups = keep(0, case, folder)
+    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    with pytest.raises(CheckpointError) as caught:
+        take(0, Case(**{**MOE, "num_experts": 5}), str(path), position)
+    assert "mlp.gate.weight" in str(caught.value) or ".experts." in str(caught.value)

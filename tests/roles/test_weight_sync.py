@@ -17,6 +17,7 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
+from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.comm import all_to_all
@@ -35,6 +36,9 @@ from tilth.training.packed import appraise
 NAMES = ("dp", "fsdp", "tp")
 TIED = small.config()
 UNTIED = small.config(tie_embeddings=False)
+EXPERTS = small.config(
+    family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=8, expert_layers=(1,), qk_norm=True
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Case:
     role: str = "rollout"
     tied: bool = True
     dtype: torch.dtype = torch.float32
+    experts: bool = False
+
+    @property
+    def config(self) -> DecoderConfig:
+        return EXPERTS if self.experts else TIED if self.tied else UNTIED
 
 
 ALL, FIRST, SECOND = (0, 1), (0,), (1,)
@@ -61,17 +70,20 @@ CASES = {
     "partly shared": Case(((1, 2, 1), ALL), ((1, 1, 1), SECOND), tied=False),
     "reference, fsdp to tp": Case(((1, 2, 1), ALL), ((1, 1, 2), ALL), "reference"),
     "critic, tp to fsdp": Case(((1, 1, 2), ALL), ((1, 2, 1), ALL), "critic", tied=False),
+    "colocated, ep": Case((("ep", 2), ALL), (("dp", 2), ALL), experts=True),
+    "reference, ep to fsdp": Case((("ep", 2), ALL), (("fsdp", 2), ALL), "reference", experts=True),
     "critic, elsewhere": Case(((1, 1, 1), SECOND), ((1, 1, 1), FIRST), "critic"),
 }
 
 
 def mesh(place) -> Mesh:
-    return Mesh(NAMES, *place)
+    sizes, ranks = place
+    return Mesh.of({sizes[0]: sizes[1]}, ranks) if isinstance(sizes[0], str) else Mesh(NAMES, sizes, ranks)
 
 
 def roles_of(case: Case, rank: int) -> dict:
     """What this rank holds: a part of the policy, a receiver, both."""
-    config, store, held = TIED if case.tied else UNTIED, InlineStore(), {}
+    config, store, held = case.config, InlineStore(), {}
     if rank in case.source[1]:
         policy = shard(lambda: Decoder(config), ParallelDims.of(mesh(case.source), rank))
         policy.init_(7)
@@ -95,7 +107,7 @@ def roles_of(case: Case, rank: int) -> dict:
 def relay_of(case: Case, rank: int, held: dict, bucket: int) -> WeightSyncWorker:
     ranks = tuple(sorted({*case.source[1], *case.target[1]}))
     context = Context("relay", Mesh(("to",), (len(ranks),), ranks), rank, 2, InlineStore(), roles=held)
-    config = TIED if case.tied else UNTIED
+    config = case.config
     source, target, cpu = mesh(case.source), mesh(case.target), torch.device("cpu")
     wanted, dtypes = {case.role: parts(case, config)}, {case.role: case.dtype}
     return WeightSyncWorker(
@@ -127,7 +139,7 @@ def relayed(rank: int, name: str, bucket: int) -> tuple:
 @pytest.mark.parametrize("name", CASES)
 def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
     case = CASES[name]
-    model = Decoder(TIED if case.tied else UNTIED)
+    model = Decoder(case.config)
     model.init_weights_(7)
     whole = {n: p.detach().to(case.dtype) for n, p in model.named_parameters()}
     boxes = {rank: {n: w.boxes(rank) for n, w in parts(case, model.config).items()} for rank in case.target[1]}

@@ -51,6 +51,7 @@ AXES: dict[str, Axis] = {
             fills=True,
         ),
         Axis("fsdp", ("rows", "parameters"), "ranks that shard the parameters, each with its own rows"),
+        Axis("ep", ("rows", "experts"), "ranks that divide the experts of each layer, each with its own rows"),
         Axis("cp", ("tokens",), "ranks that divide the tokens of each sequence, on the same rows"),
         Axis("tp", ("parameters",), "ranks that split every matrix product, on the same rows"),
     )

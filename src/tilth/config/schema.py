@@ -43,7 +43,9 @@ class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: i
     cp_style: Literal["ring", "ulysses"] = Field(
         "ring", description="with cp: send keys and values around (ring), or exchange tokens for heads (ulysses)"
     )
-    zero: Literal[2, 3] = Field(3, description="with fsdp: gather parameters once per step (2) or per micro-batch (3)")
+    zero: Literal[2, 3] = Field(
+        3, description="with fsdp or ep: gather parameters once per step (2) or per micro-batch (3)"
+    )
     pp_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b",
         description="with pp: order of passes; interleaved has two parts of the model on each stage, zero-bubble "

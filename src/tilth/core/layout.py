@@ -179,8 +179,16 @@ class Mesh:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """Axes whose ranks see different data and gather what they hold of the model to compute with it."""
+        """Axes whose ranks see different data and gather what they hold of the model to compute with it.
+
+        Ranks that divide experts compute with their own; they gather all other parameters.
+        """
         return tuple(name for name in self.over(*axes.DATA) if name in self.over(*axes.MODEL))
+
+    @property
+    def expert_shards(self) -> tuple[str, ...]:
+        """Axes whose ranks see different data and gather what they hold of their experts to compute with it."""
+        return tuple(name for name in self.shards if name not in self.over("experts"))
 
     def index(self, rank: int, *names: str) -> int:
         """Return the row-major index of a rank along these axes."""
@@ -200,6 +208,23 @@ class Mesh:
         """Return the mesh of the ranks with these coordinates along an axis."""
         sizes = tuple(len(places) if own == name else size for own, size in zip(self.names, self.sizes))
         return Mesh(self.names, sizes, tuple(rank for rank in self.ranks if self.coordinate(name, rank) in places))
+
+    def merged(self, *names: str) -> "Mesh":
+        """Return the mesh in which these neighbouring axes are one, under the name of the first; others get size 1.
+
+        ArgumentError if another axis of several ranks lies between them.
+        """
+        sizes = dict(zip(self.names, self.sizes))
+        used = [name for name in self.names if sizes[name] > 1]
+        merged = [name for name in used if name in names]
+        if len(merged) < 2:
+            return self
+        first = used.index(merged[0])
+        if used[first : first + len(merged)] != merged:
+            message = f"axes {', '.join(merged)} of a mesh {', '.join(used)} are no neighbours, so they cannot be one"
+            raise ArgumentError(message, key="names")
+        sizes |= {name: 1 for name in merged} | {merged[0]: self.size(*merged)}
+        return Mesh(self.names, tuple(sizes.values()), self.ranks)
 
     def part(self, rank: int, *names: str) -> "Mesh":
         """Return the mesh of the ranks that differ from this one along these axes only; other axes have size 1."""

@@ -1,6 +1,6 @@
 """Process groups along the axes of a mesh (``config.axes``), and this process's place in it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -114,9 +114,12 @@ class ParallelDims:
         """Return the process group of the ranks that divide any of these; None for this process alone."""
         return self.group(*self.mesh.over(*splits))
 
-    def device_mesh(self, device: str = "cpu") -> DeviceMesh:
-        """Return torch's mesh for ``fully_shard``: [copies, shards], without a dimension of one rank."""
-        copies, shards = self.mesh.copies, self.mesh.shards
+    def device_mesh(self, device: str = "cpu", shards: Sequence[str] | None = None) -> DeviceMesh:
+        """Return torch's mesh for ``fully_shard``: [copies, shards], without a dimension of one rank.
+
+        shards: axes with several ranks together, by default all of ``mesh.shards``.
+        """
+        copies, shards = self.mesh.copies, self.mesh.shards if shards is None else shards
         group, peers = self.group(*copies), self.group(*shards)
         assert peers is not None  # else nothing is sharded
         if group is None:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -23,11 +24,13 @@ from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import converted
 from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
+from tilth.models.moe import Experts
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import all_gather, all_reduce, watch
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.experts import apply_experts
 from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
@@ -99,6 +102,7 @@ def _part(
     model.rope = Rope(model.config)
     keep_part(model, stages, part)
     plan = apply_tensor(model, grid, sp)
+    apply_experts(model, grid)
     if grid.size(*grid.mesh.shards) > 1:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
@@ -106,12 +110,19 @@ def _part(
 
 
 def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
-    mesh = grid.device_mesh(torch.device(device).type)
-    empty = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
-    for module in [*model.model.layers, model]:
+    """Shard experts over the ranks that gather theirs, and all else over those that divide experts too."""
+    kind = torch.device(device).type
+    mesh, stacks = grid.device_mesh(kind), [m for m in model.modules() if isinstance(m, Experts)]
+    ignored = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
+    meshes: list[tuple[nn.Module, DeviceMesh]] = [(layer, mesh) for layer in model.model.layers]
+    if grid.size(*grid.mesh.expert_shards) > 1:
+        meshes = [(experts, grid.device_mesh(kind, grid.mesh.expert_shards)) for experts in stacks] + meshes
+    else:
+        ignored |= {p for experts in stacks for p in experts.parameters()}
+    for module, ranks in [*meshes, (model, mesh)]:
         # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
         reshard = zero == 3 and module is not model
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=empty)
+        fully_shard(module, mesh=ranks, reshard_after_forward=reshard, ignored_params=ignored)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -287,11 +298,12 @@ class ShardedModel:
     def sync_micro_batch_count(self, micros: int) -> int:
         """Return how many micro-batches or blanks this rank must run if it has ``micros`` of its own.
 
-        If each of them gathers parameters, all data ranks run as many as the one with the most.
+        If each of them gathers parameters or exchanges tokens, all data ranks run as many as the one with the most.
         """
         if not self._fsdp:
             return micros
-        return self.grid.most(micros) if self.zero == 3 else max(micros, 1)
+        together = self.zero == 3 or self.grid.mesh.count("experts") > 1
+        return self.grid.most(micros) if together else max(micros, 1)
 
     def begin(self) -> None:
         """Prepare a step: no gradients, no gathered parameters."""
@@ -391,11 +403,8 @@ class ShardedModel:
             if local.grad is None and len(self.grid.mesh) > 1:
                 local.grad = torch.zeros_like(local)
         self.reshard()
-        if not self._fsdp:
-            _add_up(
-                [p.grad for p in self.parameters.values() if p.grad is not None],
-                self.grid.group(*self.grid.mesh.copies),
-            )
+        apart = [self.parameters[name] for name, p in self._own.items() if not isinstance(p, DTensor)]
+        _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
             _add_up([grad for grad in grads if grad is not None], group)

@@ -68,7 +68,7 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     if group is None:
         return TensorPlan(placements, ())
     for name, placement in placements.items():
-        _cut(model, name, placement, grid.coordinate("tp"), tp)
+        cut_parameter(model, name, placement, grid.coordinate("tp"), tp)
     vocabulary = Vocabulary(group, config.vocab_size)
     if model.first or hasattr(model.model, "embed_tokens"):  # the last part of a model has it if it is the head
         embed = model.model.embed_tokens
@@ -82,8 +82,8 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     return TensorPlan(placements, _partial(rules, grid, sp, copies))
 
 
-def _cut(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
-    """Replace a parameter with its local piece."""
+def cut_parameter(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
+    """Replace a parameter with one part of it, in place."""
     path, _, leaf = name.rpartition(".")
     whole = model.get_parameter(name)
     (box,) = placement.piece(Box.whole(whole.shape), part, parts)

@@ -17,7 +17,7 @@ from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of
 from tilth.plan.reshard import generation_ranks
-from tilth.plan.rules import VALUE_HEAD, along_tp, rule_of
+from tilth.plan.rules import VALUE_HEAD, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import ShardFactors, StagePart
 
@@ -77,9 +77,8 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
 
 
 def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, DecoderShape] | None = None) -> None:
-    """Raise RecipeError unless heads, key heads and MLP divide over each role's tp, and heads over the cp of Ulysses.
-
-    It names sizes that would work.
+    """Raise RecipeError unless heads, key heads and MLP divide over each role's tp, experts over its ep, and heads over
+    the cp of Ulysses; it names sizes that would work.
 
     Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
     have any size. loaded: role -> shape of its model if that is not the policy's; unknown ones are not checked.
@@ -92,12 +91,13 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
         workers = len(ranks_of(recipe, pool_of(recipe, role)))
         if deep := misfit_stages(own_shape.num_layers, layout.pp, layout.pp_schedule):
             raise RecipeError(f"{ROLES[role].key}.{deep}", key=f"{ROLES[role].key}.layout.pp")
-        wrong = misfit(own_shape, layout.tp)
-        if wrong:
-            right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not misfit(own_shape, n)]
-            values = f"on {workers} workers tp may be {', '.join(right)}"
-            key = f"{ROLES[role].key}.layout.tp"
-            raise RecipeError(f"{key} = {layout.tp} does not divide {wrong}; {values}", key=key)
+        for axis, found in (("tp", misfit), ("ep", experts_misfit)):
+            wrong, size = found(own_shape, getattr(layout, axis)), getattr(layout, axis)
+            if wrong:
+                right = [str(n) for n in range(1, workers + 1) if workers % n == 0 and not found(own_shape, n)]
+                values = f"on {workers} workers {axis} may be {', '.join(right)}"
+                key = f"{ROLES[role].key}.layout.{axis}"
+                raise RecipeError(f"{key} = {size} does not divide {wrong}; {values}", key=key)
         wrong = ulysses_misfit(own or shape, layout.cp, layout.tp) if layout.cp_style == "ulysses" else ""
         if wrong:
             divisors = [n for n in range(1, layout.cp + 1) if layout.cp % n == 0]
@@ -134,6 +134,13 @@ def ulysses_misfit(shape: DecoderShape, cp: int, tp: int) -> str:
     )
 
 
+def experts_misfit(shape: DecoderShape, ep: int) -> str:
+    """Describe which experts cannot be divided over ``ep`` ranks; "" if they can."""
+    if ep == 1 or (shape.num_experts and shape.num_experts % ep == 0):
+        return ""
+    return f"model.experts = {shape.num_experts}" + ("" if shape.num_experts else ", as the model has none")
+
+
 # ---- parameters ----
 
 
@@ -145,15 +152,16 @@ def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False, schedule: s
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
     stages, found = stages_of(shape, mesh.size("pp"), schedule, value=value), {}
     for name, sizes in parameter_shapes(shape, value=value).items():
-        found[name] = nested(stages.mesh(mesh, name), sizes, ON_STAGES | {"tp": along_tp(table, name, copies)})
+        found[name] = nested(stages.mesh(mesh, name), sizes, ON_STAGES | along_model(table, name, copies))
     return found
 
 
 def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
-    """Lay a parameter over a mesh: axes that divide the model alone split first, as ``along`` says by name; shards
-    split the rows of what those left; copies copy. AxisError for an axis that divides the model, not in ``along``.
+    """Lay a parameter over a mesh: axes in ``along`` split first, as it says by name; shards that are not in it split
+    the rows of what those left, all together; copies copy. AxisError for another axis that divides the model.
     """
-    model, shards = mesh.over(*MODEL), mesh.shards
+    model, shards = mesh.over(*MODEL), tuple(name for name in mesh.shards if name not in along)
+    mesh = mesh.merged(*shards)
     split: list[Placement] = []
     for name in mesh.names:
         if mesh.size(name) == 1 or name not in model:
@@ -238,22 +246,17 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
-    model = mesh.over(*MODEL)
-    schedule = wanted.pp_schedule
-    own = layouts(shape, mesh.part(rank, *model), value=values, schedule=schedule)
+    own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), value=values, schedule=wanted.pp_schedule)
     here = elements(own, rank)
     blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
-    gathered = 0
-    if mesh.size(*mesh.shards) > 1:
-        unsharded = mesh.part(rank, *(n for n in model if n not in mesh.shards))
-        part = layouts(shape, unsharded, value=values, schedule=schedule)  # what is computed with
-        needed = part if wanted.zero == 2 else {name: part[name] for name in part if _at_once(name)}
-        gathered = elements(needed, rank)
+    experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank)
+    gathered = _gathered(shape, mesh, rank, wanted, values)
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
     spread = tp if wanted.sp else 1
     copies = mesh.size(*mesh.copies)
-    found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens)
-    return found._replace(stage=stage_part(shape, mesh, rank, schedule, value=values))
+    stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
+    found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
+    return found._replace(stage=stage)
 
 
 def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, value: bool) -> StagePart | None:
@@ -265,6 +268,19 @@ def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, val
     layers = sum(len(stages.layers[part]) for part in stages.parts(stage))
     flights = in_flight(schedule, count, stage, 4 * count) / chunks_of(schedule)
     return StagePart(layers, stage == 0, stage == count - 1, flights)
+
+
+def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, wanted: Wanted, values: bool) -> int:
+    """Count the elements of the parameters that a rank gathers and holds at the same time."""
+    apart, found = [name for name in mesh.over(*MODEL) if name not in mesh.shards], 0
+    for stacked, shards in ((False, mesh.shards), (True, mesh.expert_shards)):
+        kept = [name for name in mesh.shards if name not in shards]
+        mine = mesh.part(rank, *apart, *kept)  # what is computed with
+        part = layouts(shape, mine, value=values, schedule=wanted.pp_schedule)
+        these = {n: part[n] for n in part if rule_of(shape.table + VALUE_HEAD, n).stacked == stacked}
+        if mesh.size(*shards) > 1:
+            found += elements({n: these[n] for n in these if wanted.zero == 2 or _at_once(n)}, rank)
+    return found
 
 
 def _at_once(name: str) -> bool:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from tilth.core.errors import ModelError
-from tilth.core.layout import Replicate, Shard
+from tilth.core.layout import Placement, Replicate, Shard
 
 _LAYER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
@@ -75,3 +75,9 @@ def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
     dim = int(row.stacked)
     divided = {"rows": Shard(dim), "copied": Shard(dim, copies), "columns": Shard(dim + 1)}
     return divided.get(row.tp, Replicate())
+
+
+def along_model(table: Table, name: str, copies: int) -> dict[str, Placement]:
+    """Return axis -> placement of a parameter along axes that ranks compute with their own part of it."""
+    experts: dict[str, Placement] = {"ep": Shard(0)} if rule_of(table, name).stacked else {}
+    return {**experts, "tp": along_tp(table, name, copies)}

@@ -10,6 +10,7 @@ from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.context import RING_SHARE
+from tilth.plan.experts import dispatch_elements, dispatch_mode
 from tilth.plan.layout import Placed, cut, layouts, place
 from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of
@@ -78,6 +79,7 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
         where = placed[role]
         found += _data(recipe, role, wanted, where, shape, longest)
         found += _context(recipe, role, wanted, where, shape, longest)
+        found += _experts(recipe, role, where, shape, longest)
         found += _tensor(recipe, role, where, shape, longest, wanted.sp)
         found += _stages(recipe, role, wanted, where, shape, longest)
     for role in placed:
@@ -97,22 +99,38 @@ def _data(
     recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
 ) -> list[GroupTraffic]:
     mesh = placed.mesh
-    copies, shards = mesh.size(*mesh.copies), mesh.size(*mesh.shards)
+    copies = mesh.size(*mesh.copies)
     part, did = cut(recipe, role, placed, shape, placed.ranks[0]), work(recipe, role, placed.data_ranks, longest)
     found = []
     if copies > 1 and did.updates:
         sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
         found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent))
-    if shards == 1:
-        return found
-    whole = part.elements * shards * _FP32  # of its tp part
     if wanted.zero == 2:
-        what = "parameters gathered, gradients scattered, once an update"
+        what = "gathered, gradients scattered, once an update"
         times = 2 * did.updates + did.scored_micros
     else:
-        what = "parameters gathered, gradients scattered, each micro-batch"
+        what = "gathered, gradients scattered, each micro-batch"
         times = 3 * did.micros + did.scored_micros  # gathered again on the way back
-    return [*found, _talk(role, mesh, mesh.shards, what, _share(shards) * whole * times)]
+    kinds = (("parameters", mesh.shards, part.elements - part.experts), ("experts", mesh.expert_shards, part.experts))
+    for kind, axes, elements in kinds:
+        ranks = mesh.size(*axes)
+        if ranks > 1 and elements:
+            whole = elements * ranks * _FP32  # of its tp part
+            found.append(_talk(role, mesh, axes, f"{kind} {what}", _share(ranks) * whole * times))
+    return found
+
+
+def _experts(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> list[GroupTraffic]:
+    """Return the traffic of tokens to their experts and back; a layer that is recomputed sends them again."""
+    ep = placed.mesh.size("ep")
+    if ep == 1:
+        return []
+    did, mode = work(recipe, role, placed.data_ranks, longest), dispatch_mode(shape.experts_per_token, ep)
+    tokens = did.tokens * (2 + recipe.train.checkpointing) + did.scored
+    one = dispatch_elements(mode, tokens, shape.experts_per_token, shape.hidden_size, ep) / placed.mesh.count("tokens")
+    element = 2 if recipe.train.precision == "bf16" else _FP32
+    what = {"exchange": "tokens sent to their experts and back", "gather": "tokens gathered for experts, and scattered"}
+    return [_talk(role, placed.mesh, ["ep"], what[mode], one * element * len(shape.expert_layers))]
 
 
 def _context(

@@ -81,6 +81,8 @@ class ShardFactors(NamedTuple):
     """Ranks with the same parameters, each of which saves a share."""
     tokens: int = 1
     """Ranks that divide the tokens of each row."""
+    experts: int = 0
+    """Elements of experts that it holds."""
     stage: StagePart | None = None
     """Its stage of a pipeline; None: it has all layers."""
 
