@@ -83,7 +83,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "moe ep4": {"experts": True, "ep": 4},
     "moe ep2xfsdp2": {"experts": True, "ep": 2, "fsdp": 2},
     "moe dp2xep2": {"experts": True, "dp": 2, "ep": 2},
+    "moe cp2xep2": {"experts": True, "ep": 2, "cp": 2},
     "moe ep2xtp2": {"experts": True, "ep": 2, "tp": 2},
+    "moe dp2xfsdp2xep2": {"experts": True, "dp": 2, "fsdp": 2, "ep": 2},
     "moe ep2xtp2xfsdp2": {"experts": True, "fsdp": 2, "ep": 2, "tp": 2},
 }
 """Row -> its layout, as in a recipe; experts: of a model with experts in all layers but the first."""
@@ -175,7 +177,7 @@ def run(task: Task, grid: ParallelDims) -> Found:
     """Initialise, train for the task's steps, and count on one more."""
     sharded = spread(task, grid)
     sharded.init_(0)
-    weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.parameters)).items()}
+    weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.layouts)).items()}
     section = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=1.0)
     engine = TrainEngine(sharded, section, total_steps=task.steps, micro_tokens=BATCHES[task.size][2], seed=1)
     tokens, mask = batch(task.size)
@@ -242,7 +244,8 @@ def formula(
     task: Task, grid: ParallelDims, rounds: int, tokens: int, chosen: dict[int, np.ndarray]
 ) -> dict[str, float]:
     """Bytes that this rank sends in a step, by axes: parameters and gradients of zero = 3 or 2, gradients over copies,
-    sums around the blocks of tp, and tokens to experts. Scalars, norms and the vocabulary's sums are left out.
+    sums around the blocks of tp, and tokens to experts. Scalars, norms and the vocabulary's sums are left out, and all
+    along cp and pp.
 
     rounds: micro-batches with blanks; tokens: of this rank.
     """
@@ -260,7 +263,7 @@ def formula(
     found[label(mesh, ["tp"])] += (4 * config.num_layers + 2) * 2 * (tp - 1) / tp * width
     if chosen:
         found[label(mesh, ["ep"])] += 4 * away(grid, config, chosen) * config.hidden_size * element
-    return {axes: sent for axes, sent in found.items() if sent}
+    return {axes: sent for axes, sent in found.items() if sent and {"cp", "pp"}.isdisjoint(axes.split("+"))}
 
 
 def most_of(layout: Layout, mesh: Mesh) -> int:
@@ -312,6 +315,8 @@ class Collectives(TorchDispatchMode):
 
 def sent_by(name: str, args: Any, group: dist.ProcessGroup) -> float:
     """Bytes that this rank sends in one call of torch's operator."""
+    if name in ("send", "recv_"):  # to one peer
+        return sum(t.nbytes for t in tree_leaves(args[0])) * (name == "send")
     if name == "alltoall_base_":
         return args[1].nbytes - args[4][group.rank()] * (args[1].nbytes // max(len(args[1]), 1))
     whole, times = COLLECTIVES[name]

@@ -161,11 +161,11 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.fsdp=2"],
-            "rollout.layout.fsdp = 2, but the rollout engine takes dp and tp only; set it to 1",
+            "rollout.layout.fsdp = 2, but the rollout engine takes dp, ep and tp only; set it to 1",
         ),
         (
             ["rollout.layout.sp=true"],
-            "rollout.layout.sp = true, but the rollout engine takes dp and tp only; set it to false",
+            "rollout.layout.sp = true, but the rollout engine takes dp, ep and tp only; set it to false",
         ),
         (
             ["policy.layout.sp=true"],
@@ -193,7 +193,7 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],
-            "rollout.layout.cp = 2, but the rollout engine takes dp and tp only; set it to 1",
+            "rollout.layout.cp = 2, but the rollout engine takes dp, ep and tp only; set it to 1",
         ),
     ],
 )

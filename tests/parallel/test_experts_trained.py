@@ -37,6 +37,7 @@ DOUBLE_MORE = [
     Case(dp=2, ep=2, double=True, **BOTH, zero=2, value=True, rows=(1, 1, 1)),
     Case(ep=2, tp=2, double=True, **BOTH, dropout=0.1, checkpointing=True, rows=(7,)),
     Case(ep=2, tp=2, sp=True, double=True, **MIXED, tied=False, zero=2),
+    Case(ep=2, cp=2, double=True, **MIXED, dropout=0.1, rows=(7,)),
     Case(fsdp=2, double=True, **BOTH, dropout=0.1, checkpointing=True),
     Case(dp=2, double=True, **BOTH),
 ]

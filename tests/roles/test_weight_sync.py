@@ -71,6 +71,7 @@ CASES = {
     "reference, fsdp to tp": Case(((1, 2, 1), ALL), ((1, 1, 2), ALL), "reference"),
     "critic, tp to fsdp": Case(((1, 1, 2), ALL), ((1, 2, 1), ALL), "critic", tied=False),
     "colocated, ep": Case((("ep", 2), ALL), (("dp", 2), ALL), experts=True),
+    "ep to an engine over ep": Case((("ep", 2), ALL), (("ep", 2), ALL), experts=True),
     "reference, ep to fsdp": Case((("ep", 2), ALL), (("fsdp", 2), ALL), "reference", experts=True),
     "critic, elsewhere": Case(((1, 1, 1), SECOND), ((1, 1, 1), FIRST), "critic"),
 }
@@ -116,7 +117,7 @@ def relay_of(case: Case, rank: int, held: dict, bucket: int) -> WeightSyncWorker
 
 
 def parts(case: Case, config) -> dict:
-    found = layouts(config, mesh(case.target))
+    found = layouts(config, mesh(case.target), engine=case.role == "rollout")
     return {name: layout for name, layout in found.items() if case.role != "critic" or not name.startswith("lm_head")}
 
 

@@ -15,10 +15,10 @@ from tilth.rollout.lockstep import LockStepError
 from tilth.rollout.request import Request, SamplingParams
 
 
-def made(rank: int, tp: int, changes: dict[str, Any], seed: int = 0, **options: Any) -> Engine:
+def made(rank: int, tp: int, changes: dict[str, Any], seed: int = 0, ep: int = 1, **options: Any) -> Engine:
     """The engine of this rank with the weights of ``make_model``, given whole."""
     config: DecoderConfig = replace(CONFIG, **changes)
-    dims = ParallelDims.of(Mesh.of({"tp": tp}), rank)
+    dims = ParallelDims.of(Mesh.of({"ep": ep, "tp": tp}), rank)
     engine = Engine(config, dims=dims, **{"seed": 7, "max_length": 256, **options})
     engine.update_weights(dict(make_model(config, seed).named_parameters()), version=1)
     return engine

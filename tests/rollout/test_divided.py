@@ -23,9 +23,12 @@ FOUR = {
 }
 
 
-def compare(pool, tp, changes, options, requests=16):
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 16, "expert_layers": (0,)}
+
+
+def compare(pool, tp, changes, options, requests=16, ep=1):
     """All ranks return the same; it is what one rank says, but for rounding."""
-    found = pool.run(tp, HERE + "spoken", tp=tp, changes=changes, requests=requests, **options)
+    found = pool.run(ep * tp, HERE + "spoken", tp=tp, ep=ep, changes=changes, requests=requests, **options)
     config = CONFIG.__class__(**{**CONFIG.__dict__, **changes})
     model = make_model(config)
     alone = make_engine(model, **options)
@@ -46,6 +49,13 @@ def compare(pool, tp, changes, options, requests=16):
 @pytest.mark.parametrize("case", CASES)
 def test_it_says_what_one_rank_says(pool, case):
     compare(pool, *CASES[case])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sizes", [(2, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in [(4, 1), (2, 2)])])
+def test_an_engine_of_divided_experts_says_what_one_rank_says(pool, sizes):
+    ep, tp = sizes
+    compare(pool, tp, EXPERTS, {}, ep=ep)
 
 
 @pytest.mark.slow
@@ -76,5 +86,9 @@ def test_what_such_an_engine_cannot_do_is_refused():
     for mode in ("parity", "compile"):
         with raises(EngineError, f"{mode}.tp"):
             Engine(CONFIG, dims=dims, **{mode: True})
+        with raises(EngineError, f"{mode}.ep"):
+            Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"ep": 2}), 0), **{mode: True})
+    with raises(ModelError, "layout.ep"):
+        Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"ep": 2}), 0))
     with raises(ModelError, "layout.tp"):
         Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"tp": 3}), 0))

@@ -33,6 +33,8 @@ class Axis:
     elements of each; together with rows they are gathered to compute (FSDP), alone each rank computes with its part."""
     about: str
     """Description of the axis's key in a recipe's layout."""
+    engines: bool = False
+    """True: a layout of generation engines may have it; their ranks along it have the same rows, or are engines."""
     fills: bool = False
     """True: 0 in a recipe means the ranks that the other axes leave of the pool. Exactly one axis of the table."""
 
@@ -48,16 +50,22 @@ AXES: dict[str, Axis] = {
             "dp",
             ("rows",),
             "replicas, each with its own rows; 0: the ranks that the other axes leave of the pool",
+            engines=True,
             fills=True,
         ),
         Axis("fsdp", ("rows", "parameters"), "ranks that shard the parameters, each with its own rows"),
-        Axis("ep", ("rows", "experts"), "ranks that divide the experts of each layer, each with its own rows"),
+        Axis(
+            "ep",
+            ("rows", "experts"),
+            "ranks that divide the experts of each layer, each with its own rows (of an engine: the same rows)",
+            engines=True,
+        ),
         Axis("cp", ("tokens",), "ranks that divide the tokens of each sequence, on the same rows"),
-        Axis("tp", ("parameters",), "ranks that split every matrix product, on the same rows"),
+        Axis("tp", ("parameters",), "ranks that split every matrix product, on the same rows", engines=True),
     )
 }
 """Name -> axis, outermost first: neighbouring ranks differ in the last axis."""
-ENGINE_AXES = ("dp", "tp")
+ENGINE_AXES = tuple(name for name, axis in AXES.items() if axis.engines)
 """Axes of the layout of generation engines: side by side, and each divided."""
 
 

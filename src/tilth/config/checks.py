@@ -370,7 +370,9 @@ def _divided(recipe: Recipe) -> _Errors:
         if spec.mesh in ("copies", "engines"):
             yield from _copied(spec, spec.placed_by(recipe).layout)
         if spec.mesh == "engines":
-            yield from _divided_engine(recipe, spec.key, spec.placed_by(recipe).layout.tp)
+            layout = spec.placed_by(recipe).layout
+            for axis in over("parameters", "experts"):
+                yield from _divided_engine(recipe, spec.key, axis, getattr(layout, axis) if axis in ENGINE_AXES else 1)
     for role, layout in learners(recipe).items():
         name = f"{ROLES[role].key}.layout"
         partial = any(getattr(layout, axis) > 1 for axis in over("tokens", *MODEL))
@@ -401,9 +403,10 @@ def _stages(recipe: Recipe, name: str, layout: LayoutConfig) -> _Errors:
         yield RecipeError(message, key=key)
     if schedule != "zero-bubble":
         return
-    if layout.fsdp > 1:
-        message = f"{key} = zero-bubble takes {name}.fsdp = 1, not {layout.fsdp}: shards are summed in backward passes"
-        yield RecipeError(f"{message}; use 1f1b or interleaved", key=f"{key}.fsdp")
+    for axis in set(over("rows")) & set(over(*MODEL)):
+        if (size := getattr(layout, axis)) > 1:
+            message = f"{key} = zero-bubble takes {name}.{axis} = 1, not {size}: shards are summed in backward passes"
+            yield RecipeError(f"{message}; use 1f1b or interleaved", key=f"{key}.{axis}")
     if recipe.train.compile:
         message = f"{key} = zero-bubble needs train.compile = false: it splits the backward pass"
         yield RecipeError(f"{message}; or use 1f1b or interleaved", key=f"{key}.compile")
@@ -417,21 +420,26 @@ def _copied(spec: RoleSpec, layout: LayoutConfig) -> _Errors:
         key, found = f"{spec.key}.layout.{name}", str(value).lower()
         if found != right:
             what = f"the {spec.name} engine" if spec.mesh == "engines" else spec.name
-            message = f"{key} = {found}, but {what} takes {' and '.join(takes)} only; set it to {right}"
+            message = f"{key} = {found}, but {what} takes {_listed(takes)} only; set it to {right}"
             yield RecipeError(message, key=f"{key}.copies")
 
 
-def _divided_engine(recipe: Recipe, role: str, tp: int) -> _Errors:
+def _listed(names: tuple[str, ...]) -> str:
+    """Format names: "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _divided_engine(recipe: Recipe, role: str, axis: str, size: int) -> _Errors:
     """Check what an engine over several ranks does not have."""
-    key, r = f"{role}.layout.tp", recipe.rollout
-    if tp == 1:
+    key, r = f"{role}.layout.{axis}", recipe.rollout
+    if size == 1:
         return
     if r.engine not in ENGINES:
-        message = f"{key} = {tp}, but rollout.engine = {r.engine} is not divided by Tilth; set {key} = 1"
+        message = f"{key} = {size}, but rollout.engine = {r.engine} is not divided by Tilth; set {key} = 1"
         yield RecipeError(message, key=f"{key}.engine")
     if role == "rollout" and r.compile:
-        message = f"{key} = {tp} has collectives in every step, which rollout.compile = true does not compile; "
-        yield RecipeError(f"{message}set one of them to its default", key="rollout.compile.tp")
+        message = f"{key} = {size} has collectives in every step, which rollout.compile = true does not compile; "
+        yield RecipeError(f"{message}set one of them to its default", key=f"rollout.compile.{axis}")
     if role == "rollout" and recipe.train.parity:
-        message = f"train.parity = true needs {key} = 1, not {tp}: partial sums round differently"
-        yield RecipeError(message, key="train.parity.tp")
+        message = f"train.parity = true needs {key} = 1, not {size}: partial sums round differently"
+        yield RecipeError(message, key=f"train.parity.{axis}")

@@ -116,7 +116,7 @@ def _engine(
     context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, **more: Any
 ) -> GenerationEngine:
     r = recipe.rollout
-    if context.mesh.size("tp") > 1:
+    if context.mesh.size("ep", "tp") > 1:
         more |= {"dims": ParallelDims.of(context.mesh, context.rank, context.generation)}
     more |= {"device": prepare(context, recipe), "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
     more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
@@ -184,7 +184,8 @@ def weight_sync(
 def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
     """Return the layouts in which a role takes the policy's weights: its own parts, whole ones for a plugin's role."""
     spec = ROLES[role]
-    found = layouts(config, mesh, value=spec.values, schedule=spec.placed_by(recipe).layout.pp_schedule)
+    how: dict[str, Any] = {"value": spec.values, "schedule": spec.placed_by(recipe).layout.pp_schedule}
+    found = layouts(config, mesh, engine=spec.mesh == "engines", **how)
     if role not in SHIPPED_ROLES:
         return {name: whole_layout(layout, mesh) for name, layout in found.items()}
     return {name: layout for name, layout in found.items() if not name.startswith(HEAD)}

@@ -116,7 +116,7 @@ class TokenShare:
     def context(self, dropout: DropoutContext | None = None) -> AttentionContext:
         """Return the attention context of this rank's tokens. dropout: of all N tokens."""
         own = None if dropout is None else replace(dropout, tokens=dropout.tokens[self.tokens])
-        return (RingContext if self.style == "ring" else UlyssesContext)(self, own)
+        return (RingContext if self.style == "ring" else UlyssesContext)(self, own)  # type: ignore[return-value]
 
 
 class _OwnTokens:

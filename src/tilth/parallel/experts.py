@@ -21,7 +21,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext, Routing, RunExperts, combine_pairs, gather_pairs, sort_by_expert
 from tilth.models.rows import pad_rows
-from tilth.parallel.collectives import exchange_rows, gather_tokens, scatter_tokens
+from tilth.parallel.collectives import add_up_, exchange_rows, gather_tokens, scatter_tokens
 from tilth.parallel.comm import Group, all_gather, all_to_all
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.tensor import cut_parameter
@@ -77,6 +77,23 @@ class ExpertExchange:
         return scatter_tokens(sums, self.group)[:n]
 
 
+class ExpertSum:
+    """Dispatch over ranks that have the same tokens, as of one engine: each computes with its experts, the results are
+    summed. Without gradient."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, x: Tensor, routing: Routing, run: RunExperts, experts: int) -> Tensor:
+        local, k = experts // self.group.size(), routing.experts.shape[1]
+        here = routing.experts.flatten() - self.group.rank() * local
+        pairs = torch.nonzero((here >= 0) & (here < local), as_tuple=True)[0]
+        pairs = pairs[here[pairs].argsort(stable=True)]
+        found = run(x[pairs // k], torch.bincount(here[pairs], minlength=local))
+        sums = torch.zeros_like(x).index_add_(0, pairs // k, found * routing.weights.flatten()[pairs, None])
+        return add_up_(sums, self.group)
+
+
 def check_experts(config: DecoderConfig, ep: int) -> None:
     """Raise ModelError unless the experts divide over ``ep`` ranks; it names the sizes that would work."""
     wrong = experts_misfit(config, ep)
@@ -87,10 +104,13 @@ def check_experts(config: DecoderConfig, ep: int) -> None:
         )
 
 
-def apply_experts(model: Decoder, grid: ParallelDims, mode: DispatchMode | None = None) -> None:
+def apply_experts(
+    model: Decoder, grid: ParallelDims, mode: DispatchMode | None = None, *, engine: bool = False
+) -> None:
     """Cut the experts of a model to this rank's along "ep", in place, and send tokens to those of other ranks.
 
-    mode: of ``ExpertExchange``. ModelError if they do not divide. Every rank must call it.
+    mode: of ``ExpertExchange``. engine: all ranks have the same tokens. ModelError if they do not divide. Every rank
+    must call it.
     """
     ep = grid.size("ep")
     check_experts(model.config, ep)
@@ -100,7 +120,7 @@ def apply_experts(model: Decoder, grid: ParallelDims, mode: DispatchMode | None 
     for name, _ in model.named_parameters():
         if rule_of(model.table, name).stacked:
             cut_parameter(model, name, Shard(0), grid.coordinate("ep"), ep)
-    dispatch = ExpertExchange(group, mode)
+    dispatch = ExpertSum(group) if engine else ExpertExchange(group, mode)
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, ctx = args

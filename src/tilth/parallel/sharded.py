@@ -8,7 +8,7 @@ denominators of the whole batch.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,15 @@ def shard(
     zero: Zero = 3,
     cp_style: Style = "ring",
     schedule: str = "1f1b",
+    engine: bool = False,
     device: str = "cpu",
 ) -> "ShardedModel":
     """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
-    step). schedule: of the passes of pipeline stages. cp_style: attention along cp. ModelError if the grid does not fit
+    step). schedule: of the passes of pipeline stages. cp_style: attention along cp. engine: of a generation engine,
+    whose ranks along ep have the same rows and whole parameters but their experts. ModelError if the grid does not fit
     the model.
     """
 
@@ -69,8 +71,9 @@ def shard(
 
     model = made()
     stages, value = _stages(model, grid, schedule), isinstance(model, ValueModel)
-    table = layouts(model.config, grid.mesh, value=value, schedule=schedule)
-    parts = [_part(made(), stages, part, grid, sp, zero, device) for part in stages.parts(grid.coordinate("pp"))]
+    table = layouts(model.config, grid.mesh, value=value, schedule=schedule, engine=engine)
+    how: dict[str, Any] = {"sp": sp, "zero": zero, "engine": engine, "device": device}
+    parts = [_part(made(), stages, part, grid, **how) for part in stages.parts(grid.coordinate("pp"))]
     partial = [one for _, sums in parts for one in sums] + [*_tied(stages, grid, table)]
     context, plan = ContextParallel.of(grid, cp_style, model.config), None
     if grid.size("pp") > 1:
@@ -96,14 +99,14 @@ def _tied(stages: Stages, grid: ParallelDims, names: Iterable[str]) -> Partial:
 
 
 def _part(
-    model: Decoder, stages: Stages, part: int, grid: ParallelDims, sp: bool, zero: Zero, device: str
+    model: Decoder, stages: Stages, part: int, grid: ParallelDims, *, sp: bool, zero: Zero, engine: bool, device: str
 ) -> tuple[Decoder, Partial]:
     """Return one part of a model, divided and allocated, and its partial gradients."""
     model.rope = Rope(model.config)
     keep_part(model, stages, part)
     plan = apply_tensor(model, grid, sp)
-    apply_experts(model, grid)
-    if grid.size(*grid.mesh.shards) > 1:
+    apply_experts(model, grid, engine=engine)
+    if grid.size(*grid.mesh.shards) > 1 and not engine:
         _fully_shard(model, grid, zero, device)
     model.to_empty(device=device)
     return model, plan.partial

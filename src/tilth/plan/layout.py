@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,11 +33,13 @@ class Placed:
     """ "" if all workers are one pool."""
     ranks: tuple[int, ...]
     mesh: Mesh
+    engines: bool = field(default=False, compare=False)
+    """True: generation engines side by side along dp, each over the ranks along the other axes."""
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with their own rows."""
-        return self.mesh.count("rows")
+        """Ranks with their own rows; of engines over several ranks each counts as one."""
+        return self.mesh.size("dp") if self.engines else self.mesh.count("rows")
 
 
 def place(recipe: Recipe, *, generates: bool = True) -> dict[str, Placed]:
@@ -70,7 +72,7 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
     if spec.mesh == "engines" and spec.receives and pool == pool_of(recipe, "policy"):
         policy = Mesh.of(ROLES["policy"].placed_by(recipe).layout.sizes(len(ranks)), ranks)
         ranks = generation_ranks(policy, math.prod(sizes[name] for name in over("layers")), sizes["tp"])
-    return Placed(pool, ranks, Mesh.of(sizes, ranks))
+    return Placed(pool, ranks, Mesh.of(sizes, ranks), spec.mesh == "engines")
 
 
 # ---- what a shape allows ----
@@ -144,15 +146,19 @@ def experts_misfit(shape: DecoderShape, ep: int) -> str:
 # ---- parameters ----
 
 
-def layouts(shape: DecoderShape, mesh: Mesh, *, value: bool = False, schedule: str = "1f1b") -> dict[str, Layout]:
+def layouts(
+    shape: DecoderShape, mesh: Mesh, *, value: bool = False, schedule: str = "1f1b", engine: bool = False
+) -> dict[str, Layout]:
     """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model.
 
-    schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter.
+    schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter. engine: of
+    generation engines.
     """
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
     stages, found = stages_of(shape, mesh.size("pp"), schedule, value=value), {}
     for name, sizes in parameter_shapes(shape, value=value).items():
-        found[name] = nested(stages.mesh(mesh, name), sizes, ON_STAGES | along_model(table, name, copies))
+        along = ON_STAGES | along_model(table, name, copies, engine=engine)
+        found[name] = nested(stages.mesh(mesh, name), sizes, along)
     return found
 
 
@@ -246,11 +252,12 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
-    own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), value=values, schedule=wanted.pp_schedule)
+    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "engine": placed.engines}
+    own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)
     here = elements(own, rank)
     blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
     experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank)
-    gathered = _gathered(shape, mesh, rank, wanted, values)
+    gathered = 0 if placed.engines else _gathered(shape, mesh, rank, wanted, values)
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
     spread = tp if wanted.sp else 1
     copies = mesh.size(*mesh.copies)

@@ -148,7 +148,7 @@ def shares_memory(recipe: Recipe) -> bool:
     divided = [name for name in over(*MODEL) if getattr(p, name) > 1]
     together = pool_of(recipe, "rollout") == pool_of(recipe, "policy")
     plain = recipe.train.precision == "fp32" and recipe.rollout.engine in ENGINES
-    return plain and together and divided == ["tp"] and p.tp % r.tp == 0
+    return plain and together and divided == ["tp"] and p.tp % r.tp == 0 and r.ep == 1
 
 
 def _shared(cut: ShardFactors, parts: int) -> int:

@@ -77,7 +77,10 @@ def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
     return divided.get(row.tp, Replicate())
 
 
-def along_model(table: Table, name: str, copies: int) -> dict[str, Placement]:
-    """Return axis -> placement of a parameter along axes that ranks compute with their own part of it."""
+def along_model(table: Table, name: str, copies: int, *, engine: bool = False) -> dict[str, Placement]:
+    """Return axis -> placement of a parameter along axes on which ranks compute with their own part of it.
+
+    engine: ranks along ep have the same rows, and each all parameters but experts.
+    """
     experts: dict[str, Placement] = {"ep": Shard(0)} if rule_of(table, name).stacked else {}
-    return {**experts, "tp": along_tp(table, name, copies)}
+    return {**({"ep": Replicate()} if engine else {}), **experts, "tp": along_tp(table, name, copies)}

@@ -190,23 +190,26 @@ def _stages(
 
 def _engine(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> list[GroupTraffic]:
     """Return the traffic of engines over several ranks; at most each token of a step's batch goes through them."""
-    tp = placed.mesh.size("tp")
-    if tp == 1:
-        return []
+    tp, ep, found = placed.mesh.size("tp"), placed.mesh.size("ep"), list[GroupTraffic]()
     rows = -(-work(recipe, "policy", 1, longest).rows // placed.data_ranks)
     new = recipe.judge.max_tokens if role == "judge" else recipe.rollout.max_tokens
     element = 2 if recipe.train.precision == "bf16" else _FP32
-    blocks = shape.num_layers * 2 * shape.hidden_size * element * 2 * _share(tp) * rows * longest
-    logits = _share(tp) * shape.vocab_size * _FP32 * rows * new
-    what = "outputs added up around both blocks of each layer, logits gathered"
-    return [_talk(role, placed.mesh, ["tp"], what, blocks + logits)]
+    summed = 2 * shape.hidden_size * element * rows * longest  # of one block, but for the share that a ring sends
+    if ep > 1:
+        sent = len(shape.expert_layers) * summed * _share(ep)
+        found.append(_talk(role, placed.mesh, ["ep"], "results of experts added up", sent))
+    if tp > 1:
+        sent = 2 * shape.num_layers * summed * _share(tp) + _share(tp) * shape.vocab_size * _FP32 * rows * new
+        what = "outputs added up around both blocks of each layer, logits gathered"
+        found.append(_talk(role, placed.mesh, ["tp"], what, sent))
+    return found
 
 
 def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[GroupTraffic]:
     """Return the exchange of boxes among the ranks of each group; layers are alike, so each kind is planned once."""
     theirs = ROLES[role].placed_by(recipe).layout.pp_schedule
     held = layouts(shape, source.mesh, schedule=recipe.policy.layout.pp_schedule)
-    wanted = layouts(shape, target.mesh, schedule=theirs)
+    wanted = layouts(shape, target.mesh, schedule=theirs, engine=target.engines)
     kinds: dict[tuple[Layout, Layout], list[str]] = {}
     for name, layout in wanted.items():
         kinds.setdefault((held[name], layout), []).append(name)

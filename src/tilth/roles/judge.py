@@ -29,7 +29,7 @@ class JudgeWorker:
     def __init__(self, engine: GenerationEngine, template: Template, section: JudgeSection, store: Store) -> None:
         self.engine, self.template, self.section, self.store = engine, template, section, store
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
         """Fill in the row columns ``verdict`` and ``judged_by`` from the payload text, prompt_text and answer.
 

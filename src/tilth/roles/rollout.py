@@ -46,7 +46,7 @@ class RolloutWorker:
         self._aborting.extend(chosen)
         return len(chosen) * self.engine.reports
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", over=("dp",))
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
         """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order."""
         self._check_current()

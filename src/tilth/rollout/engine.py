@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.config.axes import MODEL
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.random import stream_id, uniform_rows
@@ -41,9 +42,10 @@ class Engine(GenerationEngine):
     step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
     compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
     of a packed forward pass with ``parity`` bit for bit (CPU). routing: record the experts of each token
-    (``Trajectory.routing``). dims: ranks along "tp" are one engine, which divides heads, MLP and vocabulary, and each
-    holds the KV of its own heads; all of them get the same calls and return the same trajectories. Raises ModelError,
-    RecipeError or EngineError, with the key, for what the model or ``dims`` does not allow.
+    (``Trajectory.routing``). dims: ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads,
+    widths of MLPs and vocabulary along "tp", where each holds the KV of its own heads. All of them get the same calls
+    and return the same trajectories. Raises ModelError, RecipeError or EngineError, with the key, for what the model or
+    ``dims`` does not allow.
     """
 
     tolerance: float | None = 0.0
@@ -68,7 +70,7 @@ class Engine(GenerationEngine):
         dims: ParallelDims | None = None,
     ) -> None:
         dims = dims or ParallelDims.alone()
-        check_divided(dims.size("tp"), compile=compile, parity=parity)
+        check_divided(dims, compile=compile, parity=parity)
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self._special = () if tokenizer is None else tuple(tokenizer.special())
         self.device, self.dtype = torch.device(device), dtype
@@ -77,12 +79,15 @@ class Engine(GenerationEngine):
         self.step_tokens, self._block_size = step_tokens, block_size
         self.version = 0
         self.sharded = shard(
-            lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(), dims, device=str(self.device)
+            lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
+            dims,
+            engine=True,
+            device=str(self.device),
         )
         self.model = self.sharded.model
         self._held = _part(config, dims.size("tp"))
-        self._lock = LockStep(dims.group("tp"), dims.ranks("tp"))
-        self.reports = not dims.coordinate("tp")
+        self._lock = LockStep(dims.group("ep", "tp"), dims.ranks("ep", "tp"))
+        self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
         self._parity, self._routing = parity, routing and bool(config.num_experts)
@@ -520,17 +525,21 @@ class Engine(GenerationEngine):
             raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
 
 
-def check_divided(tp: int, *, compile: bool, parity: bool) -> None:
-    """Raise EngineError for a mode that an engine over ``tp`` ranks does not have."""
-    if tp > 1 and parity:
-        raise EngineError(
-            f"an engine of parity over tp={tp} ranks: partial sums round differently; use tp=1", key="parity.tp"
-        )
-    if tp > 1 and compile:
-        raise EngineError(
-            f"an engine over tp={tp} ranks does not compile its steps, which have collectives; use compile=False",
-            key="compile.tp",
-        )
+def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:
+    """Raise EngineError for a mode that an engine over several ranks does not have."""
+    for axis in dims.mesh.over(*MODEL):
+        size = dims.size(axis)
+        if size > 1 and parity:
+            raise EngineError(
+                f"an engine of parity over {axis}={size} ranks: partial sums round differently; use {axis}=1",
+                key=f"parity.{axis}",
+            )
+        if size > 1 and compile:
+            raise EngineError(
+                f"an engine over {axis}={size} ranks does not compile its steps, which have collectives; use "
+                "compile=False",
+                key=f"compile.{axis}",
+            )
 
 
 def _part(config: DecoderConfig, tp: int) -> DecoderConfig:
