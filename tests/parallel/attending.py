@@ -24,7 +24,7 @@ from tilth.rl.packing import segment_sum
 from tilth.training.packed import appraise, cut, model_input, plan_micros, score
 
 
-def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, sinks: Tensor) -> Tensor:
     """Attention by one matrix over all packed tokens, with a mask."""
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     place = np.concatenate([np.arange(n) for n in lengths])
@@ -33,7 +33,8 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~torch.from_numpy(visible), -torch.inf)
-    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+    column = sinks[:, None, None].expand(-1, len(q), 1)
+    return torch.einsum("hij,jhd->ihd", torch.cat((scores, column), -1).softmax(-1)[..., :-1], v)
 
 
 def inputs(lengths: list[int], heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -54,18 +55,34 @@ def attend(
 
 
 def _attend(
-    parallel: ContextParallel, dtype: torch.dtype, lengths: list[int], heads: int, kv_heads: int, window: int | None
+    parallel: ContextParallel,
+    dtype: torch.dtype,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    sinks: bool = False,
+    narrow: int = 0,
 ) -> dict[str, float]:
+    """sinks: of every head; narrow: by how much values are narrower than keys."""
     share = parallel.share(lengths)
-    whole = inputs(lengths, heads, kv_heads, 4, dtype)
+    whole = [x[..., : 4 - narrow * (i > 1)] for i, x in enumerate(inputs(lengths, heads, kv_heads, 4, dtype))]
+    logits = [(torch.arange(heads, dtype=kind) * 0.5).requires_grad_() for kind in (dtype, torch.float64)]
+    none = torch.full((heads,), -torch.inf, dtype=torch.float64)
     mine = [x[share.tokens].clone().requires_grad_(i < 3) for i, x in enumerate(whole)]
     wide = [x.double().requires_grad_(i < 3) for i, x in enumerate(whole)]
-    found = share.context().attend(0, *mine[:3], window)
-    wanted = brute_force(*wide[:3], lengths, window)
-    assert found.dtype == dtype and found.shape == mine[0].shape
-    grads = [torch.autograd.grad((a * b).sum(), x[:3]) for a, b, x in ((found, mine[3], mine), (wanted, wide[3], wide))]
-    pairs = zip(("out", "q", "k", "v"), (found, *grads[0]), (wanted, *grads[1]))
-    return {name: far(a.detach().double(), b.detach()[share.tokens]) for name, a, b in pairs}
+    found = share.context().attend(0, *mine[:3], window, *logits[: int(sinks)])
+    wanted = brute_force(*wide[:3], lengths, window, logits[1] if sinks else none)
+    assert found.dtype == dtype and found.shape == mine[3].shape
+    sides = ((found, mine, logits[0]), (wanted, wide, logits[1]))
+    grads = [torch.autograd.grad((a * x[3]).sum(), [*x[:3], *[s][: int(sinks)]]) for a, x, s in sides]
+    pairs = zip(("out", "q", "k", "v"), (found, *grads[0][:3]), (wanted, *grads[1][:3]))
+    distances = {name: far(a.detach().double(), b.detach()[share.tokens]) for name, a, b in pairs}
+    if sinks:
+        own = grads[0][3]
+        dist.all_reduce(own, group=share.group)  # a rank's part
+        distances["sinks"] = far(own.double(), grads[1][3])
+    return distances
 
 
 def compare(

@@ -22,6 +22,7 @@ CASES = [
     for kv_heads in (1, 4)
     for window in (None, 1, 33)
 ]
+CASES += [case | {"sinks": True, "narrow": 1} for case in CASES[:12]]
 
 
 def assert_equal(pool, ranks, style, cases, dtype="float64", most=EXACT):

@@ -12,11 +12,12 @@ from tilth.models.attention import PackedContext
 from tilth.models.tree import TreeContext, plant
 from tilth.rollout.request import Request, SamplingParams
 
-NEW = ["olmo2", "olmo3", "gemma3", "gpt-oss", "deepseek-v3", "deepseek-v3-direct"]
+LATER = ("olmo2", "olmo3", "gemma3", "deepseek-v3-direct")
+NEW = ["gpt-oss", "deepseek-v3", *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)]
 KINDS = [SamplingParams(max_tokens=n, temperature=0.9, stop_tokens=(3,)) for n in (20, 60)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", NEW)
 def test_trainer_and_engine_agree_bit_for_bit(name, dtype):
     model = decoder(FAMILIES[name], dtype).to(dtype)
@@ -39,6 +40,7 @@ def test_greedy_answers_are_those_of_transformers(name):
         assert found.tokens.tolist() == wanted[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_samples_are_those_of_the_whole_sequence_forward_for_each_token(name):
     model = decoder(FAMILIES[name])

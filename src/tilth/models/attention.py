@@ -113,13 +113,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: 
     if sinks is not None:
         mask = causal_mask(tq, None, q.dtype, q.device)[:, 0] if mask is None else mask
         q, k, v, mask = _sink_as_key(q, k, v, mask, sinks)
-    v = _as_wide(v, q)
+    v = as_wide(v, q)
     scale = None if q.shape[3] == hd else hd**-0.5
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out[..., :width].reshape(b, kv_heads, g, tq, width)
 
 
-def _as_wide(v: Tensor, q: Tensor) -> Tensor:
+def as_wide(v: Tensor, q: Tensor) -> Tensor:
     """Pad values with zeros to the width of queries, as fused kernels need them."""
     spare = q.shape[-1] - v.shape[-1]
     return F.pad(v, (0, spare)) if spare else v
@@ -264,7 +264,7 @@ class PackedContext:
         ends, longest, repeats = self._ends, int(self._lengths.max()), q.shape[1] // k.shape[1]
         k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
         left, width = -1 if window is None else window - 1, v.shape[2]
-        v = _as_wide(v, q)
+        v = as_wide(v, q)
         found = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(left, 0))
         return (found if isinstance(found, Tensor) else found[0])[..., :width]
 

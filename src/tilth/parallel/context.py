@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilth.core.errors import ModelError
-from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
+from tilth.models.attention import AttentionContext, DropoutContext, PackedContext, as_wide
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows
 from tilth.parallel.collectives import exchange_rows, gather_copies
@@ -137,11 +137,14 @@ class RingContext(_OwnTokens):
         super().__init__(share, dropout)
         self._plans: dict[tuple[int | None, int], RingPlan] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         share, key = self.share, (window, q.shape[1])
         if key not in self._plans:
             self._plans[key] = RingPlan(share.division, share.rank, window, q.shape[1], share.device)
-        return ring_attention(q, k, v, self._plans[key], window, share.group)
+        wide = as_wide(v, q)
+        return ring_attention(q, k, wide, self._plans[key], window, share.group, sinks)[..., : v.shape[2]]
 
 
 class UlyssesContext(_OwnTokens):
@@ -155,9 +158,12 @@ class UlyssesContext(_OwnTokens):
         super().__init__(share, dropout)
         self._whole = PackedContext(share.division.edges[:, -1], share.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         share, ranks = self.share, self.share.division.ranks
-        n, heads, hd = q.shape
+        (n, heads, hd), width = q.shape, v.shape[2]
+        v, own = as_wide(v, q), () if sinks is None else (sinks.view(ranks, -1)[share.rank],)
         k, v = (x if x.shape[1] >= ranks else x.repeat_interleave(ranks // x.shape[1], 1) for x in (k, v))
         sizes = [x.shape[1] // ranks for x in (q, k, v)]
         sent = (
@@ -167,6 +173,6 @@ class UlyssesContext(_OwnTokens):
         )
         every = exchange_rows(sent, share.counts, [n] * ranks, share.group)
         q, k, v = pad_rows(every, share.place, share.order).split(sizes, 1)
-        mixed = self._whole.attend(layer, q, k, v, window)
+        mixed = self._whole.attend(layer, q, k, v[..., :width], window, *own)
         back = exchange_rows(pad_rows(mixed, share.order, share.place), [n] * ranks, share.counts, share.group)
-        return back.view(ranks, n, heads // ranks, hd).transpose(0, 1).reshape(n, heads, hd)
+        return back.view(ranks, n, heads // ranks, width).transpose(0, 1).reshape(n, heads, width)

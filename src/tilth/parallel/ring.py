@@ -297,22 +297,32 @@ class _Visits:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, window: int | None, group: Group) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        plan: RingPlan,
+        window: int | None,
+        group: Group,
+    ) -> Tensor:
         kind, scaled, kv = wide(q.dtype), q * q.shape[-1] ** -0.5, torch.stack((k, v), 1)
         out = torch.zeros_like(q, dtype=kind)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=kind, device=q.device)
+        begin = torch.full(q.shape[1:2], -torch.inf, dtype=kind, device=q.device) if sinks is None else sinks.to(kind)
+        lse = begin.expand(q.shape[:-1]).clone()
         for step, visitor in _Visits(kv, plan, group):
             for tiles in step.groups:
                 _merge(out, lse, tiles.query.flatten()[tiles.asked], *_attend(scaled, visitor, tiles, window))
         found = out.to(q.dtype)
-        ctx.save_for_backward(scaled, kv, found, lse)
+        ctx.save_for_backward(scaled, kv, found, lse, sinks)
         ctx.plan, ctx.window, ctx.group = plan, window, group
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         kind = lse.dtype
         saved = _Saved(q, grad, lse, (grad.to(kind) * out.to(kind)).sum(-1), out)
         dq, dkv = torch.zeros_like(q, dtype=kind), torch.zeros_like(kv, dtype=kind)
@@ -327,7 +337,8 @@ class _RingAttention(torch.autograd.Function):
                 back = step, Exchange(ctx.group, step.source, theirs, step.to, room)
         _add(dkv, back)
         dk, dv = dkv.to(q.dtype).unbind(1)
-        return (dq * q.shape[-1] ** -0.5).to(q.dtype), dk, dv, None, None, None
+        ds = None if sinks is None else -((sinks.to(kind) - lse).exp_() * saved.delta).sum(0).to(sinks.dtype)
+        return (dq * q.shape[-1] ** -0.5).to(q.dtype), dk, dv, ds, None, None, None
 
 
 def _add(dkv: Tensor, back: tuple[_RingStep, Exchange] | None) -> None:
@@ -346,9 +357,12 @@ def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tenso
     out[rows] = out[rows] * (before - both).exp_()[..., None] + part * (part_lse - both).exp_()[..., None]
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, window: int | None, group: Group) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, window: int | None, group: Group, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with this rank's queries [n, heads, hd] over the keys and values [n, key heads, hd] of all ranks.
 
-    Every rank of the group calls it, also one without tokens. Differentiable once.
+    sinks: [heads], a logit without value of each query; their gradient is this rank's part. Every rank of the group
+    calls it, also one without tokens. Differentiable once.
     """
-    return _RingAttention.apply(q, k, v, plan, window, group)
+    return _RingAttention.apply(q, k, v, sinks, plan, window, group)
