@@ -316,10 +316,7 @@ class Decoder(nn.Module):
         is not the first takes hidden states instead of ids; one that is not the last returns them before the norm.
         """
         n, rows = ids.shape[0], ctx.positions.shape[0]
-        x = ids
-        if self.first:
-            x = self.model.embed_tokens(ids if rows == n else F.pad(ids, (0, rows - n))).to(self.dtype)
-            x = x if self.embedding_scale == 1 else x * self.embedding_scale
+        x = self.embed(ids if rows == n else F.pad(ids, (0, rows - n))) if self.first else ids
         tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
@@ -330,6 +327,11 @@ class Decoder(nn.Module):
             return x
         x = self.model.norm(x)
         return x if rows == n or not self.first else x[:n]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return embeddings [N, hidden] of ids int64 [N] in the compute dtype, scaled if the family scales them."""
+        x = self.model.embed_tokens(ids).to(self.dtype)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits float32 [N, V] (float64 of float64) of hidden [N, hidden]."""
