@@ -10,6 +10,8 @@ from tests.rollout.test_parity import said, trained
 from tilth.core.batch import Jagged
 from tilth.models.attention import PackedContext
 from tilth.models.tree import TreeContext, plant
+from tilth.plan.shape import kv_bytes
+from tilth.rollout.cache import KVCache
 from tilth.rollout.request import Request, SamplingParams
 
 LATER = ("olmo2", "olmo3", "gemma3", "deepseek-v3-direct")
@@ -20,7 +22,7 @@ KINDS = [SamplingParams(max_tokens=n, temperature=0.9, stop_tokens=(3,)) for n i
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", NEW)
 def test_trainer_and_engine_agree_bit_for_bit(name, dtype):
-    model = decoder(FAMILIES[name], dtype).to(dtype)
+    model = decoder(FAMILIES[name], dtype)  # fp32 parameters, as a trainer has them
     engine = make_engine(model, parity=True, max_rows=16, kv_tokens=640)
     found = engine.generate(make_requests(12, vocab=VOCAB, kinds=KINDS))
     assert len(said(found)) > 200
@@ -62,3 +64,22 @@ def test_trees_are_the_sequences_of_their_branches(name, completions):
         apart = model(ids, PackedContext(tokens.lengths))
         together = model(ids[torch.from_numpy(trees.source)], TreeContext(trees))[torch.from_numpy(trees.slot)]
     torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
+
+
+def test_the_cache_of_latents_says_what_the_expanded_one_says():
+    """Shared prefixes, preemption, growing rows: equal tokens, log-probs up to rounding, a smaller cache."""
+    model = decoder(FAMILIES["deepseek-v3"])
+    asked = make_requests(12, vocab=VOCAB, kinds=KINDS)
+    engines = [make_engine(model, max_rows=6, kv_tokens=320, parity=parity) for parity in (False, True)]
+    latent, expanded = (engine.generate(asked) for engine in engines)
+    for one, other in zip(latent, expanded):
+        assert np.array_equal(one.tokens, other.tokens)
+    assert 0 < np.abs(said(latent) - said(expanded)).max() < 1e-4
+    config = model.config
+    assert kv_bytes(config, 4) == 4 * 3 * (24 + 8)
+    assert kv_bytes(config, 4, latent=False) == 4 * 3 * 4 * (20 + 16)
+    slabs = [KVCache(config, torch.float32, torch.device("cpu"), latent=latent) for latent in (True, False)]
+    for slab in slabs:
+        slab.layout(8, 16)
+    assert [slab.nbytes for slab in slabs] == [8 * 16 * 4 * 32 * (3 + 1), 8 * 16 * 4 * 4 * 36 * (3 + 1)]
+    assert slabs[0].values[0].data_ptr() == slabs[0].keys[0].data_ptr() and len(slabs[0].tensors) == 3

@@ -141,6 +141,16 @@ class DecoderConfig:
         return self.head_dim
 
     @property
+    def latents(self) -> bool:
+        """True if keys and values are made of a latent, which a KV cache may hold in their place."""
+        return False
+
+    def cached(self, latent: bool) -> tuple[int, int, int]:
+        """Return heads and widths of keys and of values that a KV cache holds of a token in each layer. latent: instead
+        of keys and values, what they are made of, if the family has that; values are then the beginning of keys."""
+        return self.num_kv_heads, self.head_dim, self.value_dim
+
+    @property
     def rope_dim(self) -> int:
         """Width of the part of a head that is rotated."""
         return self.head_dim

@@ -217,10 +217,11 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
 
     @torch.no_grad()
-    def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token, int64 [N, k], best first."""
+    def choose(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the experts of each token, int64 [N, k], best first. dtype: of the tokens, in which an engine holds
+        the correction."""
         if self.correction is not None:
-            scores = scores + self.correction.to(scores.dtype)
+            scores = scores + self.correction.to(dtype).to(scores.dtype)
         groups = self.config.expert_groups
         if self.config.groups_per_token < groups:
             split = scores.view(len(scores), groups, -1)
@@ -322,7 +323,7 @@ class MoE(nn.Module):
         """x: [N, hidden] -> [N, hidden]."""
         ctx = ctx or _ALONE
         scores = self.gate.scores(ctx.charge(self.number, self.gate.logits(x), self.gate.scores))
-        experts = ctx.note(self.layer, self.number, self.gate.choose(scores), self.num_experts)
+        experts = ctx.note(self.layer, self.number, self.gate.choose(scores, x.dtype), self.num_experts)
         routing = Routing(experts, self.gate.weigh(scores, experts).to(x.dtype))
         found = ctx.dispatch(x, routing, lambda rows, counts: self.experts(rows, counts, ctx.parity), self.num_experts)
         return found if self.shared_experts is None else found + self.shared_experts(x)

@@ -184,7 +184,8 @@ def _engine_need(
     """Return the need of one of ``tp`` ranks of an engine; names: of its weights and its cache. routing: it keeps the
     experts of each token."""
     element, (weights, cache) = element_of(recipe), names
-    held, besides = kv_cache(cut.shape, asked, element, fixed=on_gpu(recipe), routing=routing)
+    sizes = {"fixed": on_gpu(recipe), "routing": routing, "latent": not recipe.train.parity}
+    held, besides = kv_cache(cut.shape, asked, element, **sizes)
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(

@@ -29,6 +29,9 @@ class DecoderShape(Protocol):
     @property
     def value_dim(self) -> int: ...
     @property
+    def latents(self) -> bool: ...
+    def cached(self, latent: bool) -> tuple[int, int, int]: ...
+    @property
     def tie_embeddings(self) -> bool: ...
     @property
     def num_experts(self) -> int: ...
@@ -176,6 +179,13 @@ def routing_bytes(shape: DecoderShape) -> int:
     return len(shape.expert_layers) * shape.experts_per_token * (1 if shape.num_experts < 255 else 2)
 
 
-def kv_bytes(shape: DecoderShape, element: int) -> int:
-    """Return bytes of keys and values of one token, with ``element`` bytes per element."""
-    return shape.num_layers * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * element
+def cached_widths(shape: DecoderShape, latent: bool = True) -> tuple[int, ...]:
+    """Return the widths of what a KV cache holds of a token, all heads together: of keys and of values, or latents."""
+    heads, keys, values = shape.cached(latent)
+    return (heads * keys,) if latent and shape.latents else (heads * keys, heads * values)
+
+
+def kv_bytes(shape: DecoderShape, element: int, latent: bool = True) -> int:
+    """Return bytes of one token in a KV cache, with ``element`` bytes per element. latent: of latents, where the family
+    has them, as the engine holds them outside of parity mode."""
+    return shape.num_layers * sum(cached_widths(shape, latent)) * element

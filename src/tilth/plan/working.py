@@ -26,7 +26,7 @@ from tilth.plan.kernels import (
     slots_for,
     spare_rows,
 )
-from tilth.plan.shape import DecoderShape, kv_bytes, layer_width, matrices, routing_bytes
+from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, routing_bytes
 
 FP32 = 4
 SLACK = 0.35
@@ -338,15 +338,23 @@ class EngineDemand(NamedTuple):
 
 
 def kv_cache(
-    shape: DecoderShape, asked: EngineDemand, element: int, *, fixed: bool, routing: bool = False
+    shape: DecoderShape,
+    asked: EngineDemand,
+    element: int,
+    *,
+    fixed: bool,
+    routing: bool = False,
+    latent: bool = True,
 ) -> tuple[int, int]:
     """Return bytes of the KV cache at full length, and additional bytes while its buffers grow for the last time.
 
     Counts rows of each length bucket that a sequence passes, prompts in prefill and shared prefixes, each in buffers
-    with one spare. fixed: buffers have their final size at once, as on a GPU. routing: each token's experts are kept.
+    with one spare. fixed: buffers have their final size at once, as on a GPU. routing: each token's experts are kept;
+    latent: see ``kv_bytes``.
     """
-    spares = 1 if shape.value_dim == shape.head_dim else 2
-    token, spare = kv_bytes(shape, element), 1 + spares / (2 * shape.num_layers)
+    widths = cached_widths(shape, latent)
+    alike = 2 if len(widths) == 2 and widths[0] == widths[1] else 1  # tensors of a layer that share a spare
+    token, spare = kv_bytes(shape, element, latent), 1 + 1 / (alike * shape.num_layers)
     token += routing_bytes(shape) if routing else 0
     held = besides = 0
     for slots in layouts_until(asked.prompt, asked.longest, asked.context, fixed):

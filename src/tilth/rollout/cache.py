@@ -58,13 +58,22 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, routing: bool = False
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        routing: bool = False,
+        latent: bool = False,
     ) -> None:
-        """routing: keep the experts of each token beside its keys."""
-        self._heads, self._layers, self._device = config.num_kv_heads, config.num_layers, device
+        """routing: keep the experts of each token beside its keys; latent: see ``DecoderConfig.cached``."""
+        self._heads, *widths = config.cached(latent)
+        self._layers, self._device, self._width = config.num_layers, device, widths[1]
+        self.shared = latent and config.latents
+        """Values are the beginning of keys, in the same storage."""
         self._chosen = len(config.expert_layers) * config.experts_per_token if routing else 0
         self._routes = torch.uint8 if config.num_experts < torch.iinfo(torch.uint8).max else torch.int16
-        widths = (config.head_dim, config.value_dim)
+        widths = widths[:1] if self.shared else widths
         kinds = {width: self._layers * widths.count(width) for width in widths}
         self._parts = [_Buffers(count, width, dtype, device) for width, count in kinds.items()]
         self.rows = self.capacity = self.layouts = 0
@@ -86,7 +95,7 @@ class KVCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All that is kept of tokens: [rows, heads, capacity, width] each."""
-        return [*self.keys, *self.values, *self.routing]
+        return [*self.keys, *(() if self.shared else self.values), *self.routing]
 
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:
         """Change the shape; keep the first ``keep_tokens`` of the first ``keep_rows``. Other values are finite."""
@@ -96,6 +105,7 @@ class KVCache:
             for tensor in part.layout(rows, self._heads, capacity, keep_rows, keep_tokens)
         ]
         self.keys, self.values = found[: self._layers], found[self._layers :]
+        self.values = [keys[..., : self._width] for keys in self.keys] if self.shared else self.values
         if self._chosen:
             new = torch.zeros(rows, 1, capacity, self._chosen, dtype=self._routes, device=self._device)
             for old in self.routing if keep_rows else ():
@@ -138,8 +148,9 @@ class PrefixStore:
         most: int,
         *,
         routing: bool = False,
+        latent: bool = False,
     ) -> None:
-        self._slab = KVCache(config, dtype, device, routing=routing)
+        self._slab = KVCache(config, dtype, device, routing=routing, latent=latent)
         self._block_size, self._most = block_size, most
 
     @property
@@ -177,6 +188,7 @@ class KVCacheView(NamedTuple):
 
     keys: list[Tensor]
     values: list[Tensor]
+    shared: bool = False
 
 
 class CachedContext:
@@ -223,7 +235,7 @@ class CachedContext:
         """Write k and v to the cache and attend over it; arguments of ``AttentionContext.attend``."""
         rows, width, kv_heads = self._rows, self._width, k.shape[1]
         keys, values = self._slab.keys[layer], self._slab.values[layer]
-        for cached, new in ((keys, k), (values, v)):
+        for cached, new in ((keys, k), (values, v))[: 1 if self._slab.shared else 2]:
             cached.view(-1, new.shape[2]).index_copy_(0, self._slots, new.reshape(-1, new.shape[2]))
         seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
         queries = q.view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)

@@ -503,11 +503,12 @@ class Engine(GenerationEngine):
         return self._lanes[limit]
 
     def _new_slab(self) -> KVCache:
-        return KVCache(self._held, self.dtype, self.device, routing=self._routing)
+        return KVCache(self._held, self.dtype, self.device, routing=self._routing, latent=not self._parity)
 
     def _new_store(self) -> PrefixStore:
         size, most = self._block_size, self._blocks.max_cached
-        return PrefixStore(self._held, size, self.dtype, self.device, most, routing=self._routing)
+        more = {"routing": self._routing, "latent": not self._parity}
+        return PrefixStore(self._held, size, self.dtype, self.device, most, **more)
 
     def _draw(self, ids: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
         streams = torch.tensor([stream_id("sample", i) for i in ids], dtype=torch.int64)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tilth.config.schema import ModelConfig
+from tilth.models.attention import DropoutContext
 from tilth.models.config import DecoderConfig, check, need
 from tilth.models.decoder import Layer, Linear, RMSNorm
 from tilth.models.family import CORRECTION, DENSE, EMBEDDING, END, NORMS, SHARED, Family, experts, linear, norm
+from tilth.models.moe import ExpertContext
 from tilth.models.rope import Tables, rotate
 from tilth.plan.rules import Table
 
@@ -49,6 +51,13 @@ class LatentConfig(DecoderConfig):
         return self.v_head_dim
 
     @property
+    def latents(self) -> bool:
+        return True
+
+    def cached(self, latent: bool) -> tuple[int, int, int]:
+        return (1, self.latent_size, self.kv_lora_rank) if latent else super().cached(latent)
+
+    @property
     def rope_dim(self) -> int:
         return self.qk_rope_head_dim
 
@@ -74,13 +83,18 @@ class LatentConfig(DecoderConfig):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1), with keys and values expanded from their latent."""
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    Keys and values are expanded from their latent. After ``fuse``, for inference, queries are taken to the latent
+    instead, which is then the key of all heads, and its beginning the value: a cache holds the latent alone, and what
+    heads mix of it is expanded behind attention (section 2.1.2).
+    """
 
     sinks: None = None
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__()
-        self.config, self.scale = config, _mscale(config) ** 2
+        self.config, self.scale, self.latent = config, _mscale(config) ** 2, False
         if config.q_lora_rank:
             self.q_a_proj, self.q_a_layernorm, self.q_b_proj = Linear(), RMSNorm(EPS), Linear()
         else:
@@ -89,17 +103,51 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear()
 
     def forward(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys [N, heads, head_dim], partly rotated, and values [N, heads, v_head_dim]."""
+        """Return queries and keys [N, heads, head_dim], partly rotated, and values [N, heads, v_head_dim].
+
+        Fused: queries [N, heads, latent_size], and keys [N, 1, latent_size] and values [N, 1, kv_lora_rank] of the
+        latent.
+        """
         c, rows = self.config, x.shape[0]
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if c.q_lora_rank else self.q_proj(x)
         q_plain, q_turned = queries.view(rows, -1, c.head_dim).split((c.qk_nope_head_dim, c.qk_rope_head_dim), 2)
         latent, k_turned = self.kv_a_proj_with_mqa(x).split((c.kv_lora_rank, c.qk_rope_head_dim), 1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).view(rows, -1, c.qk_nope_head_dim + c.v_head_dim)
+        latent, q_turned, k_turned = (
+            self.kv_a_layernorm(latent),
+            *(self._turned(part, tables) for part in (q_turned, k_turned[:, None])),
+        )
+        if self.latent and not torch.is_grad_enabled():
+            return self._of_latent(q_plain, q_turned, latent, k_turned)
+        expanded = self.kv_b_proj(latent).view(rows, -1, c.qk_nope_head_dim + c.v_head_dim)
         k_plain, v = expanded.split((c.qk_nope_head_dim, c.v_head_dim), 2)
-        q_turned, k_turned = (self._turned(part, tables) for part in (q_turned, k_turned[:, None]))
         q = torch.cat((q_plain, q_turned), 2)
         k = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1)), 2)
         return (q if self.scale == 1 else q * self.scale), k, v
+
+    def _of_latent(
+        self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, k_turned: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        q = torch.cat((torch.einsum("nhd,hdl->nhl", q_plain, self._expansion(q_plain)[0]), q_turned), 2)
+        scale = self.scale * (c.latent_size / c.head_dim) ** 0.5  # a context divides by the root of the keys' width
+        return q * scale, torch.cat((latent[:, None], k_turned), 2), latent[:, None]
+
+    def _expansion(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the matrices of each head from the latent to keys and to values, [heads, width, kv_lora_rank]."""
+        c = self.config
+        every = self.kv_b_proj.weight.to(x.dtype).view(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        keys, values = every.split((c.qk_nope_head_dim, c.v_head_dim), 1)
+        return keys, values
+
+    def expand(self, mixed: Tensor) -> Tensor:
+        """Return values [N, heads, v_head_dim] of latents [N, heads, kv_lora_rank]; values stay as they are."""
+        if not self.latent or torch.is_grad_enabled():
+            return mixed
+        return torch.einsum("nhl,hvl->nhv", mixed, self._expansion(mixed)[1])
+
+    def fuse(self) -> None:
+        """Attend to latents in inference."""
+        self.latent = True
 
     def _turned(self, heads: Tensor, tables: Tables) -> Tensor:
         if self.config.rope_interleave:
@@ -119,7 +167,10 @@ class LatentLayer(Layer):
 
     def __init__(self, config: LatentConfig, layer: int) -> None:
         super().__init__(config, layer)
-        self.self_attn = LatentAttention(config)  # type: ignore[assignment]
+        self.self_attn: LatentAttention = LatentAttention(config)  # type: ignore[assignment]
+
+    def leave(self, x: Tensor, mixed: Tensor, dropout: DropoutContext | None, *routed: ExpertContext | None) -> Tensor:
+        return super().leave(x, self.self_attn.expand(mixed), dropout, *routed)
 
 
 class DeepSeekV3(Family):
