@@ -13,21 +13,24 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
+HERE = "tests.parallel.test_families:trained"
 FAST = ["gpt-oss", "deepseek-v3"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "olmo3", "gemma3", "deepseek-v3-direct")]
-LAYOUTS = {"fsdp": (2, 1), "tp": (1, 2)}
+LAYOUTS = [{"fsdp": 2}, {"tp": 2}]
+MORE = [{"pp": 2}, {"cp": 2}, {"cp": 2, "cp_style": "ulysses"}]
 
 
-def trained(rank, name, sizes=(1, 1)):
+def trained(rank, name, **layout):
     """Initial weights, and those after two steps: float64, whole."""
-    mesh = Mesh(("fsdp", "tp"), sizes)
+    axes = ("pp", "fsdp", "cp", "tp")
+    mesh = Mesh(axes, tuple(layout.pop(axis, 1) for axis in axes))
 
     def build():
         return Decoder(FAMILIES[name], torch.float64).double()
 
-    sharded = ShardedModel.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank))
+    sharded = ShardedModel.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank), **layout)
     sharded.init_(3)
-    names = list(sharded.parameters)
+    names = list(sharded.layouts)
     start = {name: whole.clone() for name, whole in sharded.assemble(names).items()}
     engine = TrainEngine(sharded, OptimizerConfig(name="adamw", lr=1e-3), total_steps=9, micro_tokens=24)
     rows = [np.arange(i, i + n) * 5 % VOCAB for i, n in enumerate((5, 19, 4, 12))]
@@ -49,7 +52,17 @@ def test_two_ranks_train_as_one_device(pool, name):
     start, end = trained(0, name)
     moved = {name for name in end if not torch.equal(start[name], end[name])}
     assert all("correction" in name for name in end.keys() - moved)
-    for sizes in LAYOUTS.values():
-        for first, last in pool.run(2, "tests.parallel.test_families:trained", name=name, sizes=sizes):
-            assert far(first, start) == 0
-            assert far(last, end) < 1e-9
+    for layout in LAYOUTS:
+        for first, last in pool.run(2, HERE, name=name, **layout):
+            assert far(first, start) == 0 and far(last, end) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", MORE, ids=str)
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_two_ranks_that_divide_layers_or_tokens_train_as_one_device(pool, name, layout):
+    start, end = trained(0, name)
+    for first, last in pool.run(2, HERE, name=name, **layout):
+        assert all(torch.equal(whole, start[own]) for own, whole in first.items())
+        assert last and far(end, last) < 1e-9
