@@ -217,7 +217,7 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
 
     @torch.no_grad()
-    def choose(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+    def choose(self, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the experts of each token, int64 [N, k], best first. dtype: of the tokens, in which an engine holds
         the correction."""
         if self.correction is not None:
