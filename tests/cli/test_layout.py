@@ -179,3 +179,28 @@ def test_more_workers_than_a_screen():
 )
 def test_spans(ranks, text):
     assert spans(ranks) == text
+
+
+def test_the_search_prints_the_mapping_the_runner_up_and_the_keys_that_give_it():
+    asked = ["addition-grpo", *SMALL, "--search", "--devices", "4", "--device-type", "a100-80g"]
+    found = as_json(*asked)
+    assert found["device_type"] == "a100-80g" and found["best"]["seconds"] <= found["second"]["seconds"]
+    assert found["best"]["seconds"] == pytest.approx(sum(found["best"]["stages"].values()))
+    assert {role for pool in found["best"]["pools"] for role in pool["roles"]} == {"policy", "rollout"}
+    text = printed(*asked)
+    for word in ("best: ", "runner-up: ", "together", "it loses", "keys:", found["keys"][-1]):
+        assert word in text
+    again = as_json("addition-grpo", *SMALL, *found["keys"])
+    assert again["workers"] == sum(pool["devices"] for pool in found["best"]["pools"])
+
+
+def test_the_search_on_this_machine_measures_its_rates():
+    found = as_json("addition-grpo", *SMALL, "--search", "--devices", "2", "--device-type", "here")
+    assert found["device_type"] == "here" and "measured" in found["source"] and found["best"]["seconds"] > 0
+
+
+def test_what_the_search_cannot_do_is_named():
+    assert "no device type 'h1000'" in refused("addition-grpo", *SMALL, "--search", "--device-type", "h1000")
+    big = ["model.hidden=8192", "model.layers=80", "model.heads=64"]
+    text = refused("addition-grpo", *SMALL, *big, "--search", "--devices", "2", "--device-type", "h100")
+    assert "does not fit on 2 devices of type h100" in text

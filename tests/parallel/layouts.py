@@ -49,7 +49,7 @@ class Case:
     both: bool = False
     """Both layers have experts; else the second one."""
     double: bool = False
-    checkpointing: bool = False
+    checkpointing: bool | str = False
     dropout: float = 0.0
     micro_tokens: int = 16
     rows: tuple[int, ...] = ()

@@ -73,6 +73,8 @@ def whole(config):
         (16, 64, 64, [], {}),
         (16, 16, 300, [], {}),
         (16, 64, 64, ["train.checkpointing=true"], {"num_layers": 6}),
+        (16, 64, 64, ["train.checkpointing=selective"], {"num_layers": 6}),
+        (16, 16, 300, ["train.checkpointing=selective"], {"num_layers": 6}),
         (16, 64, 64, ["train.precision=bf16"], {}),
         (16, 64, 64, [], {"num_heads": 4, "num_kv_heads": 1}),
         (1000, 64, 64, [], {}),
@@ -85,6 +87,7 @@ def whole(config):
         (150_000, 8, 40, [], {}),
         pytest.param(150_000, 12, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         (16, 64, 64, [], EXPERTS),
+        (16, 64, 64, ["train.checkpointing=selective"], {**EXPERTS, "num_layers": 3}),
         (16, 64, 64, [], {**EXPERTS, "experts_per_token": 3, "expert_size": 48}),
     ],
 )

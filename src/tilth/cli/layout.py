@@ -5,29 +5,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, groupby
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
+from tilth.cli.mapping import show as show_mapping
 from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
-from tilth.config.plugins import task_names
-from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
-from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import load_texts
-from tilth.data.template import make_template
-from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import judged, resolved, rooms
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model
-from tilth.models.config import DecoderConfig
-from tilth.models.family import new_config
-from tilth.models.hf import read_config
-from tilth.models.hub import fetched
+from tilth.flows.planning import HERE, described, described_models, generating, with_found_layouts
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters
@@ -36,7 +26,6 @@ from tilth.plan.traffic import GroupTraffic, tokens_of_rank, traffic, work
 from tilth.plan.working import total
 from tilth.ui import format
 
-MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
 SHOWN = 32  # most workers in the tables; ``--json`` has all
 
 
@@ -59,8 +48,20 @@ class Plan:
     told: list[str]
 
 
-def show(name: str, overrides: Sequence[str] = (), *, as_json: bool) -> None:
-    plan = look(load_recipe(name, list(overrides)))
+def show(
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    as_json: bool,
+    search: bool = False,
+    devices: int | None = None,
+    device_type: str = HERE,
+) -> None:
+    recipe = load_recipe(name, list(overrides))
+    if search:
+        show_mapping(recipe, device_type, devices or recipe.cluster.workers, as_json=as_json)
+        return
+    plan = look(with_found_layouts(recipe)[0] if recipe.cluster.search else recipe)
     if as_json:
         typer.echo(json.dumps(as_object(plan), ensure_ascii=False))
     else:
@@ -74,9 +75,8 @@ def look(recipe: Recipe) -> Plan:
     """Plan shape, places, memory and traffic without training anything. TilthError: a bad recipe."""
     generates = generating(recipe)
     placed = place(recipe, generates=generates)  # before any file is read
-    shape, longest, vocabulary = _model(recipe)
-    paths = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
-    others = {role: _loaded(path, group).config for role, (path, group) in paths.items() if path}
+    shape, longest, vocabulary = described(recipe)
+    others = described_models(recipe)
     predicted = partial(per_rank, shape=shape, longest=longest, generates=generates, loaded=others)
     here = resolved(recipe)
     workers, (host, gpus) = predicted(here), rooms(here)
@@ -84,47 +84,6 @@ def look(recipe: Recipe) -> Plan:
     told = [f"it cannot run here: {refused}"] if refused else told
     talks, found = traffic(recipe, shape, longest, generates=generates), places(here, workers, host, gpus)
     return Plan(recipe, shape, longest, vocabulary, placed, workers, talks, found, told)
-
-
-def generating(recipe: Recipe) -> bool:
-    """True if the run has an engine and a reward: fine-tuning has them where its answers can be scored."""
-    if recipe.flow_spec.value:
-        return False
-    if recipe.flow_spec.learns in ("answers", "pairs"):
-        return bool(recipe.reward.function) or recipe.data.source in task_names()
-    return recipe.flow != "pretrain"
-
-
-def _model(recipe: Recipe) -> tuple[DecoderShape, int, str]:
-    """Return shape, longest sequence, and where the vocabulary comes from. A loaded model has its own."""
-    loaded = _loaded(recipe.model.path) if recipe.model.path else None
-    name, context = recipe.data.tokenizer, recipe.model.context
-    if loaded is None and name.startswith("bpe:") and name[4:].isdecimal():
-        return new_config(recipe.model, int(name[4:])), context, f"{name}, at most: it is trained when the run begins"
-    if recipe.flow == "pretrain":
-        if loaded is not None:
-            return loaded.config, context, str(loaded.source)
-        tokenizer = choose_tokenizer(recipe, None, None, load_texts(recipe.data)[0])
-        return new_config(recipe.model, tokenizer.vocab_size), context, name or "characters of the data"
-    prompts = recipe_prompts(recipe)
-    tokenizer = choose_tokenizer(recipe, prompts, loaded)
-    longest = context  # given answers may have any length
-    if recipe.flow_spec.samples:
-        template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
-        lengths = (len(ids) for ids in template.prompts([some[i] for i in range(len(some))]))
-        longest = min(context, max(lengths, default=0) + recipe.rollout.max_tokens)
-    if loaded is not None:
-        return loaded.config, longest, str(loaded.source)
-    return new_config(recipe.model, tokenizer.vocab_size), longest, name or "characters of the data"
-
-
-def _loaded(spec: str, group: str = "") -> LoadedModel:
-    """Load a model by path; of a Hugging Face directory only config.json and tokenizer."""
-    folder = Path(fetched(spec, weights=False))
-    if not (folder / "config.json").is_file():
-        return load_model(spec, group)
-    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return LoadedModel(DecoderConfig.from_hf(read_config(folder)), {}, tokenizer, folder)
 
 
 # ---- JSON ----

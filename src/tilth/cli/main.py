@@ -125,10 +125,21 @@ def algorithms(
 
 
 @command("layout:show")
-def layout(name: RecipeArgument, overrides: OverridesArgument = None, as_json: JsonOption = False) -> None:
+def layout(
+    name: RecipeArgument,
+    overrides: OverridesArgument = None,
+    search: Annotated[bool, Option("--search", help="find pools and layouts with the shortest predicted step")] = False,
+    devices: Annotated[int | None, Option(min=1, help="with --search: devices; default: cluster.workers")] = None,
+    device_type: Annotated[
+        str, Option(metavar="TYPE", help="with --search: a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
+    ] = "here",
+    as_json: JsonOption = False,
+) -> None:
     """Show where a recipe puts roles, ranks, shares of the model and memory, and which ranks communicate.
 
     Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
+
+    --search chooses the placement instead: tilth layout RECIPE --search --devices 128 --device-type h100
     """
 
 

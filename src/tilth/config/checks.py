@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` if workers, pools and layouts contradict each other or other keys."""
-    for rule in (_roles, _workers, _pools, _fill, _divided, _limits, _profile):
+    for rule in (_roles, _workers, _pools, _search, _fill, _divided, _limits, _profile):
         for error in rule(recipe):
             raise error
 
@@ -75,6 +75,12 @@ def _parity(recipe: Recipe) -> _Errors:
     t = recipe.train
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", t.device):
         yield RecipeError(f"train.device = {t.device!r} is not auto, cpu, cuda or cuda:N", key="train.device")
+    if t.offload_activations and t.device == "cpu":
+        message = "train.offload_activations = true moves activations to host memory, where train.device = cpu has them"
+        yield RecipeError(message, key="train.offload_activations.device")
+    if t.offload_activations and t.checkpointing:
+        message = f"train.offload_activations = true with train.checkpointing = {t.checkpointing}: choose one of them"
+        yield RecipeError(message, key="train.offload_activations")
     if not t.parity:
         return
     if t.device.startswith("cuda"):
@@ -331,7 +337,15 @@ def unknown_ranks(recipe: Recipe, ranks: Sequence[int]) -> Iterator[str]:
             yield f"there is no rank {rank}; {right}"
 
 
+def _search(recipe: Recipe) -> _Errors:
+    if recipe.cluster.search and recipe.cluster.pools:
+        message = "cluster.pools are set, and cluster.search = true chooses them; leave out one of the two"
+        yield RecipeError(message, key="cluster.search.pools")
+
+
 def _fill(recipe: Recipe) -> _Errors:
+    if recipe.cluster.search:  # layouts that are set are of pools that the search sizes
+        return
     for role, spec in roles_of(recipe).items():
         if spec.mesh == "one":
             continue
@@ -380,6 +394,10 @@ def _divided(recipe: Recipe) -> _Errors:
             message = f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
             yield RecipeError(message, key=f"{name}.sp")
         yield from _stages(recipe, name, layout)
+        if recipe.train.checkpointing == "selective" and layout.tp > 1 and not layout.sp:
+            message = f"train.checkpointing = selective with {name}.tp = {layout.tp} needs {name}.sp = true: "
+            more = "sums over ranks overwrite the products that it keeps; or use true"
+            yield RecipeError(f"{message}{more}", key="train.checkpointing.tp")
         if recipe.train.parity and layout.tp > 1:
             message = f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
             yield RecipeError(message, key="train.parity.tp")

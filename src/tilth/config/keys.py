@@ -100,7 +100,7 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
     """Return the names of a choice; [] for an annotation that is no choice."""
     if get_origin(annotation) is Literal:
-        return [str(name) for name in get_args(annotation)]
+        return [str(name).lower() if isinstance(name, bool) else str(name) for name in get_args(annotation)]
     marks = (*metadata, *getattr(annotation, "__metadata__", ()))
     return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names()]
 

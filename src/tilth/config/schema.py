@@ -336,7 +336,14 @@ class TrainConfig(Section):
     threads: Count = Field(0, description="CPU threads; 0: the physical cores")
     parity: bool = Field(False, description="trainer and engine agree bit for bit (CPU, eager)")
     micro_tokens: Positive = Field(16_384, description="maximum tokens in one forward and backward pass")
-    checkpointing: bool = Field(False, description="recompute each layer's activations in the backward pass")
+    checkpointing: Literal[False, True, "selective"] = Field(
+        False,
+        description="recompute each layer's activations in the backward pass; selective: all but the outputs of matrix "
+        "products and attention",
+    )
+    offload_activations: bool = Field(
+        False, description="on a GPU: move the layers' activations to host memory until the backward pass"
+    )
     compile: bool = Field(False, description="torch.compile the training forward and backward")
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="for a loss or gradient that is not finite: stop, or skip the update and count it"
@@ -417,6 +424,11 @@ class ClusterConfig(Section):
     )
     timeout: float = Field(600.0, gt=0, description="limit of one call in seconds, after which the run stops")
     address: str = Field("", description="address of the Ray cluster to join; empty: start one on this machine")
+    search: bool = Field(
+        False,
+        description="search pools of the workers and layouts of the roles before the run, which records them; a layout "
+        "that is set is kept",
+    )
 
 
 def _chosen(value: Any) -> Any:

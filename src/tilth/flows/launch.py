@@ -38,6 +38,7 @@ from tilth.flows.checks import check_algorithm, in_scripts, replaced
 from tilth.flows.contamination import count_seen
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
+from tilth.flows.planning import with_found_layouts
 from tilth.flows.policy_gradient import policy_gradient
 from tilth.flows.profiling import Profiling
 from tilth.flows.roles import Roles
@@ -124,12 +125,15 @@ def launch(
     checkpoint if the newest one is damaged.
     """
     check_algorithm(recipe)
+    note = ""
+    if recipe.cluster.search:
+        recipe, note = with_found_layouts(recipe, material)
     data = material.fingerprint()
     who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow))
     who.check_name()
     if recipe.run.checkpoints:
         _check_place(recipe.run.checkpoints)
-    warned: list[str] = []
+    warned = [note] if note else []
 
     def warn(text: str) -> None:  # the log does not exist yet
         warned.append(text)

@@ -18,6 +18,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
 from tilth.flows.weight_sync import DTYPES
+from tilth.models.activations import HostActivations
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import HEAD
@@ -249,7 +250,11 @@ def shard_model(
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
     how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
     how |= {"schedule": layout.pp_schedule, "converters": converters, "device": str(device)}
-    return shard(build, dims, **how)
+    made = shard(build, dims, **how)
+    if recipe.train.offload_activations and device.type == "cuda":
+        for part in made.parts:
+            part.offload = HostActivations(part.parameters(), device)
+    return made
 
 
 def _temperature(recipe: Recipe) -> float:

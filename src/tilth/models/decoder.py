@@ -6,16 +6,17 @@ fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
+from tilth.models.activations import HostActivations, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
@@ -264,7 +265,8 @@ class Decoder(nn.Module):
 
     The family's ``table`` gives modules their parameters. Raises ModelError where table and modules differ.
 
-    dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass.
+    dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass, or a part
+    of it (``models.activations``). ``offload``: moves activations of layers to the host.
     ``head_logits``, ``token_logprobs`` and ``token_squares``: functions of the output head (``models.logprobs``),
     which a layout that splits the vocabulary replaces. ``first``, ``last``: it begins with the embedding and ends with
     the norm; False of a part of a model, which passes on hidden states instead (``parallel.pipeline``).
@@ -272,7 +274,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.config, self.dtype, self.checkpointing, self._fused = config, dtype, False, False
+        self.config, self.dtype, self._fused = config, dtype, False
+        self.checkpointing: bool | str = False
+        self.offload: HostActivations | None = None
         self.first = self.last = True
         self.head_logits: Callable[[Tensor, Tensor], Tensor] = head_logits
         self.token_logprobs: Callable[..., tuple[Tensor, Tensor]] = token_logprobs
@@ -319,10 +323,8 @@ class Decoder(nn.Module):
         x = self.embed(ids if rows == n else F.pad(ids, (0, rows - n))) if self.first else ids
         tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, tables, ctx, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, tables, ctx)
+            with nullcontext() if self.offload is None else self.offload():
+                x = run_layer(layer, self.checkpointing, x, tables, ctx)
         if not self.last:
             return x
         x = self.model.norm(x)

@@ -155,10 +155,13 @@ def layouts(
     generation engines.
     """
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
-    stages, found = stages_of(shape, mesh.size("pp"), schedule, value=value), {}
+    stages = stages_of(shape, mesh.size("pp"), schedule, value=value)
+    made = cache(lambda own, sizes, along: nested(own, sizes, dict(along)))  # equal in all layers
+    on = cache(lambda holders: mesh if stages.count == 1 else mesh.only("pp", holders))
+    found = {}
     for name, sizes in parameter_shapes(shape, value=value).items():
         along = ON_STAGES | along_model(table, name, copies, engine=engine)
-        found[name] = nested(stages.mesh(mesh, name), sizes, along)
+        found[name] = made(on(stages.holders(name)), sizes, tuple(along.items()))
     return found
 
 
@@ -182,7 +185,9 @@ def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
 
 def elements(parts: dict[str, Layout], rank: int) -> int:
     """Count the elements of all parameters that a rank holds."""
-    return sum(box.numel for layout in parts.values() for box in layout.boxes(rank))
+    different = {id(layout): layout for layout in parts.values()}
+    each = {key: sum(box.numel for box in layout.boxes(rank)) for key, layout in different.items()}
+    return sum(each[id(layout)] for layout in parts.values())
 
 
 # ---- memory ----

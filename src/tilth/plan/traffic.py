@@ -16,6 +16,7 @@ from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.reshard import ReshardPlan
 from tilth.plan.shape import DecoderShape
+from tilth.plan.working import ShardFactors
 
 _FP32 = 4
 
@@ -75,13 +76,8 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
     longest: tokens of the longest sequence; generates: True if the run has engines.
     """
     placed, found = place(recipe, generates=generates), list[GroupTraffic]()
-    for role, wanted in learners(recipe).items():
-        where = placed[role]
-        found += _data(recipe, role, wanted, where, shape, longest)
-        found += _context(recipe, role, wanted, where, shape, longest)
-        found += _experts(recipe, role, where, shape, longest)
-        found += _tensor(recipe, role, where, shape, longest, wanted.sp)
-        found += _stages(recipe, role, wanted, where, shape, longest)
+    for role in learners(recipe):
+        found += inside(recipe, role, placed[role], shape, longest)
     for role in placed:
         if ROLES[role].mesh == "engines":
             found += _engine(recipe, role, placed[role], shape, longest)
@@ -90,17 +86,32 @@ def traffic(recipe: Recipe, shape: DecoderShape, longest: int, *, generates: boo
     return found
 
 
+def inside(
+    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, part: ShardFactors | None = None
+) -> list[GroupTraffic]:
+    """Return the traffic between the ranks of one role whose model is divided by a layout.
+
+    part: what a rank holds, if it is known.
+    """
+    wanted = learners(recipe)[role]
+    part = part or cut(recipe, role, placed, shape, placed.ranks[0])
+    found = _data(recipe, role, wanted, placed, part, longest)
+    found += _context(recipe, role, wanted, placed, shape, longest)
+    found += _experts(recipe, role, placed, shape, longest)
+    found += _tensor(recipe, role, placed, shape, longest, wanted.sp)
+    return found + _stages(recipe, role, wanted, placed, shape, longest)
+
+
 def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> GroupTraffic:
     used = [name for name in axes if mesh.size(name) > 1]
     return GroupTraffic(role, ", ".join(used), mesh.groups(*used), what, int(sent))
 
 
 def _data(
-    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
+    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, part: ShardFactors, longest: int
 ) -> list[GroupTraffic]:
-    mesh = placed.mesh
+    mesh, did = placed.mesh, work(recipe, role, placed.data_ranks, longest)
     copies = mesh.size(*mesh.copies)
-    part, did = cut(recipe, role, placed, shape, placed.ranks[0]), work(recipe, role, placed.data_ranks, longest)
     found = []
     if copies > 1 and did.updates:
         sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
@@ -126,7 +137,7 @@ def _experts(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, lon
     if ep == 1:
         return []
     did, mode = work(recipe, role, placed.data_ranks, longest), dispatch_mode(shape.experts_per_token, ep)
-    tokens = did.tokens * (2 + recipe.train.checkpointing) + did.scored
+    tokens = did.tokens * (2 + bool(recipe.train.checkpointing)) + did.scored
     one = dispatch_elements(mode, tokens, shape.experts_per_token, shape.hidden_size, ep) / placed.mesh.count("tokens")
     element = 2 if recipe.train.precision == "bf16" else _FP32
     what = {"exchange": "tokens sent to their experts and back", "gather": "tokens gathered for experts, and scattered"}
@@ -142,7 +153,7 @@ def _context(
         return []
     did, element = work(recipe, role, placed.data_ranks, longest), 2 if recipe.train.precision == "bf16" else _FP32
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
-    again = recipe.train.checkpointing
+    again = bool(recipe.train.checkpointing)
     if wanted.cp_style == "ring":
         what, each = "keys and values sent around", RING_SHARE * 2 * kv_heads * shape.head_dim
         sent = (did.scored + did.tokens * (2 + again)) * element + did.tokens * _FP32  # gradients travel in fp32
@@ -161,7 +172,7 @@ def _tensor(
         return []
     did = work(recipe, role, placed.data_ranks, longest)
     element = 2 if recipe.train.precision == "bf16" else _FP32
-    forward = 2 + 2 * recipe.train.checkpointing  # two blocks a layer, and again where they are recomputed
+    forward = 2 + 2 * bool(recipe.train.checkpointing)  # two blocks a layer, and again where they are recomputed
     each = shape.num_layers * shape.hidden_size * element * 2 * _share(tp)
     sent = each * (did.tokens * (forward + 2) + did.scored * 2) / tokens
     what = "tokens gathered and scattered" if sp else "outputs added up"

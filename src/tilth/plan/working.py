@@ -33,6 +33,8 @@ SLACK = 0.35
 """Share of the layers' activations that malloc holds in addition after some steps (measured 0.2 to 0.45)."""
 RECOMPUTED = 1.2
 """Additional layers that malloc holds under activation checkpointing."""
+MOVING = 2
+"""Layers whose activations are on the device while those of all move to the host or come back."""
 BACKWARD = 0.15
 """Share of a layer's activations that their gradients need in its backward pass (measured)."""
 MATMUL_WORK = 3
@@ -262,7 +264,7 @@ def _moments(
     """
     shape, own = cut.shape, cut.elements * FP32
     layer, table = layer_bytes(recipe, cut, longest, micro), cut.table * FP32
-    kept, slack = _kept(recipe, cut, micro, layer)
+    kept, slack = _kept(recipe, cut, micro, layer, longest)
     before, flying = own if micro.several else 0, table if head else 0
     others = 2 * cut.gathered * FP32
     weights = (
@@ -271,8 +273,11 @@ def _moments(
     )
     inside = (Item("slack of the allocator", slack), *weights)
     logits = logits_bytes(recipe, cut, micro.chosen, micro.temperature, learns=True) if head else 0
-    yield Item("gradients", before + flying), Item("activations", kept), Item("logits", logits), *inside
-    yield Item("gradients", before + flying), Item("activations", kept + int(BACKWARD * layer)), *inside
+    moved = recipe.train.offload_activations
+    inside = (*inside, *([Item("activations in use", MOVING * layer)] if moved else []))
+    yield Item("gradients", before + flying), Item("activations", kept, host=moved), Item("logits", logits), *inside
+    used = Item("activations", kept + int(BACKWARD * layer), host=moved)
+    yield Item("gradients", before + flying), used, *inside
     last = own + (flying if shape.tie_embeddings else 0) + (table if micro.several else 0)
     yield Item("gradients", last), Item("activations", int(BACKWARD * layer)), *inside
     largest = max(shape.hidden_size, shape.num_heads * shape.head_dim) * max(shape.intermediate_size, shape.hidden_size)
@@ -280,15 +285,31 @@ def _moments(
     yield Item("gradients", own), Item("scratch of the optimizer", scratch), *inside
 
 
-def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int) -> tuple[int, int]:
+def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int, longest: int) -> tuple[int, int]:
     """Return the bytes that all layers keep of the micro-batches in flight, and the allocator's slack."""
     flights = cut.stage.flights if cut.stage is not None and micro.several else 1
     made = int(flights * cut.layers * layer)
     if not recipe.train.checkpointing:
         return made, int(SLACK * made)
-    tokens = -(-micro.computed // cut.spread)
-    inputs = int(flights * cut.layers * tokens * cut.shape.hidden_size * element_of(recipe))
-    return inputs + layer, int(SLACK * made + RECOMPUTED * layer)
+    selective, element = recipe.train.checkpointing == "selective", element_of(recipe)
+    inputs = -(-micro.computed // cut.spread) * cut.shape.hidden_size * element
+    chosen = micro.computed * _chosen(recipe, cut.shape, longest) * element if selective else 0
+    again = layer - chosen  # of the layer that is recomputed
+    own = int(flights * cut.layers * (inputs + chosen))
+    return own + again, int(SLACK * made + RECOMPUTED * layer)
+
+
+def _chosen(recipe: Recipe, shape: DecoderShape, longest: int) -> int:
+    """Return elements of one token that a layer keeps under selective recomputation (``models.activations.KEPT``).
+
+    They are the outputs of matrix products; of attention, and one number per head in fp32, if it is no plain matmul.
+    """
+    element, query = element_of(recipe), shape.num_heads * shape.head_dim
+    experts = bool(shape.expert_layers)
+    products = sum(layer_width(shape, "matrix", tp, experts=experts) for tp in ("rows", "copied", "columns"))
+    if on_gpu(recipe) or longest > CAUSAL_UP_TO[element]:
+        products += query + shape.num_heads * FP32 // element
+    return products
 
 
 def _cast(recipe: Recipe, cut: ShardFactors) -> int:

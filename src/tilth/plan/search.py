@@ -1,0 +1,389 @@
+"""Mapping search for a recipe: options of each role from its layouts, memory and predicted seconds; and the recipe
+with the pools and layouts found.
+
+Layouts are all products of the axes of ``config.axes`` that the checks of a recipe and of the model's shape accept, so
+that whatever is found can run. Axes that divide neither rows nor layers stay within a node.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, get_args
+
+from tilth.config.axes import AXES, MODEL
+from tilth.config.checks import check_cluster
+from tilth.config.errors import RecipeError
+from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
+from tilth.config.schema import LayoutConfig, Recipe
+from tilth.core.errors import ScheduleError
+from tilth.core.layout import Mesh
+from tilth.plan.devices import DeviceType
+from tilth.plan.flops import token_flops
+from tilth.plan.layout import Placed, check_shape, cut
+from tilth.plan.mapping import MappingProblem, Option, RoleMapping, search
+from tilth.plan.memory import BASE, CUDA, TOKEN, Need
+from tilth.plan.pipeline import chunks_of
+from tilth.plan.shape import DecoderShape, parameters
+from tilth.plan.step_time import (
+    AxisTime,
+    Decoding,
+    StageTime,
+    bubble_share,
+    decode_seconds,
+    pass_seconds,
+    stage,
+)
+from tilth.plan.traffic import GroupTraffic, inside, work
+from tilth.plan.working import ShardFactors, element_of, total
+
+STAGES = ("generate", "prepare", "train", "sync")
+"""Stages of a step: decoding; scoring; updates; weight sync."""
+
+
+@dataclass(frozen=True)
+class SearchInput:
+    """A recipe whose roles look for devices of one type.
+
+    longest: tokens of the longest sequence. loaded: role -> shape of its model if that is not the policy's. generates:
+    True if the run has engines. whole: no device may be left over.
+    """
+
+    recipe: Recipe
+    shape: DecoderShape
+    longest: int
+    device: DeviceType
+    devices: int
+    generates: bool = True
+    loaded: Mapping[str, DecoderShape] = field(default_factory=dict)
+    whole: bool = False
+    parts: dict[Any, ShardFactors] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def roles(self) -> dict[str, RoleSpec]:
+        """Roles that have a mesh; the others, one process each, take the first rank of the first pool."""
+        found = roles_of(self.recipe, generates=self.generates)
+        return {name: spec for name, spec in found.items() if spec.mesh != "one"}
+
+    @cached_property
+    def problem(self) -> MappingProblem:
+        """The roles, their options and the memory of a device."""
+        base = CUDA if self.device.gpu else BASE + TOKEN * self.shape.vocab_size
+        sizes = self.device.pool_sizes(self.devices)
+        if self.whole and self.devices not in sizes:
+            sizes.append(self.devices)
+        known: dict[Any, list[Option]] = {}
+
+        def options(role: str, devices: int, beside: frozenset[str]) -> list[Option]:
+            key = role, devices, "policy" in beside and self.roles[role].receives == "step"
+            if key not in known:
+                known[key] = list(_options(self, role, devices, beside))
+            return known[key]
+
+        return MappingProblem(
+            tuple(self.roles), options, tuple(sizes), self.devices, self.device.memory, base, self.whole
+        )
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Fastest mapping of the fastest placement, and that of the second."""
+
+    given: SearchInput
+    best: RoleMapping
+    second: RoleMapping | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with pools and layouts."""
+        return applied(self.given.recipe, self.best)
+
+    @property
+    def why(self) -> str:
+        """Reason for which the second placement lost."""
+        if self.second is None:
+            return "no other placement fits"
+        lost = [b - a for a, b in zip(self.best.seconds, self.second.seconds)]
+        worst = max(range(len(lost)), key=lost.__getitem__)
+        if lost[worst] <= 0:
+            return "it is as fast and has more pools"
+        slowest = max(self.second.pools, key=lambda pool: pool.seconds[worst])
+        which = f"{' + '.join(slowest.roles)} on {slowest.devices}"
+        won = min(lost)
+        back = f", and wins {-won:.3g} s in {STAGES[lost.index(won)]}" if won < 0 else ""
+        return f"it loses {lost[worst]:.3g} s in {STAGES[worst]}, where {which} take longest{back}"
+
+
+def find_mapping(given: SearchInput) -> SearchResult:
+    """Search placement, pools and layouts. RecipeError if nothing fits, and for pools, which the search chooses."""
+    check_cluster(given.recipe.replaced("cluster", search=True))
+    found = search(given.problem)
+    if not found:
+        raise RecipeError(_nothing(given), key="cluster.search")
+    return SearchResult(given, found[0], found[1] if len(found) > 1 else None)
+
+
+def _nothing(given: SearchInput) -> str:
+    """Describe why no mapping fits: the role that fits nowhere, or the sum of the minimum allocations."""
+    device, where = given.device, f"{given.devices} devices of type {given.device.name}"
+    for role, spec in given.roles.items():
+        if given.problem.least((role,)) is not None:
+            continue
+        sizes = given.problem.sizes
+        options = [o for n in sizes if n <= given.devices for o in given.problem.options(role, n, frozenset([role]))]
+        if not options:
+            return f"{role} has no layout that can run on {where}; leave {spec.key}.layout out, or change its sizes"
+        least = min(o.held + max(o.training, o.generation) for o in options) + given.problem.base
+        return (
+            f"{role} does not fit on {where}: it needs {least / 1e9:.3g} GB of each, which has "
+            f"{device.memory / 1e9:.3g} GB; more devices, or less by {spec.less}"
+        )
+    each = ", ".join(f"{role} {given.problem.least((role,))}" for role in given.roles)
+    return f"no placement of the roles fits on {where}; alone they need at least {each}; use more devices"
+
+
+def applied(recipe: Recipe, mapping: RoleMapping) -> Recipe:
+    """Return the recipe with these pools and layouts. A pool has the name of its first role; the policy's is first."""
+    pools = sorted(mapping.pools, key=lambda pool: ("policy" not in pool.roles, -pool.devices))
+    several = len(pools) > 1
+    named = {pool.roles[0]: pool.devices for pool in pools} if several else {}
+    backend = _backend(recipe, mapping.devices)
+    recipe = recipe.replaced("cluster", backend=backend, pools=named, workers=mapping.devices, search=False)
+    for pool in pools:
+        for role, option in zip(pool.roles, pool.options):
+            name = pool.roles[0] if several else ""
+            recipe = recipe.replaced(ROLES[role].key, layout=option.layout, pool=name)
+    check_cluster(recipe)
+    return recipe
+
+
+# ---- options of a role ----
+
+
+def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]) -> Iterator[Option]:
+    """Yield what each layout of a role on a pool costs, simplest layouts first."""
+    spec, shape = given.roles[role], given.loaded.get(role, given.shape)
+    bare = _alone(given, devices)
+    for layout in _layouts(given, spec, devices):
+        recipe = bare.replaced(spec.key, layout=layout)
+        placed = Placed("", tuple(range(devices)), Mesh.of(layout.sizes(devices), tuple(range(devices))))
+        try:
+            check_cluster(recipe)
+            check_shape(recipe, given.shape, given.loaded)
+            part = _part(given, recipe, role, placed, shape)
+        except (RecipeError, ScheduleError):  # this layout cannot run
+            continue
+        need: Need = resolve(spec.memory)(recipe, part, given.longest) if spec.memory else Need(())
+        if not _known(recipe, role, placed, shape, given.longest, part):
+            continue
+        costs = _seconds(given, recipe, role, placed, shape, part, beside)
+        seconds = tuple(costs.get(name, 0.0) for name in STAGES)
+        held = sum(item.bytes for item in need.held if not (item.host and given.device.gpu))
+        yield Option(layout, seconds, held, total(need.training), total(need.generation))
+
+
+def _known(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, part: ShardFactors) -> bool:
+    """True if the plan knows the traffic of all axes that divide more than rows: none of them is free."""
+    if ROLES[role].mesh != "layout":
+        return True
+    mesh = placed.mesh
+    dividing = {name for name in mesh.over("tokens", *MODEL) if mesh.size(name) > 1}
+    talks = inside(recipe, role, placed, shape, longest, part)
+    return dividing <= {name for talk in talks for name in talk.axis.split(", ")}
+
+
+def _part(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape) -> ShardFactors:
+    """Return the first rank's part of a model, which holds most; equal for layouts that divide the model equally."""
+    mesh, spec = placed.mesh, ROLES[role]
+    layout = spec.placed_by(recipe).layout
+    modes = tuple(getattr(layout, name) for name in LayoutConfig.model_fields if name not in AXES)
+    key = (id(shape), spec.values, tuple(mesh.size(name) for name in mesh.over(*MODEL)), modes)
+    if key not in given.parts:
+        given.parts[key] = cut(recipe, role, placed, shape, 0)
+    return given.parts[key]._replace(
+        ranks=placed.data_ranks, copies=mesh.size(*mesh.copies), tokens=mesh.count("tokens")
+    )
+
+
+def _alone(given: SearchInput, devices: int) -> Recipe:
+    """Return the recipe with all roles in one pool of this size, undivided, on the device type."""
+    recipe, gpu = given.recipe, given.device.gpu
+    recipe = recipe.replaced("cluster", backend=_backend(recipe, devices), workers=devices, pools={}, search=False)
+    recipe = recipe.replaced("train", device="cuda" if gpu else "cpu")
+    for spec in given.roles.values():
+        recipe = recipe.replaced(spec.key, pool="", layout=LayoutConfig())
+    return recipe
+
+
+def _backend(recipe: Recipe, devices: int) -> str:
+    """Return the backend of the recipe, or local if that has one process and there are several devices."""
+    return "local" if recipe.cluster.backend == "inline" and devices > 1 else recipe.cluster.backend
+
+
+def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[LayoutConfig]:
+    """Yield the layouts of a role: the recipe's own if it sets one, else all products of the axes with their modes."""
+    own: LayoutConfig = spec.placed_by(given.recipe).layout
+    if own != LayoutConfig():
+        sizes = own.sizes(devices)
+        if math.prod(sizes.values()) == devices and all(sizes.values()):
+            yield own.model_copy(update=sizes)
+        return
+    for sizes in _products(tuple(AXES), devices, given.device.per_node):
+        if _pruned(given, sizes):
+            continue
+        if spec.mesh != "layout":
+            yield LayoutConfig(**sizes)
+            continue
+        modes = [(name, values) for name, values in _modes().items() if sizes.get(_MODE_OF[name], 1) > 1]
+        for chosen in product(*(values for _, values in modes)):
+            yield LayoutConfig(**sizes, **dict(zip((name for name, _ in modes), chosen)))
+
+
+LEAST_TOKENS = 1024
+"""Tokens of a sequence on each rank below which no axis divides them."""
+
+
+def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
+    """True for layouts that are not tried: short pieces of sequences; stages of unequal numbers of layers; shards
+    beside replicas that fill no whole node.
+
+    Ranks along tp divide the tokens of norms too (``sp``), which costs no time and less memory.
+    """
+
+    def along(split: str) -> int:
+        return math.prod(n for name, n in sizes.items() if split in AXES[name].splits)
+
+    inner = math.prod(n for name, n in sizes.items() if name not in ("pp", "dp"))
+    ragged = inner > given.device.per_node and inner % given.device.per_node > 0
+    short = along("tokens") > 1 and given.longest < LEAST_TOKENS * along("tokens")
+    return short or given.shape.num_layers % along("layers") > 0 or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
+
+
+_MODE_OF = {"zero": "fsdp", "sp": "tp", "pp_schedule": "pp", "cp_style": "cp"}
+"""Entry of a layout that is no axis -> the axis whose mode it is."""
+
+
+def _modes() -> dict[str, tuple[Any, ...]]:
+    """Return the values of each mode of a layout, its default first."""
+    found = {}
+    for name, key in LayoutConfig.model_fields.items():
+        if name not in AXES:
+            values = (True,) if name == "sp" else get_args(key.annotation)
+            found[name] = tuple(sorted(values, key=lambda value: value != key.default))
+    return found
+
+
+def _products(names: tuple[str, ...], devices: int, per_node: int) -> Iterator[dict[str, int]]:
+    """Yield sizes of the axes with this product."""
+    if not names:
+        if devices == 1:
+            yield {}
+        return
+    axis = AXES[names[0]]
+    inner = not {"rows", "layers"} & set(axis.splits)
+    for size in range(1, (min(devices, per_node) if inner else devices) + 1):
+        if devices % size == 0:
+            yield from ({axis.name: size, **rest} for rest in _products(names[1:], devices // size, per_node))
+
+
+# ---- seconds of a role ----
+
+
+def _seconds(
+    given: SearchInput,
+    recipe: Recipe,
+    role: str,
+    placed: Placed,
+    shape: DecoderShape,
+    part: ShardFactors,
+    beside: frozenset[str],
+) -> dict[str, float]:
+    """Return stage -> seconds of a role on its pool."""
+    if ROLES[role].mesh == "layout":
+        return {name: time.total for name, time in passes(given, recipe, role, placed, shape, part).items()}
+    seconds = _generation(given, recipe, role, placed, shape)
+    if ROLES[role].receives == "step":
+        return {"generate": seconds, "sync": _sync(given, placed, beside)}
+    return {"prepare": seconds}
+
+
+def passes(
+    given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, part: ShardFactors
+) -> dict[str, StageTime]:
+    """Return the times of updates and of scoring of a role whose model a layout divides."""
+    did, mesh, spec = work(recipe, role, placed.data_ranks, given.longest), placed.mesh, ROLES[role]
+    layout = spec.placed_by(recipe).layout
+    head = not (spec.values or recipe.flow_spec.value)
+    one = token_flops(shape, (given.longest + 1) / 2, head)
+    parts = mesh.size(*(name for name in mesh.over("parameters", "layers") if name not in mesh.shards))
+    parts *= mesh.count("tokens")
+    again = one.forward if recipe.train.checkpointing else 0.0
+    flops = {"train": did.tokens * (one.both + again) / parts, "prepare": did.scored * one.forward / parts}
+    layers, stages = shape.num_layers / mesh.count("layers"), mesh.count("layers")
+    micro_batches = {"train": did.micros, "prepare": did.scored_micros}
+    rate, whole = given.device.rate(recipe.train.precision, recipe.train.matmul), sum(flops.values())
+    talks = inside(recipe, role, placed, shape, given.longest, part)
+    found = {}
+    for name, micros in micro_batches.items():
+        if flops[name]:
+            layer_passes = micros * layers * (3 if name == "train" else 1)
+            compute = pass_seconds(given.device, rate, flops[name], layer_passes)
+            updates = did.updates if name == "train" else 0
+            beside = mesh.shards if given.device.overlaps and layout.zero == 3 else ()
+            moved = [_exchange(given, mesh, t, flops[name] / whole, layer_passes, updates, beside) for t in talks]
+            schedule = str(getattr(layout, "pp_schedule", "1f1b"))
+            each = max(1, micros // max(1, updates))
+            idle = compute * bubble_share(stages, each, chunks_of(schedule), schedule)
+            found[name] = stage(compute, idle, moved)
+    return found
+
+
+def _exchange(
+    given: SearchInput,
+    mesh: Mesh,
+    talk: GroupTraffic,
+    share: float,
+    layer_passes: float,
+    updates: int,
+    hidden: tuple[str, ...],
+) -> AxisTime:
+    """Return the exchange of one stage: gradients that copies add up are those of updates, all else goes by FLOPs.
+
+    hidden: axes whose communication proceeds beside compute.
+    """
+    names, group = talk.axis.split(", "), talk.groups[0]
+    sums = set(names) <= set(mesh.copies)
+    share = float(bool(updates)) if sums else share
+    messages = (updates if sums else 2 * layer_passes) * (len(group) - 1)
+    seconds = share * talk.bytes / given.device.bandwidth(group) + messages * given.device.hop
+    return AxisTime(talk.axis, seconds, set(names) <= set(hidden))
+
+
+def _sync(given: SearchInput, placed: Placed, beside: frozenset[str]) -> float:
+    """Return seconds in which the engines of a pool receive the policy's weights.
+
+    Beside the policy each rank lacks what its shard does not hold of its engine's part: (n - g) / (n g) of the model
+    with n ranks and g of an engine (HybridFlow, table 2), if the policy is divided over all of them. Elsewhere it lacks
+    all of its part.
+    """
+    ranks, size = len(placed.ranks), parameters(given.shape) * element_of(given.recipe)
+    parts = placed.mesh.count(*MODEL)
+    if "policy" in beside:
+        lacking, group = size * (ranks - parts) / (ranks * parts), tuple(range(ranks))
+    else:
+        lacking, group = size / parts, (0, given.device.per_node) if given.device.gpu else (0, 1)
+    return lacking / given.device.bandwidth(group) + given.device.hop * ranks
+
+
+def _generation(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape) -> float:
+    """Return seconds in which the engines of a pool decode a step's samples, or judge them."""
+    r, mesh = recipe.rollout, placed.mesh
+    judges, parts = bool(ROLES[role].loads), mesh.size(*mesh.over("parameters", "layers", "experts"))
+    samples = r.prompts * r.group if recipe.flow_spec.samples else 0
+    rows = -(-samples // placed.data_ranks)
+    new = recipe.judge.max_tokens if judges else min(r.max_tokens, given.longest)
+    prompt = 2 * given.longest if judges else max(1, given.longest - new)
+    load = Decoding(rows, rows if judges else -(-rows // r.group), r.max_rows, prompt, new)
+    rate, link = given.device.rate(recipe.train.precision, recipe.train.matmul), given.device.bandwidth(range(parts))
+    return decode_seconds(given.device, rate, shape, load, element_of(recipe), parts, link)[0]

@@ -1,0 +1,125 @@
+"""The search for a recipe: what it finds passes the recipe's own checks, and its memory is that of the plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.errors import raises
+from tests.plan.test_mapping import brute_force
+from tilth.config.checks import check_cluster
+from tilth.config.load import dump_toml, from_dict
+from tilth.core.errors import RecipeError
+from tilth.models.family import new_config
+from tilth.plan.devices import DEVICES
+from tilth.plan.layout import per_rank
+from tilth.plan.search import STAGES, SearchInput, applied, find_mapping
+
+SMALL = {"family": "llama", "hidden": 64, "layers": 2, "heads": 4, "context": 64}
+
+
+def asked(devices, *, kind="a100-80g", shape=None, **sections):
+    sections = {"flow": "ppo", "model": SMALL, "algorithm": {"kl_coef": 0.1}, **sections}
+    recipe = from_dict({"optimizer": {"name": "adamw"}, "cluster": {"backend": "local"}, **sections})
+    return SearchInput(recipe, shape or new_config(recipe.model, 50), 64, DEVICES[kind], devices)
+
+
+@pytest.mark.parametrize("kind", ["a100-80g", "cpu"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_it_equals_brute_force_over_all_layouts(kind, devices):
+    given = asked(devices, kind=kind)
+    found = find_mapping(given)
+    assert found.best.total == pytest.approx(brute_force(given.problem))
+    assert set(role for pool in found.best.pools for role in pool.roles) == {"policy", "critic", "reference", "rollout"}
+
+
+def test_the_recipe_that_it_gives_has_the_pools_and_passes_the_checks():
+    given = asked(4, kind="cpu")
+    for mapping in filter(None, (find_mapping(given).best, find_mapping(given).second)):
+        recipe = applied(given.recipe, mapping)
+        check_cluster(recipe)
+        assert not recipe.cluster.search and recipe.cluster.workers == mapping.devices
+        assert sorted(recipe.cluster.pools.values()) in ([], sorted(pool.devices for pool in mapping.pools))
+        for pool in mapping.pools:
+            for role, option in zip(pool.roles, pool.options):
+                assert recipe.section(role).layout == option.layout
+        assert "search = false" in dump_toml(recipe)
+
+
+def test_its_memory_is_that_of_the_plan():
+    given = asked(4)
+    found = find_mapping(given)
+    recipe = found.recipe.replaced("train", device="cuda")
+    planned = max(worker.memory.on_gpu() for worker in per_rank(recipe, given.shape, given.longest))
+    assert max(pool.memory for pool in found.best.pools) + given.problem.base == planned
+
+
+def test_more_devices_are_not_slower_and_memory_is_kept():
+    totals = [find_mapping(asked(n)).best.total for n in (1, 2, 4)]
+    assert totals == sorted(totals, reverse=True)
+    large = asked(4)
+    tight = replace(large, device=replace(large.device, memory=large.problem.base + 250_000_000))
+    found = find_mapping(tight)
+    assert all(pool.memory + tight.problem.base <= tight.device.memory for pool in found.best.pools)
+    assert found.best.total >= find_mapping(large).best.total
+
+
+def test_a_layout_that_is_set_is_kept():
+    given = asked(4, policy={"layout": {"dp": 2, "fsdp": 2}}, cluster={"backend": "local", "workers": 4})
+    layout = find_mapping(given).recipe.policy.layout
+    assert (layout.dp, layout.fsdp, layout.tp) == (2, 2, 1)
+
+
+def test_pools_that_are_set_are_refused():
+    with raises(RecipeError, "cluster.search.pools"):
+        from_dict({"cluster": {"backend": "local", "pools": {"a": 1, "b": 1}, "search": True}})
+    with raises(RecipeError, "cluster.search.pools"):
+        find_mapping(asked(2, cluster={"backend": "local", "pools": {"a": 1, "b": 1}}))
+
+
+def test_what_fits_nowhere_is_named_with_what_it_needs():
+    given = asked(2)
+    small = replace(given, device=replace(given.device, memory=given.problem.base + 1000))
+    with raises(RecipeError, "cluster.search") as found:
+        find_mapping(small)
+    assert "policy does not fit on 2 devices" in str(found.value)
+    heads = asked(2, policy={"layout": {"tp": 8}}, cluster={"backend": "local", "workers": 8})
+    with raises(RecipeError, "cluster.search") as found:
+        find_mapping(heads)
+    assert "policy.layout" in str(found.value)
+
+
+def test_all_devices_are_used_if_asked():
+    given = replace(asked(5, kind="cpu"), whole=True)
+    assert find_mapping(given).best.devices == 5
+
+
+def test_the_reason_names_the_stage_that_loses():
+    found = find_mapping(asked(4, kind="cpu"))
+    assert found.why.startswith("it loses") and any(stage in found.why for stage in STAGES)
+    assert find_mapping(asked(1, flow="sft", supervised={"steps": 1}, algorithm={})).why in (
+        "no other placement fits",
+        "it is as fast and has more pools",
+    )
+
+
+LLAMA_7B = {"family": "llama", "hidden": 4096, "layers": 32, "heads": 32, "ffn": 11008, "context": 2048, "tied": False}
+"""Shapes of HybridFlow's evaluation; 1,024 prompts and answers of 1,024 tokens, 8 updates."""
+
+
+def evaluation(devices):
+    given = asked(
+        devices,
+        model=LLAMA_7B,
+        rollout={"prompts": 1024, "group": 1, "max_tokens": 1024, "max_rows": 16},
+        algorithm={"kl_coef": 0.1, "minibatches": 8},
+        train={"precision": "bf16", "device": "cuda", "micro_tokens": 8192, "checkpointing": True},
+        cluster={"backend": "ray"},
+    )
+    slow = replace(given.device, inter=25e9 / 8)  # 200 Gb/s for a machine of eight
+    return replace(given, longest=2048, shape=new_config(given.recipe.model, 32_000), device=slow)
+
+
+@pytest.mark.slow
+def test_roles_share_16_gpus_and_part_on_96():
+    """The shape of HybridFlow's section 8.3 (arXiv 2409.19256)."""
+    assert [len(find_mapping(evaluation(n)).best.pools) for n in (16, 96)] == [1, 2]
