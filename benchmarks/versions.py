@@ -4,7 +4,8 @@
     python benchmarks/versions.py ../before --pairs 3 -- train.py --models 6M --contenders tilth --rounds 5
 
 What follows ``--`` runs in both folders, each with its own sources and its own script, ``--json`` added. Rows that
-carry the same texts are compared. A ratio is the speed of this version over that of the other: above 1, this is faster.
+carry the same texts are compared, in their order. A ratio is the speed of this version over that of the other: above
+1, this is faster.
 """
 
 import json
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,13 @@ def texts(rows: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def speeds(rows: Sequence[Mapping[str, Any]], keys: Collection[str]) -> dict[tuple[str, ...], float]:
-    """Each figure that says how fast something was, by the texts of its row at ``keys`` and its own name; more is
-    faster."""
-    found = {}
+    """Each figure that says how fast something was, by the texts of its row at ``keys``, the row's number among those
+    with equal texts, and its own name; more is faster."""
+    found, seen = {}, Counter[tuple[str, ...]]()
     for row in rows:
-        name = tuple(f"{k}={v}" for k, v in sorted(row.items()) if k in keys and isinstance(v, str))
+        own = tuple(f"{k}={v}" for k, v in sorted(row.items()) if k in keys and isinstance(v, str))
+        seen[own] += 1
+        name = own if seen[own] == 1 else (*own, f"row {seen[own]}")
         for key, value in row.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 continue

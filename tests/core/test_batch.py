@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tilth.core.batch import Batch, Column, Handle, Jagged, Lease, concat, concat_ragged
+from tilth.core.errors import ArgumentError
 
 quick = settings(max_examples=100, deadline=None)
 rows_of_numbers = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
@@ -111,6 +113,14 @@ def test_any_chain_of_selections_and_concatenations(parts, data):
     for batch, pairs in zip(batches, model):
         assert batch["id"].tolist() == [number for number, _ in pairs]
         assert lists(batch.read(store, "tokens")["tokens"]) == [row for _, row in pairs]
+
+
+def test_a_row_column_of_another_length_is_refused():
+    batch = Batch({"id": np.arange(3)})
+    assert batch.with_rows(reward=np.zeros(3)).rows.keys() == {"id", "reward"}
+    for wrong in (np.zeros(2), np.zeros(4), np.float64(1)):
+        with raises(ArgumentError, "reward"):
+            batch.with_rows(reward=wrong)
 
 
 def test_concat_shares_handles():

@@ -151,7 +151,17 @@ def test_options_are_checked_by_their_type():
         rl.check("mine_rows", {"rewards", "groups"}, {"scales": 1.0}, kind="advantages")
 
 
-@pytest.mark.parametrize("result, key", [(None, ""), (1.0, ".loss.shape"), (torch.zeros(99), ".loss.shape")])
+BROKEN = [
+    (None, ""),
+    (1.0, ".loss.shape"),
+    (torch.zeros(99), ".loss.shape"),
+    ((torch.zeros(1),) * 3, ".results"),
+    ((torch.zeros(1), torch.zeros(1)), ".metrics"),
+    ((torch.zeros(1), {"beyond": 3}), ".beyond.shape"),
+]
+
+
+@pytest.mark.parametrize("result, key", BROKEN)
 def test_a_wrong_result_and_an_exception_name_the_function_and_its_line(result, key):
     @tilth.policy_loss("mine_broken")
     def broken(logprobs):
@@ -165,6 +175,15 @@ def test_a_wrong_result_and_an_exception_name_the_function_and_its_line(result, 
             "mine_broken", logprobs=one, old_logprobs=one, advantages=one, mask=torch.ones(1), lengths=torch.tensor([1])
         )
     assert "test_functions.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "key"), [((1, 2, 3), ".results"), ((None, torch.zeros(2)), ".advantages.shape"), ((), ".results")]
+)
+def test_a_wrong_result_of_an_estimator_over_tokens_is_named(result, key):
+    tilth.advantage("mine_pairs")(lambda rewards, lengths: result)
+    with raises(PluginError, f"mine_pairs{key}"):
+        rl.estimate("mine_pairs", rewards=torch.ones(1), groups=None, lengths=torch.tensor([2]), mask=torch.ones(2))
 
 
 def test_a_class_of_another_kind_is_refused():
@@ -199,6 +218,14 @@ def test_a_result_that_is_not_finite_and_a_loss_without_a_gradient_are_named():
             rl.policy_loss(name, logprobs=one, **given)
 
 
+def untyped(rewards, *, table: torch.nn.Linear = None):
+    return rewards
+
+
+def undefined(rewards, *, table: "NoSuchName" = None):  # noqa: F821
+    return rewards
+
+
 @pytest.mark.parametrize(
     ("kind", "function", "key"),
     [
@@ -206,6 +233,10 @@ def test_a_result_that_is_not_finite_and_a_loss_without_a_gradient_are_named():
         ("advantage", lambda rewards, *, kl="k1": rewards, "kl"),
         ("advantage", lambda rewards, *, epochs=3: rewards, "epochs"),
         ("policy_loss", lambda logprobs, weights: logprobs, "weights"),
+        ("policy_loss", lambda logprobs, *, _scale=1.0: logprobs, "_scale.reserved"),
+        ("policy_loss", lambda logprobs, *, needs=1.0: logprobs, "needs.reserved"),
+        ("advantage", untyped, "options"),
+        ("advantage", undefined, "options"),
     ],
 )
 def test_what_a_function_cannot_have_is_refused_before_a_run(kind, function, key):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tilth.core.errors import ArgumentError
+
 
 class Jagged(NamedTuple):
     """A ragged column: row i is ``values[offsets[i]:offsets[i + 1]]``. values: [total]; offsets: int64 [n + 1]."""
@@ -142,7 +144,10 @@ class Batch:
         return Batch(rows, {name: column.take(index) for name, column in self.payload.items()}, self.leases)
 
     def with_rows(self, **columns: np.ndarray) -> "Batch":
-        """Return a batch with these row columns added or replaced."""
+        """Return a batch with these row columns [n] added or replaced. ArgumentError for a column of another length."""
+        for name, values in columns.items():
+            if self.rows and np.shape(values)[:1] != (len(self),):
+                raise ArgumentError(f"column {name} has shape {np.shape(values)}, the batch {len(self)} rows", key=name)
         return Batch({**self.rows, **columns}, dict(self.payload), self.leases)
 
     def with_payload(self, **columns: Column) -> "Batch":

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from pydantic import Field, create_model
+from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from torch import Tensor
 
 from tilth.config.flows import SHARED_OPTIONS
@@ -126,13 +127,13 @@ class _TokenFunction(_Function, Advantage):
         given = {name: tokens.chosen(name) if name in TOKEN_COLUMNS else rows.get(name) for name in self.columns}
         if "rewards" in given:
             given["rewards"] = tokens.rewards[tokens.packing.mask]
-        found = _call(self, given)
-        results = found if isinstance(found, tuple) else (found, None)
-        for name, result in zip(("advantages", "returns"), results):
-            if result is not None:
-                _check(self, result, name, "tokens", int(tokens.packing.mask.sum()))
-        advantages, returns = (None if r is None else tokens.scatter(r.to(torch.float64)) for r in results)
-        return cast(Tensor, advantages), returns
+        count = int(tokens.packing.mask.sum())
+        advantages, returns = _pair(self, _call(self, given), None, "(advantages, returns)")
+        _check(self, advantages, "advantages", "tokens", count)
+        if returns is not None:
+            _check(self, returns, "returns", "tokens", count)
+            returns = tokens.scatter(returns.to(torch.float64))
+        return tokens.scatter(advantages.to(torch.float64)), returns
 
 
 class _LossFunction(_Function, PolicyLoss):
@@ -148,8 +149,12 @@ class _LossFunction(_Function, PolicyLoss):
     def tokens(self, step: LossInputs) -> TokenLosses:
         mask, columns = step.packing.mask, {**step.columns, "logprobs": step.logprobs}
         given = {name: step.packing.counts if name == "lengths" else columns[name][mask] for name in self.columns}
-        found = _call(self, given)
-        losses, metrics = found if isinstance(found, tuple) else (found, {})
+        losses, metrics = _pair(self, _call(self, given), {}, "(loss, {metric: column})")
+        if not isinstance(metrics, dict):
+            raise PluginError(
+                f"{self.declaration.title}: its metrics are a {type(metrics).__name__}, not a dictionary of columns",
+                key=f"{self.declaration.name}.metrics",
+            )
         for name, column in {"loss": losses, **metrics}.items():
             _check(self, column, name, "tokens", int(mask.sum()))
         if step.logprobs.requires_grad and not losses.requires_grad:
@@ -196,19 +201,39 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
                 f"{declaration.title}: option {name!r} needs a default, as in {name}: float = 0.5",
                 key=f"{declaration.name}.{name}.default",
             )
+        elif name.startswith("_") or hasattr(Entry, name):
+            raise PluginError(
+                f"{declaration.title}: option {name!r} has a name that estimators and losses use; rename it",
+                key=f"{declaration.name}.{name}.reserved",
+            )
         else:
             known = parameter.annotation is not parameter.empty
-            options[name] = (parameter.annotation if known else type(parameter.default), Field(parameter.default))
+            options[name] = (
+                parameter.annotation if known else type(parameter.default),
+                Field(parameter.default, validate_default=True),
+            )
     return tuple(needs), options
 
 
 def _entry(
     declaration: Declaration, base: type[Entry], columns: tuple[str, ...], options: dict[str, Any]
 ) -> type[Entry]:
-    made = create_model(declaration.name, __base__=base, __module__=declaration.value.__module__, **options)
+    made = _model(declaration, base, options)
     made.__doc__ = inspect.getdoc(declaration.value)
     made.function = staticmethod(declaration.value)  # type: ignore[attr-defined]
     made.declaration, made.columns, made.options = declaration, columns, tuple(options)  # type: ignore[attr-defined]
+    return made
+
+
+def _model(declaration: Declaration, base: type[Entry], options: dict[str, Any]) -> type[Entry]:
+    """Return a subclass with these options. PluginError for types that pydantic cannot check."""
+    try:
+        made = create_model(declaration.name, __base__=base, __module__=declaration.value.__module__, **options)
+        made.model_rebuild()  # raises for an annotation whose name is undefined
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        types = ", ".join(f"{name}: {kind}" for name, (kind, _) in options.items())
+        message = f"{declaration.title}: pydantic cannot check the type of an option ({types})"
+        raise PluginError(message, key=f"{declaration.name}.options") from error
     return made
 
 
@@ -222,6 +247,18 @@ def _call(entry: Any, given: dict[str, Any]) -> Any:
         raise PluginError(
             f"{entry.declaration.title}: {describe(error, entry.declaration.file)}", key=entry.declaration.name
         ) from error
+
+
+def _pair(entry: Any, found: Any, second: Any, form: str) -> tuple[Any, Any]:
+    """Return a function's two results, the second one by default. PluginError for a tuple of another length."""
+    if not isinstance(found, tuple):
+        return found, second
+    if len(found) != 2:
+        raise PluginError(
+            f"{entry.declaration.title}: it returned {len(found)} results; return one column, or {form}",
+            key=f"{entry.declaration.name}.results",
+        )
+    return found
 
 
 def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
