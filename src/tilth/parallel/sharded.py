@@ -71,7 +71,9 @@ def shard(
 
     model = made()
     stages, value = _stages(model, grid, schedule), isinstance(model, ValueModel)
-    table = layouts(model.config, grid.mesh, value=value, schedule=schedule, engine=engine)
+    sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    own: dict[str, Any] = {"table": model.table, "sizes": sizes, "value": value}  # with what converters added
+    table = layouts(model.config, grid.mesh, schedule=schedule, engine=engine, **own)
     how: dict[str, Any] = {"sp": sp, "zero": zero, "engine": engine, "device": device}
     parts = [_part(made(), stages, part, grid, **how) for part in stages.parts(grid.coordinate("pp"))]
     partial = [one for _, sums in parts for one in sums] + [*_tied(stages, grid, table)]

@@ -17,7 +17,7 @@ from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of
 from tilth.plan.reshard import generation_ranks
-from tilth.plan.rules import VALUE_HEAD, along_model, rule_of
+from tilth.plan.rules import VALUE_HEAD, Table, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import ShardFactors, StagePart
 
@@ -147,21 +147,28 @@ def experts_misfit(shape: DecoderShape, ep: int) -> str:
 
 
 def layouts(
-    shape: DecoderShape, mesh: Mesh, *, value: bool = False, schedule: str = "1f1b", engine: bool = False
+    shape: DecoderShape,
+    mesh: Mesh,
+    *,
+    value: bool = False,
+    schedule: str = "1f1b",
+    engine: bool = False,
+    table: Table = (),
+    sizes: Mapping[str, Sizes] | None = None,
 ) -> dict[str, Layout]:
     """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model.
 
     schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter. engine: of
-    generation engines.
+    generation engines. table, sizes: those of a model that converters changed; by default the family's.
     """
-    copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), shape.table + VALUE_HEAD
+    copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), table or shape.table + VALUE_HEAD
     stages = stages_of(shape, mesh.size("pp"), schedule, value=value)
-    made = cache(lambda own, sizes, along: nested(own, sizes, dict(along)))  # equal in all layers
+    made = cache(lambda own, size, along: nested(own, size, dict(along)))  # equal in all layers
     on = cache(lambda holders: mesh if stages.count == 1 else mesh.only("pp", holders))
     found = {}
-    for name, sizes in parameter_shapes(shape, value=value).items():
+    for name, size in (parameter_shapes(shape, value=value) if sizes is None else sizes).items():
         along = ON_STAGES | along_model(table, name, copies, engine=engine)
-        found[name] = made(on(stages.holders(name)), sizes, tuple(along.items()))
+        found[name] = made(on(stages.holders(name)), size, tuple(along.items()))
     return found
 
 
