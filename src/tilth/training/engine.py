@@ -96,7 +96,8 @@ class InFlight:
             return span("padding", micro_batch=one.micro_batch)
         flops = (self.work.flops.forward if one.direction == "forward" else self.work.flops.backward) / parts
         flops = flops / 2 if split and one.direction != "forward" else flops
-        return span(one.direction, -1, one.micro_batch, self.work.tokens, flops=flops, squares=self.work.squares)
+        direction = one.direction
+        return span(direction, -1, one.micro_batch, self.work.tokens, flops=flops, squares=self.work.squares)
 
     def backward(self, part: int, grad: Tensor | None) -> Tensor | None:
         """Run the backward pass of a part and free its activations. Returns the gradient of its input, if it has one.
