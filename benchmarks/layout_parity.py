@@ -54,6 +54,7 @@ from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.experts import dispatch_mode
 from tilth.plan.layout import layouts
+from tilth.plan.pipeline import chunks_of
 from tilth.plan.rules import rule_of
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
@@ -87,6 +88,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "moe ep2xtp2": {"experts": True, "ep": 2, "tp": 2},
     "moe dp2xfsdp2xep2": {"experts": True, "dp": 2, "fsdp": 2, "ep": 2},
     "moe ep2xtp2xfsdp2": {"experts": True, "fsdp": 2, "ep": 2, "tp": 2},
+    "pp2": {"pp": 2},
+    "pp2 interleaved": {"pp": 2, "schedule": "interleaved"},
+    "pp2 zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
+    "pp4": {"pp": 4},
+    "dp2xpp2": {"pp": 2, "dp": 2},
+    "fsdp2xpp2": {"pp": 2, "fsdp": 2},
+    "pp2xtp2": {"pp": 2, "tp": 2, "sp": True},
 }
 """Row -> its layout, as in a recipe; experts: of a model with experts in all layers but the first."""
 EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "qk_norm": True}
@@ -97,7 +105,7 @@ CLOSE = 0.1
 GOALS = {"first": 1e-5, "last": 1e-4, "double": 1e-11}
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 4099, "hidden_size": 256, "intermediate_size": 688, "num_layers": 6},
-    "quick": {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 176, "num_layers": 2},
+    "quick": {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 176, "num_layers": 4},
 }
 BATCHES = {"full": (32, 120, 512), "quick": (10, 40, 100)}
 """Sequences, tokens of the longest, tokens of a micro-batch."""
@@ -196,7 +204,7 @@ def run(task: Task, grid: ParallelDims) -> Found:
     chosen = choices(sharded, own, rows) if task.experts else {}
     with Collectives(grid.mesh) as collectives, Rounds() as rounds:
         engine.update(own, own_mask, {}, loss, entropy=False, starts=starts)
-    wanted = formula(task, grid, rounds.count, len(own.values) + results[-1].padded, chosen)
+    wanted = formula(task, grid, rounds.count // len(sharded.parts), len(own.values) + results[-1].padded, chosen)
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     elements, padded = sum(p.numel() for p in sharded.parameters.values()), sum(r.padded for r in results)
     sent = dict(collectives.sent)
@@ -245,14 +253,16 @@ def formula(
 ) -> dict[str, float]:
     """Bytes that this rank sends in a step, by axes: parameters and gradients of zero = 3 or 2, gradients over copies,
     sums around the blocks of tp, and tokens to experts. Scalars, norms and the vocabulary's sums are left out, and all
-    along cp and pp.
+    along cp. Between stages: hidden states for each part but the last, gradients for each but the first.
 
     rounds: micro-batches with blanks; tokens: of this rank.
     """
     mesh, config, found = grid.mesh, task.config, defaultdict[str, float](float)
     element = 8 if task.double else 4
-    every, tp = layouts(config, mesh), mesh.size("tp")
-    for name, layout in every.items():
+    schedule, tp = task.layout.get("schedule", "1f1b"), mesh.size("tp")
+    every = layouts(config, mesh, schedule=schedule)
+    mine = {name: layout for name, layout in every.items() if layout.mesh.has(grid.rank)}
+    for name, layout in mine.items():
         shards = mesh.expert_shards if rule_of(config.table, name).stacked else mesh.shards
         n, held = mesh.size(*shards), most_of(layout, mesh)
         times = 2 if task.layout.get("zero") == 2 else rounds * (3 if name.startswith("model.layers.") else 2)
@@ -260,10 +270,22 @@ def formula(
         copies = mesh.size(*mesh.copies)
         found[label(mesh, mesh.copies)] += 2 * (copies - 1) / copies * held * element
     width = tokens * config.hidden_size * element
-    found[label(mesh, ["tp"])] += (4 * config.num_layers + 2) * 2 * (tp - 1) / tp * width
+    layers, ends = len({name.split(".")[2] for name in mine if name.startswith("model.layers.")}), ends_of(grid)
+    found[label(mesh, ["tp"])] += (4 * layers + ends) * 2 * (tp - 1) / tp * width
+    if mesh.size("pp") > 1:
+        parts = mesh.size("pp") * chunks_of(schedule)
+        own = range(grid.coordinate("pp"), parts, mesh.size("pp"))
+        times = sum(part < parts - 1 for part in own) + sum(part > 0 for part in own)
+        found["pp"] += times * width / (tp if task.layout.get("sp") else 1)
+        found["pp"] += sum(most_of(mine[n], mesh) for n in mine if mine[n].mesh.size("pp") > 1) * element  # both ends
     if chosen:
         found[label(mesh, ["ep"])] += 4 * away(grid, config, chosen) * config.hidden_size * element
-    return {axes: sent for axes, sent in found.items() if sent and {"cp", "pp"}.isdisjoint(axes.split("+"))}
+    return {axes: sent for axes, sent in found.items() if sent and "cp" not in axes.split("+")}
+
+
+def ends_of(grid: ParallelDims) -> int:
+    """How many of embedding and head this rank computes with."""
+    return (grid.coordinate("pp") == 0) + (grid.coordinate("pp") == grid.size("pp") - 1)
 
 
 def most_of(layout: Layout, mesh: Mesh) -> int:
@@ -325,6 +347,7 @@ def sent_by(name: str, args: Any, group: dist.ProcessGroup) -> float:
 
 COLLECTIVES: dict[str, tuple[int, int]] = {
     "allreduce_": (0, 2),
+    "broadcast_": (0, 1),
     "allgather_": (0, 1),
     "_allgather_base_": (0, 1),
     "reduce_scatter_": (1, 1),
