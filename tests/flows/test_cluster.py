@@ -159,6 +159,15 @@ def test_grpo_of_divided_experts_learns_as_on_one_process(tmp_path, shared, one,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", [{"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}])
+def test_two_engines_over_tp_side_by_side(tmp_path, one, policy):
+    cluster = {"backend": "local", "workers": 4}
+    placed = {"cluster": cluster, "policy": {"layout": policy}, "rollout": {"layout": {"dp": 2, "tp": 2}}}
+    ours = tiny.run(tiny.recipe(tmp_path, **sections("grpo", **placed)))
+    assert_near(ours, one("grpo"), rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [{"fsdp": 2}, {"tp": 2}, {}])
 def test_an_engine_over_tp_in_a_pool_of_its_own(tmp_path, one, policy):
     cluster = {"backend": "local", "pools": {"learn": 2, "speak": 2}}
@@ -283,9 +292,11 @@ def test_a_run_over_stages_continues_one_of_shards_and_the_other_way_round(tmp_p
         assert_near(on_two, on_one, rel=2e-4, abs=2e-5)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("pp", marks=pytest.mark.slow)])
-def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared, layout):
-    layout = LAYOUTS[layout]
+@pytest.mark.parametrize(
+    "name", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pp", "tp", "tp, engine over tp"))]
+)
+def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared, name):
+    layout = LAYOUTS[name]
     whole = tiny.run(tiny.recipe(tmp_path / "whole", **layout))
     stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
     with pytest.raises(launch.Interrupted):

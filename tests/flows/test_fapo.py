@@ -206,6 +206,21 @@ def test_a_judge_that_is_not_there_is_told_before_the_run(tmp_path):
         tiny.run(recipe(tmp_path, tmp_path / "nowhere"), reward=odd)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_judge_over_two_ranks_says_what_one_says(tmp_path, judge):
+    found = []
+    for name, placed in (
+        ("one", {}),
+        ("two", {"cluster": {"backend": "local", "workers": 2}, "judge": {"layout": {"tp": 2}}}),
+    ):
+        done = tiny.run(recipe(tmp_path / name, judge, algorithm={"steps": 1}, **placed), reward=odd)
+        found.append(
+            [{k: v for k, v in record.items() if k.startswith("judge/")} for record in fapo_steps(done.directory)]
+        )
+    assert found[0] == found[1] and found[0][0]
+
+
 # ---- what is refused ----
 
 
