@@ -23,7 +23,7 @@ CHANGES = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 32, "head_di
 
 def moved(rank: int, transition: str, sizes: dict[str, int], tp: int, changes: dict) -> dict:
     """Make generation weights twice, the second time of changed shards; what is right about them."""
-    config = shape("qwen3", **{**CHANGES, **changes})
+    config = shape(**{"family": "qwen3", **CHANGES, **changes})
     source = Mesh.of(sizes)
     order = generation_ranks(source, 1, tp) if transition == "zero-redundancy" else source.ranks
     target = Mesh.of({"dp": len(source) // tp, "tp": tp}, order)
@@ -56,6 +56,7 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "expert_layers": (1,), "family": "qwen3_moe"}
 CASES = {
     "full": ("full", {"fsdp": 2}, 1, {}),
     "full, to tp": ("full", {"fsdp": 2}, 2, {}),
@@ -63,6 +64,7 @@ CASES = {
     "naive, to tp": ("naive", {"tp": 2}, 2, {"num_kv_heads": 1}),
     "zero": ("zero-redundancy", {"tp": 2}, 1, {"tie_embeddings": False}),
     "zero, one key head": ("zero-redundancy", {"tp": 2}, 1, {"num_kv_heads": 1}),
+    "zero, experts": ("zero-redundancy", {"tp": 2}, 1, EXPERTS),
     "zero, to tp": ("zero-redundancy", {"tp": 2}, 2, {}),
 }
 FOUR = {

@@ -11,10 +11,12 @@ from tilth.parallel.dims import ParallelDims
 from tilth.rollout.engine import Engine, EngineError
 
 HERE = "tests.rollout.divided:"
+EXPERTS = {"family": "qwen3_moe", "num_experts": 5, "experts_per_token": 2, "expert_size": 24, "expert_layers": (1,)}
 CASES = {
     "plain": (2, {}, {}),
     "preemption": (2, {}, {"max_rows": 16, "kv_tokens": 320, "step_tokens": 40}),
     "one key head": (2, {"num_kv_heads": 1}, {}),
+    "experts": (2, EXPERTS, {}),
     "odd vocabulary, untied": (2, {"vocab_size": 97, "tie_embeddings": False}, {}),
 }
 FOUR = {
