@@ -157,8 +157,8 @@ def test_every_rank_gets_each_element_once_and_only_what_it_lacks(data):
             for box in held[name].boxes(rank) if rank in held[name].mesh.ranks else ():
                 own[box.slices] = True
             for move in (*plans[rank].received(rank, [name]), *plans[rank].kept(rank, [name])):
-                giver = held[name].boxes(move.source)
-                assert any(box.contains(move.box) for box in giver), "it has what it sends"
+                giver = [m.box for m in plans[rank].received(move.source, [name], 0)] if move.hop else ()
+                assert has(giver or held[name].boxes(move.source), move.box), "it has what it sends"
                 assert move.local or not own[move.box.slices].any(), "what the rank has does not travel"
                 seen[move.box.slices] += 1
                 assert plans[move.source] == plans[rank], "both sides have one plan"
@@ -166,6 +166,24 @@ def test_every_rank_gets_each_element_once_and_only_what_it_lacks(data):
             for box in layout.boxes(rank):
                 need[box.slices] = 1
             assert np.array_equal(seen, need)
+
+
+def has(boxes, wanted: Box) -> bool:
+    """True if these boxes, which do not overlap, hold all of another one."""
+    return sum(common.numel for box in boxes if (common := box.intersect(wanted)) is not None) == wanted.numel
+
+
+def test_no_holder_sends_a_box_more_than_once():
+    """Eight engines elsewhere, of one, two and eight holders: the slices of each go on among the engines."""
+    whole = sum(math.prod(layout.shape) for layout in layouts(shape(), mesh(1, 1, 1)).values())
+    for fsdp in (1, 2, 8):
+        training, generation = mesh(1, 1, 1, fsdp), Mesh(("dp",), (8,), tuple(range(fsdp, fsdp + 8)))
+        held, wanted = layouts(shape(), training), layouts(shape(), generation)
+        plan = ReshardPlan.of(0, training, held, generation, wanted)
+        sent = {rank: sum(move.box.numel for move in plan.sent(rank)) for rank in plan.ranks}
+        assert max(sent.values()) <= whole
+        assert {plan.elements(rank) for rank in generation.ranks} == {whole}
+        assert plan.hops() == ([0] if fsdp == 8 else [0, 1])
 
 
 def test_a_parameter_that_nobody_holds_whole_is_named():
@@ -191,4 +209,4 @@ def test_whole_copies_exchange_nothing():
     training = mesh(1, 1, 4)
     held = layouts(shape(), training)
     plan = ReshardPlan.of(2, training, held, Mesh(("dp",), (4,)), layouts(shape(), Mesh(("dp",), (4,))))
-    assert plan.ranks == (2,) and not plan.travels() and all(Box.whole(m.box.size) == m.box for m in plan.kept(2))
+    assert plan.ranks == (2,) and not plan.hops() and all(Box.whole(m.box.size) == m.box for m in plan.kept(2))

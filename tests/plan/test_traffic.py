@@ -101,9 +101,9 @@ def test_keys_and_values_go_around_or_tokens_are_exchanged_for_heads():
 def test_engines_elsewhere_get_their_weights_from_the_replicas_in_turn():
     found = talks("{train=2, speak=3}", "rollout.pool=speak")
     assert [(t.axis, t.groups) for t in found] == [("dp", ((0, 1),)), ("to rollout", ((0, 2, 3), (1, 4)))]
-    assert found[-1].bytes == 2 * 4 * COUNT, "the first replica has two engines to serve"
+    assert found[-1].bytes == 4 * COUNT, "the first replica has two engines to serve, and sends each a half"
     half = talks("{train=2, speak=3}", "rollout.pool=speak", "train.precision=bf16")
-    assert half[-1].bytes == 2 * 2 * COUNT
+    assert half[-1].bytes == 2 * COUNT
     assert [t.axis for t in talks("{train=2, speak=3}", "rollout.pool=speak", generates=False)] == ["dp"]
 
 

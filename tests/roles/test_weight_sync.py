@@ -75,6 +75,12 @@ CASES = {
     "reference, ep to fsdp": Case((("ep", 2), ALL), (("fsdp", 2), ALL), "reference", experts=True),
     "critic, elsewhere": Case(((1, 1, 1), SECOND), ((1, 1, 1), FIRST), "critic"),
 }
+FOUR = {
+    "three engines elsewhere": Case(((1, 1, 1), FIRST), ((3, 1, 1), (1, 2, 3)), dtype=torch.bfloat16),
+    "an engine over tp elsewhere": Case(((1, 2, 1), ALL), ((1, 1, 2), (2, 3)), tied=False),
+    "fsdp to two engines over tp": Case(((1, 4, 1), (0, 1, 2, 3)), ((2, 1, 2), (0, 2, 1, 3))),
+}
+EVERY = CASES | FOUR
 
 
 def mesh(place) -> Mesh:
@@ -123,7 +129,7 @@ def parts(case: Case, config) -> dict:
 
 def relayed(rank: int, name: str, bucket: int) -> tuple:
     """In each process: relay twice (the second time nothing may be left of the first); what the receiver then holds."""
-    case = CASES[name]
+    case = EVERY[name]
     held = roles_of(case, rank)
     relay = relay_of(case, rank, held, bucket)
     places = []
@@ -137,9 +143,10 @@ def relayed(rank: int, name: str, bucket: int) -> tuple:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in FOUR)])
 def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
-    case = CASES[name]
+    case = EVERY[name]
+    ranks = max((*case.source[1], *case.target[1])) + 1
     model = Decoder(case.config)
     model.init_weights_(7)
     whole = {n: p.detach().to(case.dtype) for n, p in model.named_parameters()}
@@ -147,17 +154,14 @@ def test_every_receiver_holds_the_policy_bit_for_bit(pool, name):
     wanted = {r: {n: checksum(whole[n][b.slices]) for n, (b,) in found.items()} for r, found in boxes.items()}
     for bucket in (1, 2000, 10**9):  # a tensor at a time, several, all
         for rank, (delivery, found) in enumerate(
-            pool.run(2, "tests.roles.test_weight_sync:relayed", name=name, bucket=bucket)
+            pool.run(ranks, "tests.roles.test_weight_sync:relayed", name=name, bucket=bucket)
         ):
             assert delivery.rank == rank
             assert found == wanted.get(rank)
             assert delivery.bytes == received(case, rank, model)
-            lying = [
-                n for n in whole if case.target[0] == (1, 1, 2) or not n.endswith(("o_proj.weight", "down_proj.weight"))
-            ]
-            assert delivery.shared == (len(lying) if name.startswith("shared") else 0), (
-                "slices along columns are copied"
-            )
+            copied = ("o_proj.weight", "down_proj.weight")  # slices along columns
+            lying = [n for n in whole if case.target[0] == (1, 1, 2) or not n.endswith(copied)]
+            assert delivery.shared == (len(lying) if name.startswith("shared") else 0)
 
 
 def received(case: Case, rank: int, model: Decoder) -> int:

@@ -74,9 +74,11 @@ class Resharder:
             target, source = into[move.name].piece(move.box), own[move.name].piece(move.box)
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
-        if self.group is None or not self.plan.travels(names):
-            return 0
-        sent, received = list(self.plan.sent(self.rank, names)), list(self.plan.received(self.rank, names))
+        return sum(self._hop(hop, into, into if hop else own, names, dtype) for hop in self.plan.hops(names))
+
+    def _hop(self, hop: int, into: Parts, own: Parts, names: Sequence[str], dtype: torch.dtype) -> int:
+        assert self.group is not None  # something travels
+        sent, received = self.plan.sent(self.rank, names, hop), self.plan.received(self.rank, names, hop)
         flat = [own[move.name].piece(move.box).to(dtype).reshape(-1) for move in sent]
         device = next(iter((own or into).values())).values.device
         out = torch.empty(sum(move.box.numel for move in received), dtype=dtype, device=device)
@@ -91,10 +93,11 @@ class Resharder:
 
         Arguments are those of ``fill``, after it.
         """
-        if self.group is None or not self.plan.travels(names):
+        if self.group is None or not self.plan.hops(names):
             return []
-        sent, received = list(self.plan.sent(self.rank, names)), list(self.plan.received(self.rank, names))
-        sums = torch.tensor([_signed(checksum(own[m.name].piece(m.box).to(dtype))) for m in sent], dtype=torch.int64)
+        sent, received = self.plan.sent(self.rank, names), self.plan.received(self.rank, names)
+        pieces = ((into if move.hop else own)[move.name].piece(move.box) for move in sent)
+        sums = torch.tensor([_signed(checksum(piece.to(dtype))) for piece in pieces], dtype=torch.int64)
         found = sums.new_empty(len(received))
         counts = self._counts(received, source=True, each=True), self._counts(sent, source=False, each=True)
         all_to_all(found, sums, *counts, self.group)

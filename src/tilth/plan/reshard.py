@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from tilth.core.errors import ArgumentError
-from tilth.core.layout import Box, Layout, Mesh
+from tilth.core.layout import Box, Layout, Mesh, Shard
 
 # ---- generation groups ----
 
@@ -66,6 +66,8 @@ class Move(NamedTuple):
     box: Box
     source: int
     target: int
+    hop: int = 0
+    """0: the source holds it in the source layout. 1: it has got it in hop 0, and forwards it."""
 
     @property
     def local(self) -> bool:
@@ -93,7 +95,8 @@ class ReshardPlan:
 
         held: parameter -> layout over ``source`` or over some of its ranks (a pipeline stage); wanted: over ``target``.
         A target takes what it does not have from one replica of the source: its own, and ranks without a part of the
-        source take turns. ArgumentError if no rank has an element that is wanted.
+        source take turns. If more of these want a box than ranks hold it, each gets a slice, which it forwards to the
+        others, so that no holder sends a box more than once. ArgumentError if no rank has an element that is wanted.
         """
         replica = _replicas(source, target)[rank]
         found = tuple(
@@ -104,25 +107,28 @@ class ReshardPlan:
         joined = _component(rank, [move for move in found if not move.local])
         return cls(joined, tuple(move for move in found if move.target in joined))
 
-    def sent(self, rank: int, names: Sequence[str] | None = None) -> Iterator[Move]:
-        """Iterate over what a rank sends to others, in the order of ``ranks``; all of them, or of these parameters."""
-        return iter(sorted((m for m in self._of(names) if m.source == rank and not m.local), key=lambda m: m.target))
+    def sent(self, rank: int, names: Sequence[str] | None = None, hop: int | None = None) -> list[Move]:
+        """Return what a rank sends to others, in the order of ``ranks``; of all parameters and hops unless given."""
+        return sorted((m for m in self._traveling(names, hop) if m.source == rank), key=lambda m: m.target)
 
-    def received(self, rank: int, names: Sequence[str] | None = None) -> Iterator[Move]:
-        """Iterate over what a rank gets from others, in the order of ``ranks``."""
-        return iter(sorted((m for m in self._of(names) if m.target == rank and not m.local), key=lambda m: m.source))
+    def received(self, rank: int, names: Sequence[str] | None = None, hop: int | None = None) -> list[Move]:
+        """Return what a rank gets from others, in the order of ``ranks``."""
+        return sorted((m for m in self._traveling(names, hop) if m.target == rank), key=lambda m: m.source)
 
     def kept(self, rank: int, names: Sequence[str] | None = None) -> Iterator[Move]:
         """Iterate over what a rank needs and has."""
         return (move for move in self._of(names) if move.target == rank and move.local)
 
-    def travels(self, names: Sequence[str] | None = None) -> bool:
-        """True if any rank sends something of these parameters to another one."""
-        return any(not move.local for move in self._of(names))
+    def hops(self, names: Sequence[str] | None = None) -> list[int]:
+        """Return the hops in which any rank sends something of these parameters to another one."""
+        return sorted({move.hop for move in self._traveling(names, None)})
 
     def elements(self, rank: int) -> int:
         """Count the elements that a rank gets from others."""
         return sum(move.box.numel for move in self.received(rank))
+
+    def _traveling(self, names: Sequence[str] | None, hop: int | None) -> Iterator[Move]:
+        return (move for move in self._of(names) if not move.local and hop in (None, move.hop))
 
     def _of(self, names: Sequence[str] | None) -> Iterator[Move]:
         chosen = self._by_name if names is None else names
@@ -164,13 +170,32 @@ def _moves(name: str, held: Layout, wanted: Layout, givers: Sequence[int], taker
     for giver in givers:
         for box in held.boxes(giver) if giver in held.mesh.ranks else ():
             tiles.setdefault(box, []).append(giver)
+    holders = len({giver for who in tiles.values() for giver in who})
+    teams: dict[Box, list[int]] = {}
+    for taker in takers:
+        for box in wanted.boxes(taker) if taker not in givers else ():
+            teams.setdefault(box, []).append(taker)
     for place, taker in enumerate(takers):
         for box in wanted.boxes(taker):
-            pieces = [(common, who) for tile, who in tiles.items() if (common := tile.intersect(box)) is not None]
-            if sum(common.numel for common, _ in pieces) != box.numel:
-                raise ArgumentError(f"{name}: ranks {tuple(givers)} do not hold {box}, each element once", key=name)
-            for common, who in pieces:
-                yield Move(name, common, taker if taker in who else who[place % len(who)], taker)
+            team = teams.get(box, []) if taker not in givers else []
+            if len(team) <= holders:
+                yield from _taken(name, box, tiles, taker, place)
+                continue
+            for i, other in enumerate(team):
+                (part,) = Shard(0).piece(box, i, len(team))
+                if part.numel and other != taker:
+                    yield Move(name, part, other, taker, hop=1)
+                elif part.numel:
+                    yield from _taken(name, part, tiles, taker, place)
+
+
+def _taken(name: str, box: Box, tiles: Mapping[Box, Sequence[int]], taker: int, place: int) -> Iterator[Move]:
+    """Yield the moves of one box from those who hold its tiles; place: of the taker among others, who share holders."""
+    pieces = [(common, who) for tile, who in tiles.items() if (common := tile.intersect(box)) is not None]
+    if sum(common.numel for common, _ in pieces) != box.numel:
+        raise ArgumentError(f"{name}: no ranks hold {box}, each element once", key=name)
+    for common, who in pieces:
+        yield Move(name, common, taker if taker in who else who[place % len(who)], taker)
 
 
 def _component(rank: int, moves: Sequence[Move]) -> tuple[int, ...]:
