@@ -74,15 +74,17 @@ class Resharder:
             target, source = into[move.name].piece(move.box), own[move.name].piece(move.box)
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
-        return sum(self._hop(hop, into, into if hop else own, names, dtype) for hop in self.plan.hops(names))
+        if self.group is None:
+            return 0
+        empty = next(iter((own or into).values())).values.new_empty(0, dtype=dtype)
+        return sum(self._hop(hop, into, into if hop else own, names, empty) for hop in self.plan.hops(names))
 
-    def _hop(self, hop: int, into: Parts, own: Parts, names: Sequence[str], dtype: torch.dtype) -> int:
-        assert self.group is not None  # something travels
+    def _hop(self, hop: int, into: Parts, own: Parts, names: Sequence[str], empty: Tensor) -> int:
+        assert self.group is not None
         sent, received = self.plan.sent(self.rank, names, hop), self.plan.received(self.rank, names, hop)
-        flat = [own[move.name].piece(move.box).to(dtype).reshape(-1) for move in sent]
-        device = next(iter((own or into).values())).values.device
-        out = torch.empty(sum(move.box.numel for move in received), dtype=dtype, device=device)
-        whole = torch.cat(flat) if flat else out.new_empty(0)
+        flat = [own[move.name].piece(move.box).to(empty.dtype).reshape(-1) for move in sent]
+        out = empty.new_empty(sum(move.box.numel for move in received))
+        whole = torch.cat(flat) if flat else empty
         all_to_all(out, whole, self._counts(received, source=True), self._counts(sent, source=False), self.group)
         for move, values in zip(received, out.split([move.box.numel for move in received])):
             into[move.name].piece(move.box).copy_(values.view(move.box.size))
