@@ -10,7 +10,7 @@ replica becomes, on p t d processes of this machine (backend local, gloo). The t
 - zero-redundancy: engines on ranks at a stride, so that a training shard is a part of the generation shard, in the same
   memory; only the rest travels.
 
-The columns, M being the bytes of all divided parameters (under tp each rank has all norms):
+The columns, M being the bytes of all divided parameters (under tp each rank has the norms of its layers):
 
 - moved: MB that a rank writes to its sockets in one transition, on average, which is what a rank receives, and the
   formula: (n-1)/n M over n = p t d (full) or p t (naive) ranks, (t p - t_g p_g) / (t_g p_g t p) M (zero-redundancy).
@@ -49,7 +49,10 @@ from tilth.parallel.reshard import TRANSITIONS, Parts, Training, allocate, share
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import generation_ranks
 
-ROWS = {4: ("1-4-1:1-1", "1-4-1:1-2", "1-2-2:1-1"), 8: ("1-8-1:1-2", "1-8-1:1-4", "1-4-2:1-2", "1-2-4:1-1")}
+ROWS = {
+    4: ("1-4-1:1-1", "1-4-1:1-2", "1-2-2:1-1", "2-2-1:1-2", "2-2-1:2-1"),
+    8: ("1-8-1:1-2", "1-8-1:1-4", "1-4-2:1-2", "1-2-4:1-1", "2-2-2:1-2"),
+}
 SIZES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_layers": 6},
     "quick": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "num_layers": 4},
@@ -79,18 +82,18 @@ class Case:
     @property
     def training(self) -> Mesh:
         ranks = self.p * self.t * self.d
-        return Mesh.of({"fsdp": ranks} if self.transition == "full" else {"dp": self.d, "tp": self.t})
+        return Mesh.of({"fsdp": ranks} if self.transition == "full" else {"pp": self.p, "dp": self.d, "tp": self.t})
 
     @property
     def generation(self) -> Mesh:
         ranks = self.training.ranks
         if self.transition == "zero-redundancy":
             ranks = generation_ranks(self.training, self.pg, self.tg)
-        return Mesh.of({"dp": len(ranks) // self.tg, "tp": self.tg}, ranks)
+        return Mesh.of({"pp": self.pg, "dp": len(ranks) // (self.pg * self.tg), "tp": self.tg}, ranks)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the parameters that the training layout divides, and of those that it copies."""
+        """Bytes of the parameters that tp divides, and of those that it copies."""
         found = layouts(self.config, self.training)
         whole = {name: 4 * Box.whole(layout.shape).numel for name, layout in found.items()}
         copied = sum(n for name, n in whole.items() if all(isinstance(p, Replicate) for p in found[name].placements))
@@ -99,21 +102,21 @@ class Case:
     @property
     def received(self) -> float:
         """Bytes that a rank receives, by the formula."""
-        divided, _ = self.sizes
+        divided, copied = self.sizes
         if self.transition == "zero-redundancy":
             tp, small = self.t * self.p, self.tg * self.pg
-            return (tp - small) / (small * tp) * divided
+            return (tp - small) / (small * tp) * divided + (self.p - self.pg) / (self.p * self.pg) * copied
         n = self.t * self.p * (self.d if self.transition == "full" else 1)
-        return (n - 1) / n * divided
+        return (n - 1) / n * divided + (self.p - 1) / self.p * copied
 
     @property
     def weights(self) -> float:
         """Bytes of training and generation weights together, by the formula."""
         divided, copied = self.sizes
         if self.transition == "zero-redundancy":
-            return divided / (self.tg * self.pg) + copied
+            return divided / (self.tg * self.pg) + copied / self.pg
         n = self.t * self.p * (self.d if self.transition == "full" else 1)
-        return divided + copied + divided / n + copied
+        return divided + copied + divided / n + copied / self.p
 
 
 @dataclass
@@ -260,7 +263,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     """Return what a row misses."""
     missed = [
         f"{what} {found[what]:.0f}, not {found[f'{what}_formula']:.0f}"
-        for what, most in (("moved", 0.01), ("weights", 1e-9))
+        for what, most in (("moved", 0.01), ("weights", 1e-3))
         if abs(found[what] - found[f"{what}_formula"]) > most * found[f"{what}_formula"] + SLACK * (what == "moved")
     ]
     missed += [] if found["equal"] else ["other bits than the model"]

@@ -65,12 +65,15 @@ CASES = {
     "zero": ("zero-redundancy", {"tp": 2}, 1, {"tie_embeddings": False}),
     "zero, one key head": ("zero-redundancy", {"tp": 2}, 1, {"num_kv_heads": 1}),
     "zero, experts": ("zero-redundancy", {"tp": 2}, 1, EXPERTS),
+    "zero, stages": ("zero-redundancy", {"pp": 2}, 1, {"tie_embeddings": False}),
     "zero, to tp": ("zero-redundancy", {"tp": 2}, 2, {}),
 }
 FOUR = {
     "zero, 1-4-1 to 1-2": ("zero-redundancy", {"tp": 4}, 2, {}),
     "zero, 1-4-1 to 1-1": ("zero-redundancy", {"tp": 4}, 1, {"num_kv_heads": 4}),
     "zero, 1-2-2 to 1-1": ("zero-redundancy", {"dp": 2, "tp": 2}, 1, {}),
+    "zero, 2-2-1 to 1-2": ("zero-redundancy", {"pp": 2, "tp": 2}, 2, {}),
+    "naive, 2-2-1 to 1-2": ("naive", {"pp": 2, "tp": 2}, 2, {"tie_embeddings": False}),
     "naive, 1-4-1 to 1-2": ("naive", {"tp": 4}, 2, {}),
     "full, to 1-2": ("full", {"fsdp": 4}, 2, {}),
 }

@@ -10,18 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tilth.config.axes import AXES, Axis
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import ReshardPlan, generation_place, generation_ranks
-
-
-@pytest.fixture(autouse=True)
-def layers(monkeypatch):
-    """An axis of layers, whether or not the table has one."""
-    monkeypatch.setitem(AXES, "pp", AXES.get("pp", Axis("pp", ("layers",), "stages")))
 
 
 def mesh(p: int, t: int, d: int, fsdp: int = 1) -> Mesh:

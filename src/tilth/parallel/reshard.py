@@ -57,12 +57,14 @@ class Resharder:
     rank: int
     group: Group | None
     """Of the plan's ranks, in their order."""
+    device: torch.device
+    """Of what travels."""
 
     @classmethod
-    def of(cls, plan: ReshardPlan, rank: int, generation: int = 0) -> "Resharder":
+    def of(cls, plan: ReshardPlan, rank: int, device: torch.device, generation: int = 0) -> "Resharder":
         """Return the communication of a plan; generation: of the roles (``ParallelDims``)."""
         line = Mesh(("to",), (len(plan.ranks),), plan.ranks)
-        return cls(plan, rank, ParallelDims.of(line, rank, generation).group("to"))
+        return cls(plan, rank, ParallelDims.of(line, rank, generation).group("to"), device)
 
     def fill(self, into: Parts, own: Parts, names: Sequence[str], dtype: torch.dtype) -> int:
         """Write what this rank needs of some parameters into ``into``; return the bytes that came from other ranks.
@@ -76,7 +78,7 @@ class Resharder:
                 target.copy_(source)
         if self.group is None:
             return 0
-        empty = next(iter((own or into).values())).values.new_empty(0, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
         return sum(self._hop(hop, into, into if hop else own, names, empty) for hop in self.plan.hops(names))
 
     def _hop(self, hop: int, into: Parts, own: Parts, names: Sequence[str], empty: Tensor) -> int:
@@ -187,7 +189,7 @@ def naive(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: P
 def zero_redundancy(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
     """Receive the rest of the generation shard into ``into``, where the training shard lies already (``share``)."""
     plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, mesh, layouts)
-    _fill(Resharder.of(plan, training.rank), into, training)
+    _fill(Resharder.of(plan, training.rank, _like(into).device), into, training)
     return into
 
 
@@ -195,7 +197,7 @@ def _gathered(training: Training, mesh: Mesh, layouts: Mapping[str, Layout]) -> 
     everywhere = {name: whole_layout(layout, training.mesh) for name, layout in training.layouts.items()}
     plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, training.mesh, everywhere)
     whole = allocate(everywhere, training.rank, _like(training.parts))
-    _fill(Resharder.of(plan, training.rank), whole, training)
+    _fill(Resharder.of(plan, training.rank, _like(whole).device), whole, training)
     boxes = {name: layout.boxes(training.rank) for name, layout in layouts.items()}
     return {name: Part(box, whole[name].piece(box)) for name, found in boxes.items() for box in found}
 

@@ -168,7 +168,7 @@ def _moves(name: str, held: Layout, wanted: Layout, givers: Sequence[int], taker
     """Yield the moves of one parameter within one replica of the source."""
     tiles: dict[Box, list[int]] = {}
     for giver in givers:
-        for box in held.boxes(giver) if giver in held.mesh.ranks else ():
+        for box in held.boxes(giver):
             tiles.setdefault(box, []).append(giver)
     holders = len({giver for who in tiles.values() for giver in who})
     teams: dict[Box, list[int]] = {}

@@ -99,7 +99,9 @@ class WeightSyncWorker:
             plan = ReshardPlan((rank,), ())
         else:
             plan = ReshardPlan.of(rank, self.source, self.held, target, wanted)
-        return Route(rank in target.ranks, wanted, Resharder.of(plan, rank, self.context.generation), dtype)
+        return Route(
+            rank in target.ranks, wanted, Resharder.of(plan, rank, self.device, self.context.generation), dtype
+        )
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
