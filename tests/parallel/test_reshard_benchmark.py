@@ -15,7 +15,7 @@ GOOD = {"moved": 1e6, "moved_formula": 1e6, "weights": 2e6, "weights_formula": 2
     "change, said",
     [
         ({"moved": 1.1e6}, "moved 1100000, not 1000000"),
-        ({"weights": 2e6 + 4}, "weights"),
+        ({"weights": 2.1e6}, "weights 2100000"),
         ({"equal": False}, "other bits"),
         ({"kept": False}, "have moved"),
     ],
