@@ -14,7 +14,8 @@ The columns, M being the bytes of all divided parameters (under tp each rank has
 
 - moved: MB that a rank writes to its sockets in one transition, on average, which is what a rank receives, and the
   formula: (n-1)/n M over n = p t d (full) or p t (naive) ranks, (t p - t_g p_g) / (t_g p_g t p) M (zero-redundancy).
-- weights: MB of storage of training and generation weights together, and the formula: M + M/n, M/(t_g p_g).
+- weights: MB of storage of training and generation weights together, that remains, and the formula:
+  M/p_g + M/n, M/(t_g p_g).
 - peak: growth of the largest process's resident memory in a transition over that before there were weights (MB); above
   the weights there are buffers of one bucket, here the largest parameter.
 - ms: fastest of the transitions, of the slowest rank.
@@ -116,7 +117,7 @@ class Case:
         if self.transition == "zero-redundancy":
             return divided / (self.tg * self.pg) + copied / self.pg
         n = self.t * self.p * (self.d if self.transition == "full" else 1)
-        return divided + copied + divided / n + copied / self.p
+        return (divided + copied) / self.pg + divided / n + copied / self.p
 
 
 @dataclass
