@@ -74,7 +74,7 @@ def keys(recipe: Recipe) -> list[str]:
         if section.pool:
             found.append(f"{spec.key}.pool={section.pool}")
         if section.layout != LayoutConfig():
-            found.append(f"{spec.key}.layout={{{_sizes(section.layout, ' = ')}}}")
+            found.append(f"{spec.key}.layout={{{_sizes(section.layout, key=True)}}}")
     return found
 
 
@@ -107,17 +107,21 @@ def _table(found: SearchResult, mapping: RoleMapping) -> Table:
         for role, option in zip(pool.roles, pool.options):
             seconds = (f"{value:.3g}" if value else "" for value in option.seconds)
             own = option.held + max(option.training, option.generation)
-            table.add_row("", role, _sizes(option.layout, ""), *seconds, size(own))
+            table.add_row("", role, _sizes(option.layout), *seconds, size(own))
         memory = size(pool.memory + found.given.problem.base)
         seconds = (f"{value:.3g}" if value else "" for value in pool.seconds)
         table.add_row(str(pool.devices), "together", "", *seconds, memory, end_section=True)
     return table
 
 
-def _sizes(layout: LayoutConfig, between: str) -> str:
-    """Return the entries of a layout that differ from 1 and the defaults; all of them 1: dp1."""
+def _sizes(layout: LayoutConfig, key: bool = False) -> str:
+    """Return the entries of a layout that differ from 1 and the defaults; all of them 1: dp1. key: as TOML has them."""
     names = {name: getattr(layout, name) for name in AXES if getattr(layout, name) > 1} or {"dp": 1}
     plain = LayoutConfig()
     modes = {n: getattr(layout, n) for n in LayoutConfig.model_fields if n not in AXES}
     names |= {name: value for name, value in modes.items() if value != getattr(plain, name)}
-    return ", ".join(f"{name}{between}{json.dumps(value)}" for name, value in names.items())
+    if key:
+        return ", ".join(f"{name} = {json.dumps(value)}" for name, value in names.items())
+    return ", ".join(
+        name if value is True else f"{name}{value}" if name in AXES else str(value) for name, value in names.items()
+    )

@@ -254,7 +254,8 @@ def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
     def along(split: str) -> int:
         return math.prod(n for name, n in sizes.items() if split in AXES[name].splits)
 
-    inner = math.prod(n for name, n in sizes.items() if name not in ("pp", "dp"))
+    outer = (("layers",), ("rows",))
+    inner = math.prod(n for name, n in sizes.items() if AXES[name].splits not in outer)
     ragged = inner > given.device.per_node and inner % given.device.per_node > 0
     short = along("tokens") > 1 and given.longest < LEAST_TOKENS * along("tokens")
     return short or given.shape.num_layers % along("layers") > 0 or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
