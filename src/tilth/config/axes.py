@@ -18,8 +18,11 @@ MODEL: tuple[Split, ...] = ("parameters", "layers", "experts")
 """Splits after which ranks hold different parts of the model."""
 
 
+_SPLITS = frozenset(get_args(Split))
+
+
 def _check(splits: tuple[Split, ...]) -> None:
-    if wrong := [split for split in splits if split not in get_args(Split)]:
+    if wrong := [split for split in splits if split not in _SPLITS]:
         raise AxisError(f"no axis splits {wrong[0]!r}; axes split {', '.join(get_args(Split))}", key=wrong[0])
 
 
@@ -79,4 +82,5 @@ def known(name: str) -> Axis:
 def over(*splits: Split) -> tuple[str, ...]:
     """Return the names of the axes that split any of these, in order. Raises AxisError for an unknown split."""
     _check(splits)
-    return tuple(name for name, axis in AXES.items() if not set(splits).isdisjoint(axis.splits))
+    wanted = set(splits)
+    return tuple(name for name, axis in AXES.items() if not wanted.isdisjoint(axis.splits))

@@ -166,7 +166,8 @@ class Mesh:
 
     def over(self, *splits: axes.Split) -> tuple[str, ...]:
         """Return the axes of this mesh that split any of these, in order. AxisError for an unknown split."""
-        return tuple(name for name in self.names if name in axes.over(*splits))
+        found = axes.over(*splits)
+        return tuple(name for name in self.names if name in found)
 
     def count(self, *splits: axes.Split) -> int:
         """Return the number of parts into which these are split."""
@@ -175,7 +176,8 @@ class Mesh:
     @property
     def copies(self) -> tuple[str, ...]:
         """Axes whose ranks hold the same part of the model and see different data."""
-        return tuple(name for name in self.over(*axes.DATA) if name not in self.shards)
+        shards = self.shards
+        return tuple(name for name in self.over(*axes.DATA) if name not in shards)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -183,12 +185,14 @@ class Mesh:
 
         Ranks that divide experts compute with their own; they gather all other parameters.
         """
-        return tuple(name for name in self.over(*axes.DATA) if name in self.over(*axes.MODEL))
+        model = self.over(*axes.MODEL)
+        return tuple(name for name in self.over(*axes.DATA) if name in model)
 
     @property
     def expert_shards(self) -> tuple[str, ...]:
         """Axes whose ranks see different data and gather what they hold of their experts to compute with it."""
-        return tuple(name for name in self.shards if name not in self.over("experts"))
+        experts = self.over("experts")
+        return tuple(name for name in self.shards if name not in experts)
 
     def index(self, rank: int, *names: str) -> int:
         """Return the row-major index of a rank along these axes."""

@@ -258,6 +258,8 @@ def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
     inner = math.prod(n for name, n in sizes.items() if AXES[name].splits not in outer)
     ragged = inner > given.device.per_node and inner % given.device.per_node > 0
     short = along("tokens") > 1 and given.longest < LEAST_TOKENS * along("tokens")
+    if along("experts") > 1 and not given.shape.expert_layers:
+        return True
     return short or given.shape.num_layers % along("layers") > 0 or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
 
 
