@@ -255,7 +255,7 @@ def stale(rank: int) -> list[str]:
     relay.sync("rollout", 1)
     asked, found = small.asked(speaker.store, [3], 2, 0), []
     speaker.generate(asked)
-    policy.engine.steps += 1
+    policy.engine.updates += 1
     try:
         speaker.generate(asked)
     except EngineError as error:

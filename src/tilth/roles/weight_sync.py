@@ -153,7 +153,7 @@ class WeightSyncWorker:
         names = share(self._policy().parameters, own, live)
         if names:
             self._shared[target] = {name: live[name] for name in names}
-            engine.follow(lambda: policy.engine.steps)  # type: ignore[attr-defined]
+            engine.follow(lambda: policy.engine.updates)  # type: ignore[attr-defined]
 
     def _stream(self, target: str, expected: dict[str, int], damaged: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield this worker's part of each tensor in the target's dtype.
