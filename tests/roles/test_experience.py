@@ -3,9 +3,10 @@ import pytest
 
 from tests.errors import raises
 from tilth.cluster.backends.inline import InlineStore
+from tilth.core.batch import Jagged
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import Trajectory
-from tilth.roles.experience import check_identity, put_like, texts, to_batch
+from tilth.roles.experience import check_identity, put_like, recorded_experts, texts, to_batch
 
 
 def trajectory(id, prompt, completion, text="", reward=None, finish="stop"):
@@ -78,3 +79,10 @@ def test_rows_stay_small_however_long_the_trajectories(made):
         c.part.nbytes + c.row.nbytes for c in batch.payload.values()
     )
     assert nbytes / len(batch) <= 200
+
+
+def test_recorded_experts_of_a_rank_without_rows_are_none():
+    empty = Jagged(np.zeros(0, np.dtype((np.void, 4))), np.zeros(1, np.int64))
+    assert recorded_experts(empty, 2, 8, 2).shape == (0, 2, 2)
+    items = np.array([[0, 1, 7, 255]], np.uint8).view(np.dtype((np.void, 4))).ravel()
+    assert recorded_experts(Jagged.of([items]), 2, 8, 2).tolist() == [[[0, 1], [7, -1]]]

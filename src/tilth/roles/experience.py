@@ -57,14 +57,14 @@ def _as_items(routing: np.ndarray) -> np.ndarray:
     return packed.view(np.dtype((np.void, packed.strides[0]))).ravel()
 
 
-def recorded_experts(column: Jagged, layers: int, experts: int) -> np.ndarray:
+def recorded_experts(column: Jagged, layers: int, experts: int, chosen: int) -> np.ndarray:
     """Return the experts of each token, int64 [N, layers, k], of a column of routing; -1 where they are not known.
 
-    layers: with experts; experts: of each of them.
+    layers: with experts; experts: of each of them; chosen: k. N may be 0: a rank can be left without rows.
     """
     items = np.ascontiguousarray(column.values)
     kind = np.uint8 if experts < np.iinfo(np.uint8).max else np.int16
-    found = items.view(kind).reshape(len(items), layers, -1)
+    found = items.view(kind).reshape(len(items), layers, chosen)
     return np.where(found == np.iinfo(kind).max, -1, found.astype(np.int64))
 
 

@@ -166,7 +166,8 @@ class PolicyWorker(Learner):
         config = self.engine.model.config
         if config.num_experts and ROUTING in batch.payload:
             column = batch.read(self.store, ROUTING)[ROUTING]
-            return recorded_experts(column, len(config.expert_layers), config.num_experts)
+            layers, chosen = len(config.expert_layers), config.experts_per_token
+            return recorded_experts(column, layers, config.num_experts, chosen)
         if config.num_experts and self.engine.experts.replay:
             message = "train.routing = 'replay' needs choices of experts, which this generation engine does not record"
             raise RecipeError(
