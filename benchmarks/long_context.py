@@ -13,7 +13,6 @@ thread each): as one rank, and with its tokens divided by ``cp``. The columns:
 Exit status 1 if bytes differ from the plan. --quick: one short sequence, two steps.
 """
 
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from driver import benchmark_parser
+from driver import benchmark_parser, write_rows
 from layout_parity import fresh_peak, peak
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -174,8 +173,7 @@ def main() -> int:
                     f"{sent:8.2f} {plan:8.2f} {found['loss']:9.6f}",
                     flush=True,
                 )
-    if options.json:
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+    write_rows(options.json, table)
     return int(any(abs(found["sent"] - found["planned"]) > 0.01 * found["planned"] for found in table))
 
 

@@ -116,11 +116,6 @@ def _joined(parts: list[Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _joined_linear(x: Tensor, joined: tuple[Tensor, Tensor | None]) -> Tensor:
-    weight, bias = joined
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
 class Attention(nn.Module):
     """Projections, rotary embedding and (Qwen3) norms of queries and keys; the context computes attention.
 
@@ -145,7 +140,7 @@ class Attention(nn.Module):
         rows, hd = x.shape[0], self.head_dim
         heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
-            every = _joined_linear(x, self.joined).view(rows, heads + 2 * kv_heads, hd)
+            every = linear(x, *self.joined).view(rows, heads + 2 * kv_heads, hd)
             both, v = every.split((heads + kv_heads, kv_heads), 1)
             if self.q_norm is None and self.scale == 1:
                 q, k = rotate(both, *tables).split((heads, kv_heads), 1)
@@ -191,7 +186,7 @@ class MLP(nn.Module):
             return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
         if self.joined is None:
             return self.down_proj(activate(self.activation, self.gate_proj(x)).mul_(self.up_proj(x)))
-        gate, up = _joined_linear(x, self.joined).chunk(2, -1)
+        gate, up = linear(x, *self.joined).chunk(2, -1)
         return self.down_proj(activate(self.activation, gate).mul_(up))
 
     def fuse(self) -> None:

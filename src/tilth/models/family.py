@@ -339,6 +339,23 @@ class Family:
         }
 
 
+def of_experts(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields that follow from the others where every layer has experts (``ExpertFamily.implied``)."""
+    return {"expert_layers": tuple(range(config.num_layers)), "intermediate_size": config.expert_size}
+
+
+class ExpertFamily(Family):
+    """Family with experts in every layer; ``intermediate_size`` in config.json is the inner width of an expert."""
+
+    def new(self, model: ModelConfig, vocab_size: int) -> DecoderConfig:
+        found = super().new(model, vocab_size)
+        return replace(found, intermediate_size=found.expert_size)
+
+    def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        layers = tuple(range(need(hf, "num_hidden_layers")))
+        return self.read(hf, expert_layers=layers, expert_size=need(hf, "intermediate_size"))
+
+
 # ---- by name ----
 
 

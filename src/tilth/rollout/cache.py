@@ -94,7 +94,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept of tokens: [rows, heads, capacity, width] each."""
+        """Tensors that the cache keeps of tokens: [rows, heads, capacity, width] each."""
         return [*self.keys, *(() if self.shared else self.values), *self.routing]
 
     def layout(self, rows: int, capacity: int, keep_rows: int = 0, keep_tokens: int = 0) -> None:

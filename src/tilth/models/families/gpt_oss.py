@@ -1,16 +1,13 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases and a clamped SwiGLU, YaRN."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilth.config.schema import ModelConfig
-from tilth.models.config import DecoderConfig, need
+from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Layer, WideRMSNorm
-from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, Family
+from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, ExpertFamily, of_experts
 from tilth.models.moe import Experts, MoE
 from tilth.plan.rules import Parameter, Table
 
@@ -35,16 +32,8 @@ class ClampedLayer(Layer):
         self.mlp.experts = ClampedExperts()
 
 
-class GptOss(Family):
-    """Family whose ``intermediate_size`` in config.json is the inner width of an expert."""
-
-    def new(self, model: ModelConfig, vocab_size: int) -> DecoderConfig:
-        found = super().new(model, vocab_size)
-        return replace(found, intermediate_size=found.expert_size)
-
-    def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
-        layers = tuple(range(need(hf, "num_hidden_layers")))
-        return self.read(hf, expert_layers=layers, expert_size=need(hf, "intermediate_size"))
+class GptOss(ExpertFamily):
+    """Family whose config.json always names a type of rope scaling."""
 
     def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         found = super().to_hf(config)
@@ -94,10 +83,7 @@ FAMILY = GptOss(
         "renormalise": True,
         "routed_scale": 1.0,
     },
-    implied=lambda config: {
-        "expert_layers": tuple(range(config.num_layers)),
-        "intermediate_size": config.expert_size,
-    },
+    implied=of_experts,
     keys={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     defaults={
         "max_position_embeddings": 131072,
