@@ -26,7 +26,7 @@ from tilth.plan.pipeline import (
     simulate,
     stages_of,
 )
-from tilth.plan.shape import parameter_shapes
+from tilth.plan.shape import matrices, parameter_shapes
 
 NAMES = sorted({"sequential", "1f1b", "interleaved", "zero-bubble"})
 THIRDS = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
@@ -132,6 +132,13 @@ def test_the_head_counts_where_stages_are_balanced():
     found = stages_of(wide, 2, "1f1b").layers
     assert head > 2 * layer and len(found[0]) - len(found[1]) in (math.floor(head / layer), math.ceil(head / layer))
     assert len(stages_of(wide, 2, "1f1b", value=True).layers[0]) == 4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama"])
+def test_of_experts_those_that_a_token_meets_count_where_stages_are_balanced(family):
+    config = shape(family, num_layers=4, **({} if family == "llama" else {"expert_layers": (2, 3)}))
+    outside = config.hidden_size * (1 + config.vocab_size)
+    assert sum(layer_costs(config)) == matrices(config, active=True) + outside
 
 
 @pytest.mark.parametrize("value", [False, True])

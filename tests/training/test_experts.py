@@ -148,6 +148,23 @@ def test_replayed_choices_are_followed_and_flips_are_counted() -> None:
         assert float(done.metrics["experts/flips"]) == pytest.approx(1 / ((len(mask) - 2) * 2 * 3))
 
 
+def test_flips_of_a_shared_prompt_count_in_each_of_its_samples() -> None:
+    tokens, mask = batch(shared=True)
+    recorded = np.tile(
+        np.random.default_rng(2).permuted(np.tile(np.arange(5), (100, 1)), axis=1)[:, None, :3], (1, 2, 1)
+    )
+    recorded = np.concatenate([recorded[np.where(np.arange(n) < 10, np.arange(n), 10 + n)] for n in tokens.lengths])
+    found = []
+    for shares in (False, True):
+        engine = TrainEngine(double(), OptimizerConfig(), total_steps=1, micro_tokens=1000)
+        engine._shares = shares
+        done = engine.update(tokens, mask, {}, negative_log_likelihood(1.0), routing=recorded)
+        assert (done.computed < len(mask)) == shares
+        flips = done.metrics["experts/flips"]
+        found.append((flips.total, flips.count))
+    assert found[0] == found[1] and 0 < found[0][0] < found[0][1] == 6 * len(mask)
+
+
 def test_the_correction_moves_towards_equal_loads() -> None:
     class Model(torch.nn.Module):
         config = shape("qwen3_moe", num_experts=4, experts_per_token=1, expert_layers=(1, 2), router_correction=True)

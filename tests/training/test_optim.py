@@ -68,6 +68,17 @@ def test_adamw_equals_torch_with_decay_on_matrices_only(decay):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_biases_of_experts_do_not_decay_though_they_are_stacked():
+    expert = "model.layers.0.mlp.experts.up_proj"
+    names = {f"{expert}.weight": nn.Parameter(torch.ones(3, 4, 6)), f"{expert}.bias": nn.Parameter(torch.ones(3, 4))}
+    optimizers = Optimizers(names, OptimizerConfig(lr=0.01, weight_decay=0.1), family_of("gpt_oss").table)
+    for p in names.values():
+        p.grad = torch.zeros_like(p)
+    optimizers.step(0.01)
+    assert torch.equal(names[f"{expert}.bias"], torch.ones(3, 4))
+    assert torch.allclose(names[f"{expert}.weight"], torch.tensor(1 - 0.01 * 0.1))
+
+
 def test_muon_takes_the_block_matrices_and_adamw_the_rest():
     ours, theirs = Toy(), Toy()
     optimizers = Optimizers(ours.names(), OptimizerConfig(name="muon", lr=0.01, muon_lr_ratio=3.0), TABLE)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from tilth.core.errors import ScheduleError
 from tilth.core.layout import Mesh, Placement, Replicate
+from tilth.plan.rules import VALUE_HEAD, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 
 Direction = Literal["forward", "backward", "weight"]
@@ -298,15 +299,16 @@ def misfit_stages(layers: int, count: int, schedule: str) -> str:
 
 
 def layer_costs(shape: DecoderShape, *, value: bool = False) -> list[float]:
-    """Return the cost of each layer: elements of its matrices, which are multiplications of a token.
+    """Return the cost of each layer: elements of its matrices that a token meets, which are multiplications of it.
 
-    The last layer has the head in addition, which is a matrix even where it is the embedding; looking up an embedding
-    costs a row.
+    It meets some of the experts. The last layer has the head in addition, which is a matrix even where it is the
+    embedding; looking up an embedding costs a row.
     """
     sizes, costs = parameter_shapes(shape, value=value), [0.0] * shape.num_layers
     for name, size in sizes.items():
-        if name.startswith("model.layers.") and len(size) > 1:
-            costs[int(name.split(".")[2])] += prod(size)
+        row = rule_of(shape.table + VALUE_HEAD, name)
+        if name.startswith("model.layers.") and row.kind in ("matrix", "router"):
+            costs[int(name.split(".")[2])] += prod(size[1:]) * (shape.experts_per_token if row.stacked else size[0])
     costs[0] += shape.hidden_size
     costs[-1] += shape.hidden_size * (1 if value else shape.vocab_size)
     return costs

@@ -117,7 +117,8 @@ class ExpertStep:
         return {"experts/balance_loss": Metric(balance, share, "mean"), "experts/z_loss": Metric(z, share, "mean")}
 
     def _flips(self) -> dict[str, Metric]:
-        """Return the share of recorded pairs of token and expert that the router here would not choose."""
+        """Return the share of recorded pairs of token and expert that the router here would not choose; those of a
+        shared prompt count in each of its samples."""
         found = torch.zeros(2, dtype=torch.float64)
         for ctx, recorded in self.contexts:
             for number, layer in enumerate(self.config.expert_layers):
@@ -125,9 +126,11 @@ class ExpertStep:
                     theirs = recorded[:, number]
                     own = ctx.chosen[layer][: len(theirs)]
                     missed = (theirs[:, :, None] != own[:, None]).all(-1) & (theirs >= 0)
-                    found += torch.stack([missed.sum(), (theirs >= 0).sum()]).cpu()
-        flipped, pairs = self.grid.sum(found, "tokens", "layers").tolist()
-        return {"experts/flips": Metric(flipped, pairs, "mean")} if pairs else {}
+                    assert ctx.weights is not None  # see context_of
+                    pairs = torch.stack([missed.sum(1), (theirs >= 0).sum(1)]).to(ctx.weights)
+                    found += (pairs @ ctx.weights).cpu()
+        flipped, known = self.grid.sum(found, "tokens", "layers").tolist()
+        return {"experts/flips": Metric(flipped, known, "mean")} if known else {}
 
 
 @torch.no_grad()

@@ -119,12 +119,16 @@ class Optimizers:
     def _by_muon(self, name: str) -> bool:
         return self.section.name == "muon" and rule_of(self.table, name).kind == "matrix"
 
+    def _is_bias(self, name: str) -> bool:
+        """True for a bias of any shape: those of all experts of a layer are stacked in one tensor."""
+        return rule_of(self.table, name).kind == "bias"
+
     def _adamw(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        decayed = [p for p in parameters.values() if p.ndim >= 2]
-        plain = [p for p in parameters.values() if p.ndim < 2]
+        plain = {n: p for n, p in parameters.items() if p.ndim < 2 or self._is_bias(n)}
+        decayed = [p for n, p in parameters.items() if n not in plain]
         groups = [
             {"params": decayed, "weight_decay": self.section.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": list(plain.values()), "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=self.section.lr, betas=self.section.betas, fused=True
