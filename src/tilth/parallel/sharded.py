@@ -390,10 +390,14 @@ class ShardedModel:
         return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device)
 
     def nothing(self, hidden: Tensor) -> Tensor:
-        """Return 0 that depends on hidden states and all parameters."""
+        """Return 0 that depends on hidden states, thus on all layers, and on what the loss uses beside them.
+
+        Ranks sum the gradients that they have, so a blank has those of other micro-batches: layers have parameters
+        without any.
+        """
         nothing = hidden[:0].sum().float()
-        for p in self.model.parameters():
-            if not isinstance(p, DTensor):  # gathered now: of the root, which has what the loss uses
+        for name, p in self.model.named_parameters():
+            if not name.startswith("model.layers."):
                 nothing = nothing + p.flatten()[:0].sum().float()
         return nothing
 
