@@ -1,5 +1,7 @@
 """Every family trains in FSDP and under tensor parallelism as on one device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,15 @@ FAST = ["gpt-oss", "deepseek-v3"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "olmo3", "gemma3", "deepseek-v3-direct")]
 LAYOUTS = [{"fsdp": 2}, {"tp": 2}]
 MORE = [{"pp": 2}, {"cp": 2}, {"cp": 2, "cp_style": "ulysses"}]
+EXPERTS = [
+    ("gpt-oss", {"ep": 2}),
+    pytest.param("deepseek-v3", {"ep": 2}, marks=pytest.mark.slow),
+    *(
+        pytest.param(name, layout, marks=pytest.mark.slow)
+        for name in ("gpt-oss", "deepseek-v3", "mixtral")
+        for layout in ({"ep": 2, "tp": 2}, {"ep": 2, "fsdp": 2}, {"ep": 2, "pp": 2}, {"ep": 2, "cp": 2})
+    ),
+]
 
 
 def trained(rank, name, **layout):
@@ -26,7 +37,9 @@ def trained(rank, name, **layout):
     mesh = Mesh(axes, tuple(layout.pop(axis, 1) for axis in axes))
 
     def build():
-        return Decoder(FAMILIES[name], torch.float64).double()
+        config = FAMILIES[name]
+        divides = {"num_experts": 8} if config.num_experts else {}
+        return Decoder(replace(config, **divides), torch.float64).double()
 
     sharded = ShardedModel.alone(build()) if len(mesh) == 1 else shard(build, ParallelDims.of(mesh, rank), **layout)
     sharded.init_(3)
@@ -34,7 +47,7 @@ def trained(rank, name, **layout):
     start = {name: whole.clone() for name, whole in sharded.assemble(names).items()}
     engine = TrainEngine(sharded, OptimizerConfig(name="adamw", lr=1e-3), total_steps=9, micro_tokens=24)
     rows = [np.arange(i, i + n) * 5 % VOCAB for i, n in enumerate((5, 19, 4, 12))]
-    part, parts = mesh.index(sharded.grid.rank, "fsdp", "ep"), mesh.size("fsdp", "ep")
+    part, parts = mesh.index(rank, *mesh.over("rows")), mesh.count("rows")
     tokens = Jagged.of(rows[part::parts])
     mask = np.concatenate([[0] + [1] * (n - 1) for n in tokens.lengths]).astype(np.uint8)
     for _ in range(2):
@@ -74,3 +87,11 @@ def test_two_ranks_that_divide_layers_or_tokens_train_as_one_device(pool, name, 
     for first, last in pool.run(2, HERE, name=name, **layout):
         assert all(torch.equal(whole, start[own]) for own, whole in first.items())
         assert last and far(end, last) < 1e-9
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "layout"), EXPERTS, ids=str)
+def test_ranks_that_divide_experts_train_as_one_device(pool, name, layout):
+    start, end = trained(0, name)
+    for first, last in pool.run(2 * 2 ** (len(layout) - 1), HERE, name=name, **layout):
+        assert far(first, start) == 0 and far(last, end) < 1e-9

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.tiny import FAMILIES
 from tests.rollout.reference import CONFIG, make_model, make_requests
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
@@ -15,9 +16,15 @@ from tilth.rollout.lockstep import LockStepError
 from tilth.rollout.request import Request, SamplingParams
 
 
+def config_of(changes: dict[str, Any]) -> DecoderConfig:
+    """The model of the tests with these changes; of: that of a family instead."""
+    rest = {key: value for key, value in changes.items() if key != "of"}
+    return replace(FAMILIES[changes["of"]] if "of" in changes else CONFIG, **rest)
+
+
 def made(rank: int, tp: int, changes: dict[str, Any], seed: int = 0, ep: int = 1, **options: Any) -> Engine:
     """The engine of this rank with the weights of ``make_model``, given whole."""
-    config: DecoderConfig = replace(CONFIG, **changes)
+    config = config_of(changes)
     dims = ParallelDims.of(Mesh.of({"ep": ep, "tp": tp}), rank)
     engine = Engine(config, dims=dims, **{"seed": 7, "max_length": 256, **options})
     engine.update_weights(dict(make_model(config, seed).named_parameters()), version=1)

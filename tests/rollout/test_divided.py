@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.errors import raises
+from tests.rollout.divided import config_of
 from tests.rollout.reference import CONFIG, make_engine, make_model, make_requests
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
@@ -28,10 +29,17 @@ FOUR = {
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 16, "expert_layers": (0,)}
 
 
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+FAMILIES = ["deepseek-v3", *slow("gpt-oss", "gemma3", "olmo2", "olmo3", "mixtral", "qwen3-moe")]
+
+
 def compare(pool, tp, changes, options, requests=16, ep=1):
     """All ranks return the same; it is what one rank says, but for rounding."""
     found = pool.run(ep * tp, HERE + "spoken", tp=tp, ep=ep, changes=changes, requests=requests, **options)
-    config = CONFIG.__class__(**{**CONFIG.__dict__, **changes})
+    config = config_of(changes)
     model = make_model(config)
     alone = make_engine(model, **options)
     wanted = alone.generate(make_requests(requests, vocab=config.vocab_size))
@@ -41,7 +49,7 @@ def compare(pool, tp, changes, options, requests=16, ep=1):
             assert (mine.id, mine.finish, mine.versions) == (other.id, other.finish, other.versions)
             assert np.array_equal(mine.logprobs, first.logprobs), "bits differ between ranks"
             np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=3e-5)
-        assert rank["heads"] == max(1, config.num_kv_heads // tp)
+        assert rank["heads"] == (1 if config.latents else max(1, config.num_kv_heads // tp))
         assert rank["stats"] == (alone.stats().decoded_tokens, alone.stats().preemptions)
     held, whole = [rank["elements"] for rank in found], sum(p.numel() for p in model.parameters())
     assert max(held) < whole and sum(held) >= whole
@@ -58,6 +66,22 @@ def test_it_says_what_one_rank_says(pool, case):
 def test_an_engine_of_divided_experts_says_what_one_rank_says(pool, sizes):
     ep, tp = sizes
     compare(pool, tp, EXPERTS, {}, ep=ep)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", *slow("gpt-oss", "gemma3", "olmo2", "olmo3", "mixtral", "qwen3-moe")]
+)
+def test_an_engine_of_any_family_over_tp_says_what_one_rank_says(pool, family):
+    """The latents of multi-head latent attention are the same on all ranks; each expands them for its own heads."""
+    compare(pool, 2, {"of": family, "max_positions": 256}, {}, requests=6)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tp"), [("deepseek-v3", 1), ("deepseek-v3", 2), ("gpt-oss", 1), ("gpt-oss", 2)])
+def test_an_engine_of_any_family_over_ep_says_what_one_rank_says(pool, family, tp):
+    compare(pool, tp, {"of": family, "max_positions": 256, "num_experts": 8}, {}, requests=6, ep=2)
 
 
 @pytest.mark.slow
