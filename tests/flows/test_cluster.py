@@ -260,7 +260,9 @@ def test_four_engines_say_what_one_says_token_for_token(tmp_path, where):
     assert a.select(["id", "tokens", "logprobs"]).equals(b.select(["id", "tokens", "logprobs"]))
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 2}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"cp": 2}, {"pp": 2}))], ids=str
+)
 @pytest.mark.parametrize("flow", [pytest.param("sft", marks=pytest.mark.slow), "pretrain"])
 def test_supervised_flows_on_two_workers(tmp_path, shared, flow, layout):
     alone = tiny.learn(tmp_path / "one", flow)

@@ -30,7 +30,10 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp", "tp, sp"))])
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp", "tp, sp", "pp", "pp, zero-bubble", "cp"))],
+)
 def test_grpo_of_experts_learns_in_every_layout_as_on_one_process(tmp_path, shared, alone, layout):  # noqa: F811
     ours = tiny.run(tiny.recipe(tmp_path, **GRPO, train=train(), **LAYOUTS[layout]))
     assert_near(ours, alone, rel=2e-4, abs=2e-5)

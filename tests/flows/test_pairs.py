@@ -253,12 +253,15 @@ NEAR = ("loss", "grad_norm", "rewards/margin", "rewards/chosen", "rewards/accura
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize(
     "layout",
-    [{"fsdp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}, {"cp": 2}))],
-    ids=["fsdp", "dp", "tp", "cp"],
+    [{"fsdp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}, {"cp": 2}, {"pp": 2}))],
+    ids=["fsdp", "dp", "tp", "cp", "pp"],
 )
 def test_two_workers_learn_what_one_does(tmp_path, shared, made, flow, layout):
     where = {"cluster": LOCAL, "policy": {"layout": layout}}
-    if flow == "dpo" and "cp" in layout:  # in one layout, policy and reference begin with equal bits and margins of 0
+    if flow == "dpo" and layout.keys() & {
+        "cp",
+        "pp",
+    }:  # in one layout, policy and reference begin with equal bits and margins of 0
         where["reference"] = {"layout": layout}
     ours = read_metrics(learn(tmp_path, flow, **where).directory)
     theirs = read_metrics(made[flow].directory)

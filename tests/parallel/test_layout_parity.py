@@ -1,27 +1,35 @@
 """The benchmark that shows the parity of layouts: what it counts, and that it fails when it should."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.scripts import SCRIPTS, script
+from tilth.config.axes import AXES
 from tilth.core.layout import Mesh
 from tilth.parallel.dims import ParallelDims
 
 FILE = SCRIPTS / "layout_parity.py"
 GOOD = {
-    "layout": "dp2",
-    "weights": True,
-    "agree": True,
-    "first": 1e-6,
-    "last": 1e-6,
-    "double": 1e-15,
-    "off": {"dp": 1.01},
+    "layout": "fsdp2xep2",
+    "axes": {"fsdp": 2, "ep": 2},
+    "initial_weights_equal": True,
+    "ranks_agree": True,
+    "first_relative": 1e-6,
+    "last_relative": 1e-6,
+    "double_relative": 1e-15,
+    "bytes_by_axes": {
+        "fsdp+ep": {"bytes": 101.0, "formula": 100.0},
+        "ep": {"bytes": 50.0, "formula": 50.0},
+        "fsdp": {"bytes": 1.0, "formula": 0.0},
+    },
 }
 
 
@@ -29,28 +37,44 @@ def benchmark():
     return script(FILE.name)
 
 
+def with_bytes(**changes):
+    """Bytes along axes, changed."""
+    table = {axes: {**GOOD["bytes_by_axes"].get(axes, {"formula": 0.0}), **both} for axes, both in changes.items()}
+    return {"bytes_by_axes": GOOD["bytes_by_axes"] | table}
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"weights": False}, "other initial weights"),
-        ({"agree": False}, "ranks disagree"),
-        ({"first": 2e-5}, "first 2.0e-05 > 1e-05"),
-        ({"last": float("nan")}, "last nan"),
-        ({"double": 1e-9}, "double"),
-        ({"bytes_per_step": 0.0}, "moved no byte"),
-        ({"off": {"dp": 1.0, "ep": 0.85}}, "ep moved 0.85 of its formula"),
-        ({"off": {"fsdp": 2.0}}, "fsdp moved 2.00 of its formula"),
+        ({"initial_weights_equal": False}, "other initial weights"),
+        ({"ranks_agree": False}, "ranks disagree"),
+        ({"first_relative": 2e-5}, "first_relative 2.0e-05 > 1e-05"),
+        ({"last_relative": float("nan")}, "last_relative nan"),
+        ({"double_relative": 1e-9}, "double_relative"),
+        ({"axes": {"fsdp": 2, "ep": 2, "tp": 2}}, "tp moved no byte"),
+        ({"axes": {"dp": 2}, "bytes_by_axes": {}}, "dp moved no byte"),
+        (with_bytes(ep={"bytes": 42.0}), "ep moved 0.84 of its formula"),
+        (with_bytes(ep={"bytes": 0.0}), "ep moved 0.00 of its formula"),
+        (with_bytes(fsdp={"bytes": 40.0}), "fsdp moved 40 bytes of which no formula says"),
     ],
 )
 def test_a_row_that_misses_a_goal_fails(change, said):
-    good = {**GOOD, "bytes_per_step": 1.0}
-    assert not benchmark().failures(good)
-    (told,) = benchmark().failures({**good, **change})
+    assert not benchmark().failures(GOOD)
+    (told,) = benchmark().failures({**GOOD, **change})
     assert said in told
 
 
 def test_one_rank_may_move_nothing():
-    assert not benchmark().failures({**GOOD, "layout": "1 rank", "bytes_per_step": 0.0})
+    assert not benchmark().failures({**GOOD, "axes": {}, "bytes_by_axes": {}})
+
+
+def test_every_axis_and_kind_of_product_has_a_row():
+    """Of two and three axes that a person would use, on up to 8 ranks; the quick form has every axis too."""
+    rows, quick = benchmark().ROWS, benchmark().QUICK
+    used = {frozenset(key for key in row if key in AXES) for row in rows.values()}
+    assert {frozenset([axis]) for axis in AXES} | {frozenset(two) for two in combinations(AXES, 2)} <= used
+    assert any(len(row) == 3 for row in used) and set().union(*(rows[name] for name in quick)) >= set(AXES)
+    assert all(math.prod(row[axis] for axis in row if axis in AXES) <= 8 for row in rows.values())
 
 
 @pytest.mark.dist
@@ -91,5 +115,6 @@ def test_the_benchmark_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
-    assert [row["layout"] for row in rows] == ["1 rank", "fsdp2", "tp2"] and rows[1]["bytes_per_step"] > 0
+    assert [row["layout"] for row in rows] == ["1 rank", "fsdp2", "tp2"] and rows[1]["bytes_per_step_and_rank"] > 0
+    assert all(row["predicted_mib"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     assert sum(rows[1]["elements"]) == rows[0]["elements"][0] and len(rows[1]["elements"]) == 2
