@@ -211,6 +211,7 @@ def run(task: Task, grid: ParallelDims) -> Found:
     sharded = spread(task, grid)
     sharded.init_(0)
     weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.layouts)).items()}
+    fresh_peak()  # whole weights are no part of training
     section = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
     rows, _, budget = BATCHES[task.size]
     engine = TrainEngine(sharded, section, total_steps=task.steps, micro_tokens=budget, seed=1)

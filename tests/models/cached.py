@@ -40,7 +40,7 @@ class CachedContext:
         if window is not None:
             visible &= place > self.positions[:, None] - window
         mask = visible.view(b, 1, 1, 1, self.bucket).expand(-1, -1, -1, self.query_rows, -1)
-        out = matmul_attention(grouped, self.k[layer], self.v[layer], mask)
+        out = matmul_attention(grouped, self.k[layer], self.v[layer], mask, parity=True)
         return out[..., 0, :].reshape(q.shape)
 
 

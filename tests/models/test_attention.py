@@ -244,3 +244,19 @@ def test_on_a_gpu(dtype: torch.dtype, bound: float, window: int | None) -> None:
     out = PackedContext(lengths, "cuda").attend(0, *moved, window)
     assert (out.float().cpu() - expected).abs().max() < bound
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), moved))
+
+
+@pytest.mark.parametrize("seen", [90, 300, 700])
+def test_masked_keys_behind_a_row_change_no_bit_in_parity(seen: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 1, 4, 16, generator=generator), torch.randn(1, 2, 1040, 16, generator=generator)
+    found = []
+    for keys in (-(-seen // 16) * 16, 528, 768, 1040):
+        mask = torch.zeros(1, 1, 1, 4, max(keys, seen))
+        mask[..., seen:] = -torch.inf
+        some = k[:, :, : mask.shape[-1]]
+        found.append(matmul_attention(q, some, some, mask, parity=True))
+    torch.testing.assert_close(
+        found[0], matmul_attention(q, k[:, :, :seen], k[:, :, :seen], None), atol=1e-6, rtol=1e-5
+    )
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -341,6 +341,15 @@ def test_experts_are_divided_along_ep_and_gathered_along_fsdp_alone():
         assert experts * stacks + rest / divided <= seat.elements < experts * stacks + rest / divided + 300
 
 
+def test_every_stage_gathers_two_of_its_own_layers():
+    """Layers of later stages have other numbers; embedding and head are alike, but for the last norm."""
+    workers = workers_of(4, "policy.layout={pp = 2, fsdp = 2}", "model.layers=8", "model.tied=false", "flow=sft")
+    needs = [next(s for s in worker.seats if s.role == "policy").need.training for worker in workers]
+    first, *_, last = [{i.name: i.bytes for i in need}["parameters and gradients of other ranks"] for need in needs]
+    asked = load_recipe("addition-grpo", ["model.layers=8"]).model
+    assert last == pytest.approx(first, rel=0.01) and last > 4 * 2 * 10 * asked.hidden**2
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("keys", ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2", "ep = 2"])
 @pytest.mark.parametrize("role", ["policy", "critic"])

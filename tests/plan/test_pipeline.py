@@ -25,6 +25,7 @@ from tilth.plan.pipeline import (
     sequential,
     simulate,
     stages_of,
+    waiting,
 )
 from tilth.plan.shape import matrices, parameter_shapes
 
@@ -80,6 +81,12 @@ def _waiting(order):
         now += {"forward": 0, "backward": 1, "weight": -1}[one.direction]
         most = max(most, now if one.direction == "weight" else 0)
     return most
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_stage_of_zero_bubble_defers_as_many_micro_batches_as_it_is_far_from_the_first(stages):
+    assert [waiting("zero-bubble", stages, stage, 4 * stages) for stage in range(stages)] == list(range(stages))
+    assert not any(waiting("1f1b", stages, stage, 4 * stages) for stage in range(stages))
 
 
 def test_one_stage_with_one_part_is_sequential():

@@ -22,6 +22,9 @@ from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
 from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO, spare_rows
 
+PARITY_KEYS = 256
+"""Keys over which a row of attention sums at a time in parity mode: MKL on AVX-512 divides a sum of more than 384 terms
+in fp32 into parts whose size depends on their number, and with it the bits."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
 
@@ -68,12 +71,15 @@ class AttentionContext(Protocol):
         """
 
 
-def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+def matmul_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None, *, parity: bool = False
+) -> Tensor:
     """Compute softmax(q k^T / sqrt(hd) + mask) v by plain matmuls; the softmax is fp32 inside.
 
     q: [B, Hkv, G, Tq, hd], k: [B, Hkv, Tk, hd], v: [B, Hkv, Tk, vd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores
     (in q's dtype) or bool (True: visible); None: all visible. sinks: [Hkv * G], see ``AttentionContext.attend``. A row
-    without any visible key or sink gives NaN. Returns [B, Hkv, G, Tq, vd].
+    without any visible key or sink gives NaN. parity: a row has the same bits with any number of masked keys behind it.
+    Returns [B, Hkv, G, Tq, vd].
     """
     b, kv_heads, g, tq, hd = q.shape
     tk, width = k.shape[2], v.shape[3]
@@ -90,7 +96,12 @@ def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
     weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks, b, tq)
-    return torch.bmm(weights, v.reshape(b * kv_heads, tk, width)).view(b, kv_heads, g, tq, width)
+    values, step = v.reshape(b * kv_heads, tk, width), PARITY_KEYS if parity and v.dtype == torch.float32 else tk
+    mixed = torch.bmm(weights[..., :step], values[:, :step])
+    for start in range(step, tk, max(step, 1)):
+        some = slice(start, start + step)
+        mixed = mixed + torch.bmm(weights[..., some], values[:, some])
+    return mixed.view(b, kv_heads, g, tq, width)
 
 
 def _softmax_with(scores: Tensor, sinks: Tensor, b: int, tq: int) -> Tensor:
@@ -277,7 +288,7 @@ class PackedContext:
         k, v = (x.view(b, t, kv_heads, -1).transpose(1, 2) for x in (k, v))
         causal = self._causal(window)
         if self._by_matmul(t, q.dtype, causal):
-            out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype), sinks)
+            out = matmul_attention(heads_first, k, v, self._mask(group, window, q.dtype), sinks, parity=self.parity)
         else:
             out = sdpa_attention(heads_first, k, v, None if causal else self._mask(group, window, q.dtype), sinks)
         return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)

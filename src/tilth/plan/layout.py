@@ -15,7 +15,7 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
-from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of
+from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import VALUE_HEAD, Table, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
@@ -275,7 +275,7 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     copies = mesh.size(*mesh.copies)
     stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
     found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
-    return found._replace(stage=stage)
+    return found._replace(stage=stage, ring=tokens > 1 and wanted.cp_style == "ring")
 
 
 def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, value: bool) -> StagePart | None:
@@ -286,7 +286,8 @@ def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, val
     stages = stages_of(shape, count, schedule, value=value)
     layers = sum(len(stages.layers[part]) for part in stages.parts(stage))
     flights = in_flight(schedule, count, stage, 4 * count) / chunks_of(schedule)
-    return StagePart(layers, stage == 0, stage == count - 1, flights)
+    late = waiting(schedule, count, stage, 4 * count) / chunks_of(schedule)
+    return StagePart(layers, stage == 0, stage == count - 1, flights, late)
 
 
 def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, wanted: Wanted, values: bool) -> int:
@@ -298,13 +299,17 @@ def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, wanted: Wanted, values
         part = layouts(shape, mine, value=values, schedule=wanted.pp_schedule)
         these = {n: part[n] for n in part if rule_of(shape.table + VALUE_HEAD, n).stacked == stacked}
         if mesh.size(*shards) > 1:
-            found += elements({n: these[n] for n in these if wanted.zero == 2 or _at_once(n)}, rank)
+            found += elements(these, rank) if wanted.zero == 2 else _at_once(these, rank)
     return found
 
 
-def _at_once(name: str) -> bool:
-    """True for parameters gathered at the same time under zero = 3: those outside of layers, and two layers."""
-    return not name.startswith("model.layers.") or name.split(".")[2] in ("0", "1")
+def _at_once(parts: dict[str, Layout], rank: int) -> int:
+    """Count the elements gathered at once under zero = 3: all outside of layers, and the two largest layers."""
+    layers, found = dict[str, dict[str, Layout]](), dict[str, Layout]()
+    for name, layout in parts.items():
+        inside = layers.setdefault(name.split(".")[2], {}) if name.startswith("model.layers.") else found
+        inside[name] = layout
+    return elements(found, rank) + sum(sorted(elements(own, rank) for own in layers.values())[-2:])
 
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:

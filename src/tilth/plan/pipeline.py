@@ -229,6 +229,15 @@ def in_flight(name: str, stages: int, stage: int, micro_batches: int) -> int:
     return max(accumulate(change[one.direction] for one in order), default=0)
 
 
+def waiting(name: str, stages: int, stage: int, micro_batches: int) -> int:
+    """Return the greatest number of (part, micro-batch) whose "weight" passes a stage still has to run when it begins a
+    forward pass."""
+    order = passes(name, stages, chunks_of(name), micro_batches)[stage]
+    change = {"forward": 0, "backward": int(name in SPLIT), "weight": -1}
+    left = accumulate((change[one.direction] for one in order), initial=0)
+    return max((count for count, one in zip(left, order) if one.direction == "forward"), default=0)
+
+
 # ---- parts of a model ----
 
 ON_STAGES: dict[str, Placement] = {"pp": Replicate()}

@@ -62,6 +62,8 @@ class StagePart(NamedTuple):
     last: bool
     flights: float
     """Micro-batches whose activations it holds at the same time, if there are enough of them."""
+    late: float
+    """Micro-batches besides whose gradients of matrices it has still to compute then."""
 
 
 class ShardFactors(NamedTuple):
@@ -87,6 +89,8 @@ class ShardFactors(NamedTuple):
     """Elements of experts that it holds."""
     stage: StagePart | None = None
     """Its stage of a pipeline; None: it has all layers."""
+    ring: bool = False
+    """True: keys of other ranks visit it, and its attention keeps no probabilities."""
 
     @property
     def layers(self) -> int:
@@ -182,26 +186,27 @@ def _shared(recipe: Recipe, longest: int) -> float:
 def layer_bytes(recipe: Recipe, cut: ShardFactors, longest: int, micro: LargestMicroBatch) -> int:
     """Return the bytes that one layer keeps of a micro-batch for its backward pass."""
     element, shape = element_of(recipe), cut.shape
-    kept = micro.computed * _saved(recipe, shape, longest, cut.spread, shared=micro.seen > micro.computed)
+    kept = micro.computed * _saved(recipe, cut, longest, shared=micro.seen > micro.computed)
     if micro.seen > micro.computed:  # keys and values of a prompt are copied to each of its samples
         kept += micro.seen * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     return kept * element
 
 
-def _saved(recipe: Recipe, shape: DecoderShape, longest: int, spread: int, *, shared: bool) -> int:
+def _saved(recipe: Recipe, cut: ShardFactors, longest: int, *, shared: bool) -> int:
     """Return elements that one layer keeps of one token for the backward pass (within 12 % of torch's allocation).
 
-    spread: ranks that divide the residual stream's tokens; the outputs of both norms are then gathered in addition.
-    shared: attention has a mask, since samples share their prompts.
+    Where ranks divide the residual stream's tokens, the outputs of both norms are gathered in addition. shared:
+    attention has a mask, since samples share their prompts.
     """
-    element = element_of(recipe)
+    element, shape, spread = element_of(recipe), cut.shape, cut.spread
     query, mixed = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
     key, value = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
     normed = layer_width(shape, "norm", "residual")
     residual = 2 * normed // spread + (2 * shape.hidden_size if spread > 1 else 0)  # norms: input, output
     attention = 3 * (query + key + value) + 2 * mixed  # projected, normed, rotated (with halves); mixed, padded and not
     most = 0 if on_gpu(recipe) else (MASKED_UP_TO if shared else CAUSAL_UP_TO)[element]
-    scores = shape.num_heads * longest if longest <= most else 0  # plain matmul keeps probabilities, SDPA keeps none
+    plain = longest <= most and not cut.ring  # matmul and softmax, which keep probabilities
+    scores = shape.num_heads * longest if plain else 0
     norms = normed // spread + query + key  # in bf16 they keep one more output each
     inner = 2 * (layer_width(shape, "matrix", "rows") - query) if shape.dense_layers else 0  # goes up; is made of it
     if shape.expert_layers:
@@ -288,15 +293,26 @@ def _moments(
 def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int, longest: int) -> tuple[int, int]:
     """Return the bytes that all layers keep of the micro-batches in flight, and the allocator's slack."""
     flights = cut.stage.flights if cut.stage is not None and micro.several else 1
-    made = int(flights * cut.layers * layer)
+    late = cut.stage.late if cut.stage is not None and micro.several else 0
+    made = int(flights * cut.layers * layer) + int(late * cut.layers * _products(recipe, cut, micro))
     if not recipe.train.checkpointing:
         return made, int(SLACK * made)
     selective, element = recipe.train.checkpointing == "selective", element_of(recipe)
     inputs = -(-micro.computed // cut.spread) * cut.shape.hidden_size * element
     chosen = micro.computed * _chosen(recipe, cut.shape, longest) * element if selective else 0
     again = layer - chosen  # of the layer that is recomputed
-    own = int(flights * cut.layers * (inputs + chosen))
+    own = made - int(flights * cut.layers * (layer - inputs - chosen))
     return own + again, int(SLACK * made + RECOMPUTED * layer)
+
+
+def _products(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch) -> int:
+    """Return the bytes from which one layer's gradients of matrices are computed: inputs of the matrices, each once,
+    and gradients of their outputs."""
+    shape, experts = cut.shape, bool(cut.shape.expert_layers)
+    outputs = sum(layer_width(shape, "matrix", tp, experts=experts) for tp in ("rows", "copied", "columns"))
+    inner = (layer_width(shape, "matrix", "rows", experts=experts) - shape.num_heads * shape.head_dim) // 2
+    inputs = 2 * shape.hidden_size + shape.num_heads * shape.value_dim + inner
+    return micro.computed * (outputs + inputs) * element_of(recipe)
 
 
 def _chosen(recipe: Recipe, shape: DecoderShape, longest: int) -> int:

@@ -250,8 +250,9 @@ class CachedContext:
         if self._parity and self._width % QUERY_MULTIPLE:
             spare = -self._width % QUERY_MULTIPLE
             mask = F.pad(mask, (0, 0, 0, spare))
-            return matmul_attention(F.pad(q, (0, 0, 0, spare)), k, v, mask, sinks)[..., : self._width, :]
-        return matmul_attention(q, k, v, mask, sinks)
+            padded = F.pad(q, (0, 0, 0, spare))
+            return matmul_attention(padded, k, v, mask, sinks, parity=True)[..., : self._width, :]
+        return matmul_attention(q, k, v, mask, sinks, parity=self._parity)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [B, 1, 1, width, length]."""
