@@ -261,6 +261,7 @@ def test_two_workers_learn_what_one_does(tmp_path, shared, made, flow, layout):
     if flow == "dpo" and layout.keys() & {
         "cp",
         "pp",
+        "tp",
     }:  # in one layout, policy and reference begin with equal bits and margins of 0
         where["reference"] = {"layout": layout}
     ours = read_metrics(learn(tmp_path, flow, **where).directory)
