@@ -20,13 +20,14 @@ import psutil
 import pytest
 
 from tests.cluster.workers import HERE, LONG, Odd
+from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.errors import raises
 from tilth.cluster.backends.base import Call, Reply
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap
 from tilth.cluster.controller.leases import PAYLOAD
 from tilth.core.batch import Batch, Jagged, concat
-from tilth.core.errors import DataError, PayloadLeak, RecipeError, StaleGeneration, WorkerError, WorkerLost
+from tilth.core.errors import DataError, PayloadLeak, PluginError, RecipeError, StaleGeneration, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.roles.experience import FINISHES
 from tilth.trace.spans import recorder
@@ -395,6 +396,36 @@ def test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_be
             late.wait()
 
 
+IN_PLUGIN = """
+import tilth
+from tilth.cluster.protocol import transfer
+
+@tilth.role("of_mine")
+class Mine:
+    def __init__(self, context): pass
+
+    @transfer("all", "all")
+    def act(self):
+        return {}["lost"]
+
+@tilth.engine("of_mine")
+class Engine(Mine):
+    pass
+
+class Beside(Mine):
+    pass
+
+class Unmade:
+    def __init__(self, context):
+        raise SystemExit(3)
+"""
+PLUGIN_FAULTS = [
+    ("of_mine", "Mine", PluginError, "role.of_mine"),
+    ("rollout", "Engine", PluginError, "role.of_mine"),  # the class that has the method
+    ("beside", "Beside", PluginError, "role.of_mine"),
+]
+
+
 class Stays:
     """A policy under which workers outlive a failure."""
 
@@ -418,6 +449,15 @@ def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
         cluster.make(group)
         assert len(list(tmp_path.iterdir())) == cluster.workers  # the objects of before were closed
         group.sleep(0)
+        path = str(write(tmp_path, IN_PLUGIN))
+        for role, name, error, key in PLUGIN_FAULTS:
+            theirs = cluster.group(role, f"{HERE}:of_plugin", {"path": path, "name": name})
+            with raises(error, key) as raised:
+                theirs.act()
+            assert "KeyError: 'lost' at mine.py:11" in str(raised.value)
+            assert ("rank 0" in str(raised.value)) == (backend[0] != "inline")
+        with raises(PluginError, "role.of_mine"):
+            cluster.group("of_mine", f"{HERE}:of_plugin", {"path": path, "name": "Unmade"})
 
 
 def test_an_error_in_a_factory_comes_up(backend):

@@ -17,6 +17,7 @@ import numpy as np
 
 from tilth.cluster.protocol import control, transfer
 from tilth.cluster.worker.context import Context
+from tilth.config.plugins import load_plugins
 from tilth.core.batch import Batch, Column, Handle, Jagged
 from tilth.core.errors import DataError, TilthError
 from tilth.trace.spans import span
@@ -249,6 +250,12 @@ def echo(context: Context, scale: Callable[[float], float] = float) -> Echo:
 def faulty(context: Context, closed: str = "") -> Faulty:
     """closed: a folder in which each rank leaves a file when it is closed."""
     return Faulty(context, closed)
+
+
+def of_plugin(context: Context, path: str, name: str) -> object:
+    """A role that a plugin declares, or one of its classes."""
+    (module,) = load_plugins([path])
+    return getattr(module, name)(context)
 
 
 def broken(context: Context) -> None:

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -383,9 +384,32 @@ def call_declared(declaration: Declaration, *given: Any, **options: Any) -> Any:
         return declaration.value(*given, **options)
     except TilthError:
         raise
-    except Exception as error:  # whatever a user's code raises
-        message = f"{declaration.title}: {describe(error, declaration.file)}"
-        raise PluginError(message, key=f"{declaration.kind}.{declaration.name}") from error
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
+        raise _failed(declaration, error) from error
+
+
+def blame(error: BaseException, role: str) -> PluginError | None:
+    """Return the PluginError for an exception of a call to a role: one that a plugin declares, or one whose work calls
+    a plugin's code, as an engine's methods. None if no plugin took part in the call."""
+    own = _DECLARED["role"].get(role)
+    if own is not None:
+        return _failed(own, error)
+    declarations = [d for known in _DECLARED.values() for d in known.values()]
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        here = [d for d in declarations if d.file == code.co_filename]
+        for declaration in here:
+            if f"{code.co_qualname}.".startswith(f"{declaration.same_code[1]}."):
+                return _failed(declaration, error)
+        if here:  # a class or function that a declared one uses
+            file = Path(code.co_filename).name
+            return PluginError(f"{file}: {describe(error, code.co_filename)}", key=f"{file}.{code.co_qualname}")
+    return None
+
+
+def _failed(declaration: Declaration, error: BaseException) -> PluginError:
+    message = f"{declaration.title}: {describe(error, declaration.file)}"
+    return PluginError(message, key=f"{declaration.kind}.{declaration.name}")
 
 
 def describe(error: BaseException, file: str = "") -> str:

@@ -16,6 +16,7 @@ from tilth.cluster.backends.capacity import MORE_ROOM
 from tilth.cluster.controller.report import in_collective
 from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.worker.context import Context
+from tilth.config.plugins import blame
 from tilth.config.roles import resolve
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, StaleGeneration, StorageError, TilthError, WorkerError
@@ -59,15 +60,20 @@ class Executor:
         self._events = ""
 
     def handle(self, call: Call) -> Reply:
-        """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory."""
+        """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory, and an exception of a plugin's
+        code a PluginError."""
         self._mark(call.name)
         self.store.lease = call.lease
         try:
             value = self._run(call)
-        except (MemoryError, RuntimeError, OSError) as error:
-            if not is_out_of_memory(error):
+        except TilthError:
+            raise
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(call, error) from error
+            if _collective(error) or (found := blame(error, role_of(call))) is None:
                 raise
-            raise self._out_of_memory(call, error) from error
+            raise found from error
         finally:
             self._mark("")
         return Reply(value if call.answer else None, {} if self.alone else recorder.rows())
