@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from tilth.cli.tables import new_table, show
+from tilth.cli.tables import show, side_by_side
 from tilth.config.load import parse_overrides
 from tilth.rl.overview import COLUMNS, entries, overview, row
 
@@ -21,10 +21,10 @@ def compare(words: Sequence[str] = (), *, as_json: bool) -> None:
     if len(flows) > 1:
         columns = {key: [facts[key] for facts in found.values()] for key in next(iter(found.values()))}
         differing = {key: values for key, values in columns.items() if any(value != values[0] for value in values)}
-        show(new_table("", *flows, rows=[(key, *map(_shown, values)) for key, values in differing.items()]))
+        show(*side_by_side(["", *flows], [(key, *map(_shown, values)) for key, values in differing.items()]))
         return
-    table = new_table("flow", *COLUMNS, rows=[(flow, *row(facts).values()) for flow, facts in found.items()])
-    show(table, *(f"\n{kind}: {', '.join(known)}" for kind, known in entries().items() if not flows))
+    tables = side_by_side(["flow", *COLUMNS], [(flow, *row(facts).values()) for flow, facts in found.items()])
+    show(*tables, *(f"\n{kind}: {', '.join(known)}" for kind, known in entries().items() if not flows))
 
 
 def _shown(value: Any) -> str:

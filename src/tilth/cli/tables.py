@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100  # columns where there is no terminal
+GAP = 3  # columns between two columns of a table
 
 
 class Terminal(Console):
@@ -30,12 +31,40 @@ def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[
     return made
 
 
+def side_by_side(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Table | Text]:
+    """Make tables as wide as the terminal that break no word, each with the first column: one, if all columns fit."""
+    cells = [[name, *(row[i] for row in rows)] for i, name in enumerate(columns)]
+    least = [max(len(word) for cell in column for word in [*cell.split(), ""]) + GAP for column in cells]
+    full = [max(map(len, column)) + GAP for column in cells]
+    tables: list[Table | Text] = []
+    rest = list(range(1, len(columns)))
+    while rest or not tables:
+        room, taken = terminal_width() + GAP - least[0], [0]
+        while rest and (room >= least[rest[0]] or taken == [0]):
+            room -= least[rest[0]]
+            taken.append(rest.pop(0))
+        widths = {i: least[i] for i in taken}
+        while room > 0 and (short := [i for i in taken if widths[i] < full[i]]):
+            widths[max(short, key=lambda i: full[i] - widths[i])] += 1
+            room -= 1
+        made = new_table(*(columns[i] for i in taken), rows=[[row[i] for i in taken] for row in rows])
+        for column, i in zip(made.columns, taken):
+            column.width = widths[i] - GAP
+        tables += [Text(), made] if tables else [made]
+    return tables
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, WIDTH where there is none."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
 def show(*parts: Table | Text | str, width: int = 0) -> None:
     """Print tables, as wide as the terminal, and texts as they are; width: wrap both to it.
 
     All of it is one write: a reader that needs the first line only (``| head -1``) gets it before its pipe closes.
     """
-    console = Terminal(width=width or shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    console = Terminal(width=width or terminal_width(), highlight=False)
     with console.capture() as printed:
         for part in parts:
             console.print(part, markup=False, soft_wrap=not width and not isinstance(part, Table))
