@@ -14,7 +14,8 @@ from tilth.config.load import dump_toml, from_dict, load_recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.flows.checks import check_algorithm
 from tilth.rl import registry
-from tilth.rl.algorithm import Algorithm
+from tilth.rl.algorithm import Algorithm, names
+from tilth.rl.kl import KlForm
 
 SAMPLING = [name for name, flow in FLOWS.items() if flow.samples]
 
@@ -98,3 +99,10 @@ def test_a_function_that_exits_is_named():
 
     with raises(PluginError, "mine_exits"):
         tilth.rl.estimate_rows("mine_exits", rewards=torch.ones(1))
+
+
+@pytest.mark.parametrize("form", names()["kl"])
+def test_a_form_of_the_kl_penalty_can_be_pickled(form):
+    made = registry.build("kl", form, {}, KlForm)
+    again, d = pickle.loads(pickle.dumps(made)), torch.tensor([-0.5, 0.0, 2.0])
+    assert type(again) is type(made) and again == made and torch.equal(again.value(d), made.value(d))

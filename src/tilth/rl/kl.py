@@ -56,7 +56,13 @@ def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 def _register(name: str, value: Callable[[Tensor], Tensor], description: str) -> None:
     form = create_model(name, __base__=KlForm, __module__=__name__, __doc__=description)
     form.value = lambda self, d: value(d)  # type: ignore[method-assign]
+    form.__reduce__ = lambda self: (_form, (name,))  # type: ignore[method-assign]
     register("kl", name)(form)
+
+
+def _form(name: str) -> KlForm:
+    """Return the form of this name: pickle cannot look up a class that no module has."""
+    return build("kl", name, {}, KlForm)
 
 
 for _name, (_value, _description) in _FORMS.items():
