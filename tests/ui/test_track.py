@@ -103,7 +103,12 @@ def test_a_failure_is_told_once_and_never_raised(at, capsys):
     said = observe(tracker)
     tracker.on_run_end(stand_in(), {})
     tracker.close(False)
-    assert said == ["json: ConnectionError: no route to host second line; the run continues without it"]
+    call = {"open": "open()", "write": "write() of step 1"}[at]
+    (line,) = said
+    assert line.startswith(
+        f"tracker json: {call} failed: ConnectionError: no route to host second line at test_track.py:"
+    )
+    assert "continues without it" in line and "metrics.jsonl" in line
     assert len(tracker.calls) < 5 and capsys.readouterr().err == ""
 
 
@@ -348,7 +353,7 @@ def test_wandb_that_cannot_begin_is_told_once(offline, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "sideways")
     said = watched(WeightsAndBiases, offline, range(1, 4))
     lines = said + [line for line in capsys.readouterr().err.splitlines() if "continues without" in line]
-    assert len(lines) == 1 and lines[0].startswith("wandb: ") and "sideways" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("tracker wandb: open() failed") and "sideways" in lines[0]
 
 
 def test_of_several_failures_the_first_is_told(offline):
@@ -360,7 +365,9 @@ def test_of_several_failures_the_first_is_told(offline):
             raise AttributeError(f"of step {step}")
 
     for _ in range(5):  # were they in no order, another one would come first sooner or later
-        assert watched(Broken, offline, range(1, 9))[0].startswith("wandb: ValueError: the first")
+        assert watched(Broken, offline, range(1, 9))[0].startswith(
+            "tracker wandb: open() failed: ValueError: the first"
+        )
 
 
 # ---- a whole run ----

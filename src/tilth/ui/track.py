@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from tilth.config.load import dump_toml
 from tilth.config.open_sets import TRACKERS
-from tilth.config.plugins import declared
+from tilth.config.plugins import declared, describe
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.files import atomic_write
@@ -68,7 +68,7 @@ class Tracker(Callback):
         self.recipe = recipe
         self.name = self.package or type(self).__name__
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-        self._pending: list[Future[None]] = []  # in order: the first failure causes the others
+        self._pending: dict[Future[None], str] = {}  # -> the call; in order: the first failure causes the others
         self._next_sample = 0
         self._begun = self._lost = False
         self._say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
@@ -102,17 +102,22 @@ class Tracker(Callback):
 
     def _do(self, job: Callable[..., None], *arguments: Any) -> None:
         if not self._lost:
-            self._pending.append(self._thread.submit(job, *arguments))
+            step = f" of step {arguments[0]}" if job.__name__ == "write" else ""
+            self._pending[self._thread.submit(job, *arguments)] = f"{job.__name__}(){step}"
 
     def _look(self) -> None:
         """Report the first failed job and stop writing."""
-        done = [future for future in self._pending if future.done()]
-        self._pending = [future for future in self._pending if future not in done]
-        errors = [error for future in done if not future.cancelled() and (error := future.exception()) is not None]
-        if errors and not self._lost:
+        done = {future: call for future, call in self._pending.items() if future.done()}
+        self._pending = {future: call for future, call in self._pending.items() if future not in done}
+        failed = [(call, error) for future, call in done.items() if (error := _failure(future)) is not None]
+        if failed and not self._lost:
             self._lost = True
-            reason = " ".join(str(errors[0]).split())[:200]
-            self._say(f"{self.name}: {type(errors[0]).__name__}: {reason}; the run continues without it")
+            call, error = failed[0]
+            what = describe(error, inspect.getsourcefile(type(self)) or "")
+            self._say(
+                f"tracker {self.name}: {call} failed: {what}; the run continues without it, "
+                "and what is missing there is in metrics.jsonl"
+            )
 
     # ---- overridden by subclasses, called in the thread ----
 
@@ -129,6 +134,10 @@ class Tracker(Callback):
 
     def finish(self, failed: bool) -> None:
         """Close; nothing follows."""
+
+
+def _failure(done: Future[None]) -> BaseException | None:
+    return None if done.cancelled() else done.exception()
 
 
 class TensorBoard(Tracker):
