@@ -167,6 +167,32 @@ def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
     assert tiny.run(made).summary["steps"] == 12
 
 
+class Echoes(tilth.Callback):
+    """Logs a line about each line that it is told."""
+
+    def __init__(self):
+        self.run, self.told = None, []
+
+    def on_run_start(self, run):
+        self.run = run
+        run.say("begun")
+
+    def on_message(self, text):
+        self.told.append(text)
+        if self.run is not None:
+            self.run.say(f"{id(self)}: {text[:20]}")
+
+
+def test_a_line_logged_in_on_message_goes_to_the_others_and_ends(tmp_path):
+    one, other = Echoes(), Echoes()
+    short = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}}
+    directory = tiny.run(tiny.recipe(tmp_path, **short), callbacks=[one, other]).directory
+    for echo, its in ((one, other), (other, one)):
+        assert any(text.startswith(f"{id(its)}: ") for text in echo.told)
+        assert not any(text.startswith(f"{id(echo)}: ") for text in echo.told)
+    assert f"{id(one)}: " in (directory / "log.txt").read_text()
+
+
 # ---- trackers of one's own ----
 
 TRACKER = """
@@ -200,7 +226,8 @@ def test_a_tracker_that_fails_is_told_and_the_run_goes_on(tmp_path):
     watcher = tiny.Recorder()
     made = tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]})
     assert tiny.run(made, callbacks=[watcher]).summary["state"] == "finished"
-    assert any("Lines: AttributeError" in text for text in watcher.messages)
+    (line,) = (text for text in watcher.messages if "Lines" in text)
+    assert "write() of step 1 failed: AttributeError" in line and "mine.py:10" in line
 
 
 def test_a_declared_tracker_that_is_none_is_refused(tmp_path):

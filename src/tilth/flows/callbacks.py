@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilth.config.plugins import declared_by, describe, source
@@ -72,15 +73,26 @@ class Callback:
         """The checkpoint of this step is complete. path: its folder or URL."""
 
     def on_message(self, text: str) -> None:
-        """A line was logged, possibly before the run has a folder."""
+        """A line was logged, possibly before the run has a folder; a line that this method logs is not passed to it."""
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
         """The run has finished without an error. summary: as in ``tilth show RUN --json``."""
 
 
+_TOLD: ContextVar[tuple[Callback, ...]] = ContextVar("told", default=())
+"""Callbacks whose ``on_message`` is running in this thread."""
+
+
 def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
-    """Call the method ``event`` of each callback; PluginError for one that fails, but a TilthError passes."""
+    """Call the method ``event`` of each callback; PluginError for one that fails, but a TilthError passes.
+
+    A line that a callback logs in ``on_message`` goes to the others only: it would be told its own lines without end.
+    """
     for callback in callbacks:
+        told = _TOLD.get()
+        if event == "on_message" and any(callback is one for one in told):
+            continue
+        token = _TOLD.set((*told, callback) if event == "on_message" else told)
         try:
             getattr(callback, event)(*given)
         except TilthError:
@@ -89,6 +101,8 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
             where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
             file = inspect.getsourcefile(type(callback)) or ""
             raise PluginError(f"{where}: {describe(error, file)}", key=f"{type(callback).__name__}.{event}") from error
+        finally:
+            _TOLD.reset(token)
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:
