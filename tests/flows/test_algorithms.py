@@ -15,7 +15,7 @@ from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, replaced
+from tilth.flows.checks import check_algorithm, replaced, unused
 from tilth.flows.run import Run
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
@@ -451,6 +451,28 @@ def test_clips_of_ppo_that_stay_behind_another_loss_are_told(tmp_path):
     said = replaced(recipe(tmp_path, "grpo", {"loss": "gspo", "clip_low": 0.2}))
     assert any("clip_low = 0.2 instead of 0.0003" in line for line in said)
     assert replaced(recipe(tmp_path, "grpo", {"clip_high": 0.28, "aggregation": "seq-mean-token-mean"})) == []
+
+
+@pytest.mark.parametrize(
+    ("flow", "keys", "named"),
+    [
+        ("sft", {"algorithm": {"clip_low": 0.1}, "judge": {"penalty": 0.5}}, ["algorithm.clip_low", "judge.penalty"]),
+        ("grpo", {"preference": {"beta": 0.2}, "critic": {"steps": 3}}, ["critic.steps", "preference.beta"]),
+        ("grpo", {"algorithm": {"kl": "k2"}}, ["algorithm.kl"]),
+        ("grpo", {"algorithm": {"kl": "k2", "kl_coef": 0.1}}, []),
+        ("vapo", {}, []),
+        ("dpo", {"preference": {"beta": 0.2}}, []),
+    ],
+)
+def test_keys_that_a_flow_does_not_read_are_named(flow, keys, named):
+    lines = unused(from_dict({"flow": flow, **keys}, complete=False))
+    assert lines == ([f"flow {flow} does not use {', '.join(named)}"] if named else [])
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl", "reinforce", "sapo"])
+def test_a_clip_said_with_a_loss_without_one_is_refused_also_at_its_default(loss):
+    with raises(RecipeError, "algorithm.clip_low"):
+        check_algorithm(from_dict({"algorithm": {"loss": loss, "clip_low": 0.2}}))
 
 
 def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):

@@ -10,6 +10,7 @@ from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.errors import PluginError, RecipeError, RewardError
 from tilth.flows.model import load_model
+from tilth.runs.signals import Interrupted
 
 MINE = """
 import tilth, torch
@@ -83,6 +84,21 @@ def test_a_changed_plugin_is_refused_when_the_run_goes_on_and_can_be_allowed(tmp
         run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward"])
     result = run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward", "plugins"])
     assert result.summary["steps"] == 6 + 8
+
+
+def test_a_run_that_an_edited_plugin_does_not_resume_is_named(tmp_path, plugin):
+    recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN)
+    stop, watcher = tiny.Recorder(), tiny.Recorder()
+    stop.on_step_end = lambda run, step, metrics: run.stop("enough")
+    with raises(Interrupted, "stop"):
+        run_recipe(recipe, name="mine", callbacks=[stop])
+    Path(plugin).write_text(MINE.replace("scale * (", "0.5 * scale * ("))
+    forget()
+    recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN)
+    result = run_recipe(recipe, name="mine", callbacks=[watcher])
+    (line,) = (text for text in watcher.messages if "not resumed" in text)
+    assert result.directory.name == "mine-002" and "mine-001 is not finished and not resumed: " in line
+    assert "a plugin, or a file that it imports, has changed" in line and "--allow plugins" in line
 
 
 def test_what_a_script_declares_works_here_and_is_refused_where_workers_could_not_import_it(tmp_path):

@@ -95,6 +95,25 @@ def replaced(recipe: Recipe) -> list[str]:
     return lines + unpublished(Algorithm.of(recipe))
 
 
+def unused(recipe: Recipe) -> list[str]:
+    """Return a log line on keys with a value of their own that the flow does not read."""
+    flow, chosen = recipe.flow_spec, recipe.algorithm.model_fields_set
+    read = {
+        "algorithm": flow.samples,
+        "critic": flow.critic,
+        "judge": flow.judge,
+        "preference": flow.learns == "pairs",
+    }
+    found = []
+    for name in (name for name, used in read.items() if not used):
+        section = recipe.section(name)
+        fields = type(section).model_fields
+        found += [f"{name}.{key}" for key in fields if getattr(section, key) != fields[key].default]
+    if flow.samples and not recipe.refers:
+        found += [f"algorithm.{key}" for key in ("kl", "kl_in") if key in chosen]
+    return [f"flow {recipe.flow} does not use {', '.join(found)}"] if found else []
+
+
 def unpublished(algorithm: Algorithm) -> list[str]:
     """Return a log line on an aggregation or clips other than in the loss's paper, if the loss requires them.
 

@@ -34,7 +34,7 @@ from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Dataset, RunParts, build
 from tilth.flows.callbacks import Callback, RunView, notify
-from tilth.flows.checks import check_algorithm, in_scripts, replaced
+from tilth.flows.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.flows.contamination import count_seen
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
@@ -49,7 +49,7 @@ from tilth.flows.workers import threads
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import REWARD_LOG, RunDir, summarise
-from tilth.runs.identity import Identity, find
+from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
 from tilth.runs.readers import checkpoints_of
@@ -143,6 +143,7 @@ def launch(
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(count_seen(recipe, parts.heldout))
+        parts.notes.extend(passed_over(who, name))
         if parts.roles.reward is not None:
             parts.roles.reward.ready()
         with (
@@ -348,7 +349,7 @@ def _announce(run: Run, parts: RunParts) -> None:
     lines += [directory.before] if directory.before else []
     lines += [*parts.plan.lines(), *parts.notes]
     directory.set_plan(parts.plan.as_dict())
-    lines += replaced(run.recipe)
+    lines += [*replaced(run.recipe), *unused(run.recipe)]
     save_shape(directory.path / MODEL_FOLDER, parts.config, parts.tokenizer)
     if directory.changes:
         changed = "; ".join(directory.changes.values())

@@ -19,6 +19,7 @@ _OTHER = {
     "data": "its data are others",
     "reward.function": "its reward function, or a file that it imports or reads, has changed",
     "data.template": "the file of its template has changed",
+    "plugins": "a plugin, or a file that it imports, has changed",
 }
 """Messages for inputs that changed; for a model the message has the old and the new one."""
 
@@ -132,6 +133,27 @@ def find(who: Identity, name: str) -> Path | None:
         return None
     found[1].release()
     return found[0]
+
+
+def passed_over(who: Identity, name: str) -> list[str]:
+    """Return a log line on the newest unfinished run of the same recipe if ``claim`` makes a new one, since something
+    that the recipe only names has changed: a plugin, the reward, data."""
+    root = Path(who.recipe.run.dir)
+    if who.recipe.run.name or not root.is_dir():
+        return []
+    for _, path in reversed(_runs(root, name)):
+        try:
+            state = read_state(path)
+        except DataError:  # not a run, or a damaged one
+            continue
+        if state["state"] == "finished" or state["digest"].partition("-")[0] != digest(who.recipe):
+            continue
+        if who.same(path, state):
+            return []
+        refused = who._refused(who.changes(path, state))
+        allow = " ".join(f"--allow {key}" for key in refused)
+        return [f"{path} is not finished and not resumed: {'; '.join(refused.values())}; {allow} resumes it"]
+    return []
 
 
 def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
