@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tilth.config import load
 from tilth.config.checks import profiled
-from tilth.config.errors import RecipeError, TilthError
+from tilth.config.errors import PluginError, RecipeError, TilthError
 from tilth.config.keys import keys
 from tilth.config.load import _work, check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
 from tilth.config.schema import LayoutConfig, Recipe
@@ -260,6 +260,14 @@ def test_contradictions(overrides, part):
     assert part in problem(*overrides)
 
 
+@pytest.mark.parametrize("value", ["nan", "[1.0, nan]", "{a = nan}"])
+@pytest.mark.parametrize("table", ["algorithm.options", "data.options", "roles.mine.options"])
+def test_a_wrong_value_of_an_option_is_named_by_the_option_alone(table, value):
+    with raises(RecipeError, f"{table}.x") as caught:
+        load_recipe("addition-grpo", [f"{table}.x={value}"])
+    assert "finite number" in str(caught.value) and "more)" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -282,6 +290,21 @@ def test_contradictions(overrides, part):
 )
 def test_what_is_allowed(overrides):
     load_recipe("addition-grpo", overrides)
+
+
+def test_an_error_of_a_file_names_it_and_one_of_an_override_does_not(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("[algorithm]\nsteps = -1\n")
+    with raises(RecipeError, "algorithm.steps") as caught:
+        load_recipe(str(path), ["seed=3"])
+    assert str(caught.value).startswith(f"{path}: algorithm.steps = -1")
+    with raises(RecipeError, "algorithm.steps") as caught:
+        load_recipe(str(path), ["algorithm.steps=-2"])
+    assert str(caught.value).startswith("algorithm.steps = -2")
+    path.write_text('plugins = ["gone.py"]\n')
+    with raises(PluginError, "gone.py") as caught:
+        load_recipe(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 # -- dump and digest -------------------------------------------------------------------------------------------------

@@ -141,6 +141,29 @@ def mine_alone(run):
         from_dict({"flow": "mine_alon"})
 
 
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"algorithm": {"advantage": "rloo", "steps": 7}},
+        {"algorithm.advantage": "rloo", "algorithm.steps": 7},
+        {"algorithm": {"advantage": "rloo"}, "algorithm.steps": 7},
+    ],
+)
+def test_defaults_of_a_flow_stand_in_sections_or_under_their_full_names(defaults):
+    tilth.flow("mine_alone", defaults=defaults)(print)
+    found = from_dict({"flow": "mine_alone", "algorithm": {"lam": 0.5}}, complete=False).algorithm
+    assert (found.advantage, found.steps, found.lam) == ("rloo", 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"advantage": "rloo"}, {"algorithm.advantag": "rloo"}, {"algorithm": "rloo"}, {"seed": 3}, {"x": {}, 3: 4}],
+)
+def test_a_default_of_a_flow_that_is_no_key_is_named(defaults):
+    with raises(PluginError, "flow.mine_alone.defaults"):
+        tilth.flow("mine_alone", defaults=defaults)
+
+
 def test_a_process_that_gets_a_recipe_imports_its_plugins_and_one_that_only_scores_no_torch(tmp_path):
     path = write(tmp_path, "import tilth\n@tilth.advantage('far')\ndef far(rewards): return rewards\n")
     recipe = tmp_path / "recipe.pickle"

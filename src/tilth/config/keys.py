@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tilth.config.open_sets import OneOf
-from tilth.config.schema import BroughtRole, LayoutConfig, Recipe, Section
+from tilth.config.schema import BroughtRole, LayoutConfig, Option, Recipe, Section
 
 
 class Key(NamedTuple):
@@ -83,6 +83,8 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return "a layout, a table of " + ", ".join(LayoutConfig.model_fields)
     if known := _choices(annotation, metadata):
         return f"one of {', '.join(known)}"
+    if annotation == Option:
+        return "a finite number, text, true or false, a list of numbers or of texts, or a table of numbers"
     if annotation in _PLAIN:
         return _PLAIN[annotation] + _range(metadata)
     if get_origin(annotation) is dict:

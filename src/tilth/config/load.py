@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tilth.config.checks import check
 from tilth.config.elsewhere import LIBRARIES
-from tilth.config.errors import RecipeError, nearest
+from tilth.config.errors import PluginError, RecipeError, nearest
 from tilth.config.keys import Key, all_names, find, keys, sections, table_entry
 from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import ModelConfig, Recipe, Section
@@ -46,12 +46,34 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), launched: int 
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {path} is not TOML: {error}", key=f"{path.name}.syntax") from None
     over = parse_overrides(overrides)
+    try:
+        return _checked(path, data, over, launched)
+    except (RecipeError, PluginError) as error:
+        if path.parent == SHIPPED or _sets(over, error.key):
+            raise
+        raise type(error)(f"{path}: {error}", key=error.key) from None
+
+
+def _checked(path: Path, data: Mapping[str, Any], over: Mapping[str, Any], launched: int) -> Recipe:
+    """Return the recipe of a file's data with overrides."""
     merged = _merge(data, over)
     if model_path := _model(merged).get("path"):
         _check_no_shape(_model(over), model_path)
         if "path" not in _model(over) and not (path.parent / "run.json").is_file():
             _check_no_shape(_chosen_model_keys(data), model_path)
     return _validate(_add_launched_workers(merged, launched))
+
+
+def _sets(over: Mapping[str, Any], key: str) -> bool:
+    """True if overrides set this key, or a table with it."""
+    value: Any = over
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _model(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -322,6 +344,8 @@ def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
         key = keys().get(".".join(map(str, place[:2])))
         if key is not None and get_origin(key.field.annotation) is UnionType:
             place = place[:2] + place[3:]  # without the member of the union
+        if "options" in place[1:3]:  # the value of an option is wrong as a whole, by each member of its union
+            place = place[: place.index("options") + 2]
         found.setdefault(place, problem)
     inside = {place[:2] for place in found if len(place) > 2}
     return {place: problem for place, problem in found.items() if place not in inside}

@@ -186,18 +186,18 @@ def flow(
     critic: bool = False,
     reference: bool = False,
     roles: Iterable[str] = (),
-    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Callable[[T], T]:
     """Declare a training loop ``(run: tilth.flows.run.Run) -> None``, chosen by ``flow=name``.
 
     title: its name in terminal and report. learns: from its own scored samples ("experience"), or from given "answers",
     "documents" or "pairs". critic, reference: it needs such a model. roles: those of plugins that it calls
-    (``tilth.role``). defaults: section -> key -> value for keys that the recipe does not set, as in
-    ``{"algorithm": {"advantage": "gae"}}``. Raises PluginError if the name is taken.
+    (``tilth.role``). defaults: values for keys that the recipe does not set, by section or by full names:
+    ``{"algorithm": {"advantage": "gae"}}``, ``{"algorithm.advantage": "gae"}``. Raises PluginError if the name is
+    taken, or if a default is of no key.
     """
     record = declare("flow", name, _SHIPPED_FLOWS)
-
-    calls, own = frozenset(roles), defaults or {}
+    calls, own = frozenset(roles), _nested(name, defaults or {})
     made = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=calls, own_loop=True)
 
     def add(loop: T) -> T:
@@ -206,6 +206,24 @@ def flow(
         return loop
 
     return add
+
+
+def _nested(flow: str, defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return section -> key -> default. PluginError for what is no key of a recipe."""
+    from tilth.config.keys import all_names  # imports this module
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in defaults.items():
+        section, dot, key = str(name).partition(".")
+        given: Any = {key: value} if dot else value
+        keys = [f"{section}.{k}" for k in given] if isinstance(given, Mapping) else [section]
+        for wrong in keys if section != "roles" else ():
+            if "." not in wrong or wrong not in all_names():
+                right = 'give sections, as in {"algorithm": {"advantage": "gae"}}, or full names of keys'
+                message = f"@tilth.flow({flow!r}): defaults has {wrong}, which is no key of a section; {right}"
+                raise PluginError(message, key=f"flow.{flow}.defaults")
+        found.setdefault(section, {}).update(given)
+    return found
 
 
 def family(name: str) -> Callable[[T], T]:
