@@ -376,6 +376,20 @@ def test_a_wrong_field_is_named(change, field):
     assert str(caught.value).startswith("m.json ") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "place", "fault"),
+    [
+        (put(*W, "offset", [0, 0, 2, 0]), "groups.model.w.boxes", ".overlap"),
+        (put(*W, "size", None), "groups.model.w.size", ".type"),
+        (put(*W, "dtype", "float31"), "groups.model.w.dtype", ""),
+    ],
+)
+def test_a_message_has_the_place_of_a_wrong_field_and_the_key_its_fault_too(change, place, fault):
+    with raises(CheckpointError, f"manifest.json.{place}{fault}") as caught:
+        parse_manifest(resealed(change), "m.json")
+    assert str(caught.value).startswith(f"m.json is not a valid manifest: {place}: ")
+
+
 class Shelf:
     """A storage with one thing on it."""
 

@@ -126,28 +126,15 @@ class Pieces:
 
 
 class WrongField(CheckpointError):
-    """A field of the manifest is wrong; key: its place and the kind of fault, ``groups.model.w.offset.length``."""
+    """A field of the manifest is wrong.
 
-    FAULTS = (
-        "count",
-        "empty",
-        "fields",
-        "gap",
-        "largest",
-        "least",
-        "length",
-        "most",
-        "reference",
-        "sum",
-        "type",
-        "zero",
-    )
+    key: the place of the field, ``groups.model.w.offset``, and the kind of fault (``length``) where it can have
+    several.
+    """
 
-    @property
-    def field(self) -> str:
-        """Place of the field, without the kind of fault."""
-        place, _, fault = self.key.rpartition(".")
-        return place if fault in self.FAULTS else self.key
+    def __init__(self, message: str, *, key: str, fault: str = "") -> None:
+        super().__init__(message, key=f"{key}.{fault}" if fault else key)
+        self.field = key
 
 
 def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> dict[str, TensorRow]:
@@ -163,13 +150,15 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> d
         row = found[name] = _row(where, name, entry, files, known)
         boxes -= len(row.file)
         if boxes < 0:
-            raise WrongField("there are more boxes than the files have checksums for", key=f"{where}.boxes.count")
+            raise WrongField(
+                "there are more boxes than the files have checksums for", key=f"{where}.boxes", fault="count"
+            )
     sound = set()  # most tensors of a model have the boxes of another one
     for name, row in found.items():
         key = row.shape, row.offset.tobytes(), row.size.tobytes()
         problem = None if key in sound else tiling_problem(row.shape, row.offset, row.size)
         if problem:
-            raise WrongField(str(problem), key=f"groups.{group}.{name}.boxes.{problem.key}")
+            raise WrongField(str(problem), key=f"groups.{group}.{name}.boxes", fault=problem.key)
         sound.add(key)
     return found
 
@@ -178,12 +167,14 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
     """Parse one row. known: columns of the tensors before it, to which its own are added."""
     fields = ("shape", "dtype", *_COLUMNS)
     if not isinstance(entry, dict) or sorted(entry) != sorted(fields):
-        raise WrongField(f"its fields should be {', '.join(fields)}", key=f"{where}.fields")
+        raise WrongField(f"its fields should be {', '.join(fields)}", key=where, fault="fields")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise WrongField(f"{entry['dtype']!r} is none of {', '.join(DTYPES)}", key=f"{where}.dtype")
     shape = _integers(f"{where}.shape", entry["shape"])
     if len(shape) > DIMENSIONS:
-        raise WrongField(f"{len(shape)} dimensions, at most {DIMENSIONS} can be read", key=f"{where}.shape.length")
+        raise WrongField(
+            f"{len(shape)} dimensions, at most {DIMENSIONS} can be read", key=f"{where}.shape", fault="length"
+        )
     columns = {c: _column(f"{where}.{c}", c, entry[c], known) for c in _COLUMNS}
     known[name] = columns
     boxes = len(columns["file"])
@@ -191,7 +182,7 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
         expected = boxes * (len(shape) if column in ("offset", "size") else 1)
         if len(values) != expected:
             message = f"{len(values)} numbers, {boxes} boxes of it need {expected}"
-            raise WrongField(message, key=f"{where}.{column}.length")
+            raise WrongField(message, key=f"{where}.{column}", fault="length")
     if boxes and int(columns["file"].max()) >= files:
         raise WrongField(f"there is no file number {columns['file'].max()}, only {files} files", key=f"{where}.file")
     offset, size = (columns[c].reshape(boxes, len(shape)) for c in ("offset", "size"))
@@ -204,11 +195,13 @@ def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int)
     elements = [shape, *size] if len(size) == 1 else [shape]
     largest = max([math.prod(one.tolist()) for one in elements] + size.astype(float).prod(1).tolist())
     if largest >= MOST // itemsize:
-        raise WrongField(f"{largest:.3g} elements are more than any file has bytes", key=f"{where}.size.largest")
+        raise WrongField(
+            f"{largest:.3g} elements are more than any file has bytes", key=f"{where}.size", fault="largest"
+        )
     if not shape.all() and not np.array_equal(size, shape[None]):
-        raise WrongField("a tensor without elements has one box, its shape", key=f"{where}.size.empty")
+        raise WrongField("a tensor without elements has one box, its shape", key=f"{where}.size", fault="empty")
     if shape.all() and not size.all():
-        raise WrongField("a box without elements", key=f"{where}.size.zero")
+        raise WrongField("a box without elements", key=f"{where}.size", fault="zero")
 
 
 def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[str, np.ndarray]]) -> np.ndarray:
@@ -217,16 +210,16 @@ def _column(where: str, column: str, values: Any, known: Mapping[str, Mapping[st
         return _integers(where, values)
     if values not in known:
         message = f"there is no tensor {values!r} before it, whose numbers these should be"
-        raise WrongField(message, key=f"{where}.reference")
+        raise WrongField(message, key=where, fault="reference")
     return known[values][column]
 
 
 def _integers(where: str, values: Any) -> np.ndarray:
     """Return integers in [0, MOST) as int64. Types are checked first: numpy pads each text to the longest one."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise WrongField("a list of integers is needed", key=f"{where}.type")
+        raise WrongField("a list of integers is needed", key=where, fault="type")
     if min(values, default=0) < 0:
-        raise WrongField(f"{min(values):.3g} is negative", key=f"{where}.least")
+        raise WrongField(f"{min(values):.3g} is negative", key=where, fault="least")
     if max(values, default=0) >= MOST:
-        raise WrongField(f"a number in it is not below 2^{MOST.bit_length() - 1}", key=f"{where}.most")
+        raise WrongField(f"a number in it is not below 2^{MOST.bit_length() - 1}", key=where, fault="most")
     return np.array(values, np.int64)

@@ -293,18 +293,20 @@ def _contradictions(manifest: Manifest) -> Iterator[WrongField]:
         owner = np.searchsorted(np.cumsum([len(row.file) for _, row in named]), at, side="right")
         name = files[pieces.file[at]][0]
         message = f"{pieces.byte0[at]} of file {name} is not where the piece before it ends"
-        yield WrongField(message, key=f"groups.{named[owner][0]}.byte0.gap")
+        yield WrongField(message, key=f"groups.{named[owner][0]}.byte0", fault="gap")
     counts = np.bincount(pieces.file, pieces.tiles, len(files)).astype(np.int64)
     ends = np.bincount(pieces.file, pieces.nbytes, len(files)).astype(np.int64)
     for (name, entry), count, end in zip(files, counts.tolist(), ends.tolist()):
         if entry.nbytes != entry.header_nbytes + end:
             message = f"{entry.nbytes}, its tensors and header need {entry.header_nbytes + end}"
-            yield WrongField(message, key=f"files.{name}.nbytes.sum")
+            yield WrongField(message, key=f"files.{name}.nbytes", fault="sum")
         if entry.tiles != count:
-            yield WrongField(f"there are {entry.tiles}, its tensors need {count}", key=f"files.{name}.checksums.count")
+            yield WrongField(
+                f"there are {entry.tiles}, its tensors need {count}", key=f"files.{name}.checksums", fault="count"
+            )
     total = sum(entry.nbytes for entry in manifest.files.values())
     if total != manifest.total_bytes:
-        yield WrongField(f"{manifest.total_bytes}, the files have {total}", key="total_bytes.sum")
+        yield WrongField(f"{manifest.total_bytes}, the files have {total}", key="total_bytes", fault="sum")
 
 
 class Report(_Entry):

@@ -59,25 +59,24 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *, follow: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside the file, which replaces the file durably if the block succeeds.
 
-    Of a link, the target is written. StorageError if the file cannot be written, or if it exists and is no regular file
-    (a device, a pipe, a folder), which a new file would replace.
+    follow: of a link, the target is written; else the link is replaced. StorageError if the file cannot be written, or
+    if it exists and is no regular file (a device, a pipe, a folder), which a new file would replace.
     """
     try:
-        real = path.resolve()
-        if real.exists() and not real.is_file():
+        real = path.resolve() if follow else path
+        if follow and real.exists() and not real.is_file():
             raise StorageError(f"cannot write {path}: it exists and is no regular file", key=f"{path.name}.type")
     except (OSError, RuntimeError) as error:  # a loop of links
         message = f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         raise StorageError(message, key=path.name) from error
     temporary = real.with_name(f".{real.name}.tmp")
     try:
-        yield temporary
-        rename(temporary, real)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}", key=path.name) from error
+        with writing(path):
+            yield temporary
+            rename(temporary, real)
     finally:
         with suppress(OSError):  # of the disk that failed already; after a success there is no such file
             temporary.unlink(missing_ok=True)

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
-from tilth.core.files import rename, sync, writing
+from tilth.core.files import atomic_write, sync, writing
 
 
 def replace(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError."""
-    temporary = path.with_name(f".{path.name}.tmp")  # beside a link too, which is replaced: its target is not the run's
-    with writing(path):
-        try:
-            temporary.write_bytes(data)
-            rename(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    with atomic_write(path, follow=False) as temporary:  # the target of a link is not the run's
+        temporary.write_bytes(data)
 
 
 def to_json(value: Any) -> str:
