@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilth.config.imports import uncollected
 from tilth.config.load import check_allowed, from_dict
+from tilth.config.plugins import absolute, forget
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError, RewardError
 
@@ -140,6 +141,8 @@ def train(
     if not name or "/" in name or name in (".", ".."):
         raise RecipeError(f"name = {name!r} is not the name of a folder; use for example 'train'", key="name")
     wanted, brought = _sources(_with_keys(settings, keys or {}), data, heldout)
+    if isinstance(plugins := wanted.get("plugins", ()), Sequence):
+        forget(absolute([str(name) for name in plugins]))
     recipe = from_dict(wanted)
     prompts = _given(recipe, brought) if brought else None
     from tilth.ui.live import Live

@@ -27,8 +27,9 @@ def _nothing_left_behind():
 
 def forget() -> None:
     """Bring this process back to before any plugin was imported, as a new process is."""
+    plugins.forget(())
     for kind, known in plugins._DECLARED.items():
-        for declaration in known.values():
+        for declaration in known.values():  # of scripts, and of files that are no plugins
             sys.modules.pop(declaration.value.__module__, None) if "mine" in declaration.file else None
             {"flow": FLOWS, "role": ROLES, "optimizer": OPTIMIZERS}.get(kind, {}).pop(declaration.name, None)
         known.clear()
@@ -183,6 +184,65 @@ def test_a_plugin_that_changed_after_it_was_imported_is_named(tmp_path):
     (tmp_path / "ed.py").write_text("x = 2\n")
     with raises(PluginError, "ed.py.changed"):
         plugins.load_plugins([str(tmp_path / "ed.py")])
+
+
+def test_a_helper_of_another_plugins_folder_is_not_taken_for_ones_own(tmp_path):
+    for folder, number in (("a", 1), ("b", 2), ("c", 1)):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, f"NUMBER = {number}\n", "helper_of_two.py")
+        write(tmp_path / folder, "import through_two\n", f"mine_{folder}.py")
+        write(tmp_path / folder, "from helper_of_two import NUMBER\n", "through_two.py")
+    a, b, c = (str(tmp_path / folder / f"mine_{folder}.py") for folder in "abc")
+    plugins.load_plugins([a, c])  # the same text is no conflict
+    with raises(PluginError, "mine_b.py.helper_of_two") as caught:
+        plugins.load_plugins([b])
+    assert f"{tmp_path}/a/helper_of_two.py" in str(caught.value)
+    plugins.forget([b])
+    plugins.load_plugins([b])
+    assert sys.modules["helper_of_two"].NUMBER == 2
+
+
+def test_what_a_plugin_declares_goes_with_it_and_with_its_text(tmp_path):
+    text = """
+import tilth, helper_of_mine
+@tilth.flow("mine_flow")
+def loop(run): pass
+@tilth.role("mine_role")
+class Role: pass
+@tilth.optimizer("mine_optimizer")
+def optimizer(parameters, section): pass
+"""
+    write(tmp_path, "import tilth\n@tilth.reward('mine_reward')\ndef f(p, c, i): return 1.0\n", "helper_of_mine.py")
+    path = str(write(tmp_path, text))
+
+    def known():
+        declared = {name for kind in plugins._DECLARED for name in plugins.declared(kind)}
+        return declared | {name for table in (FLOWS, ROLES, OPTIMIZERS) for name in table if "mine" in name}
+
+    (module,) = plugins.load_plugins([path])
+    everything = {"mine_flow", "mine_role", "mine_optimizer", "mine_reward"}
+    assert known() == everything and [d.name for d in plugins.declared_by("reward", [path])] == ["mine_reward"]
+    plugins.forget([path])
+    assert plugins.load_plugins([path]) == [module]
+    write(tmp_path, text.replace("mine_flow", "mine_loop"))
+    plugins.forget([path])
+    plugins.load_plugins([path])
+    assert known() == (everything - {"mine_flow"}) | {"mine_loop"}
+    write(tmp_path, "", "helper_of_mine.py")
+    plugins.forget([path])
+    plugins.load_plugins([path])
+    assert "mine_reward" not in known()
+    plugins.forget([])
+    assert known() == set() and str(tmp_path) not in sys.path
+
+
+def test_a_later_call_of_train_does_not_know_the_plugins_of_an_earlier_one(tmp_path):
+    path = write(tmp_path, "import tilth\n@tilth.flow('mine_flow')\ndef loop(run): pass\n")
+    data, how = [{"prompt": "a", "answer": "b"}], {"flow": "mine_flow", "live": False}
+    with raises(RecipeError, "algorithm.stepz"):
+        tilth.train(data, "exact", plugins=[path], algorithm={"stepz": 1}, **how)
+    with raises(RecipeError, "flow"):
+        tilth.train(data, "exact", **how)
 
 
 def test_a_declared_task_or_family_that_raises_is_named(tmp_path):

@@ -8,6 +8,7 @@ Every process that receives a recipe imports its plugins: the controller when it
 unpickles it (``Recipe.__setstate__``), a reward process when the reward is named ``FILE.py:name``.
 """
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -55,6 +56,8 @@ class Declaration:
     value: Any
     file: str
     line: int
+    plugin: str = ""
+    """The plugin whose import declared it; "": a script, or a file that is no plugin."""
 
     @property
     def where(self) -> str:
@@ -90,8 +93,16 @@ BACKENDS = {
 """Backends that come with Tilth: name -> module and class, or function that returns one."""
 _SHIPPED_FLOWS, _SHIPPED_OPTIMIZERS = frozenset(FLOWS), frozenset(OPTIMIZERS)
 _DECLARED: dict[Kind, dict[str, Declaration]] = {kind: {} for kind in get_args(Kind)}
+_TABLES: dict[Kind, dict[str, Any]] = {"flow": FLOWS, "role": ROLES, "optimizer": OPTIMIZERS}
+"""Kinds that have a table of their own beside ``_DECLARED``."""
 _SOURCES: dict[str, bytes] = {}
 """Module of a plugin file -> its text when it was imported."""
+_LOADED: dict[str, dict[str, bytes]] = {}
+"""Plugin -> the modules beside it that its import added, with their texts."""
+_IMPORTING: list[str] = []
+"""Plugins that are being imported, the innermost last."""
+_FOLDERS: list[str] = []
+"""Folders of plugins, in the order of the import path."""
 
 
 def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T], T]:
@@ -108,7 +119,7 @@ def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T],
 
     def record(value: T) -> T:
         code = inspect.unwrap(value)  # type: ignore[arg-type]
-        found = Declaration(kind, name, value, *_place(code))
+        found = Declaration(kind, name, value, *_place(code), _IMPORTING[-1] if _IMPORTING else "")
         rivals = ("reward", "task") if kind in ("reward", "task") else (kind,)  # a task is a reward too
         before = next((_DECLARED[k][name] for k in rivals if name in _DECLARED[k]), None)  # type: ignore[index]
         if before is not None and before.same_code != found.same_code:
@@ -340,14 +351,60 @@ def declared(kind: Kind) -> dict[str, Declaration]:
 
 def declared_by(kind: Kind, plugins: Iterable[str]) -> list[Declaration]:
     """Return the declarations of these plugins and of this process's script, not those of an earlier recipe."""
-    modules = {module_name(Path(name)) if name.endswith(".py") else name for name in plugins} | {"__main__"}
+    wanted = set(plugins)
+    modules = {module_name(Path(name)) if name.endswith(".py") else name for name in wanted} | {"__main__"}
     found = [(declaration, getattr(declaration.value, "__module__", "")) for declaration in declared(kind).values()]
-    return [d for d, module in found if any(module == m or module.startswith(f"{m}.") for m in modules)]
+    return [d for d, own in found if d.plugin in wanted or any(own == m or own.startswith(f"{m}.") for m in modules)]
 
 
 def load_plugins(plugins: Iterable[str]) -> list[ModuleType]:
     """Import each plugin once: a path ending in ``.py``, or the name of a module. Raises PluginError of one line."""
-    return [import_file(Path(name)) if name.endswith(".py") else _import_module(name) for name in plugins]
+    return [_load(name) for name in plugins]
+
+
+def _load(name: str) -> ModuleType:
+    before = set(sys.modules)
+    _IMPORTING.append(name)
+    try:
+        module = import_file(Path(name)) if name.endswith(".py") else _import_module(name)
+    finally:
+        _IMPORTING.pop()
+    if name not in _LOADED:
+        added = {new: file for new in sys.modules.keys() - before if (file := _beside(name, new)) is not None}
+        _LOADED[name] = {new: file.read_bytes() for new, file in added.items()}
+    return module
+
+
+def _beside(plugin: str, module: str) -> Path | None:
+    """Return the file of a module in the folder of a plugin, or in its package; None: it is elsewhere."""
+    file = Path(getattr(sys.modules[module], "__file__", None) or "")
+    same = module.partition(".")[0] == plugin.partition(".")[0]
+    if plugin.endswith(".py"):
+        same = Path(plugin).expanduser().resolve().parent in file.resolve().parents
+    return file if same and file.is_file() else None
+
+
+def forget(keep: Iterable[str]) -> None:
+    """Undo the imports of plugins, with all that they declare, unless only these are loaded and no file has changed."""
+    if set(_LOADED) <= set(keep) and not any(_changed(*item) for known in _LOADED.values() for item in known.items()):
+        return
+    for kind, known in _DECLARED.items():
+        for name in [name for name, found in known.items() if found.plugin]:
+            del known[name]
+            if kind in _TABLES:
+                _TABLES[kind].pop(name, None)
+    for modules in _LOADED.values():
+        for module in modules:
+            sys.modules.pop(module, None)
+            _SOURCES.pop(module, None)
+    sys.path[:] = [folder for folder in sys.path if folder not in _FOLDERS]
+    _LOADED.clear()
+    _FOLDERS.clear()
+
+
+def _changed(module: str, text: bytes) -> bool:
+    file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    return not file.is_file() or file.read_bytes() != text
 
 
 def absolute(plugins: Sequence[str]) -> tuple[str, ...]:
@@ -372,8 +429,10 @@ def import_file(path: Path) -> ModuleType:
                 f"{path} has changed since this process imported it; restart it", key=f"{path.name}.changed"
             )
         return sys.modules[name]
+    _check_neighbours(path, source)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+        _FOLDERS.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise PluginError(f"{path} is not a Python file", key=f"{path.name}.type")
@@ -389,6 +448,38 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise PluginError(f"importing {path} failed: {describe(error)}", key=f"{path.name}.import") from error
     return module
+
+
+def _check_neighbours(path: Path, source: bytes) -> None:
+    """Raise PluginError if Python would import another plugin's module in place of one beside this file."""
+    todo, seen = [source], set[str]()
+    while todo:
+        for name in _imports(todo.pop()) - seen:
+            seen.add(name)
+            own = _module_file(path.parent, name)
+            if own is None:
+                continue
+            todo.append(own.read_bytes())
+            for folder in _FOLDERS[: _FOLDERS.index(str(path.parent)) if str(path.parent) in _FOLDERS else None]:
+                first = _module_file(Path(folder), name)
+                if first is not None and first.read_bytes() != own.read_bytes():
+                    message = f"{path} imports {name}: Python takes {first}, not {own}; rename one of them"
+                    raise PluginError(message, key=f"{path.name}.{name}")
+
+
+def _imports(source: bytes) -> set[str]:
+    """Return the top-level names of modules that a source imports; none if it cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # importing it raises
+        return set()
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in named}
+
+
+def _module_file(folder: Path, name: str) -> Path | None:
+    return next((file for file in (folder / f"{name}.py", folder / name / "__init__.py") if file.is_file()), None)
 
 
 def module_name(path: Path) -> str:
