@@ -353,6 +353,9 @@ class Decoder(nn.Module):
         The context stays eager: its shapes follow the lengths of the sequences, so compiling it (as
         ``torch.compile(model)`` would) costs a graph for every new set of lengths. options: of torch.compile.
         """
+        for module in self.modules():
+            if isinstance(module, MoE):  # shapes of its loop over experts follow the choice
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
         parts: dict[Any, Any] = dict.fromkeys(part for layer in layers for part in layer.parts)
         parts = {part: torch.compile(part, **{"dynamic": True, **options}) for part in parts}

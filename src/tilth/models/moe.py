@@ -318,7 +318,6 @@ class MoE(nn.Module):
         self.gate, self.experts = Router(config), Experts()
         self.shared_experts = shared
 
-    @torch.compiler.disable  # the loop over experts has shapes that follow the choice
     def forward(self, x: Tensor, ctx: ExpertContext | None) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
         ctx = ctx or _ALONE
