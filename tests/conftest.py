@@ -1,8 +1,12 @@
 """Fixtures of all rooms, how many examples hypothesis tries where a test does not say, and who runs what of ``-n``."""
 
 import gc
+import json
 import os
 import signal
+import tempfile
+from functools import cached_property
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -28,15 +32,40 @@ def pytest_collection():
     return found
 
 
+GROUPS = pytest.StashKey[tempfile.TemporaryDirectory]()
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.stash[GROUPS] = tempfile.TemporaryDirectory(prefix="tilth-groups-")
+
+
+def pytest_unconfigure(config):
+    if GROUPS in config.stash:
+        config.stash[GROUPS].cleanup()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Say where a process of ``-n`` writes the groups of its tests.
+
+    xdist's own way, an addition to the id of a test, is lost without a word with pytest 9.2.
+    """
+    node.workerinput["groups"] = f"{node.config.stash[GROUPS].name}/{node.gateway.id}.json"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A process of ``-n`` runs whole files, so that a module's fixtures are made once, but all tests of one group."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class Files(LoadGroupScheduling):
+    class Files(LoadScopeScheduling):
+        @cached_property
+        def _groups(self):
+            return json.loads(min(Path(config.stash[GROUPS].name).iterdir()).read_text())
+
         def _split_scope(self, nodeid):
-            scope = super()._split_scope(nodeid)
-            return nodeid.split("::")[0] if scope == nodeid else scope
+            return self._groups.get(nodeid, nodeid.split("::")[0])
 
     return Files(config, log)
 
@@ -55,9 +84,8 @@ def pytest_collection_modifyitems(config, items):
         return 1 if item.get_closest_marker("dist") and "pool" in item.fixturenames else 2 + (item.path not in starting)
 
     items.sort(key=order)
-    for item in items:
-        if order(item) < 2:
-            item.add_marker(pytest.mark.xdist_group(("ray", "pool")[order(item)]))
+    groups = {item.nodeid: ("ray", "pool")[order(item)] for item in items if order(item) < 2}
+    Path(config.workerinput["groups"]).write_text(json.dumps(groups))
 
 
 @pytest.fixture
