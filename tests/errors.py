@@ -36,10 +36,11 @@ def kinds(source):
 
 
 def packages():
-    """Packages, and modules beside them, that make errors."""
-    return [path.stem for path in sorted(SOURCE.iterdir()) if found(path)]
+    """Packages, and modules beside them."""
+    return [p.stem for p in sorted(SOURCE.iterdir()) if p.suffix == ".py" or (p / "__init__.py").is_file()]
 
 
+@cache
 def found(path):
     """(file, line, class, key or None, sentence) of every error that the code of a package makes, in order."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -115,7 +116,9 @@ def snapshot(path):
 if __name__ == "__main__":
     for name in packages():
         path = SOURCE / name if (SOURCE / name).is_dir() else SOURCE / f"{name}.py"
-        if all(row[3] for row in found(path)):
+        if not found(path):
+            snapshot(path).unlink(missing_ok=True)
+        elif all(row[3] for row in found(path)):
             snapshot(path).write_text(page(path))
         else:
             print(f"{name}: {sum(not row[3] for row in found(path))} errors have no key; its sentences are not written")

@@ -16,7 +16,8 @@ def path_of(name):
 def test_errors_have_a_key_and_the_sentences_are_those_of_the_snapshot(name):
     path = path_of(name)
     assert not [f"{file}:{line}" for file, line, _, key, _ in found(path) if not key]
-    assert page(path) == snapshot(path).read_text(), "after a wanted change: python -m tests.errors"
+    held = snapshot(path).read_text() if snapshot(path).is_file() else ""
+    assert (page(path) if found(path) else "") == held, "after a wanted change: python -m tests.errors"
 
 
 def test_few_tests_match_a_sentence():
