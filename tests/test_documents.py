@@ -200,7 +200,11 @@ def follow(page: str, folder: Path, *, costly: bool) -> None:
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+LONG = ("docs/extending.md", "docs/packages/flows.md")
+"""Pages whose commands do what tests of plugins and flows do too."""
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in WITH_COMMANDS])
 def test_the_commands_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     follow(page, tmp_path, costly=False)

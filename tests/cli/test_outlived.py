@@ -52,7 +52,9 @@ def test_a_run_goes_on_when_its_reader_leaves(tmp_path):
     assert "Broken pipe" in check_finished(tmp_path)
 
 
-@pytest.mark.parametrize("where", [pytest.param("/dev/full", id="full"), None], ids=str)
+@pytest.mark.parametrize(
+    "where", [pytest.param("/dev/full", id="full"), pytest.param(None, marks=pytest.mark.slow)], ids=str
+)
 def test_a_run_goes_on_where_nothing_can_be_written_from_the_start(tmp_path, where):
     with open(where, "wb") if where else nobody() as out, run(tmp_path, stdout=out) as process:
         _, errors = process.communicate(timeout=120)
@@ -79,7 +81,10 @@ def test_a_command_that_only_prints_ends_as_by_a_broken_pipe(finished, command):
     assert errors == b"" and process.returncode == 141
 
 
-@pytest.mark.parametrize("command", PRINTS, ids=" ".join)
+SELDOM = [pytest.param(command, marks=[pytest.mark.slow] * (command[0] in ("ckpt", "layout"))) for command in PRINTS]
+
+
+@pytest.mark.parametrize("command", SELDOM, ids=" ".join)
 def test_a_reader_of_the_first_line_alone_is_no_error(finished, command):
     line = f"set -o pipefail; {shlex.join([*TILTH, *command])} | head -1"
     ended = subprocess.run(["bash", "-c", line], cwd=finished, env=ENVIRONMENT, capture_output=True, timeout=60)

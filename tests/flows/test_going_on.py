@@ -221,7 +221,7 @@ def rewarded(folder, *, stop=0, allow=(), name="mine"):
         assert stop
 
 
-@pytest.mark.parametrize("file", ["rewards.py", "helper.py"])
+@pytest.mark.parametrize("file", [pytest.param("rewards.py", marks=pytest.mark.slow), "helper.py"])
 def test_a_reward_whose_files_changed_is_refused_unless_it_is_allowed(tmp_path, file):
     (tmp_path / "rewards.py").write_text("import helper\ndef score(p, c, i): return helper.length(c)\n")
     (tmp_path / "helper.py").write_text("def length(c): return 0.1 * len(c)\n")

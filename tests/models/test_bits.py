@@ -58,7 +58,7 @@ def different(one: list[Tensor], two: list[Tensor]) -> int:
     return sum(int((a != b).sum()) for a, b in zip(one, two, strict=True))
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def threads(request: pytest.FixtureRequest) -> object:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -204,7 +204,7 @@ def own_denominator(rank, case):
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("rows", [(0,), (1,), (9,), (10,)])
+@pytest.mark.parametrize("rows", [(0,), (9,), *(pytest.param((n,), marks=pytest.mark.slow) for n in (1, 10))])
 def test_uneven_micro_batches_do_not_hang_and_blanks_are_counted(pool, rows, zero):
     case = Case(fsdp=2, zero=zero, rows=rows, micro_tokens=12)
     one = train(0, case.alone)["results"][0]

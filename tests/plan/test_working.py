@@ -81,7 +81,7 @@ def whole(config):
         (20_000, 4, 64, [], {}),
         pytest.param(20_000, 64, 64, [], {}, marks=pytest.mark.slow),  # as the next rows but one thing
         pytest.param(20_000, 64, 64, [], {"tie_embeddings": False}, marks=pytest.mark.slow),
-        (20_000, 64, 64, ["train.precision=bf16"], {}),
+        pytest.param(20_000, 64, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         (20_000, 64, 64, ["train.micro_tokens=1024"], {"tie_embeddings": False}),
         (20_000, 2, 16, ["train.micro_tokens=16"], {"hidden_size": 256}),
         (150_000, 8, 40, [], {}),
@@ -112,7 +112,7 @@ def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):
         (1000, 100, 0.7),
         (20_000, 300, 1.0),
         (20_000, 300, 0.7),
-        (20_000, 4000, 0.7),
+        pytest.param(20_000, 4000, 0.7, marks=pytest.mark.slow),
         (150_000, 600, 1.0),
         pytest.param(20_000, 4000, 1.0, marks=pytest.mark.slow),
         pytest.param(150_000, 600, 0.7, marks=pytest.mark.slow),
@@ -171,7 +171,7 @@ def speaking(rows, group, prompt, new, vocab, **keys):
     [
         (64, 8, 16, 16, 16, {}),
         (64, 1, 16, 16, 16, {}),
-        (16, 4, 100, 150, 16, {}),
+        pytest.param(16, 4, 100, 150, 16, {}, marks=pytest.mark.slow),
         (16, 1, 300, 10, 16, {}),
         (16, 4, 16, 16, 16, {"train__precision": "bf16"}),
         (32, 4, 16, 4, 20_000, {}),

@@ -10,7 +10,9 @@ from tilth.cluster.controller.cluster import open_cluster
 from tilth.roles.trajectory_writer import SHOWN
 
 
-@pytest.mark.parametrize("backend, workers", [("inline", 1), pytest.param("local", 2, marks=pytest.mark.dist)])
+@pytest.mark.parametrize(
+    "backend, workers", [("inline", 1), pytest.param("local", 2, marks=[pytest.mark.dist, pytest.mark.slow])]
+)
 def test_bytes_a_row_are_flat_from_16_to_65536_tokens(monkeypatch, backend, workers):
     """Prompts are loaded, samples made, scored and written to Parquet, each in a worker."""
     monkeypatch.syspath_prepend(str(Path(tilth.__file__).parents[2] / "benchmarks"))

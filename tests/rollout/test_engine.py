@@ -70,7 +70,7 @@ def test_same_tokens_as_a_naive_generator(options):
     assert not check_blocks(engine._blocks, [])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 def test_random_arrival_abort_and_resume(seed):
     """Requests trickle in; some are stopped half-way and go on later, in this engine or in another one."""
     rng = np.random.default_rng(seed)
@@ -180,7 +180,9 @@ def test_two_samples_where_only_one_fits():
 # Bits
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 6}, {"max_rows": 16, "kv_tokens": 480}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"max_rows": 6}, marks=pytest.mark.slow), {"max_rows": 16, "kv_tokens": 480}], ids=str
+)
 def test_what_was_done_before_leaves_no_trace(options):
     """After draining, an engine computes as a new one: the same bits, though not in parity mode."""
     rng = np.random.default_rng(1)

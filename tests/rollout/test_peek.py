@@ -23,7 +23,15 @@ def watched(engine, requests):
     return [found[r.id] for r in requests], seen
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 5}, {"max_rows": 16, "kv_tokens": 320}, {"step_tokens": 23}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"max_rows": 5}, marks=pytest.mark.slow),
+        {"max_rows": 16, "kv_tokens": 320},
+        {"step_tokens": 23},
+    ],
+)
 def test_what_is_seen_is_a_beginning_of_the_result_and_changes_nothing(options):
     # few rows: some wait; few blocks: some are preempted; long answers: some move to a larger lane
     requests = [*make_requests(12), *(Request(100 + i, [7, i], LONG) for i in range(3))]

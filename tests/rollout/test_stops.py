@@ -87,7 +87,9 @@ def stopped(tokens, stop):
     return next((n for n in range(1, len(tokens) + 1) if stop in Letters().decode(tokens[:n])), None)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"max_rows": 3, "kv_tokens": 160}], ids=str
+)
 def test_the_engine_keeps_the_tokens_and_cuts_the_text(options):
     params = SamplingParams(max_tokens=60, stop=("ac", "jj"))
     requests = [Request(i, [i, 1, 2], params) for i in range(10)]
