@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -479,12 +479,17 @@ def negative_log_likelihood(denominator: float) -> Loss:
 SIZE = {"cpu": 768, "cuda": 8192}
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the matmul rate of this machine in FLOP/s, as the base of MFU: the best of a few square products (about
-    50 ms).
+    50 ms, once for each setting of a process).
 
     Threads and fp32 precision are those set now.
     """
+    return _measured_flops(device, dtype, torch.get_num_threads(), torch.get_float32_matmul_precision())
+
+
+@cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str, repeats: int = 5) -> float:
     n = SIZE.get(device.type, SIZE["cuda"])
     a = torch.ones(n, n, device=device, dtype=dtype)
     seconds = []
