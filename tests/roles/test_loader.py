@@ -84,7 +84,10 @@ def test_prompts_of_a_file_travel_as_its_description(tmp_path):
     assert sizes[0] == sizes[1] < 500
 
 
-@pytest.mark.parametrize("task", ["addition", "countdown", "sorting", "chain", "flaws"])
+TASKS = ["addition", pytest.param("countdown", marks=pytest.mark.slow), "sorting", "chain", "flaws"]
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_tasks_travel_without_what_is_computed_from_them(task):
     prompts = load_source(DataConfig(source=task, digits=2))
     prompts.split(0.1)  # computes a hash of each prompt
