@@ -6,6 +6,7 @@ part is written and read one after another in this process. Real processes are i
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 from tests.checkpoint.cases import least
 from tests.checkpoint.make import cut, same, save_sharded, tensor
 from tests.checkpoint.test_processes import check
+from tests.models.tiny import FAMILIES
 from tests.parallel.layouts import CONFIG, Case, build
 from tilth.checkpoint.balance import LEAST
 from tilth.checkpoint.read import Checkpoint, open_checkpoint
 from tilth.checkpoint.shards import state_layouts
-from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
+from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shape, Shard
 from tilth.plan.layout import layouts
 from tilth.plan.shape import parameter_shapes
 
@@ -140,18 +142,18 @@ def test_the_layouts_are_what_their_names_say():
     assert len({tuple(map(str, p.items())) for p in parameters.values()}) == len(SPREADS)
 
 
-def state() -> dict[str, dict[str, torch.Tensor]]:
+def state(shapes: Mapping[str, Shape] = SHAPES) -> dict[str, dict[str, torch.Tensor]]:
     """A model in fp32, its average in bf16, the state of both optimizers: arbitrary bits, NaNs and denormals too."""
-    model = {n: tensor(s, salt=n) for n, s in SHAPES.items()}
+    model = {n: tensor(s, salt=n) for n, s in shapes.items()}
     optimizer = {}
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         for kind in ("exp_avg", "exp_avg_sq") if "mlp" not in name else ("momentum_buffer",):
             optimizer[f"{kind}.{name}"] = tensor(shape, salt=f"{kind}{name}")
         optimizer[f"step.{name}"] = tensor((), salt=f"step{name}")
     return {"model": model, "ema": {n: t.bfloat16() for n, t in model.items()}, "optimizer": optimizer}
 
 
-def laid_out(spread: Spread, whole: dict) -> dict[str, dict[str, Layout]]:
+def laid_out(spread: "Spread | Divided", whole: dict) -> dict[str, dict[str, Layout]]:
     parameters = spread.parameters()
     return {"model": parameters, "ema": parameters, "optimizer": state_layouts(parameters, whole["optimizer"])}
 
@@ -206,6 +208,58 @@ def test_shares_that_replicas_cut_among_them(grid, save, load, nbytes):
 def test_every_layout_into_every_other(grid, save):
     for load in SPREADS:
         grid(save, load)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How the ranks of a job hold a model with experts."""
+
+    sizes: tuple[tuple[str, int], ...]
+    schedule: str = "1f1b"
+
+    @classmethod
+    def of(cls, schedule: str = "1f1b", **sizes: int) -> "Divided":
+        return cls(tuple(sizes.items()), schedule)
+
+    def __str__(self) -> str:
+        return "-".join([f"{n}{s}" for n, s in self.sizes] + [self.schedule] * (self.schedule != "1f1b")) or "one"
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(dict(self.sizes))
+
+    def parameters(self) -> dict[str, Layout]:
+        return layouts(EXPERTS, self.mesh, schedule=self.schedule)
+
+
+EXPERTS = replace(FAMILIES["gpt-oss"], num_experts=4, num_layers=4, expert_layers=(0, 1, 2, 3), tie_embeddings=True)
+"""Stacked weights and biases; both ends of a pipeline hold the embedding."""
+DIVIDED = [
+    Divided.of(),
+    Divided.of(pp=2),
+    Divided.of(pp=2, schedule="interleaved"),
+    Divided.of(pp=4, fsdp=2),
+    Divided.of(ep=2, fsdp=3),
+    Divided.of(ep=4, tp=2),
+    Divided.of(pp=2, ep=2, cp=2),
+    Divided.of(pp=2, dp=2, fsdp=2, ep=2, tp=2),
+]
+
+
+@pytest.mark.parametrize(
+    "save", [DIVIDED[-2], *(pytest.param(d, marks=pytest.mark.slow) for d in DIVIDED if d is not DIVIDED[-2])], ids=str
+)
+def test_stages_and_experts_of_every_layout_into_those_of_every_other(tmp_path, save):
+    whole = state(parameter_shapes(EXPERTS))
+    source = open_checkpoint(save_sharded(tmp_path, 1, whole, laid_out(save, whole)))
+    for load in DIVIDED:
+        wanted = laid_out(load, whole)
+        for (group, tensors), rank in itertools.product(whole.items(), load.mesh.ranks):
+            here = {n: t for n, t in tensors.items() if wanted[group][n].mesh.has(rank)}
+            expected = {n: cut(t, wanted[group][n], rank) for n, t in here.items()}
+            into = {n: torch.full_like(t, 77) for n, t in expected.items()}
+            source.restore(group, into, wanted[group], rank)
+            assert all(same(into[n], t) for n, t in expected.items()), f"{load}: rank {rank}, {group}"
 
 
 @pytest.mark.slow
