@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 from layout_formulas import Choices, Collectives, Rounds, Step, formula, predicted
+from trial import JoinedRole
 
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.cluster.protocol import transfer
-from tilth.cluster.worker.context import Context
 from tilth.config.axes import AXES
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
@@ -48,7 +48,7 @@ from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
-from tilth.parallel.dims import ParallelDims, join
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import Scored, computed_tokens, cut, model_input, plan_micros, run_forward
@@ -190,13 +190,8 @@ class Found:
     """After the last step."""
 
 
-class Trial:
+class Trial(JoinedRole):
     """A role that trains a model of its own on each of its ranks."""
-
-    def __init__(self, context: Context) -> None:
-        join(context.rank, context.workers, context.init_method, context.timeout)
-        torch.set_num_threads(1)
-        self.context = context
 
     @transfer("all", "all")
     def train(self, task: dict[str, Any]) -> Found:

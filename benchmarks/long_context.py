@@ -19,21 +19,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from driver import benchmark_parser, write_rows
 from layout_parity import fresh_peak, peak
 from torch.utils._python_dispatch import TorchDispatchMode
+from trial import JoinedRole
 
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.cluster.protocol import transfer
-from tilth.cluster.worker.context import Context
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.dims import ParallelDims, join
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.context import ZigZag
 from tilth.training.engine import TrainEngine, negative_log_likelihood
@@ -75,13 +74,8 @@ class Found:
     """Of the last step."""
 
 
-class Trial:
+class Trial(JoinedRole):
     """A role that trains a model of its own on each of its ranks."""
-
-    def __init__(self, context: Context) -> None:
-        join(context.rank, context.workers, context.init_method, context.timeout)
-        torch.set_num_threads(1)
-        self.context = context
 
     @transfer("all", "all")
     def train(self, task: dict[str, Any]) -> Found:
@@ -146,8 +140,8 @@ def row(cluster: Cluster, name: str, length: int, steps: int) -> dict[str, Any]:
         "layout": name,
         "tokens_per_second": length / max(f.seconds for f in found),
         "peak_mib": max(f.peak for f in found),
-        "sent": sum(f.sent for f in found) / len(found),
-        "planned": planned(task) if task.ranks > 1 else 0.0,
+        "sent_bytes": sum(f.sent for f in found) / len(found),
+        "planned_bytes": planned(task) if task.ranks > 1 else 0.0,
         "loss": found[0].loss,
     }
 
@@ -167,14 +161,16 @@ def main() -> int:
             for name in names:
                 found = row(cluster, name, length, 2 if options.quick else options.steps)
                 table.append(found)
-                sent, plan = found["sent"] / 1e6, found["planned"] / 1e6
+                sent, plan = found["sent_bytes"] / 1e6, found["planned_bytes"] / 1e6
                 print(
                     f"{length:7} {name:14} {found['tokens_per_second']:8.0f} {found['peak_mib']:9.0f} "
                     f"{sent:8.2f} {plan:8.2f} {found['loss']:9.6f}",
                     flush=True,
                 )
     write_rows(options.json, table)
-    return int(any(abs(found["sent"] - found["planned"]) > 0.01 * found["planned"] for found in table))
+    return int(
+        any(abs(found["sent_bytes"] - found["planned_bytes"]) > 0.01 * found["planned_bytes"] for found in table)
+    )
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ from typing import Any
 import torch
 from driver import benchmark_parser, write_rows
 from torch import Tensor, nn
+from trial import JoinedRole
 
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.cluster.protocol import transfer
-from tilth.cluster.worker.context import Context
 from tilth.config.axes import Split
 from tilth.core.layout import Box, Mesh, Replicate
 from tilth.core.random import fill_normal_, stream
 from tilth.models.config import DecoderConfig
-from tilth.parallel.dims import ParallelDims, join
+from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reshard import TRANSITIONS, Parts, Training, allocate, share
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import generation_ranks
@@ -132,13 +132,8 @@ class Found:
     kept: bool
 
 
-class Trial:
+class Trial(JoinedRole):
     """A role that makes generation weights of training shards, on each of its ranks."""
-
-    def __init__(self, context: Context) -> None:
-        join(context.rank, context.workers, context.init_method, context.timeout)
-        torch.set_num_threads(1)
-        self.context = context
 
     @transfer("all", "all")
     def run(self, case: dict[str, Any]) -> Found:

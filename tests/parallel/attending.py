@@ -8,8 +8,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from long_context import Attention
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.divided import far, one_device, sequences
 from tilth.core.batch import Jagged
@@ -141,25 +141,8 @@ def moved(rank: int, ranks: int, style: str, lengths: list[int], kv_heads: int, 
     parallel = ContextParallel.of(ParallelDims.of(Mesh(("cp",), (ranks,)), rank), style, shape)
     share = parallel.share(lengths)
     q, k, v, _ = (x[share.tokens].requires_grad_() for x in inputs(lengths, 4, kv_heads, 8, torch.float32))
-    with Sent() as forward:
+    with Attention() as forward:
         out = share.context().attend(0, q, k, v, window)
-    with Sent() as backward:
+    with Attention() as backward:
         out.sum().backward()
     return {"forward": forward.bytes, "backward": backward.bytes}
-
-
-class Sent(TorchDispatchMode):
-    """Adds up the bytes that this rank sends to others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        if func.namespace == "c10d" and name == "send":
-            self.bytes += sum(x.nbytes for x in args[0])
-        elif func.namespace == "c10d" and name == "alltoall_base_":
-            row, counts = args[1].nbytes // max(len(args[1]), 1), args[4]
-            self.bytes += row * (sum(counts) - counts[dist.ProcessGroup.unbox(args[2]).rank()])
-        return func(*args, **(kwargs or {}))

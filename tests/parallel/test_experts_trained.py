@@ -2,13 +2,11 @@
 
 import unittest.mock
 
-import numpy as np
 import pytest
-import torch
 
 from tests.errors import raises
 from tests.parallel.layouts import CONFIG, LENGTHS, Case, train
-from tests.parallel.test_training import apart, gathered, slow
+from tests.parallel.test_training import apart, check_double, check_floats, slow
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
@@ -45,15 +43,7 @@ DOUBLE_MORE = [
 
 @pytest.mark.parametrize("case", [*DOUBLE, *DOUBLE_FOURS, *slow(DOUBLE_MORE)], ids=str)
 def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case):
-    one, found = train(0, case.alone, steps=2), pool.run(case.ranks, TRAIN, case=case, steps=2)
-    for got in found:
-        for a, b in zip(got["results"], one["results"]):
-            assert a.loss == pytest.approx(b.loss, rel=1e-11) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-11)
-        assert max(apart(got["gradients"][n], g) for n, g in one["gradients"].items()) < 1e-11
-        assert max(apart(got["end"][n], w) for n, w in one["end"].items()) < 1e-11
-    np.testing.assert_allclose(gathered(found, "before"), one["before"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(gathered(found, "after"), one["after"], rtol=1e-5, atol=1e-6)
-    assert np.abs(one["after"] - one["before"]).max() > 1e-3
+    check_double(pool, case)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +55,7 @@ def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case)
     ids=str,
 )
 def test_twenty_steps_in_float32_stay_close(pool, case):
-    one, found = train(0, case.alone, steps=20, init=True), pool.run(case.ranks, TRAIN, case=case, steps=20, init=True)
-    for got in found:
-        assert all(torch.equal(got["start"][n], w) for n, w in one["start"].items())
-        for at, most in ((0, 1e-5), (-1, 1e-4)):
-            a, b = got["results"][at], one["results"][at]
-            assert a.loss == pytest.approx(b.loss, rel=most) and a.grad_norm == pytest.approx(b.grad_norm, rel=most)
-        assert got["results"][-1].loss < got["results"][0].loss - 0.01
+    check_floats(pool, case)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import unittest.mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from tests.parallel.layouts import (
     watch_gradients,
     weights,
 )  # fmt: skip
-from tests.parallel.test_training import apart, gathered, slow
+from tests.parallel.test_training import apart, check_double, check_floats, slow
 from tilth.core.errors import ModelError, NonFiniteError
 from tilth.core.layout import Mesh
 from tilth.parallel import comm
@@ -66,15 +65,7 @@ MORE = [
 
 @pytest.mark.parametrize("case", [*CASES, *FOURS, *slow(MORE)], ids=str)
 def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case):
-    one, found = train(0, case.alone, steps=2), pool.run(case.ranks, TRAIN, case=case, steps=2)
-    for got in found:
-        for a, b in zip(got["results"], one["results"]):
-            assert a.loss == pytest.approx(b.loss, rel=1e-11) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-11)
-        assert max(apart(got["gradients"][n], g) for n, g in one["gradients"].items()) < 1e-11
-        assert max(apart(got["end"][n], w) for n, w in one["end"].items()) < 1e-11
-    np.testing.assert_allclose(gathered(found, "before"), one["before"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(gathered(found, "after"), one["after"], rtol=1e-5, atol=1e-6)
-    assert np.abs(one["after"] - one["before"]).max() > 1e-3
+    check_double(pool, case)
 
 
 FLOATS = [Case(pp=2, dropout=0.1), Case(pp=2, **DEEP), Case(pp=2, schedule="zero-bubble", tied=False)]
@@ -82,14 +73,7 @@ FLOATS = [Case(pp=2, dropout=0.1), Case(pp=2, **DEEP), Case(pp=2, schedule="zero
 
 @pytest.mark.parametrize("case", [FLOATS[0], *slow(FLOATS[1:])], ids=str)
 def test_twenty_steps_in_float32_stay_close_and_begin_with_the_same_bits(pool, case):
-    one, found = train(0, case.alone, steps=20, init=True), pool.run(case.ranks, TRAIN, case=case, steps=20, init=True)
-    for got in found:
-        assert all(torch.equal(got["start"][n], w) for n, w in one["start"].items())
-        first, last = got["results"][0], got["results"][-1]
-        assert first.loss == pytest.approx(one["results"][0].loss, rel=1e-5)
-        assert first.grad_norm == pytest.approx(one["results"][0].grad_norm, rel=1e-5)
-        assert last.loss == pytest.approx(one["results"][-1].loss, rel=1e-4)
-        assert last.loss < first.loss - 0.01
+    found = check_floats(pool, case)
     assert found[0]["results"] == found[1]["results"] or len(found) > 2
 
 
