@@ -98,6 +98,17 @@ def test_keys_and_values_go_around_or_tokens_are_exchanged_for_heads():
     assert sent("policy.layout.cp_style=ulysses") == pytest.approx(2 * (2 * heads + 2 * max(kv_heads, 2)) * one / 2)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+def test_a_rank_talks_for_the_layers_of_its_stage_alone(axis, schedule):
+    more = ["model.layers=8", *(["model.family=qwen3_moe", "model.experts=4"] if axis == "ep" else [])]
+    found = [
+        {t.axis: t.bytes for t in talks(2 * pp, f"policy.layout.{axis}=2", f"policy.layout.pp={pp}", *rest, *more)}
+        for pp, rest in ((1, []), (2, [f"policy.layout.pp_schedule={schedule}"]))
+    ]
+    assert found[1][axis] == pytest.approx(found[0][axis] / 2)
+
+
 def test_engines_elsewhere_get_their_weights_from_the_replicas_in_turn():
     found = talks("{train=2, speak=3}", "rollout.pool=speak")
     assert [(t.axis, t.groups) for t in found] == [("dp", ((0, 1),)), ("to rollout", ((0, 2, 3), (1, 4)))]

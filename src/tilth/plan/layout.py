@@ -259,10 +259,15 @@ def _seats(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longe
     return {rank: Seat(role, mesh.at(rank), *need(mesh.along(rank, *mesh.copies)[0])) for rank in placed.ranks}
 
 
+def has_values(recipe: Recipe, role: str) -> bool:
+    """True if a role's model is a value model."""
+    return ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
+
+
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> ShardFactors:
     """Return the part of a role's model on one of its ranks."""
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
-    values = ROLES[role].values or (role == "policy" and recipe.flow_spec.value)
+    values = has_values(recipe, role)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
     how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "engine": placed.engines}
     own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilth.config.checks import learners
 from tilth.config.roles import ROLES
@@ -11,9 +12,9 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.context import RING_SHARE
 from tilth.plan.experts import dispatch_elements, dispatch_mode
-from tilth.plan.layout import Placed, cut, layouts, place
+from tilth.plan.layout import Placed, cut, has_values, layouts, place
 from tilth.plan.memory import micro_tokens
-from tilth.plan.pipeline import chunks_of
+from tilth.plan.pipeline import chunks_of, stages_of
 from tilth.plan.reshard import ReshardPlan
 from tilth.plan.shape import DecoderShape
 from tilth.plan.working import ShardFactors
@@ -95,11 +96,28 @@ def inside(
     """
     wanted = learners(recipe)[role]
     part = part or cut(recipe, role, placed, shape, placed.ranks[0])
+    layers = _layers(recipe, role, wanted, placed, shape)
     found = _data(recipe, role, wanted, placed, part, longest)
-    found += _context(recipe, role, wanted, placed, shape, longest)
-    found += _experts(recipe, role, placed, shape, longest)
-    found += _tensor(recipe, role, placed, shape, longest, wanted.sp)
+    found += _context(recipe, role, wanted, placed, shape, longest, layers.all)
+    found += _experts(recipe, role, placed, shape, longest, layers.experts)
+    found += _tensor(recipe, role, placed, shape, longest, wanted.sp, layers.all)
     return found + _stages(recipe, role, wanted, placed, shape, longest)
+
+
+class _Layers(NamedTuple):
+    """Most layers, and most layers with experts, of one rank."""
+
+    all: int
+    experts: int
+
+
+def _layers(recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape) -> _Layers:
+    count = placed.mesh.size("pp")
+    if count == 1:
+        return _Layers(shape.num_layers, len(shape.expert_layers))
+    stages = stages_of(shape, count, wanted.pp_schedule, value=has_values(recipe, role))
+    own = [[layer for part in stages.parts(k) for layer in stages.layers[part]] for k in range(count)]
+    return _Layers(max(map(len, own)), max(len({*layers} & {*shape.expert_layers}) for layers in own))
 
 
 def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> GroupTraffic:
@@ -131,7 +149,9 @@ def _data(
     return found
 
 
-def _experts(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int) -> list[GroupTraffic]:
+def _experts(
+    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, layers: int
+) -> list[GroupTraffic]:
     """Return the traffic of tokens to their experts and back; a layer that is recomputed sends them again."""
     ep = placed.mesh.size("ep")
     if ep == 1:
@@ -141,11 +161,11 @@ def _experts(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, lon
     one = dispatch_elements(mode, tokens, shape.experts_per_token, shape.hidden_size, ep) / placed.mesh.count("tokens")
     element = 2 if recipe.train.precision == "bf16" else _FP32
     what = {"exchange": "tokens sent to their experts and back", "gather": "tokens gathered for experts, and scattered"}
-    return [_talk(role, placed.mesh, ["ep"], what[mode], one * element * len(shape.expert_layers))]
+    return [_talk(role, placed.mesh, ["ep"], what[mode], one * element * layers)]
 
 
 def _context(
-    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
+    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int, layers: int
 ) -> list[GroupTraffic]:
     """Keys and values that go around once forward, and back with their gradients; or tokens exchanged for heads."""
     cp, tp = placed.mesh.size("cp"), placed.mesh.size("tp")
@@ -160,12 +180,12 @@ def _context(
     else:
         what, each = "tokens exchanged for heads", 2 * (heads + max(kv_heads, cp)) * shape.head_dim / cp
         sent = (did.scored + did.tokens * (2 + again)) * element
-    total = shape.num_layers * each * sent * _share(cp)
+    total = layers * each * sent * _share(cp)
     return [_talk(role, placed.mesh, ["cp"], f"{what} in attention of each layer", total)]
 
 
 def _tensor(
-    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool
+    recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool, layers: int
 ) -> list[GroupTraffic]:
     tp, tokens = placed.mesh.size("tp"), placed.mesh.count("tokens")
     if tp == 1:
@@ -173,7 +193,7 @@ def _tensor(
     did = work(recipe, role, placed.data_ranks, longest)
     element = 2 if recipe.train.precision == "bf16" else _FP32
     forward = 2 + 2 * bool(recipe.train.checkpointing)  # two blocks a layer, and again where they are recomputed
-    each = shape.num_layers * shape.hidden_size * element * 2 * _share(tp)
+    each = layers * shape.hidden_size * element * 2 * _share(tp)
     sent = each * (did.tokens * (forward + 2) + did.scored * 2) / tokens
     what = "tokens gathered and scattered" if sp else "outputs added up"
     return [_talk(role, placed.mesh, ["tp"], f"{what} around both blocks of each layer", sent)]
