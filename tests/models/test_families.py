@@ -16,7 +16,7 @@ import tilth
 from tests.checkpoint.make import cut, save_sharded
 from tests.config.test_plugins import forget
 from tests.errors import raises
-from tests.models.tiny import FAMILIES
+from tests.models.tiny import FAMILIES, decoder
 from tilth.checkpoint.read import open_checkpoint
 from tilth.config.load import from_dict
 from tilth.config.schema import OptimizerConfig
@@ -382,3 +382,14 @@ def test_memory_and_traffic_are_those_that_they_were(family, plan):
     talks = [[talk.role, talk.axis, talk.bytes] for talk in traffic(asked, shape, 40)]
     (alone,) = per_rank(from_dict({"model": model, **PLANS[plan]}), shape, 40)
     assert GOLDEN["plans"][f"{family}-{plan}"] == short([*workers, alone.memory.by_name(), talks])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_rank_left_without_tokens_passes_in_every_family(name: str) -> None:
+    """As of a sequence shorter than the ranks that divide its tokens."""
+    model = decoder(FAMILIES[name])
+    hidden = model(torch.zeros(0, dtype=torch.int64), PackedContext([]))
+    assert hidden.shape == (0, model.config.hidden_size)
+    hidden.sum().backward()
+    layers = {n: p.grad for n, p in model.named_parameters() if "layers" in n and "correction" not in n}
+    assert all(grad is not None and not grad.any() for grad in layers.values())

@@ -247,8 +247,9 @@ class PackedContext:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        if not self._groups:
-            return q.new_empty(*q.shape[:2], v.shape[2])
+        if not self._groups:  # the projections have a gradient as on other ranks
+            given = (q, k, v) if sinks is None else (q, k, v, sinks)
+            return q.new_empty(*q.shape[:2], v.shape[2]) + sum(x.sum() for x in given)
         if sinks is None and self._varlen(q):
             return self._flash(q, k, v, window)
         if self._source is not None:

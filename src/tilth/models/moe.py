@@ -224,7 +224,7 @@ class Router(nn.Module):
             scores = scores + self.correction.to(dtype).to(scores.dtype)
         groups = self.config.expert_groups
         if self.config.groups_per_token < groups:
-            split = scores.view(len(scores), groups, -1)
+            split = scores.unflatten(1, (groups, -1))
             best = split.topk(min(2, split.shape[2]), -1)[0].sum(-1).topk(self.config.groups_per_token, -1)[1]
             allowed = torch.zeros_like(split[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
             scores = split.masked_fill(~allowed[:, :, None], -torch.inf).flatten(1)

@@ -109,8 +109,9 @@ class LatentAttention(nn.Module):
         latent.
         """
         c, rows = self.config, x.shape[0]
+        heads = self.kv_b_proj.weight.shape[0] // (c.qk_nope_head_dim + c.v_head_dim)  # perhaps one rank's
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if c.q_lora_rank else self.q_proj(x)
-        q_plain, q_turned = queries.view(rows, -1, c.head_dim).split((c.qk_nope_head_dim, c.qk_rope_head_dim), 2)
+        q_plain, q_turned = queries.view(rows, heads, c.head_dim).split((c.qk_nope_head_dim, c.qk_rope_head_dim), 2)
         latent, k_turned = self.kv_a_proj_with_mqa(x).split((c.kv_lora_rank, c.qk_rope_head_dim), 1)
         latent, q_turned, k_turned = (
             self.kv_a_layernorm(latent),
@@ -118,7 +119,7 @@ class LatentAttention(nn.Module):
         )
         if self.latent and not torch.is_grad_enabled():
             return self._of_latent(q_plain, q_turned, latent, k_turned)
-        expanded = self.kv_b_proj(latent).view(rows, -1, c.qk_nope_head_dim + c.v_head_dim)
+        expanded = self.kv_b_proj(latent).view(rows, heads, c.qk_nope_head_dim + c.v_head_dim)
         k_plain, v = expanded.split((c.qk_nope_head_dim, c.v_head_dim), 2)
         q = torch.cat((q_plain, q_turned), 2)
         k = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1)), 2)
