@@ -131,7 +131,7 @@ def scores_twice(rank, case):
     found["loaded"] = score()
     sharded.load_(weights(case))
     with torch.no_grad():
-        sharded.dummy_forward()  # gathers, and without a reshard ...
+        sharded.forward(*sharded.blank_input())  # gathers, and without a reshard ...
         for p in sharded.parameters.values():
             p.mul_(1.25)
         plain, room.ShardedModel.reshard = room.ShardedModel.reshard, lambda self: None
@@ -150,7 +150,7 @@ def test_local_parameters_share_their_storage_with_the_model(pool, case):
 def shares_storage(rank, case):
     sharded = spread(case, rank)
     sharded.init_(0)
-    sharded.dummy_forward().backward()
+    sharded.nothing(sharded.forward(*sharded.blank_input())).backward()
     sharded.reduce_grads()
     own = dict(sharded.model.named_parameters())
     same = [own[n].to_local().data_ptr() == p.data_ptr() or not p.numel() for n, p in sharded.parameters.items()]

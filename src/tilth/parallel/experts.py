@@ -104,13 +104,10 @@ def check_experts(config: DecoderConfig, ep: int) -> None:
         )
 
 
-def apply_experts(
-    model: Decoder, grid: ParallelDims, mode: DispatchMode | None = None, *, engine: bool = False
-) -> None:
+def apply_experts(model: Decoder, grid: ParallelDims, *, engine: bool = False) -> None:
     """Cut the experts of a model to this rank's along "ep", in place, and send tokens to those of other ranks.
 
-    mode: of ``ExpertExchange``. engine: all ranks have the same tokens. ModelError if they do not divide. Every rank
-    must call it.
+    engine: all ranks have the same tokens. ModelError if they do not divide. Every rank must call it.
     """
     ep = grid.size("ep")
     check_experts(model.config, ep)
@@ -120,7 +117,7 @@ def apply_experts(
     for name, _ in model.named_parameters():
         if rule_of(model.table, name).stacked:
             cut_parameter(model, name, Shard(0), grid.coordinate("ep"), ep)
-    dispatch = ExpertSum(group) if engine else ExpertExchange(group, mode)
+    dispatch = ExpertSum(group) if engine else ExpertExchange(group)
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, ctx = args

@@ -378,13 +378,6 @@ class ShardedModel:
             else:
                 root.set_requires_gradient_sync(last)
 
-    def dummy_forward(self) -> Tensor:
-        """Return 0 from a forward pass of one token, to take part in others' collectives.
-
-        It depends on every parameter, so that its backward pass takes part too.
-        """
-        return self.nothing(self.forward(*self.blank_input()))
-
     def blank_input(self) -> tuple[Tensor, AttentionContext]:
         """Return one token, the input of a blank."""
         return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device)
