@@ -46,6 +46,7 @@ class Case:
     value: bool = False
     experts: bool = False
     num_experts: int = 5
+    per_token: int = 2
     both: bool = False
     """Both layers have experts; else the second one."""
     double: bool = False
@@ -74,7 +75,11 @@ class Case:
 
 def build(case: Case) -> Decoder:
     layers = (0, 1) if case.both else (1,)
-    shape = replace(MOE, num_experts=case.num_experts, expert_layers=layers) if case.experts else CONFIG
+    shape = (
+        replace(MOE, num_experts=case.num_experts, experts_per_token=case.per_token, expert_layers=layers)
+        if case.experts
+        else CONFIG
+    )
     config = replace(shape, tie_embeddings=case.tied, dropout=case.dropout, num_layers=case.layers)
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
@@ -154,10 +159,11 @@ def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) 
     watch_gradients(engine, gradients)
     tokens, mask, starts = rows_of(case, sharded)
     scored = packed_values if case.value else packed_logprobs
-    found["before"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
+    how = {"max_tokens": case.micro_tokens, "parity": options.get("parity", False)}
+    found["before"] = scored(sharded, tokens, mask, **how)
     for _ in range(steps):
         found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts))
-    found["after"] = scored(sharded, tokens, mask, max_tokens=case.micro_tokens)
+    found["after"] = scored(sharded, tokens, mask, **how)
     found["gradients"] = copied(sharded.assemble(names, gradients))
     found["end"] = copied(sharded.assemble(names))
     if engine.ema.tensors:

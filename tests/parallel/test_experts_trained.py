@@ -2,11 +2,12 @@
 
 import unittest.mock
 
+import numpy as np
 import pytest
 
 from tests.errors import raises
 from tests.parallel.layouts import CONFIG, LENGTHS, Case, train
-from tests.parallel.test_training import apart, check_double, check_floats, slow
+from tests.parallel.test_training import apart, check_double, check_floats, gathered, slow
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
@@ -98,6 +99,14 @@ def test_uneven_micro_batches_do_not_hang_and_blanks_are_counted(pool, rows, zer
     assert [r.grad_norm for r in results] == pytest.approx([one.grad_norm] * 2, rel=1e-5)
     few, many = sorted(results, key=lambda r: r.tokens)
     assert few.tokens + many.tokens == sum(LENGTHS) and many.padded == 0 and few.padded >= 3
+
+
+def test_scores_in_parity_have_the_bits_of_one_process_where_a_gather_would_move_less(pool):
+    """Each token has more experts than there are ranks, and one of these has more micro-batches than the other."""
+    case = Case(ep=2, **BOTH, per_token=3, rows=(2,), micro_tokens=12)
+    one, found = train(0, case.alone, parity=True), pool.run(2, TRAIN, timeout=60.0, case=case, parity=True)
+    assert np.array_equal(gathered(found, "before"), one["before"].astype(np.float64))
+    assert found[0]["results"][0].padded and found[0]["results"][0].loss == pytest.approx(one["results"][0].loss)
 
 
 def test_a_sum_of_experts_gradients_that_is_forgotten_is_seen(pool):

@@ -107,7 +107,8 @@ def check_experts(config: DecoderConfig, ep: int) -> None:
 def apply_experts(model: Decoder, grid: ParallelDims, *, engine: bool = False) -> None:
     """Cut the experts of a model to this rank's along "ep", in place, and send tokens to those of other ranks.
 
-    engine: all ranks have the same tokens. ModelError if they do not divide. Every rank must call it.
+    engine: all ranks have the same tokens. In parity mode they are exchanged, whatever the volume: sums then have the
+    bits of one device. ModelError if experts do not divide. Every rank must call it.
     """
     ep = grid.size("ep")
     check_experts(model.config, ep)
@@ -118,11 +119,13 @@ def apply_experts(model: Decoder, grid: ParallelDims, *, engine: bool = False) -
         if rule_of(model.table, name).stacked:
             cut_parameter(model, name, Shard(0), grid.coordinate("ep"), ep)
     dispatch = ExpertSum(group) if engine else ExpertExchange(group)
+    in_order = ExpertExchange(group, "exchange")  # adds as one device does
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, ctx = args
         sending = copy.copy(ctx)
-        sending.experts = replace(ctx.experts or ExpertContext(), dispatch=dispatch)
+        own = ctx.experts or ExpertContext()
+        sending.experts = replace(own, dispatch=in_order if own.parity else dispatch)
         return ids, sending
 
     model.register_forward_pre_hook(enter)

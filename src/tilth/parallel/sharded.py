@@ -378,9 +378,9 @@ class ShardedModel:
             else:
                 root.set_requires_gradient_sync(last)
 
-    def blank_input(self) -> tuple[Tensor, AttentionContext]:
-        """Return one token, the input of a blank."""
-        return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device)
+    def blank_input(self, parity: bool = False) -> tuple[Tensor, AttentionContext]:
+        """Return one token, the input of a blank; parity: that of the others, which decides how experts get tokens."""
+        return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device, parity)
 
     def nothing(self, hidden: Tensor) -> Tensor:
         """Return 0 that depends on hidden states, thus on all layers, and on what the loss uses beside them.

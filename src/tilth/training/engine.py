@@ -247,7 +247,7 @@ class TrainEngine:
             used[index] += 1
             yield InFlight(*input_of(index, micro), micro, WorkAmounts.of(self.model, micro))
         while True:  # other ranks have more
-            yield InFlight(*self.sharded.blank_input())
+            yield InFlight(*self.sharded.blank_input(self.parity))
 
     def _input_of(
         self, index: np.ndarray, micro: MicroBatch, *, places: np.ndarray | None, experts: ExpertStep | None
@@ -267,7 +267,7 @@ class TrainEngine:
 
     def _count_loads(self, step: ExpertStep, begin: Iterator[Scored], count: int) -> None:
         """Run the micro-batches of a step, and blanks, to count the loads of experts."""
-        run_forward(self.sharded, begin, count)
+        run_forward(self.sharded, begin, count, parity=self.parity)
         self.sharded.reshard()
         step.count()
 

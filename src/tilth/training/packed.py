@@ -356,7 +356,7 @@ def _without_gradient(
         for row, name in zip(found, what):
             row[index] = getattr(micro, name).cpu().numpy()
 
-    run_forward(sharded, begin(), len(plan), keep)
+    run_forward(sharded, begin(), len(plan), keep, parity=parity)
     sharded.share(torch.from_numpy(found))
     sharded.reshard()
     return found
@@ -385,8 +385,9 @@ def run_forward(
     begin: Iterator[Scored],
     count: int,
     keep: Callable[[np.ndarray, MicroBatch, Tensor], None] = lambda index, micro, hidden: None,
+    parity: bool = False,
 ) -> None:
-    """Run all parts over ``count`` micro-batches, and as many blanks as other ranks have more.
+    """Run all parts over ``count`` micro-batches, and as many blanks as other ranks have more. parity: of all of them.
 
     keep: gets the tokens of a micro-batch, the micro-batch, and hidden states of the last part.
     """
@@ -395,7 +396,7 @@ def run_forward(
 
     def context(i: int) -> AttentionContext:
         if i not in started:
-            started[i] = next(begin) if i < count else Scored(*sharded.blank_input())
+            started[i] = next(begin) if i < count else Scored(*sharded.blank_input(parity))
         return started[i].ctx
 
     for one in handover.passes(context):
