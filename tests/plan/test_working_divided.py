@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.plan.test_working import WITHIN, recipe_of, shape
+from tests.plan.test_working import recipe_of, shape
 from tilth.plan.layout import cut, place
 from tilth.plan.working import training
 
 ROWS = 32
+WITHIN = 0.15
 LAYOUTS = [
     ({"cp": 2}, {}),
     *(
