@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
+from tests.config.test_plugins import _nothing_left_behind, forget, write  # noqa: F401  (a fixture)
 from tilth.cli.main import app
 
 MINE = """
@@ -47,6 +47,17 @@ def test_what_goes_wrong_ends_in_a_line(tmp_path):
     assert code == 2 and "times" in out and out.count("\n") == 1
     code, out = run("--plugins", tmp_path / "none.py", "greet")
     assert code == 2 and "none.py" in out and out.count("\n") == 1
+
+
+def test_what_a_command_raises_names_its_file_and_line_and_its_own_exit_code_stays(tmp_path):
+    for error in ("KeyError('who')", "RuntimeError('who')", "OSError('who')"):
+        path = write(tmp_path, MINE.replace("DataError(f", f"{error} or DataError(f"), f"mine_{error[:3]}.py")
+        code, out = run("--plugins", path, "greet", "you", "--times", "0")
+        assert code == 2 and out.count("\n") == 1 and f"command 'greet' ({path.name}:5): {error[:3]}" in out
+        assert "who" in out and f"at {path.name}:9" in out
+        forget()
+    path = write(tmp_path, MINE.replace("raise DataError", "import typer; raise typer.Exit(7) if times else DataError"))
+    assert run("--plugins", path, "greet", "you", "--times", "-1") == (7, "")
 
 
 def test_a_name_that_comes_with_tilth_is_refused(tmp_path):

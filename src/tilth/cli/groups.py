@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from tilth.config.plugins import Declaration, absolute, declared_by, load_plugins
+from tilth.config.plugins import Declaration, absolute, blame, declared_by, load_plugins
 from tilth.core.errors import CallTimeout, PluginError, TilthError, WorkerError, WorkerLost
 from tilth.ui.output import discard
 
@@ -66,14 +66,18 @@ class Commands(TyperGroup):
             _end(f"error: {error}", 2)  # with the worker's traceback, the tail of its log or the stacks
         except TilthError as error:
             _end("error: " + " ".join(str(error).split()), 2)
-        except (MemoryError, RuntimeError) as error:  # torch has no class of its own for it on a CPU
-            from tilth.core.memory import is_out_of_memory, no_memory
-
-            if not is_out_of_memory(error):
-                raise
-            _end(f"error: {no_memory(error)}", 2)
         except USAGE as error:
             _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            from tilth.core.memory import is_out_of_memory, no_memory
+
+            if is_out_of_memory(error):  # torch has no class of its own for it on a CPU
+                _end(f"error: {no_memory(error)}", 2)
+            if (found := blame(error, "")) is None:
+                raise
+            _end(f"error: {found}", 2)
         except KeyboardInterrupt:
             _end("interrupted; whatever a run has saved is intact", 130)
 
