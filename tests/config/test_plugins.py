@@ -122,6 +122,21 @@ def test_a_name_is_one_word(name):
         tilth.advantage(name)
 
 
+@pytest.mark.parametrize(
+    ("declare", "key"),
+    [
+        (lambda: tilth.advantage(print), "@tilth.advantage"),
+        (lambda: tilth.advantage("mine")(3), "advantage.mine"),
+        (lambda: tilth.flow("mine", roles="judge"), "flow.mine.roles"),
+        (lambda: tilth.flow("mine", learns="answer"), "flow.mine.learns"),
+        (lambda: tilth.optimizer("mine", state="exp_avg"), "optimizer.mine.state"),
+    ],
+)
+def test_what_a_decorator_cannot_use_is_named(declare, key):
+    with raises(PluginError, key):
+        declare()
+
+
 def test_a_flow_that_comes_with_tilth_is_not_replaced():
     with raises(PluginError, "flow.grpo.shipped"):
         tilth.flow("grpo")

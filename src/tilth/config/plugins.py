@@ -110,6 +110,9 @@ def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T],
 
     shipped: names of this kind that come with Tilth. Raises PluginError if the name is taken.
     """
+    if callable(name):
+        own = getattr(name, "__name__", "my_name")
+        raise PluginError(f"@tilth.{kind} needs a name, as in @tilth.{kind}({own!r})", key=f"@tilth.{kind}")
     if not isinstance(name, str) or not name.isidentifier():
         message = f"@tilth.{kind}({name!r}): a name is text such as 'my_{kind}', letters, digits and _"
         raise PluginError(message, key=f"@tilth.{kind}")
@@ -118,6 +121,9 @@ def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T],
         raise PluginError(message, key=f"{kind}.{name}.shipped")
 
     def record(value: T) -> T:
+        if not callable(value):
+            message = f"@tilth.{kind}({name!r}) declares {value!r}, which is no function or class"
+            raise PluginError(message, key=f"{kind}.{name}")
         code = inspect.unwrap(value)  # type: ignore[arg-type]
         found = Declaration(kind, name, value, *_place(code), _IMPORTING[-1] if _IMPORTING else "")
         rivals = ("reward", "task") if kind in ("reward", "task") else (kind,)  # a task is a reward too
@@ -175,6 +181,7 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
     the model is sharded, the parameters are this rank's shards. Raises PluginError if the name is taken.
     """
     record = declare("optimizer", name, _SHIPPED_OPTIMIZERS)
+    _check_names(f"optimizer.{name}.state", state)
 
     def add(make: T) -> T:
         record(make)
@@ -208,6 +215,10 @@ def flow(
     taken, or if a default is of no key.
     """
     record = declare("flow", name, _SHIPPED_FLOWS)
+    _check_names(f"flow.{name}.roles", roles)
+    if learns not in get_args(Learns):
+        known = ", ".join(map(repr, get_args(Learns)))
+        raise PluginError(f"@tilth.flow({name!r}): learns={learns!r} is not one of {known}", key=f"flow.{name}.learns")
     calls, own = frozenset(roles), _nested(name, defaults or {})
     made = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=calls, own_loop=True)
 
@@ -217,6 +228,13 @@ def flow(
         return loop
 
     return add
+
+
+def _check_names(key: str, names: Iterable[str]) -> None:
+    """Raise PluginError for one text in place of a list: its letters would be the names."""
+    if isinstance(names, str):
+        word = key.rpartition(".")[2]
+        raise PluginError(f"{key}: {word}={names!r} is one text; give a list, {word}=[{names!r}]", key=key)
 
 
 def _nested(flow: str, defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
