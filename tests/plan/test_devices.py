@@ -24,6 +24,19 @@ def test_pools_are_any_number_in_a_node_and_then_whole_nodes():
     assert DEVICES["cpu"].pool_sizes(3) == [1, 2, 3]
 
 
+def test_pools_of_many_nodes_are_sixteenths_and_powers_of_two():
+    sizes = DEVICES["h100"].pool_sizes(1024)
+    assert sizes[:12] == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128] and sizes[12:] == list(range(192, 1025, 64))
+    assert max(DEVICES["h100"].pool_sizes(1000)) == 1000 and len(DEVICES["h100"].pool_sizes(128)) == 8 + 15
+
+
+def test_a_message_goes_around_a_group_slowly_between_nodes():
+    kind = DEVICES["a100-80g"]
+    assert kind.latency(range(1)) == 0.0 and kind.latency(range(8)) == pytest.approx(7 * kind.hop)
+    assert kind.latency(range(16)) == pytest.approx(14 * kind.hop + kind.far)
+    assert kind.latency(range(0, 64, 8)) == pytest.approx(7 * kind.far)
+
+
 @pytest.mark.parametrize("kind", DEVICES.values(), ids=DEVICES)
 def test_every_type_names_its_source_and_its_rates(kind):
     assert kind.source and {"bf16", "tf32", "fp32"} <= kind.flops.keys()

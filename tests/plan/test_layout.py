@@ -18,8 +18,9 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel import sharded
-from tilth.plan.layout import Placed, check_shape, elements, layouts, nested, per_rank, place, ranks_of
+from tilth.plan.layout import Placed, alike, check_shape, cut, elements, layouts, nested, per_rank, place, ranks_of
 from tilth.plan.memory import BASE, TOKEN
+from tilth.plan.pipeline import stages_of
 from tilth.plan.shape import parameter_shapes, parameters
 
 
@@ -348,6 +349,22 @@ def test_every_stage_gathers_two_of_its_own_layers():
     first, *_, last = [{i.name: i.bytes for i in need}["parameters and gradients of other ranks"] for need in needs]
     asked = load_recipe("addition-grpo", ["model.layers=8"]).model
     assert last == pytest.approx(first, rel=0.01) and last > 4 * 2 * 10 * asked.hidden**2
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp = 2", "pp = 2, fsdp = 2", "pp = 2, ep = 2", "pp = 2, tp = 2", "ep = 2, fsdp = 2"]
+)
+def test_counting_layers_that_are_alike_once_gives_the_elements_of_all_parameters(layout):
+    keys, workers = f"policy.layout={{{layout}}}", 4 if "," in layout else 2
+    asked = load_recipe("addition-grpo", [f"cluster.workers={workers}", "cluster.backend=local", keys, *MOE])
+    shape, placed = new_config(asked.model, 14), place(asked)["policy"]
+    found, stages = layouts(shape, placed.mesh), stages_of(shape, placed.mesh.size("pp"), "1f1b")
+    times = alike(shape, stages, False)
+    assert sum(times.values()) == len(found) > len(times)
+    for rank in placed.ranks:
+        part = cut(asked, "policy", placed, shape, rank)
+        experts = {name: held for name, held in found.items() if ".experts." in name}
+        assert (part.elements, part.experts) == (elements(found, rank), elements(experts, rank))
 
 
 @pytest.mark.dist

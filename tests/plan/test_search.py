@@ -63,6 +63,18 @@ def test_more_devices_are_not_slower_and_memory_is_kept():
     assert found.best.total >= find_mapping(large).best.total
 
 
+def test_engines_decode_as_many_sequences_together_as_is_fastest_and_fits():
+    given = asked(1, flow="grpo", algorithm={}, rollout={"prompts": 64, "group": 8, "max_tokens": 32})
+    assert find_mapping(given).recipe.rollout.max_rows == 512
+    engine = next(o for o in given.problem.options("rollout", 1, frozenset(["rollout"])) if o.rows == 8)
+    room = given.problem.base + engine.held + max(engine.training, engine.generation)
+    tight = replace(given, device=replace(given.device, memory=room + 30_000_000))
+    found = find_mapping(tight)
+    assert 8 <= found.recipe.rollout.max_rows < 512 and found.best.total > find_mapping(given).best.total
+    kept = asked(1, flow="grpo", algorithm={}, rollout={"prompts": 64, "group": 8, "max_tokens": 32, "max_rows": 48})
+    assert find_mapping(kept).recipe.rollout.max_rows == 48
+
+
 def test_a_layout_that_is_set_is_kept():
     given = asked(4, policy={"layout": {"dp": 2, "fsdp": 2}}, cluster={"backend": "local", "workers": 4})
     layout = find_mapping(given).recipe.policy.layout

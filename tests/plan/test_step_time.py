@@ -1,13 +1,24 @@
 """Seconds of a stage: bubbles of pipelines equal simulated schedules, hidden communication costs nothing."""
 
-import numpy as np
+from itertools import product
+
 import pytest
 
 from tests.models import tiny
 from tests.scripts import script
 from tilth.plan.devices import DEVICES
+from tilth.plan.pipeline import passes, scoring, simulate
 from tilth.plan.shape import kv_bytes, parameters
-from tilth.plan.step_time import AxisTime, Decoding, bubble_share, decode_seconds, pass_seconds, stage
+from tilth.plan.step_time import (
+    AxisTime,
+    Decoding,
+    bubble_share,
+    decode_seconds,
+    optimizer_seconds,
+    pass_seconds,
+    stage,
+    uneven,
+)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
@@ -21,13 +32,33 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_simulated_schedule(schedule, ch
     assert took == pytest.approx(passes * (1 + bubble_share(stages, micro_batches, chunks)))
 
 
-def test_the_bubble_of_zero_bubble_is_a_third():
-    made = script("pipeline_schedules.py")
-    order = made.orders("zero-bubble", 4, 12)
-    took = (
-        np.max(made.synthetic(order, made.by_type(forward_compute=1, backward_compute=1, weight_compute=1)).start) + 1
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
+@pytest.mark.parametrize("again", [False, True])
+def test_bubbles_are_those_of_schedules_with_few_micro_batches_and_odd_numbers_of_them(schedule, chunks, again):
+    backward = (1 if schedule == "zero-bubble" else 2) + again
+    seconds = {"forward": 1.0, "backward": float(backward), "weight": 1.0}
+    for stages, micro_batches in product((2, 4, 8), (1, 2, 3, 5, 8, 9, 17)):
+        found = simulate(passes(schedule, stages, chunks, micro_batches), chunks, seconds)
+        idle = max(end for _, end in found) / found[0][0] - 1
+        assert bubble_share(stages, micro_batches, chunks, schedule, again=again) == pytest.approx(idle)
+        found = simulate(scoring(stages, chunks, micro_batches), chunks, seconds)
+        idle = max(end for _, end in found) / found[0][0] - 1
+        assert bubble_share(stages, micro_batches, chunks, schedule, learns=False) == pytest.approx(idle)
+
+
+def test_the_stage_with_the_head_is_the_slowest():
+    small, large = (
+        tiny.shape("qwen3", num_layers=4, vocab_size=50),
+        tiny.shape("qwen3", num_layers=4, vocab_size=50_000),
     )
-    assert took == pytest.approx(3 * 12 * (1 + bubble_share(4, 12, schedule="zero-bubble")), rel=0.03)
+    assert uneven(small, 1, "1f1b", False) == 1.0
+    assert 1.0 < uneven(small, 2, "1f1b", False) < uneven(large, 2, "1f1b", False) < 2.0
+    assert uneven(large, 2, "1f1b", True) < 1.01
+
+
+def test_an_optimizer_step_reads_and_writes_its_states():
+    device = DEVICES["a100-80g"]
+    assert optimizer_seconds(device, 10**9) == pytest.approx(30e9 / (device.links * device.memory_bandwidth))
 
 
 def test_communication_beside_compute_counts_as_far_as_it_takes_longer():

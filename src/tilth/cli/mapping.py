@@ -10,7 +10,7 @@ from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.roles import roles_of
-from tilth.config.schema import LayoutConfig, Recipe
+from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
 from tilth.flows.planning import chosen_device, searched
 from tilth.plan.mapping import PoolChoice, RoleMapping
 from tilth.plan.search import STAGES, SearchResult
@@ -75,6 +75,8 @@ def keys(recipe: Recipe) -> list[str]:
             found.append(f"{spec.key}.pool={section.pool}")
         if section.layout != LayoutConfig():
             found.append(f"{spec.key}.layout={{{_sizes(section.layout, key=True)}}}")
+    if recipe.rollout.max_rows != RolloutConfig.model_fields["max_rows"].default:
+        found.append(f"rollout.max_rows={recipe.rollout.max_rows}")
     return found
 
 

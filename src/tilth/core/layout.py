@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tilth.config import axes
 from tilth.core.errors import ArgumentError
 
@@ -211,7 +213,10 @@ class Mesh:
     def only(self, name: str, places: Sequence[int]) -> "Mesh":
         """Return the mesh of the ranks with these coordinates along an axis."""
         sizes = tuple(len(places) if own == name else size for own, size in zip(self.names, self.sizes))
-        return Mesh(self.names, sizes, tuple(rank for rank in self.ranks if self.coordinate(name, rank) in places))
+        if name not in self.names:
+            return self
+        kept = np.take(self._grid, sorted(places), axis=self.names.index(name))
+        return Mesh(self.names, sizes, tuple(kept.ravel().tolist()))
 
     def merged(self, *names: str) -> "Mesh":
         """Return the mesh in which these neighbouring axes are one, under the name of the first; others get size 1.
@@ -236,7 +241,16 @@ class Mesh:
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
         """Partition all ranks into groups that differ along these axes only."""
-        return tuple(self.along(rank, *names) for rank in self.ranks if not self.index(rank, *names))
+        chosen = set(map(self._known, names))
+        inner = [i for i, name in enumerate(self.names) if name in chosen]
+        outer = [i for i, name in enumerate(self.names) if name not in chosen]
+        size = math.prod(self.sizes[i] for i in inner)
+        return tuple(map(tuple, self._grid.transpose(outer + inner).reshape(-1, size).tolist()))
+
+    @property
+    def _grid(self) -> np.ndarray:
+        """The ranks, int64 [sizes]."""
+        return np.array(self.ranks).reshape(self.sizes)
 
     def _known(self, name: str) -> str:
         return name if name in self.names else axes.known(name).name

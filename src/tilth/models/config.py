@@ -34,7 +34,7 @@ class DecoderConfig:
     family: str = "qwen3"
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     """``rope_type`` and its factors, as in transformers; None: no scaling."""
     window_rope_theta: float | None = None
     """Base of the rotary embedding, then without scaling, in the layers of ``window_layers``; None: as elsewhere."""

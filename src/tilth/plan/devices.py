@@ -17,6 +17,8 @@ from tilth.config.errors import RecipeError, nearest
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(gt=0, le=1)]
+STEPS = 16
+"""Parts of the nodes that a pool may have, if there are more nodes than that."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -39,8 +41,10 @@ class DeviceType:
     """Share of the peak that layers reach, their attention, norms and copies included."""
     links: Part = 0.8
     """Share of memory and link bandwidth that transfers reach."""
-    hop: float = 4e-6
-    """Latency of one message of a collective."""
+    hop: float = 3.4e-6
+    """Latency of one message of a collective in a node; NCCL's own constant (``src/graph/tuning.cc``: NVLink, ring)."""
+    far: float = 14e-6
+    """Latency of one message between nodes; NCCL's own constant (network, ring)."""
     launch: float = 4e-6
     """Least time of one kernel."""
     overlaps: bool = True
@@ -63,10 +67,22 @@ class DeviceType:
             return self.links * self.intra
         return self.links * min(self.intra, self.inter * min(members.values()))
 
+    def latency(self, ranks: Iterable[int]) -> float:
+        """Return seconds in which a message goes from each member to the next one, around the group but for a step."""
+        members = Counter(rank // self.per_node for rank in ranks)
+        crossings = len(members) - 1
+        return crossings * self.far + (members.total() - 1 - crossings) * self.hop
+
     def pool_sizes(self, devices: int) -> list[int]:
-        """Return the sizes that a pool may have: any within a node, then whole nodes."""
+        """Return the sizes that a pool may have: any within a node, then whole nodes.
+
+        Of more than ``STEPS`` nodes: powers of two, and multiples of a ``STEPS``-th of the nodes, rounded up.
+        """
+        nodes = devices // self.per_node
+        step = -(-nodes // STEPS)
+        whole = {2**i for i in range(nodes.bit_length())} | {*range(step, nodes + 1, step), nodes} if nodes else set()
         inside = range(1, min(devices, self.per_node) + 1)
-        return [*inside, *range(2 * self.per_node, devices + 1, self.per_node)]
+        return [*inside, *sorted(n * self.per_node for n in whole if n > 1)]
 
 
 _NVIDIA = "NVIDIA data sheets of the SXM part and of its DGX (dense rates; NVLink and network adapters one way)"
@@ -98,6 +114,7 @@ _TYPES = (
         1 << 20,
         "one core of an AMD EPYC (Zen 4) with gloo, measured (docs/benchmarks.md)",
         hop=1.2e-3,
+        far=1.2e-3,
         launch=2e-6,
         overlaps=False,
         gpu=False,

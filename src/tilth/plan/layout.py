@@ -1,9 +1,9 @@
 """Placement of a recipe's roles on ranks, and of a decoder's parameters on the ranks of a mesh."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from tilth.config.axes import MODEL, over
@@ -15,7 +15,7 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.memory import BASE, Memory, Need, together
-from tilth.plan.pipeline import ON_STAGES, chunks_of, in_flight, misfit_stages, stages_of, waiting
+from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
 from tilth.plan.rules import VALUE_HEAD, Table, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
@@ -176,25 +176,43 @@ def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
     """Lay a parameter over a mesh: axes in ``along`` split first, as it says by name; shards that are not in it split
     the rows of what those left, all together; copies copy. AxisError for another axis that divides the model.
     """
-    model, shards = mesh.over(*MODEL), tuple(name for name in mesh.shards if name not in along)
-    mesh = mesh.merged(*shards)
+    model, shards, mesh, order = _frame(mesh, tuple(along))
     split: list[Placement] = []
-    for name in mesh.names:
-        if mesh.size(name) == 1 or name not in model:
+    for name, count in zip(mesh.names, mesh.sizes):
+        if count == 1 or name not in model:
             split.append(Replicate())
         elif name in shards or name in along:
             split.append(Shard(0) if name in shards else along[name])
         else:
             raise AxisError(f"axis {name!r} divides the model, but has no placement for this parameter", key=name)
+    return Layout(mesh, tuple(split), shape, order)
+
+
+@lru_cache(64)
+def _frame(mesh: Mesh, along: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], Mesh, tuple[int, ...]]:
+    """Return axes that divide the model, shards among them that are not in ``along``, the mesh with these as one axis,
+    and the order of division."""
+    model, shards = mesh.over(*MODEL), tuple(name for name in mesh.shards if name not in along)
+    mesh = mesh.merged(*shards)
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
-    return Layout(mesh, tuple(split), shape, tuple(order))
+    return model, shards, mesh, tuple(order)
 
 
-def elements(parts: dict[str, Layout], rank: int) -> int:
-    """Count the elements of all parameters that a rank holds."""
+def elements(parts: Mapping[str, Layout], rank: int, times: Mapping[str, int] | None = None) -> int:
+    """Count the elements of all parameters that a rank holds. times: parameter -> parameters like it, with itself."""
     different = {id(layout): layout for layout in parts.values()}
     each = {key: sum(box.numel for box in layout.boxes(rank)) for key, layout in different.items()}
-    return sum(each[id(layout)] for layout in parts.values())
+    return sum(each[id(layout)] * (times or {}).get(name, 1) for name, layout in parts.items())
+
+
+@lru_cache(256)
+def alike(shape: DecoderShape, stages: Stages, value: bool) -> Mapping[str, int]:
+    """Return parameter -> parameters like it, itself included: those of one row of the table, on the same stages."""
+    table, first, found = shape.table + VALUE_HEAD, dict[object, str](), dict[str, int]()
+    for name in _shapes(shape, value):
+        kind = first.setdefault((rule_of(table, name).name, stages.holders(name)), name)
+        found[kind] = found.get(kind, 0) + 1
+    return found
 
 
 # ---- memory ----
@@ -269,11 +287,13 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     wanted: Wanted = ROLES[role].placed_by(recipe).layout
     values = has_values(recipe, role)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
-    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "engine": placed.engines}
+    times = alike(shape, stages_of(shape, mesh.size("pp"), wanted.pp_schedule, value=values), values)
+    sizes = _sizes(shape, values, times)
+    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "engine": placed.engines, "sizes": sizes}
     own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)
-    here = elements(own, rank)
-    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank)
-    experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank)
+    here = elements(own, rank, times)
+    blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank, times)
+    experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank, times)
     gathered = 0 if placed.engines else _gathered(shape, mesh, rank, wanted, values)
     tp, tokens = mesh.size("tp"), mesh.count("tokens")
     spread = tp if wanted.sp else 1
@@ -298,13 +318,17 @@ def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, val
 def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, wanted: Wanted, values: bool) -> int:
     """Count the elements of the parameters that a rank gathers and holds at the same time."""
     apart, found = [name for name in mesh.over(*MODEL) if name not in mesh.shards], 0
+    stages = stages_of(shape, mesh.size("pp"), wanted.pp_schedule, value=values)
+    times = alike(shape, stages, values)
+    sizes = _sizes(shape, values, times if wanted.zero == 2 else _two_layers(shape, stages, values))
     for stacked, shards in ((False, mesh.shards), (True, mesh.expert_shards)):
+        if mesh.size(*shards) == 1:
+            continue
         kept = [name for name in mesh.shards if name not in shards]
         mine = mesh.part(rank, *apart, *kept)  # what is computed with
-        part = layouts(shape, mine, value=values, schedule=wanted.pp_schedule)
+        part = layouts(shape, mine, value=values, schedule=wanted.pp_schedule, sizes=sizes)
         these = {n: part[n] for n in part if rule_of(shape.table + VALUE_HEAD, n).stacked == stacked}
-        if mesh.size(*shards) > 1:
-            found += elements(these, rank) if wanted.zero == 2 else _at_once(these, rank)
+        found += elements(these, rank, times) if wanted.zero == 2 else _at_once(these, rank)
     return found
 
 
@@ -315,6 +339,31 @@ def _at_once(parts: dict[str, Layout], rank: int) -> int:
         inside = layers.setdefault(name.split(".")[2], {}) if name.startswith("model.layers.") else found
         inside[name] = layout
     return elements(found, rank) + sum(sorted(elements(own, rank) for own in layers.values())[-2:])
+
+
+@lru_cache(256)
+def _two_layers(shape: DecoderShape, stages: Stages, value: bool) -> tuple[str, ...]:
+    """Return the parameters outside of layers, and of two layers of each kind on each stage, among which the largest
+    are."""
+    table, layers = shape.table + VALUE_HEAD, dict[str, list[str]]()
+    for name in _shapes(shape, value):
+        layers.setdefault(name.split(".")[2] if name.startswith("model.layers.") else "", []).append(name)
+    kinds: dict[object, list[str]] = {"": layers.pop("")}
+    for names in layers.values():
+        kind = stages.holders(names[0]), *(rule_of(table, name).name for name in names)
+        kinds.setdefault(kind, []).extend(names if len(kinds.get(kind, ())) < 2 * len(names) else ())
+    return tuple(name for names in kinds.values() for name in names)
+
+
+def _sizes(shape: DecoderShape, value: bool, names: Iterable[str]) -> dict[str, Sizes]:
+    """Return the sizes of these parameters."""
+    every = _shapes(shape, value)
+    return {name: every[name] for name in names}
+
+
+@lru_cache(16)
+def _shapes(shape: DecoderShape, value: bool) -> Mapping[str, Sizes]:
+    return parameter_shapes(shape, value=value)
 
 
 def _part(shape: DecoderShape, tp: int) -> DecoderShape:

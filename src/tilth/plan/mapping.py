@@ -27,6 +27,8 @@ class Option(NamedTuple):
     training: int = 0
     generation: int = 0
     """Bytes during a micro-batch and during an engine step, of which only the larger exists beside other roles'."""
+    rows: int = 0
+    """Sequences that an engine decodes together; 0: as the recipe has it."""
 
 
 Options = Callable[[str, int, frozenset[str]], Sequence[Option]]

@@ -285,6 +285,7 @@ class Stages:
         return mesh if self.count == 1 else mesh.only("pp", self.holders(name))
 
 
+@lru_cache(256)
 def stages_of(shape: DecoderShape, count: int, schedule: str, *, value: bool = False) -> Stages:
     """Divide a model over stages so that the slowest part is as fast as can be. value: it has no output head.
 
@@ -307,7 +308,8 @@ def misfit_stages(layers: int, count: int, schedule: str) -> str:
     return f"layout.pp = {count}{under} needs {parts} layers, the model has {layers}: pp may be 1 to {most}"
 
 
-def layer_costs(shape: DecoderShape, *, value: bool = False) -> list[float]:
+@lru_cache(64)
+def layer_costs(shape: DecoderShape, *, value: bool = False) -> tuple[float, ...]:
     """Return the cost of each layer: elements of its matrices that a token meets, which are multiplications of it.
 
     It meets some of the experts. The last layer has the head in addition, which is a matrix even where it is the
@@ -320,7 +322,7 @@ def layer_costs(shape: DecoderShape, *, value: bool = False) -> list[float]:
             costs[int(name.split(".")[2])] += prod(size[1:]) * (shape.experts_per_token if row.stacked else size[0])
     costs[0] += shape.hidden_size
     costs[-1] += shape.hidden_size * (1 if value else shape.vocab_size)
-    return costs
+    return tuple(costs)
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[range]:

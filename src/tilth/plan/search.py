@@ -6,17 +6,17 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from tilth.config.axes import AXES, MODEL
 from tilth.config.checks import check_cluster
 from tilth.config.errors import RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import LayoutConfig, Recipe
+from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
 from tilth.core.errors import ScheduleError
 from tilth.core.layout import Mesh
 from tilth.plan.devices import DeviceType
@@ -32,8 +32,10 @@ from tilth.plan.step_time import (
     StageTime,
     bubble_share,
     decode_seconds,
+    optimizer_seconds,
     pass_seconds,
     stage,
+    uneven,
 )
 from tilth.plan.traffic import GroupTraffic, inside, work
 from tilth.plan.working import ShardFactors, element_of, total
@@ -154,6 +156,8 @@ def applied(recipe: Recipe, mapping: RoleMapping) -> Recipe:
         for role, option in zip(pool.roles, pool.options):
             name = pool.roles[0] if several else ""
             recipe = recipe.replaced(ROLES[role].key, layout=option.layout, pool=name)
+            if option.rows:
+                recipe = recipe.replaced("rollout", max_rows=option.rows)
     check_cluster(recipe)
     return recipe
 
@@ -174,22 +178,38 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
             part = _part(given, recipe, role, placed, shape)
         except (RecipeError, ScheduleError):  # this layout cannot run
             continue
-        need: Need = resolve(spec.memory)(recipe, part, given.longest) if spec.memory else Need(())
-        if not _known(recipe, role, placed, shape, given.longest, part):
+        talks = inside(recipe, role, placed, shape, given.longest, part) if spec.mesh == "layout" else []
+        if spec.mesh == "layout" and not _known(placed.mesh, talks):
             continue
-        costs = _seconds(given, recipe, role, placed, shape, part, beside)
-        seconds = tuple(costs.get(name, 0.0) for name in STAGES)
-        held = sum(item.bytes for item in need.held if not (item.host and given.device.gpu))
-        yield Option(layout, seconds, held, total(need.training), total(need.generation))
+        for rows in _batches(given, spec, placed):
+            if rows:
+                recipe = recipe.replaced("rollout", max_rows=rows)
+            need: Need = resolve(spec.memory)(recipe, part, given.longest) if spec.memory else Need(())
+            costs = _seconds(given, recipe, role, placed, shape, part, talks, beside)
+            seconds = tuple(costs.get(name, 0.0) for name in STAGES)
+            held = sum(item.bytes for item in need.held if not (item.host and given.device.gpu))
+            yield Option(layout, seconds, held, total(need.training), total(need.generation), rows)
 
 
-def _known(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, part: ShardFactors) -> bool:
+def _batches(given: SearchInput, spec: RoleSpec, placed: Placed) -> Iterator[int]:
+    """Yield sequences that an engine decodes together: its samples of a step in 1, 2, 4, ... rounds. 0: as the recipe
+    has it, if it sets ``rollout.max_rows``, or if another role has the key too."""
+    recipe, own = given.recipe, RolloutConfig.model_fields["max_rows"].default
+    if (
+        spec.receives != "step"
+        or not recipe.flow_spec.samples
+        or recipe.rollout.max_rows != own
+        or "judge" in given.roles
+    ):
+        yield 0
+        return
+    rows = -(-recipe.rollout.prompts * recipe.rollout.group // placed.data_ranks)
+    yield from sorted({-(-rows // 2**i) for i in range(rows.bit_length())}, reverse=True)
+
+
+def _known(mesh: Mesh, talks: Sequence[GroupTraffic]) -> bool:
     """True if the plan knows the traffic of all axes that divide more than rows: none of them is free."""
-    if ROLES[role].mesh != "layout":
-        return True
-    mesh = placed.mesh
     dividing = {name for name in mesh.over("tokens", *MODEL) if mesh.size(name) > 1}
-    talks = inside(recipe, role, placed, shape, longest, part)
     return dividing <= {name for talk in talks for name in talk.axis.split(", ")}
 
 
@@ -300,11 +320,13 @@ def _seconds(
     placed: Placed,
     shape: DecoderShape,
     part: ShardFactors,
+    talks: Sequence[GroupTraffic],
     beside: frozenset[str],
 ) -> dict[str, float]:
     """Return stage -> seconds of a role on its pool."""
     if ROLES[role].mesh == "layout":
-        return {name: time.total for name, time in passes(given, recipe, role, placed, shape, part).items()}
+        found = passes(given, recipe, role, placed, shape, part, talks)
+        return {name: time.total for name, time in found.items()}
     seconds = _generation(given, recipe, role, placed, shape)
     if ROLES[role].receives == "step":
         return {"generate": seconds, "sync": _sync(given, placed, beside)}
@@ -312,43 +334,64 @@ def _seconds(
 
 
 def passes(
-    given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, part: ShardFactors
+    given: SearchInput,
+    recipe: Recipe,
+    role: str,
+    placed: Placed,
+    shape: DecoderShape,
+    part: ShardFactors,
+    talks: Sequence[GroupTraffic],
 ) -> dict[str, StageTime]:
-    """Return the times of updates and of scoring of a role whose model a layout divides."""
+    """Return the times of updates and of scoring of a role whose model a layout divides. talks: traffic of a step."""
     did, mesh, spec = work(recipe, role, placed.data_ranks, given.longest), placed.mesh, ROLES[role]
-    layout = spec.placed_by(recipe).layout
-    head = not (spec.values or recipe.flow_spec.value)
-    one = token_flops(shape, (given.longest + 1) / 2, head)
+    layout, again = spec.placed_by(recipe).layout, bool(recipe.train.checkpointing)
+    values = spec.values or recipe.flow_spec.value
+    one = token_flops(shape, (given.longest + 1) / 2, not values)
     parts = mesh.size(*(name for name in mesh.over("parameters", "layers") if name not in mesh.shards))
     parts *= mesh.count("tokens")
-    again = one.forward if recipe.train.checkpointing else 0.0
-    flops = {"train": did.tokens * (one.both + again) / parts, "prepare": did.scored * one.forward / parts}
-    layers, stages = shape.num_layers / mesh.count("layers"), mesh.count("layers")
-    micro_batches = {"train": did.micros, "prepare": did.scored_micros}
+    slowest = uneven(shape, mesh.count("layers"), layout.pp_schedule, values) / parts
+    flops = {
+        "train": did.tokens * (one.both + again * one.forward) * slowest,
+        "prepare": did.scored * one.forward * slowest,
+    }
+    loads = {"train": (did.micros, 3 + again, did.updates), "prepare": (did.scored_micros, 1, 0)}
     rate, whole = given.device.rate(recipe.train.precision, recipe.train.matmul), sum(flops.values())
-    talks = inside(recipe, role, placed, shape, given.longest, part)
+    hidden = mesh.shards if given.device.overlaps and layout.zero == 3 else ()
     found = {}
-    for name, micros in micro_batches.items():
-        if flops[name]:
-            layer_passes = micros * layers * (3 if name == "train" else 1)
-            compute = pass_seconds(given.device, rate, flops[name], layer_passes)
-            updates = did.updates if name == "train" else 0
-            beside = mesh.shards if given.device.overlaps and layout.zero == 3 else ()
-            moved = [_exchange(given, mesh, t, flops[name] / whole, layer_passes, updates, beside) for t in talks]
-            schedule = str(getattr(layout, "pp_schedule", "1f1b"))
-            each = max(1, micros // max(1, updates))
-            idle = compute * bubble_share(stages, each, chunks_of(schedule), schedule)
-            found[name] = stage(compute, idle, moved)
+    for name, (micros, times, updates) in loads.items():
+        if not flops[name]:
+            continue
+        own = micros * shape.num_layers / mesh.count("layers")
+        compute = pass_seconds(given.device, rate, flops[name], own * (3 if updates else 1))
+        load = StageLoad(flops[name] / whole, micros, own, times, updates)
+        moved = [_exchange(given.device, mesh, layout, talk, load, hidden) for talk in talks]
+        schedule, each = layout.pp_schedule, max(1, micros // max(1, updates))
+        pipe = chunks_of(schedule), schedule
+        idle = compute * bubble_share(mesh.count("layers"), each, *pipe, again=again, learns=bool(updates))
+        written = updates * optimizer_seconds(given.device, part.elements)
+        found[name] = stage(compute + written, idle, moved)
     return found
 
 
+class StageLoad(NamedTuple):
+    """Work of one rank in a stage of a step."""
+
+    share: float
+    """Of the FLOPs of the role's step."""
+    micros: int
+    layer_passes: float
+    """Layers of the rank times micro-batches."""
+    times: int
+    """Passes of each: forward, recomputation, and two backward."""
+    updates: int
+
+
 def _exchange(
-    given: SearchInput,
+    device: DeviceType,
     mesh: Mesh,
+    layout: LayoutConfig,
     talk: GroupTraffic,
-    share: float,
-    layer_passes: float,
-    updates: int,
+    load: StageLoad,
     hidden: tuple[str, ...],
 ) -> AxisTime:
     """Return the exchange of one stage: gradients that copies add up are those of updates, all else goes by FLOPs.
@@ -356,10 +399,17 @@ def _exchange(
     hidden: axes whose communication proceeds beside compute.
     """
     names, group = talk.axis.split(", "), talk.groups[0]
-    sums = set(names) <= set(mesh.copies)
-    share = float(bool(updates)) if sums else share
-    messages = (updates if sums else 2 * layer_passes) * (len(group) - 1)
-    seconds = share * talk.bytes / given.device.bandwidth(group) + messages * given.device.hop
+    sums, around = set(names) <= set(mesh.copies), device.latency(group)
+    share = float(bool(load.updates)) if sums else load.share
+    if sums:
+        messages = 2.0 * load.updates
+    elif "pp" in names:  # neighbours, in both directions where there are gradients
+        messages, around = load.micros * chunks_of(layout.pp_schedule) * (1 + bool(load.updates)), device.far
+    elif set(names) <= set(mesh.shards) and "ep" not in names:
+        messages = load.layer_passes * min(load.times, 3)
+    else:  # gathered and scattered around two blocks of a layer, and back
+        messages = 4 * load.layer_passes * max(1, load.times - 1)
+    seconds = share * talk.bytes / device.bandwidth(group) + messages * around
     return AxisTime(talk.axis, seconds, set(names) <= set(hidden))
 
 
@@ -376,7 +426,7 @@ def _sync(given: SearchInput, placed: Placed, beside: frozenset[str]) -> float:
         lacking, group = size * (ranks - parts) / (ranks * parts), tuple(range(ranks))
     else:
         lacking, group = size / parts, (0, given.device.per_node) if given.device.gpu else (0, 1)
-    return lacking / given.device.bandwidth(group) + given.device.hop * ranks
+    return lacking / given.device.bandwidth(group) + given.device.latency(range(ranks))
 
 
 def _generation(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape) -> float:
@@ -387,6 +437,7 @@ def _generation(given: SearchInput, recipe: Recipe, role: str, placed: Placed, s
     rows = -(-samples // placed.data_ranks)
     new = recipe.judge.max_tokens if judges else min(r.max_tokens, given.longest)
     prompt = 2 * given.longest if judges else max(1, given.longest - new)
-    load = Decoding(rows, rows if judges else -(-rows // r.group), r.max_rows, prompt, new)
+    together = min(r.max_rows, r.step_tokens)
+    load = Decoding(rows, rows if judges else -(-rows // r.group), together, prompt, new)
     rate, link = given.device.rate(recipe.train.precision, recipe.train.matmul), given.device.bandwidth(range(parts))
     return decode_seconds(given.device, rate, shape, load, element_of(recipe), parts, link)[0]

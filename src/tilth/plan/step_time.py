@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tilth.plan.devices import DeviceType
+from tilth.plan.pipeline import layer_costs, stages_of
 from tilth.plan.shape import DecoderShape, kv_bytes, parameters
 
 KERNELS = 16
@@ -49,14 +50,46 @@ def stage(compute: float, bubble: float, exchanges: Iterable[AxisTime]) -> Stage
     return StageTime(compute, bubble, tuple(exposed.items()))
 
 
-def bubble_share(stages: int, micro_batches: int, chunks: int = 1, schedule: str = "1f1b") -> float:
-    """Return the idle time of a pipeline over the time of its passes.
+def bubble_share(
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    schedule: str = "1f1b",
+    *,
+    again: bool = False,
+    learns: bool = True,
+) -> float:
+    """Return the idle time of a pipeline over the time of its passes, as ``pipeline.simulate`` has it.
 
-    (stages - 1) / (micro-batches x chunks) for 1F1B and, with several chunks a stage, interleaved 1F1B (arXiv
-    2104.04473); a third for zero-bubble ZB-H1, whose passes for weights fill two thirds (arXiv 2401.10241).
+    A backward pass counts as two forward passes, and three if it computes the forward pass again. 1F1B: (stages - 1) /
+    micro-batches, divided by the chunks of interleaving (arXiv 2104.04473), which waits for every micro-batch that its
+    last group lacks. Zero-bubble ZB-H1 (arXiv 2401.10241): passes for weights fill the bubble, as far as there are
+    enough micro-batches. learns: False for forward passes alone.
     """
-    share = (stages - 1) / max(1, micro_batches * chunks)
-    return share / 3 if schedule == "zero-bubble" else share
+    m, backward = max(1, micro_batches), 2 + again
+    each, lacking = m * (1.0 + backward), -m % stages
+    if schedule == "zero-bubble" and learns:
+        return ((stages - 1) * (backward - 1) + max(0, stages - m)) / each
+    waits = 1.0 if not learns or m < stages else backward / (1 + backward)
+    return ((stages - 1) + lacking * (chunks - 1) * waits) / (m * chunks)
+
+
+def uneven(shape: DecoderShape, stages: int, schedule: str, values: bool) -> float:
+    """Return the time of the slowest stage over that of all stages' mean: the last one has the output head too."""
+    if stages == 1:
+        return 1.0
+    placed, costs = stages_of(shape, stages, schedule, value=values), layer_costs(shape, value=values)
+    each = [sum(costs[layer] for part in placed.parts(k) for layer in placed.layers[part]) for k in range(stages)]
+    return stages * max(each) / sum(each)
+
+
+UPDATED = 30
+"""Bytes that an optimizer step reads and writes for each element: gradient, two moments and weight in fp32."""
+
+
+def optimizer_seconds(device: DeviceType, elements: int) -> float:
+    """Return seconds of one optimizer step over the elements of a rank, which memory bounds."""
+    return UPDATED * elements / (device.links * device.memory_bandwidth)
 
 
 def pass_seconds(device: DeviceType, rate: float, flops: float, layer_passes: float) -> float:
