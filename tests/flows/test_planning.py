@@ -48,6 +48,15 @@ def test_a_run_on_two_workers_with_the_search(tmp_path):
     assert sizes.dp * sizes.fsdp * sizes.tp == 2 and result.summary["steps"] == 2
 
 
+def test_a_short_profile_measures_compute_memory_and_gloo():
+    recipe = from_dict(SMALL)
+    found, base = planning.chosen_device("here", recipe, 2), planning.published(recipe, 2)
+    assert "gloo measured" in found.source and found.memory == base.memory
+    for name in ("hop", "far", "intra", "inter", "memory_bandwidth"):
+        assert 0 < getattr(found, name) != getattr(base, name), name
+    assert set(found.flops.values()) != set(base.flops.values()) and found.bandwidth(range(2)) < 1e12
+
+
 def test_a_gpu_is_known_by_its_name_and_has_its_own_memory(monkeypatch):
     recipe = from_dict({**SMALL, "train": {"device": "cuda"}})
     with raises(RecipeError, "cluster.search.device"):

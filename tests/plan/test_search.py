@@ -65,12 +65,11 @@ def test_more_devices_are_not_slower_and_memory_is_kept():
 
 def test_engines_decode_as_many_sequences_together_as_is_fastest_and_fits():
     given = asked(1, flow="grpo", algorithm={}, rollout={"prompts": 64, "group": 8, "max_tokens": 32})
-    assert find_mapping(given).recipe.rollout.max_rows == 512
-    engine = next(o for o in given.problem.options("rollout", 1, frozenset(["rollout"])) if o.rows == 8)
-    room = given.problem.base + engine.held + max(engine.training, engine.generation)
-    tight = replace(given, device=replace(given.device, memory=room + 30_000_000))
-    found = find_mapping(tight)
-    assert 8 <= found.recipe.rollout.max_rows < 512 and found.best.total > find_mapping(given).best.total
+    best = find_mapping(given)
+    assert best.recipe.rollout.max_rows == 512
+    memory = given.problem.base + best.best.pools[0].memory - 1
+    tight = find_mapping(replace(given, device=replace(given.device, memory=memory)))
+    assert 8 <= tight.recipe.rollout.max_rows < 512 and tight.best.total > best.best.total
     kept = asked(1, flow="grpo", algorithm={}, rollout={"prompts": 64, "group": 8, "max_tokens": 32, "max_rows": 48})
     assert find_mapping(kept).recipe.rollout.max_rows == 48
 
@@ -79,6 +78,11 @@ def test_a_layout_that_is_set_is_kept():
     given = asked(4, policy={"layout": {"dp": 2, "fsdp": 2}}, cluster={"backend": "local", "workers": 4})
     layout = find_mapping(given).recipe.policy.layout
     assert (layout.dp, layout.fsdp, layout.tp) == (2, 2, 1)
+
+
+def test_layouts_may_be_left_out():
+    found = find_mapping(replace(asked(4), tried=lambda layout: layout.pp * layout.dp == 1))
+    assert all(o.layout.pp * o.layout.dp == 1 for pool in found.best.pools for o in pool.options)
 
 
 def test_pools_that_are_set_are_refused():

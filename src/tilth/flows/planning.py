@@ -2,10 +2,14 @@
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tilth.config.plugins import task_names
 from tilth.config.roles import roles_of
@@ -29,6 +33,7 @@ from tilth.plan.shape import DecoderShape
 from tilth.training.engine import measured_flops
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
+_PATIENCE = timedelta(minutes=1)
 HERE = "here"
 """Device type of this machine, measured."""
 
@@ -133,7 +138,10 @@ def published(recipe: Recipe, devices: int) -> DeviceType:
 
 
 def chosen_device(name: str, recipe: Recipe, devices: int) -> DeviceType:
-    """Return a device type by name or file; "here": that of this machine, its matmul and memory rates measured."""
+    """Return a device type by name or file; "here": that of this machine, its rates measured by a short profile.
+
+    Measured are matrix products and copies, and on a CPU sums of gloo over two ranks; links of GPUs are published.
+    """
     if name != HERE:
         return device_type(name)
     recipe = resolved(recipe)
@@ -142,8 +150,33 @@ def chosen_device(name: str, recipe: Recipe, devices: int) -> DeviceType:
     peak = measured_flops(device, torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32)
     kinds = dict.fromkeys(base.flops, peak)
     rate = _copy_rate(device)
-    source = "matrix products and copies measured on this machine; links published"
-    return replace(base, name=HERE, flops=kinds, memory_bandwidth=rate, source=source)
+    measured, links = "matrix products and copies", dict[str, Any]()
+    if not base.gpu:
+        measured = "matrix products, copies and gloo"
+        hop, moved = _gloo_seconds(1, 20), _gloo_seconds(_MOVED, 4)
+        speed = _MOVED * 4 / max(moved - hop, 1e-9) / base.links  # of two ranks each sends as much as the sum has
+        links = {"hop": hop, "far": hop, "intra": speed, "inter": speed}
+    source = f"{measured} measured on this machine{'' if links else '; links published'}"
+    return replace(base, name=HERE, flops=kinds, memory_bandwidth=rate, source=source, **links)
+
+
+_MOVED = 1 << 21
+
+
+def _gloo_seconds(elements: int, repeats: int) -> float:
+    """Measure the sum of fp32 elements over two ranks of gloo, which are threads: the best of a few."""
+    store = dist.HashStore()
+
+    def rank(i: int) -> float:
+        group, numbers, seconds = dist.ProcessGroupGloo(store, i, 2, _PATIENCE), torch.ones(elements), []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            group.allreduce([numbers]).wait()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    with ThreadPoolExecutor(2) as pool:
+        return max(pool.map(rank, (0, 1)))
 
 
 def _copy_rate(device: torch.device, nbytes: int = 1 << 27) -> float:

@@ -6,7 +6,7 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -49,7 +49,7 @@ class SearchInput:
     """A recipe whose roles look for devices of one type.
 
     longest: tokens of the longest sequence. loaded: role -> shape of its model if that is not the policy's. generates:
-    True if the run has engines. whole: no device may be left over.
+    True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out.
     """
 
     recipe: Recipe
@@ -60,6 +60,7 @@ class SearchInput:
     generates: bool = True
     loaded: Mapping[str, DecoderShape] = field(default_factory=dict)
     whole: bool = False
+    tried: Callable[[LayoutConfig], bool] = lambda layout: True
     parts: dict[Any, ShardFactors] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -111,10 +112,10 @@ class SearchResult:
         if lost[worst] <= 0:
             return "it is as fast and has more pools"
         slowest = max(self.second.pools, key=lambda pool: pool.seconds[worst])
-        which = f"{' + '.join(slowest.roles)} on {slowest.devices}"
+        which = f"{' + '.join(slowest.roles)} on {slowest.devices} take{'s' * (len(slowest.roles) == 1)}"
         won = min(lost)
         back = f", and wins {-won:.3g} s in {STAGES[lost.index(won)]}" if won < 0 else ""
-        return f"it loses {lost[worst]:.3g} s in {STAGES[worst]}, where {which} take longest{back}"
+        return f"it loses {lost[worst]:.3g} s in {STAGES[worst]}, where {which} longest{back}"
 
 
 def find_mapping(given: SearchInput) -> SearchResult:
@@ -169,7 +170,7 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
     """Yield what each layout of a role on a pool costs, simplest layouts first."""
     spec, shape = given.roles[role], given.loaded.get(role, given.shape)
     bare = _alone(given, devices)
-    for layout in _layouts(given, spec, devices):
+    for layout in filter(given.tried, _layouts(given, spec, devices)):
         recipe = bare.replaced(spec.key, layout=layout)
         placed = Placed("", tuple(range(devices)), Mesh.of(layout.sizes(devices), tuple(range(devices))))
         try:
