@@ -68,7 +68,7 @@ def row(model: str, gpus: int, layouts: str, problem: MappingProblem) -> dict[st
     best, split = found[0], next((mapping for mapping in found if len(mapping.pools) > 1), None)
     return {
         "model": model, "gpus": gpus, "layouts": layouts, "fits": True,
-        "found": "shared" if len(best.pools) == 1 else "split", "published": PUBLISHED[gpus],
+        "found": "shared" if len(best.pools) == 1 else "split", "published": PUBLISHED.get(gpus, ""),
         "seconds": best.total, "shared": together and dict(zip(STAGES, together.seconds)),
         "split": split and dict(zip(STAGES, split.seconds)), "cpu_seconds": took,
         "pools": [{"devices": p.devices, "roles": p.roles} for p in (split.pools if split else ())],
