@@ -168,7 +168,8 @@ def _gloo_seconds(elements: int, repeats: int) -> float:
     store = dist.HashStore()
 
     def rank(i: int) -> float:
-        group, numbers, seconds = dist.ProcessGroupGloo(store, i, 2, _PATIENCE), torch.ones(elements), []
+        group: Any = dist.ProcessGroupGloo(store, i, 2, _PATIENCE)  # types of torch lack its methods
+        numbers, seconds = torch.ones(elements), list[float]()
         for _ in range(repeats):
             started = time.perf_counter()
             group.allreduce([numbers]).wait()

@@ -12,6 +12,7 @@ from tilth.plan.rules import VALUE_HEAD, Parameter, Table
 class DecoderShape(Protocol):
     """Attributes of a ``DecoderConfig`` that plans read; widths in elements."""
 
+    def __hash__(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
