@@ -63,7 +63,7 @@ def bubble_share(
 
     A backward pass counts as two forward passes, and three if it computes the forward pass again. 1F1B: (stages - 1) /
     micro-batches, divided by the chunks of interleaving (arXiv 2104.04473), which waits for every micro-batch that its
-    last group lacks. Zero-bubble ZB-H1 (arXiv 2401.10241): passes for weights fill the bubble, as far as there are
+    last group lacks. Zero-bubble ZB-H1 (arXiv 2401.10241): passes for weights fill the bubble if there are
     enough micro-batches. learns: False for forward passes alone.
     """
     m, backward = max(1, micro_batches), 2 + again
