@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.tree import s, tree, two_workers
 from tests.errors import raises
-from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, DATA, OTHER, PAUSE, PEERS, account, covered
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, DATA, OTHER, PAUSE, PEERS, STAGES, account, covered
 from tilth.core.errors import DataError
 
 NS = 1e-9
@@ -81,6 +81,9 @@ def test_a_receive_waits_for_its_send():
     assert (found.meetings.waiting / NS).round().tolist() == [0, 50]
     assert (found.meetings.transfer / NS).round().tolist() == [10, 15]
     assert (found.meetings.blamed / NS).round().tolist() == [50, 0]
+    assert parts(found, 0)[COMMUNICATION] == 10 and STAGES not in parts(found, 0)
+    assert parts(found, 1)[STAGES] == 65 and COMMUNICATION not in parts(found, 1)
+    assert (found.busy / NS).round().tolist() == [80, 25]
 
 
 def test_a_meeting_whose_other_members_are_not_there_is_transfer():

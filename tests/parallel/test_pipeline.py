@@ -1,10 +1,12 @@
 """Stages of a pipeline: every schedule computes what one process does, whatever micro-batches the ranks have."""
 
 import unittest.mock
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.parallel.layouts import (
     LENGTHS,
     Case,
@@ -21,9 +23,13 @@ from tests.parallel.layouts import (
     weights,
 )  # fmt: skip
 from tests.parallel.test_training import apart, check_double, check_floats, slow
+from tilth.config.errors import RecipeError
+from tilth.config.load import load_recipe
 from tilth.core.errors import ModelError, NonFiniteError
 from tilth.core.layout import Mesh
+from tilth.models.attention import PackedContext
 from tilth.parallel import comm
+from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Pipe
 from tilth.parallel.sharded import shard
@@ -32,6 +38,7 @@ pytestmark = pytest.mark.dist
 HERE = "tests.parallel.test_pipeline:"
 TRAIN = "tests.parallel.layouts:train"
 DEEP = {"layers": 4, "schedule": "interleaved"}
+MIXED = {"experts": True, "num_experts": 4, "both": True}
 
 CASES = [
     Case(pp=2, double=True, dropout=0.1),
@@ -42,6 +49,8 @@ FOURS = [
     Case(pp=4, double=True, layers=4),
     Case(pp=2, fsdp=2, double=True, rows=(2,)),
     Case(pp=2, tp=2, sp=True, double=True, dropout=0.1, schedule="zero-bubble"),
+    Case(pp=2, fsdp=2, double=True, checkpointing=True, rows=(2,), schedule="zero-bubble"),
+    Case(pp=2, ep=2, double=True, **MIXED, rows=(6,), schedule="zero-bubble"),
 ]
 MORE = [
     Case(pp=2, cp=2, double=True),
@@ -59,6 +68,11 @@ MORE = [
     Case(pp=2, fsdp=2, double=True, rows=(3,), **DEEP),
     Case(pp=2, fsdp=2, double=True, value=True, rows=(0,), checkpointing=True),
     Case(pp=2, tp=2, double=True, tied=False),
+    Case(pp=2, fsdp=2, double=True, zero=2, rows=(0,), tied=False, schedule="zero-bubble"),
+    Case(pp=2, fsdp=2, double=True, value=True, rows=(0,), schedule="zero-bubble"),
+    Case(pp=2, fsdp=2, double=True, **MIXED, dropout=0.1, schedule="zero-bubble"),
+    Case(pp=2, ep=2, double=True, **MIXED, zero=2, checkpointing=True, schedule="zero-bubble"),
+    Case(pp=2, double=True, **MIXED, schedule="zero-bubble"),
     Case(pp=2, tp=2, sp=True, double=True, value=True, **DEEP),
 ]
 
@@ -75,6 +89,43 @@ FLOATS = [Case(pp=2, dropout=0.1), Case(pp=2, **DEEP), Case(pp=2, schedule="zero
 def test_twenty_steps_in_float32_stay_close_and_begin_with_the_same_bits(pool, case):
     found = check_floats(pool, case)
     assert found[0]["results"] == found[1]["results"] or len(found) > 2
+
+
+def test_zero_bubble_takes_shards_and_refuses_compile():
+    layout = ["policy.layout.pp=2", "policy.layout.pp_schedule=zero-bubble", "policy.layout.fsdp=2"]
+    keys = ["cluster.backend=local", "cluster.workers=4", *layout]
+    load_recipe("addition-grpo", keys)
+    with raises(RecipeError, "policy.layout.pp_schedule.compile"):
+        load_recipe("addition-grpo", [*keys, "train.compile=true"])
+
+
+LAYOUTS = [Case(pp=2, fsdp=2, rows=(2,)), Case(pp=2, ep=2, **MIXED, rows=(6,))]
+
+
+@pytest.mark.parametrize("case", [LAYOUTS[1], *slow(LAYOUTS[:1])], ids=str)
+def test_deferred_gradients_have_the_bits_of_whole_backward_passes(pool, case):
+    plain, late = (pool.run(4, TRAIN, case=replace(case, schedule=name)) for name in ("1f1b", "zero-bubble"))
+    for a, b in zip(plain, late):
+        assert all(torch.equal(a["gradients"][name], grad) for name, grad in b["gradients"].items())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_stacked_experts_that_are_left_equal_those_of_a_whole_backward_pass(monkeypatch, grouped):
+    monkeypatch.setattr("tilth.models.moe.grouped_matmul_serves", lambda rows: grouped)
+    case = Case(**{**MIXED, "num_experts": 5}, layers=2)
+    plain, late = (build(case) for _ in range(2))
+    for model in (plain, late):
+        model.load_state_dict(weights(case))
+    names = dict(late.named_parameters())
+    deferred = DeferredGradients([late], names, names, at_once=True)
+    ids = torch.arange(6) * 5
+    for model in (plain, late):
+        model(ids, PackedContext([4, 2])).square().sum().backward()
+    stacks = {name for name in names if ".experts." in name}
+    assert len(stacks) == 6 and stacks < deferred.names and all(names[name].grad is None for name in deferred.names)
+    deferred.finish(deferred.take(), last=True)
+    for name, p in plain.named_parameters():
+        assert torch.equal(p.grad, names[name].grad) and (name not in stacks or p.grad.any())
 
 
 def test_a_stage_holds_its_layers_only_and_both_ends_the_tied_embedding(pool):

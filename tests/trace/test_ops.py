@@ -2,10 +2,12 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import tilth
+from tilth.plan.pipeline import Direction
 from tilth.trace.ops import OPS, PHASES, kind
 
 SOURCE = Path(tilth.__file__).parent
@@ -58,3 +60,7 @@ def test_kinds():
     with pytest.raises(KeyError):
         kind("generte")
     assert all(op.text for op in OPS.values())
+
+
+def test_every_pass_of_a_pipeline_is_declared():
+    assert {kind(direction) for direction in get_args(Direction)} == {"compute"}

@@ -2,7 +2,8 @@
 
 A step lasts from its start to the next one's, so the time between two steps (saving) is included. A worker works in one
 thread, inside of calls: each span's own time there counts as communication or pause if it is one, else as its outermost
-phase. Outside of calls a worker waits: for another one that is still in a call, or for the controller.
+phase. A stage of a pipeline that waits for a message is idle. Outside of calls a worker waits: for another one that is
+still in a call, or for the controller.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from tilth.analysis.run_rates import paces
 from tilth.core.errors import DataError
 
 COMMUNICATION, PAUSE, DATA, PROFILE, OTHER = "communication", "gc", "data", "profile", "other"
-PEERS, CONTROLLER = "waiting for ranks", "waiting for the controller"
-IDLE = (PEERS, CONTROLLER)
+STAGES, PEERS, CONTROLLER = "waiting for stages", "waiting for ranks", "waiting for the controller"
+IDLE = (STAGES, PEERS, CONTROLLER)
 FIXED = (COMMUNICATION, PAUSE, DATA, PROFILE, OTHER, *IDLE)
 """Parts that are no phases, in their order after the phases."""
 NS = 1e-9
@@ -157,6 +158,7 @@ def parts_of(events: Events) -> EventParts:
         here = events.kind.is_(kind) & ((phase < 0) | (kind != "data"))
         code[here] = names.index(name)
     code[events.op.is_(PROFILE)] = names.index(PROFILE)
+    code[events.op.is_("receive")] = names.index(STAGES)
     return EventParts(names, code, main)
 
 

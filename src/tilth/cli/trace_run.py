@@ -15,7 +15,17 @@ from tilth.analysis.profiled import profiled
 from tilth.analysis.recent import dropped, told
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import analyse_events
-from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
+from tilth.analysis.time_breakdown import (
+    COMMUNICATION,
+    CONTROLLER,
+    IDLE,
+    PAUSE,
+    PEERS,
+    PROFILE,
+    STAGES,
+    Account,
+    account,
+)
 from tilth.cli.tables import WIDTH
 from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
@@ -180,7 +190,7 @@ def _steps(found: Found) -> list[str]:
 
 def _where(found: Found) -> list[str]:
     """Return the shares of work, then those of waiting, the greatest first."""
-    items = sorted(found["parts"].items(), key=lambda kv: (kv[0] in (PEERS, CONTROLLER), -kv[1]["seconds"]))
+    items = sorted(found["parts"].items(), key=lambda kv: (kv[0] in IDLE, -kv[1]["seconds"]))
     seconds = {name: part["seconds"] for name, part in items if part["share"] >= LEAST}
     rest = sum(part["seconds"] for part in found["parts"].values()) - sum(seconds.values())
     parts = [f"{name} {_share(took, found['seconds'])}" for name, took in seconds.items()]
@@ -213,7 +223,7 @@ def _rank_parts(rank: Mapping[str, Any], whole: float) -> list[str]:
     parts, talk = rank["parts"], rank["communication"]
     named = [
         (COMMUNICATION, parts.get(COMMUNICATION)), (PAUSE, parts.get(PAUSE)), (PROFILE, parts.get(PROFILE)),
-        ("waits for ranks", parts.get(PEERS)),
+        ("waits for stages", parts.get(STAGES)), ("waits for ranks", parts.get(PEERS)),
         ("for the controller", parts.get(CONTROLLER)), ("others waited for it", talk["others_waited"]),
     ]  # fmt: skip
     return [f"busy {_share(rank['busy'], whole)}", *(f"{name} {_share(s, whole)}" for name, s in named if s)]

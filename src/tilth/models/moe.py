@@ -242,8 +242,25 @@ class Router(nn.Module):
 _Layer = Callable[[Tensor], Tensor]
 
 
+def expert_linear(x: Tensor, stack: Tensor, expert: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [n, in] through the layer of one expert: [n, out]. weight: ``stack[expert]``; bias: the expert's."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def grouped_linear(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
+    """Return rows [M, in], sorted by expert, through the layers of a stack without bias, in one kernel: [M, out].
+
+    ends: int32 [experts], cumulative counts.
+    """
+    return F.grouped_mm(x, stack.to(x.dtype).transpose(1, 2), offs=ends)
+
+
 class StackedLinear(nn.Module):
-    """Linear layers of all experts: weight [experts, out, in] and, in some families, bias [experts, out]."""
+    """Linear layers of all experts: weight [experts, out, in] and, in some families, bias [experts, out].
+
+    product, grouped_product: ``expert_linear`` and ``grouped_linear``, which a layout that computes gradients of
+    weights apart replaces.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -254,23 +271,23 @@ class StackedLinear(nn.Module):
         self.register_parameter("bias", None)
         self.share = 1.0
         """Of the bias that this rank adds, where results of several ranks are summed."""
+        self.product: Callable[..., Tensor] = expert_linear
+        self.grouped_product: Callable[..., Tensor] = grouped_linear
 
     def apart(self) -> list[_Layer]:
         """Return the layer of each expert: x [n, in] -> [n, out]."""
         biases = [None] * len(self.weight) if self.bias is None else self._bias(self.bias).unbind()
-        return [partial(_linear, weight, bias) for weight, bias in zip(self.weight.unbind(), biases)]
+        own = zip(self.weight.unbind(), biases)
+        each = ({"expert": i, "weight": weight, "bias": bias} for i, (weight, bias) in enumerate(own))
+        return [partial(self.product, stack=self.weight, **how) for how in each]
 
     def grouped(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """Apply the layers to rows [M, in] sorted by expert in one kernel. ends: int32 [experts], cumulative counts."""
-        found = F.grouped_mm(x, self.weight.to(x.dtype).transpose(1, 2), offs=ends)
+        found = self.grouped_product(x, self.weight, ends)
         return found if self.bias is None else found + self._bias(self.bias).to(x.dtype).repeat_interleave(counts, 0)
 
     def _bias(self, bias: Tensor) -> Tensor:
         return bias if self.share == 1 else bias * self.share
-
-
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def grouped_matmul_serves(x: Tensor) -> bool:
@@ -295,12 +312,10 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).to(torch.int32)
             gate, up = (part.grouped(rows, ends, counts) for part in (self.gate_proj, self.up_proj))
             return self.down_proj.grouped(self.act(gate, up), ends, counts)
-        layers = zip(self.gate_proj.apart(), self.up_proj.apart(), self.down_proj.apart())
+        layers = list(zip(self.gate_proj.apart(), self.up_proj.apart(), self.down_proj.apart()))
         found = [self._one(x, *own, parity) for x, own in zip(rows.split(counts.tolist()), layers) if len(x)]
-        if found:
-            return torch.cat(found)
         # Without any row the result still depends on the weights, so that they have a gradient as on other ranks.
-        return rows + sum(p.flatten()[:0].sum().to(rows.dtype) for p in self.parameters())
+        return torch.cat(found) if found else self._one(rows, *layers[0], parity=False)
 
     def _one(self, x: Tensor, gate: _Layer, up: _Layer, down: _Layer, parity: bool) -> Tensor:
         n, spare = len(x), spare_rows(len(x)) if parity else 0

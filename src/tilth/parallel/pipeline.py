@@ -7,7 +7,7 @@ pass before its result is needed (MegaScale, 2402.15627, section 2).
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -19,9 +19,8 @@ from tilth.models.attention import AttentionContext
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.comm import Channel, broadcast
-from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
-from tilth.plan.pipeline import SPLIT, Direction, Orders, Pass, Stages, needed
+from tilth.plan.pipeline import Direction, Orders, Pass, Stages, needed
 
 Shared = TypeVar("Shared")
 AHEAD = 2
@@ -56,15 +55,6 @@ class PipelinePlan:
     """Of all parameters."""
     spread: int = 1
     """Ranks that divide the tokens of hidden states between blocks."""
-
-    def defer(self, parts: Sequence[Decoder]) -> DeferredGradients | None:
-        """Let the schedule compute gradients of matrices apart from backward passes, if it does so."""
-        if self.schedule not in SPLIT:
-            return None
-        deferred = DeferredGradients()
-        for part in parts:
-            deferred.apply(part)
-        return deferred
 
 
 class Handover:

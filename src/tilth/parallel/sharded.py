@@ -7,7 +7,7 @@ denominators of the whole batch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -29,17 +29,16 @@ from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import all_gather, all_reduce, watch
 from tilth.parallel.context import ContextParallel, Style
+from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.experts import apply_experts
 from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
-from tilth.plan.pipeline import Stages, passes, scoring, stages_of
+from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
-BUCKET = 1 << 25
-"""Bytes of gradients that one collective sums."""
 WHOLE = 64 * 2**20
 """Bytes of whole tensors that are assembled at a time."""
 
@@ -159,11 +158,13 @@ class ShardedModel:
         self.layouts: dict[str, Layout] = dict(layouts)
         self._partial = partial
         self.pipeline, self._connected = pipeline, False
-        self.deferred = pipeline.defer(self.parts) if pipeline is not None else None
-        """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
         """This rank's part of each parameter, sharing storage with the model: plain tensors, possibly of 0 rows."""
+        self.deferred: DeferredGradients | None = None
+        """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
+        if pipeline is not None and pipeline.schedule in SPLIT:
+            self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
@@ -399,13 +400,14 @@ class ShardedModel:
         """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``."""
         for name, p in self._own.items():
             local = self.parameters[name]
-            if isinstance(p, DTensor):
+            if isinstance(p, DTensor) and name not in self._late:
                 local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
                 p.grad = None
             if local.grad is None and len(self.grid.mesh) > 1:
                 local.grad = torch.zeros_like(local)
         self.reshard()
-        apart = [self.parameters[name] for name, p in self._own.items() if not isinstance(p, DTensor)]
+        by_fsdp = {name for name, p in self._own.items() if isinstance(p, DTensor)} - self._late
+        apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
         _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
@@ -427,6 +429,11 @@ class ShardedModel:
             every = torch.zeros(len(places), dtype=torch.float64, device=norms.device)
             return self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
         return self.grid.sum(norms * counts, *MODEL)
+
+    @property
+    def _late(self) -> Set[str]:
+        """Parameters whose gradients backward passes leave to be computed."""
+        return frozenset() if self.deferred is None else self.deferred.names
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the L2 norm of all whole tensors together, from every rank's part."""

@@ -40,6 +40,7 @@ _DECLARED = (
     Op("save", "phase", "the part of a checkpoint that blocks the run"),
     Op("forward", "compute", "forward pass and loss of a micro-batch"),
     Op("backward", "compute", "backward pass of a micro-batch"),
+    Op("weight", "compute", "gradients of matrices that a backward pass has left"),
     Op("infer", "compute", "forward pass of a micro-batch without a gradient"),
     Op("padding", "compute", "an empty micro-batch, since another rank has more"),
     Op("reduce", "frame", "gradients are summed over ranks"),

@@ -277,7 +277,7 @@ class TrainEngine:
         """Run the passes of this rank's parts in the order of the schedule; return the micro-batches in order."""
         sharded, found = self.sharded, list[InFlight]()
         handover = sharded.handover(self.schedule, micro_batches)
-        final = {part: at for at, (direction, part, _) in enumerate(handover.order) if direction == "backward"}
+        final = {one[:2]: at for at, one in enumerate(handover.order)}
 
         def context(i: int) -> AttentionContext:
             if i == len(found):
@@ -287,15 +287,16 @@ class TrainEngine:
         for at, one in enumerate(handover.passes(context)):
             flight = found[one.micro_batch]
             with flight.timed(one, handover.parts, split=sharded.deferred is not None) as around:
+                last = at == final[one[:2]]
                 if one.direction == "forward":
                     self._forward(flight, one, handover, scorer, loss)
                 elif one.direction == "backward":
                     alone = sum(bool(other.outputs) for other in found) == 1
-                    sharded.start_micro_batch(sharded.part(one.part), last=at == final[one.part], alone=alone)
+                    sharded.start_micro_batch(sharded.part(one.part), last=last, alone=alone)
                     with lent(around), self._apart(flight):
                         self._backward(flight, one, handover)
                 elif sharded.deferred is not None:
-                    sharded.deferred.compute(flight.products.pop(one.part))
+                    sharded.deferred.finish(flight.products.pop(one.part), last=last)
             if self._compiling:
                 self.compile_seconds += around.seconds
                 self._compiling = one != Pass("backward", sharded.stage, 0)

@@ -2,7 +2,9 @@
 
 The loss of balance needs the share of the step's tokens that each expert gets, over all micro-batches and ranks. A pass
 without gradient over the step's micro-batches counts first (with ``ExpertOptions.balance`` alone; it costs a third of a
-step); the gradient then takes the shares as constants, so that neither micro-batches nor layout change the loss.
+step); the gradient then takes the shares as constants, so that neither micro-batches nor layout change the loss. The
+pass cannot be saved: the gradient is linear in the shares, but it goes through the routers' inputs into every layer
+before, so it would have to wait, with the activations of all micro-batches, until the last one has been routed.
 """
 
 import math

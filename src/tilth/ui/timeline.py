@@ -19,6 +19,7 @@ from tilth.analysis.time_breakdown import (
     PAUSE,
     PEERS,
     PROFILE,
+    STAGES,
     Account,
     arrivals,
     parts_of,
@@ -32,8 +33,8 @@ HUES = ("leaf", "sky", "sun", "plum", "teal", "rose", "indigo", "olive", "aqua",
 """Colours of phases, the longest first, and of data; the others are grey."""
 MEETING = "waiting in communication"  # the part of a communication before its last member arrives
 FIXED = {
-    COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PROFILE: "grey pale", PEERS: "idle",
-    CONTROLLER: "idle far",
+    COMMUNICATION: "ink", MEETING: "ink pale", PAUSE: "clay", PROFILE: "grey pale",
+    STAGES: "sky pale", PEERS: "idle", CONTROLLER: "idle far",
 }  # fmt: skip
 COLUMNS, FINE = 1000, 8  # columns of a lane, and samples of each column, whose most frequent part of the time it shows
 BARS = 160  # most columns of the picture over steps; further steps are averaged
@@ -212,7 +213,7 @@ def _row(found: Account, i: int) -> tuple[int, list[tuple[str, float, str]], lis
     at = {name: float(found.by_rank[i, k]) / whole for k, name in enumerate(found.names)}
     pace = float(found.pace[i])
     shares = [
-        float(found.busy[i]) / whole, at[COMMUNICATION], at[PAUSE], at[PEERS] + at[CONTROLLER],
+        float(found.busy[i]) / whole, at[COMMUNICATION], at[PAUSE], at[STAGES], at[PEERS] + at[CONTROLLER],
         float(found.meetings.blamed[i]) / whole,
     ]  # fmt: skip
     parts = [(name, share, colours[name]) for name, share in at.items() if share > 0]

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilth.analysis.recent import recent
-from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, Account, account
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.runs.readers import ACCURACY, REWARD, read_state
@@ -27,8 +27,13 @@ TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hund
 STEPS = 20  # most steps that the breakdown of the newest events covers
 RANKS = 16  # most ranks with a line of their own
 LOG = 1 << 12
-FIXED = {COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", PEERS: "grey39", CONTROLLER: "grey23"}
-METER = {"busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "waiting": "grey23"}
+FIXED = {
+    COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", STAGES: "cyan", PEERS: "grey39", CONTROLLER: "grey23",
+}  # fmt: skip
+METER = {
+    "busy": "green", "communication": "blue", "gc": "red", "profile": "bright_black", "pipeline": "cyan",
+    "waiting": "grey23",
+}  # fmt: skip
 
 
 class Tail:
@@ -163,11 +168,11 @@ def _recent(found: Account | None) -> dict[str, Any] | None:
 
 
 def shares(found: Account, i: int) -> dict[str, float]:
-    """Return the shares of the i-th rank's time: busy, communication, gc, profile, waiting; they sum to 1."""
+    """Return the shares of the i-th rank's time, which sum to 1. pipeline: waiting for other stages."""
     at = {name: float(found.by_rank[i, k]) / found.whole for k, name in enumerate(found.names)}
     return {
         "busy": float(found.busy[i]) / found.whole, "communication": at[COMMUNICATION], "gc": at[PAUSE],
-        "profile": at[PROFILE], "waiting": at[PEERS] + at[CONTROLLER],
+        "profile": at[PROFILE], "pipeline": at[STAGES], "waiting": at[PEERS] + at[CONTROLLER],
     }  # fmt: skip
 
 
