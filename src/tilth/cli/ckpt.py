@@ -95,7 +95,7 @@ class CheckpointRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Examined:
     """Result of verifying a checkpoint: one row of ``tilth ckpt verify --json``.
 
     bytes: read and compared. problems: a line for each damaged file or tensor; last, if not ``own``, that another run
@@ -298,7 +298,7 @@ def mesh_text(layout: dict[str, int] | None) -> str:
 def verify(where: str, *, everything: bool, as_json: bool) -> None:
     """Compare every byte with its checksum. Exit code 1: something is damaged; 2: there is nothing to check."""
     there = _usable(where)
-    verdicts = list[tuple[CheckpointFolder, Verdict]]()
+    verdicts = list[tuple[CheckpointFolder, Examined]]()
     chosen = [(folder, path) for folder in there for path in _chosen(folder, everything)]
     with bar() as progress:
         for place, path in chosen:
@@ -340,7 +340,7 @@ def _gone(place: CheckpointFolder, path: Location) -> bool:
         return not there and (place.only is None or not is_checkpoint(path))
 
 
-def examine(place: CheckpointFolder, path: Location, report: Report) -> Verdict:
+def examine(place: CheckpointFolder, path: Location, report: Report) -> Examined:
     """Read and check one checkpoint."""
     start, read, problems, other = time.monotonic(), 0, list[str](), ""
     try:
@@ -356,7 +356,7 @@ def examine(place: CheckpointFolder, path: Location, report: Report) -> Verdict:
         problems = [MISSING] if without_manifest else _without_place(str(error), path).split("; ")
     seconds = round(time.monotonic() - start, 3)
     found = [*problems, *([other] if other else [])]
-    return Verdict(place.owner, str(path), step_of(path), not problems, read, seconds, found, not other)
+    return Examined(place.owner, str(path), step_of(path), not problems, read, seconds, found, not other)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Detection, diagnosis and recovery while a run goes on."""
