@@ -168,6 +168,10 @@ def test_wrong_words_and_values(overrides, message):
             "rollout.layout.sp = true, but the rollout engine takes dp, ep and tp only; set it to false",
         ),
         (
+            ["rollout.layout.pp_schedule=interleaved"],
+            "rollout.layout.pp_schedule = interleaved, but the rollout engine takes dp, ep and tp only; set it to 1f1b",
+        ),
+        (
             ["policy.layout.sp=true"],
             "policy.layout.sp = true divides over policy.layout.tp, which is 1; set tp to 2 or more, or sp = false",
         ),

@@ -48,3 +48,9 @@ def test_a_worker_without_a_gpu_of_its_own_is_refused(two_gpus):
 def test_without_a_gpu_no_device_is_set(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: pytest.fail("there is none"))
     assert workers.prepare(context(1), from_dict({"train": {"device": "cpu"}})) == torch.device("cpu")
+
+
+def test_activations_are_not_offloaded_from_a_cpu():
+    recipe = from_dict({"train": {"device": "auto", "offload_activations": True}})
+    with raises(RecipeError, "train.offload_activations.device"):
+        workers.shard_model(Context("policy", MESH, 1, 1, InlineStore(), 0), recipe, CONFIG)

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.models.tiny import FAMILIES, ROPES, shape
+from tilth.config.errors import RecipeError
+from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError
 from tilth.models.config import DecoderConfig
+from tilth.models.family import new_config
 
 LOCAL_SCALED = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -185,6 +188,22 @@ def test_a_shape_that_its_family_cannot_say_is_not_written(family: str, change: 
 def test_impossible_shapes(change: dict[str, Any]) -> None:
     with raises(ModelError, next(iter(change))):
         shape(**{"family": "llama", **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3", {"experts": 4}),
+        ("mixtral", {"shared_experts": 1}),
+        ("gpt_oss", {"dense_layers": 1}),
+        ("qwen3_moe", {"dense_layers": 4, "layers": 4}),
+        ("deepseek_v3", {"experts_per_token": 3, "experts": 2}),
+        ("deepseek_v3", {"kv_heads": 2, "heads": 4}),
+    ],
+)
+def test_a_new_model_names_the_key_that_its_family_does_not_take(family: str, change: dict[str, int]) -> None:
+    with raises(RecipeError, f"model.{next(iter(change))}"):
+        new_config(ModelConfig(family=family, **change), 14)
 
 
 def test_patterns_of_windows_that_a_config_leaves_out() -> None:

@@ -129,6 +129,22 @@ def test_each_role_is_looked_at():
     check_shape(recipe(3, critic={"layout": {"tp": 3}}), shape_of(4))  # flow grpo has no critic
 
 
+@pytest.mark.parametrize(
+    ("family", "train", "key"),
+    [
+        ("qwen3", {"router_balance": 0.1}, "train.router_balance.unused"),
+        ("qwen3", {"router_z": 0.1}, "train.router_z.unused"),
+        ("qwen3", {"routing": "replay"}, "train.routing.unused"),
+        ("qwen3_moe", {"router_correction": 0.1}, "train.router_correction.unused"),
+    ],
+)
+def test_settings_of_routers_need_a_model_with_such_routers(family, train, key):
+    with raises(RecipeError, key):
+        check_shape(recipe(train=train), shape_of(family=family))
+    check_shape(recipe(train=train), shape_of(family="deepseek_v3"))
+    check_shape(recipe(), shape_of(family=family))
+
+
 def test_fewer_key_heads_than_ranks_and_any_vocabulary():
     check_shape(recipe(4, policy={"layout": {"tp": 4}}), shape_of(4, 1, vocab=13))
 

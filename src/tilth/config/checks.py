@@ -428,7 +428,8 @@ def _copied(spec: RoleSpec, layout: LayoutConfig) -> _Errors:
     """Check that a layout divides rows alone, of engines also their model along tp."""
     takes = ENGINE_AXES if spec.mesh == "engines" else ("dp",)
     sizes = [(n, getattr(layout, n), "1") for n, axis in AXES.items() if n not in takes and axis.splits != ("rows",)]
-    for name, value, right in (*sizes, ("sp", layout.sp, "false")):
+    modes = [(n, getattr(layout, n), str(right).lower()) for n, right in LayoutConfig() if n not in AXES]
+    for name, value, right in (*sizes, *modes):
         key, found = f"{spec.key}.layout.{name}", str(value).lower()
         if found != right:
             what = f"the {spec.name} engine" if spec.mesh == "engines" else spec.name

@@ -241,6 +241,11 @@ def shard_model(
 ) -> ShardedModel:
     """Return this rank's shard of a decoder, converted by ``models.converters``, in the role's layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
+    if recipe.train.offload_activations and device.type == "cpu":
+        message = (
+            "train.offload_activations = true moves activations to host memory, where this device, a CPU, has them"
+        )
+        raise RecipeError(f"{message}; set it to false", key="train.offload_activations.device")
 
     def build() -> Decoder:
         model = Decoder(config, dtype=DTYPES[recipe.train.precision])
@@ -251,7 +256,7 @@ def shard_model(
     how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
     how |= {"schedule": layout.pp_schedule, "converters": converters, "device": str(device)}
     made = shard(build, dims, **how)
-    if recipe.train.offload_activations and device.type == "cuda":
+    if recipe.train.offload_activations:
         for part in made.parts:
             part.offload = HostActivations(part.parameters(), device)
     return made

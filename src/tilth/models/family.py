@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
+from tilth.config.errors import RecipeError
 from tilth.config.plugins import Declaration, call_declared, declared, shipped_families
 from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError, PluginError
@@ -204,21 +205,24 @@ class Family:
         return {**self._new_experts(model), **self._new_windows(model)}
 
     def _new_experts(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the fields of experts of a new model. Raises ModelError for what the family does not have."""
+        """Return the fields of experts of a new model. Raises RecipeError for what the family does not have."""
         there = {row.layers for row in self.table}
         checks = {"experts": _EXPERTS in there, "dense_layers": "dense_layers" in there}
         checks |= {"shared_experts": "shared_experts" not in self.fixed}
         for name, good in checks.items():
-            check(good or not getattr(model, name), name, getattr(model, name), f"0 in family {self.name}")
+            check_new(good or not getattr(model, name), model, name, f"0 in family {self.name}")
         if _EXPERTS not in there:
             return {}
+        experts, most = model.experts or 8, f"1 to {model.experts or 8}, the experts of a layer"
+        check_new(model.experts_per_token <= experts, model, "experts_per_token", most)
+        check_new(model.dense_layers < model.layers, model, "dense_layers", f"below model.layers = {model.layers}")
         own = model.expert_ffn or -(-_inner(model) // (8 * model.experts_per_token)) * 8
         found: dict[str, Any] = {
-            "num_experts": model.experts or 8,
+            "num_experts": experts,
             "experts_per_token": model.experts_per_token,
             "expert_size": own,
             "shared_experts": model.shared_experts,
-            "expert_layers": tuple(range(min(model.dense_layers, model.layers), model.layers)),
+            "expert_layers": tuple(range(model.dense_layers, model.layers)),
         }
         return {name: value for name, value in found.items() if name not in self.fixed}
 
@@ -354,6 +358,12 @@ class ExpertFamily(Family):
     def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
         layers = tuple(range(need(hf, "num_hidden_layers")))
         return self.read(hf, expert_layers=layers, expert_size=need(hf, "intermediate_size"))
+
+
+def check_new(good: bool, model: ModelConfig, key: str, right: str) -> None:
+    """Raise RecipeError with a key of ``[model]``, its value and what would be right, unless good."""
+    if not good:
+        raise RecipeError(f"model.{key} = {getattr(model, key)}; it must be {right}", key=f"model.{key}")
 
 
 # ---- by name ----

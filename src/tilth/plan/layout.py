@@ -84,7 +84,9 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
 
     Fewer key heads than ranks are fine if they divide the ranks: neighbours then hold the same one. A vocabulary may
     have any size. loaded: role -> shape of its model if that is not the policy's; unknown ones are not checked.
+    Settings of routers need a policy that has them.
     """
+    _check_routers(recipe, shape)
     for role, spec in roles_of(recipe).items():
         own = (loaded or {}).get(role)
         if spec.mesh not in ("layout", "engines") or (own is None and _has_own_model(spec)):
@@ -107,6 +109,20 @@ def check_shape(recipe: Recipe, shape: DecoderShape, loaded: Mapping[str, Decode
             key = f"{ROLES[role].key}.layout.cp"
             values = f'cp_style = "ring" takes any heads, or cp may be {", ".join(right)}'
             raise RecipeError(f"{key} = {layout.cp} does not divide {wrong}; {values}", key=key)
+
+
+def _check_routers(recipe: Recipe, shape: DecoderShape) -> None:
+    """Raise RecipeError if a key is about routers, and the policy has none such."""
+    train, default = recipe.train, type(recipe.train)()
+    wanted = ["router_balance", "router_z", "router_correction"]
+    wanted += ["routing"] if train.routing == "replay" else []
+    biased = any(name.endswith(".gate.correction") for name in parameter_shapes(shape))
+    for name in wanted:
+        value, right = getattr(train, name), getattr(default, name)
+        if value != right and not (shape.num_experts and (biased or name != "router_correction")):
+            lacks = "its routers have no correction" if shape.num_experts else "it has no experts"
+            message = f"train.{name} = {value} has no use in this model: {lacks}; set it to {right}"
+            raise RecipeError(message, key=f"train.{name}.unused")
 
 
 def _has_own_model(spec: RoleSpec) -> bool:

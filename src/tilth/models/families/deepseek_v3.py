@@ -12,7 +12,19 @@ from tilth.config.schema import ModelConfig
 from tilth.models.attention import DropoutContext
 from tilth.models.config import DecoderConfig, check, need
 from tilth.models.decoder import Layer, Linear, RMSNorm
-from tilth.models.family import CORRECTION, DENSE, EMBEDDING, END, NORMS, SHARED, Family, experts, linear, norm
+from tilth.models.family import (
+    CORRECTION,
+    DENSE,
+    EMBEDDING,
+    END,
+    NORMS,
+    SHARED,
+    Family,
+    check_new,
+    experts,
+    linear,
+    norm,
+)
 from tilth.models.moe import ExpertContext
 from tilth.models.rope import Tables, rotate
 from tilth.plan.rules import Table
@@ -178,6 +190,8 @@ class DeepSeekV3(Family):
     """Family whose first layers are dense, and whose files may hold layers for further tokens, which are not read."""
 
     def more_of_new(self, model: ModelConfig) -> dict[str, Any]:
+        right = f"0, or model.heads = {model.heads}: each head has its own key in family {self.name}"
+        check_new(model.kv_heads in (0, model.heads), model, "kv_heads", right)
         head = model.head_dim or model.hidden // model.heads
         widths = {"qk_nope_head_dim": head, "qk_rope_head_dim": -(-head // 4) * 2, "v_head_dim": head}
         ranks = {"q_lora_rank": -(-model.hidden // 2), "kv_lora_rank": -(-model.hidden // 4)}
