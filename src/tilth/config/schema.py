@@ -63,9 +63,7 @@ class RoleSection(Section):
     """Placement of a role."""
 
     pool: str = Field("", description="its pool of workers; empty: the first one")
-    layout: LayoutConfig = Field(
-        LayoutConfig(), description="its division over the pool; engines take dp (side by side) and tp (each divided)"
-    )
+    layout: LayoutConfig = Field(LayoutConfig(), description="its division over the pool: [layouts](#layouts)")
 
 
 class ModelConfig(Section):
