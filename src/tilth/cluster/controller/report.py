@@ -66,7 +66,7 @@ def in_collective(files: Sequence[str]) -> bool:
 
 def _waits(probe: Probe) -> bool:
     """Return True if a thread is in a collective, not just importing torch.distributed."""
-    stacks = [] if _IMPORT in probe.stack else _threads(probe.stack)
+    stacks = [] if _IMPORT in probe.stack else threads_of(probe.stack)
     return any(in_collective(_FILE.findall("\n".join(frames))) for frames in stacks)
 
 
@@ -101,8 +101,11 @@ def _stopped(probe: Probe) -> bool:
     return probe.state == psutil.STATUS_STOPPED
 
 
-def _threads(stack: str) -> list[list[str]]:
-    """Parse faulthandler's text into frames per thread, innermost first, main thread last; skip import machinery."""
+def threads_of(stack: str) -> list[list[str]]:
+    """Parse a text of stacks into lines of frames per thread, innermost first; skip import machinery.
+
+    faulthandler has the main thread last.
+    """
     found: list[list[str]] = []
     for line in stack.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
@@ -113,7 +116,7 @@ def _threads(stack: str) -> list[list[str]]:
 
 
 def _main_thread(stack: str) -> list[str]:
-    threads = _threads(stack)
+    threads = threads_of(stack)
     if not threads:
         return stack.splitlines()  # no stack: the reason
     more = len(threads[-1]) - FRAMES
@@ -121,7 +124,7 @@ def _main_thread(stack: str) -> list[str]:
 
 
 def _all_at_work(stack: str) -> list[str]:
-    threads = _threads(stack)
+    threads = threads_of(stack)
     if not threads:
         return stack.splitlines()
     *others, main = threads
