@@ -1,7 +1,7 @@
 """Ranks of one group that call different collectives: which call is wrong, with both call sites."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 from tilth.guard.flight_recorder import FlightDump, RecordedOp
@@ -9,7 +9,7 @@ from tilth.guard.verdict import Verdict
 
 EQUAL_SIZES = ("all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base")
 """Operations whose inputs have one size on all ranks; those of others (all_to_all, lists) may differ."""
-CONTEXT, LONGEST = 6, 64
+CONTEXT, LONGEST = 4, 64
 """Fewest and most calls before one that predict it, in a training loop."""
 RECENT = 16
 """Calls in which a rank that waits in a circle may have left its order."""
@@ -73,35 +73,63 @@ def _strayed(dumps: Mapping[int, FlightDump], ops: Mapping[int, RecordedOp]) -> 
     return tuple(sorted(found)) if len(found) < len(ops) else ()
 
 
-def broke_habit(dump: FlightDump, after: int | None = None, until: int | None = None) -> bool:
-    """True if a call after ``after`` and up to ``until`` (default: the newest) never followed on the calls before it.
+def broke_habit(
+    dump: FlightDump, after: int | None = None, until: int | None = None
+) -> tuple[RecordedOp, RecordedOp] | None:
+    """Return the first unusual call after ``after`` and up to ``until``, and the usual one; None if all are usual.
 
-    The calls before it are as many as were made in this order earlier, CONTEXT to LONGEST. A training loop repeats
-    itself, so a missing or another call shows in the rank's own history, whatever others do.
+    after, until: numbers in the dump; default: the newest RECENT calls. A call is usual if it followed earlier on the
+    calls before it, as many as were made in this order earlier, CONTEXT to LONGEST. A training loop repeats itself, so
+    a missing or another call shows in the rank's own history, whatever others do.
     """
     ops = [op for op in dump.ops if not op.p2p]
     made = [(op.group, op.site, signature(op)) for op in ops]
     first = max(0, len(ops) - RECENT) if after is None else 0
     for i in range(max(1, first), len(ops)):
         if (after is None or ops[i].number > after) and (until is None or ops[i].number <= until):
-            followers = _followers(made, i)
-            if followers and made[i] not in followers:
-                return True
-    return False
+            usual = _precedents(made, i)
+            if usual and made[i] not in {made[j] for j in usual}:
+                return ops[i], ops[usual[-1]]
+    return None
 
 
-def _followers(made: list[tuple[str, str, Signature]], i: int) -> set[tuple[str, str, Signature]]:
+def _precedents(made: list[tuple[str, str, Signature]], i: int) -> list[int]:
     """Return the calls that followed earlier on the longest known context of call i; none if that says too little."""
-    found, longest = set[tuple[str, str, Signature]](), CONTEXT
+    found, longest = list[int](), CONTEXT
     for j in range(CONTEXT, i):
         length = 0
         while length < min(j, LONGEST) and made[j - 1 - length] == made[i - 1 - length]:
             length += 1
         if length > longest:
-            found, longest = set(), length
+            found, longest = [], length
         if length == longest:
-            found.add(made[j])
-    return found if len(set(made[i - longest : i])) > 1 else set()
+            found.append(j)
+    return found if len(set(made[i - longest : i])) > 1 else []
+
+
+def unusual(dump: FlightDump) -> str:
+    """Return the rank's last unusual call and the usual one in words; "" if its calls are usual."""
+    found = broke_habit(dump)
+    return f"rank {dump.rank} calls {_call(found[0])}, where it called {_call(found[1])} until now" if found else ""
+
+
+def ended(
+    dumps: Mapping[int, FlightDump], members: Mapping[str, tuple[int, ...]], silent: Collection[int]
+) -> Verdict | None:
+    """Return ranks whose unusual last call ended the process of another member of its group; None if there are none.
+
+    gloo aborts the process that receives more bytes than it expects, so of a wrong shape only one side may be left.
+    """
+    strayed = [
+        rank
+        for rank, dump in dumps.items()
+        if dump.ops and set(members.get(dump.ops[-1].group, ())) & set(silent) and broke_habit(dump)
+    ]
+    if not 0 < 2 * len(strayed) <= len(dumps):
+        return None
+    evidence = "; ".join(unusual(dumps[rank]) for rank in strayed)
+    lost = ", ".join(str(rank) for rank in sorted(silent))
+    return Verdict("collective", tuple(strayed), f"{evidence}; rank {lost} gave no dump", {"silent": sorted(silent)})
 
 
 def _outvoted(

@@ -13,7 +13,7 @@ Where nobody is left, or one number of a group has two calls, ranks called diffe
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tilth.guard.calls import broke_habit, mismatch
+from tilth.guard.calls import broke_habit, ended, mismatch, unusual
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp, with_groups
 from tilth.guard.verdict import Verdict
 
@@ -71,9 +71,9 @@ def localise(
     sinks = [r for r in known if r not in rules and not waits.edges.get(r) and waits.on(r) and told.get(r) != "failed"]
     idle = [r for r in sinks if told.get(r) == "works" or not any(op.pending for op in known[r].ops)]
     rules |= {rank: "B" for rank in idle or ([] if rules else sinks)}
-    if rules:
-        return _named(known, waits, rules)
-    return _circle(known, waits)
+    if set(rules.values()) == {"C"} and (wrong := ended(known, members, silent)):
+        return wrong
+    return _named(known, waits, rules) if rules else _circle(known, waits)
 
 
 def _members(dumps: Mapping[int, FlightDump], groups: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -210,12 +210,31 @@ def _circle(dumps: Mapping[int, FlightDump], waits: _Waits) -> Verdict | None:
         return None
     circle = [r for r in waits.edges if all(r in waits.reached(other) for other in waits.reached(r))]
     strayed = [rank for rank in circle if broke_habit(dumps[rank])]
-    named = tuple(strayed if 0 < len(strayed) < len(circle) else circle)
-    places = [f"rank {rank} in {_place(dumps[rank], waits.edges[rank])}" for rank in circle[:4]]
-    evidence = f"ranks wait for each other in different collectives: {', '.join(places)}"
-    if strayed:
-        evidence += f"; only rank{'s' * (len(named) > 1)} {_few(list(named))} left the order of calls it had until now"
-    return Verdict("collective", named, evidence, {"circle": circle, "places": places})
+    if not 0 < len(strayed) < len(circle):
+        strayed = _skipped(dumps, waits, circle)
+    named = strayed if 0 < len(strayed) < len(circle) else circle
+    shown = [*named[:2], *(rank for rank in circle if rank not in named)][:4]
+    places = [f"rank {rank} in {_place(dumps[rank], waits.edges[rank])}" for rank in shown]
+    calls = "".join(f"; {text}" for rank in named if len(named) < len(circle) and (text := unusual(dumps[rank])))
+    evidence = f"ranks wait for each other in different collectives: {', '.join(places)}{calls}"
+    return Verdict("collective", tuple(named), evidence, {"circle": circle, "places": places})
+
+
+def _skipped(dumps: Mapping[int, FlightDump], waits: _Waits, circle: list[int]) -> list[int]:
+    """Return ranks that did not come to a collective that groups of the same description have completed."""
+    states = [group for dump in dumps.values() for group in dump.groups.values()]
+    done = dict[tuple[str, str], int]()  # description, name -> last collective that all its members completed
+    for group in states:
+        at = group.description, group.name
+        done[at] = min(done.get(at, group.completed), group.completed)
+    titles = {group.name: group.description for group in states}
+    found = set()
+    for rank in circle:
+        for other, (name, seq) in waits.edges[rank].items():
+            title = titles.get(name, "")
+            if other in circle and any(t == title and n != name and last >= seq for (t, n), last in done.items()):
+                found.add(other)
+    return sorted(found)
 
 
 def _place(dump: FlightDump, edges: Mapping[int, tuple[str, int]]) -> str:
