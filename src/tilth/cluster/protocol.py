@@ -33,6 +33,9 @@ class Transfer:
     over: tuple[str, ...] = ()
     control: bool = False
     """True: answered at once, beside the calls."""
+    patient: bool = False
+    """True: it waits for a disk or for other processes, so that nothing may progress for longer than
+    ``guard.hang_after``."""
 
 
 def control(method: Method) -> Method:
@@ -42,14 +45,17 @@ def control(method: Method) -> Method:
     return method
 
 
-def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callable[[Method], Method]:
+def transfer(
+    split: Split, gather: Gather, over: tuple[str, ...] = (), *, patient: bool = False
+) -> Callable[[Method], Method]:
     """Declare the transfer protocol of a role's method, which a call through a group needs.
 
     split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other axes get copies;
     "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
     the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
-    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis.
+    mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis. patient:
+    True for a method that waits for a disk or for other processes.
     """
 
     for name, given, known in (("split", split, get_args(Split)), ("gather", gather, get_args(Gather))):
@@ -57,7 +63,7 @@ def transfer(split: Split, gather: Gather, over: tuple[str, ...] = ()) -> Callab
             raise ArgumentError(f"{name}={given!r} is not one of {', '.join(known)}", key=name)
 
     def mark(method: Method) -> Method:
-        setattr(method, ATTRIBUTE, Transfer(split, gather, over))
+        setattr(method, ATTRIBUTE, Transfer(split, gather, over, patient=patient))
         return method
 
     return mark

@@ -12,6 +12,9 @@ class TilthError(Exception):
     wrong (``manifest.json.version``, ``embed.weight.shape``).
     """
 
+    ranks: tuple[int, ...] = ()
+    """Workers that raised it or caused it; () if it is not known, or the controller's own."""
+
     def __init__(self, message: str, *, key: str = "") -> None:
         super().__init__(message)
         self.key = key

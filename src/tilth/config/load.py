@@ -234,6 +234,7 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for section, names in _SAME_WORK.items():
         for name in names:
             del data[section][name]
+    del data["guard"]
     del data["plugins"]  # flows.launch compares their content; their paths do not matter
     for table, key in ((data, "roles"), (data["data"], "options")):  # keys that older runs do not have
         if not table[key]:

@@ -429,6 +429,17 @@ class ClusterConfig(Section):
     )
 
 
+class GuardConfig(Section):
+    """Failures of workers: how they are noticed, and how the run goes on after them (backends local and ray)."""
+
+    restarts: Count = Field(
+        8, description="recoveries within an hour, each from the last committed step; 0: the first failure ends the run"
+    )
+    hang_after: float = Field(
+        120.0, gt=0, description="seconds without progress after which a worker in a call is taken to hang"
+    )
+
+
 def _chosen(value: Any) -> Any:
     """Return the keys of a section that were set, without defaults."""
     return {name: getattr(value, name) for name in value.model_fields_set} if isinstance(value, Section) else value
@@ -464,6 +475,7 @@ class Recipe(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     cluster: ClusterConfig = ClusterConfig()
+    guard: GuardConfig = GuardConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="wrap")

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tilth.core.errors import DataError
-from tilth.core.files import make_folder, rename, writing
+from tilth.core.files import atomic_write, make_folder, rename, writing
 
 COLUMNS = pa.schema(
     [
@@ -60,14 +60,20 @@ def conform(table: pa.Table) -> pa.Table:
 
 
 class TrajectoryFiles:
-    """Write trajectories of committed steps; rows that were added but not committed are never written."""
+    """Write trajectories of committed steps; rows that were added but not committed are never written.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    spill: folder in shared memory for committed rows that are in no file yet, so that the next writer has them
+    (``rewind``) if this process dies; None: they are lost.
+    """
+
+    def __init__(self, folder: Path, spill: Path | None = None) -> None:
+        self.folder, self.spill = folder, spill
         self._open: list[pa.Table] = []
         self._committed: list[pa.Table] = []
-        with writing(folder):
-            make_folder(folder)
+        for needed in (folder, spill):
+            if needed is not None:
+                with writing(needed):
+                    make_folder(needed)
 
     def add(self, table: pa.Table) -> None:
         """Add rows of the current step."""
@@ -77,7 +83,13 @@ class TrajectoryFiles:
         """Commit a step and drop added rows of other steps; rows are written by ``flush``, or beyond PART_BYTES."""
         added, self._open = self._open, []
         kept = [table.filter(pc.equal(table["step"], step)) for table in added]
-        self._committed += [table for table in kept if len(table)]
+        new = [table for table in kept if len(table)]
+        self._committed += new
+        if self.spill is not None and new:
+            path = self.spill / f"step-{step:06d}.arrow"
+            with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), COLUMNS) as out:
+                for table in new:
+                    out.write_table(table)
         if sum(t.nbytes for t in self._committed) > PART_BYTES:
             self.flush()
 
@@ -87,7 +99,12 @@ class TrajectoryFiles:
             return None
         path = self._write(pa.concat_tables(self._committed))
         self._committed = []
+        for spilled in self._spilled():
+            spilled.unlink()
         return path
+
+    def _spilled(self) -> list[Path]:
+        return sorted(self.spill.glob("step-*.arrow")) if self.spill is not None else []
 
     def _write(self, table: pa.Table) -> Path:
         first, last = (f(table["step"]).as_py() for f in (pc.min, pc.max))
@@ -105,6 +122,12 @@ class TrajectoryFiles:
     def rewind(self, step: int) -> None:
         """Drop all rows of later steps; a file with earlier rows too is rewritten before it is removed."""
         self._open, self._committed = [], []
+        written = max((last for _, last, _ in _parts(self.folder)), default=0)
+        for spilled in self._spilled():
+            if not written < int(spilled.stem.removeprefix("step-")) <= step:
+                spilled.unlink()
+            else:
+                self._committed.append(pa.ipc.open_file(pa.memory_map(str(spilled))).read_all())
         for first, last, path in _parts(self.folder):
             if last <= step:
                 continue

@@ -16,6 +16,7 @@ from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, open_ch
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.controller.cluster import Cluster, open_cluster
+from tilth.cluster.controller.dispatch import ABORT, KEEP
 from tilth.config.checks import pools
 from tilth.config.plugins import Declaration, call_declared, declared
 from tilth.config.roles import ROLES
@@ -26,6 +27,7 @@ from tilth.core.errors import (
     OutOfMemory,
     PluginError,
     StorageError,
+    TilthError,
     WorkerLost,
 )
 from tilth.core.files import make_folder
@@ -45,10 +47,12 @@ from tilth.flows.roles import Roles
 from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
+from tilth.flows.survive import Survival
 from tilth.flows.workers import threads
+from tilth.guard.snapshots import Snapshots
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
-from tilth.runs.directory import REWARD_LOG, RunDir, summarise
+from tilth.runs.directory import RunDir, summarise
 from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
@@ -144,15 +148,11 @@ def launch(
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(count_seen(recipe, parts.heldout))
         parts.notes.extend(passed_over(who, name))
-        if parts.roles.reward is not None:
-            parts.roles.reward.ready()
         with (
             RunDir.create(recipe, name, who.inputs, who.allow) as directory,
             _recorded(directory, cluster.rank, callbacks),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):
-            if parts.roles.reward is not None:
-                parts.roles.reward.print_to(str(directory.path.resolve() / REWARD_LOG))
             for text in warned:
                 directory.log(text)
             directory.update(data=data)
@@ -168,28 +168,69 @@ def launch(
 def _train(
     parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], *, fallback: bool
 ) -> Run:
-    """Make the run, restore it, and run its phases to their end and its last checkpoint."""
+    """Make the run, restore it, and run its phases to their end and its last checkpoint, whatever fails meanwhile."""
+
+    def say(text: str) -> None:
+        directory.log(text)
+        notify(callbacks, "on_message", text)
+
     with _add_hints(directory.path), StopRequest(parts.recipe.run.grace) as stop:
-        cluster.trace(directory.events.resolve(), directory.attempt, bool(parts.recipe.run.collect_every))
+        survival = Survival(parts, cluster, directory, say)
+        survival.prepare()
+        survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-        run = _run(parts, cluster, directory, [_Clocks(cluster), *callbacks, profiling], stop)
+        make = partial(_run, parts, cluster, directory, [_Clocks(cluster), *callbacks, profiling], stop, say)
+        run = make(survival.snapshots)
         _announce(run, parts)
         _restore(run, fallback=fallback)
         notify(run.callbacks, "on_run_start", run)
-        try:
-            _phases(run)
-            profiling.conclude()
-            run.saving.finish()
-            if run.saving.failed:
-                run.secure()
-        except Interrupted as stopped:
-            directory.end("interrupted", why=str(stopped))
-            raise
-        finally:
-            if not cluster.dispatch.idle():  # rows that the writer still holds are lost with their step
-                directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
-            run.saving.give_up()
-    return run
+        failed: TilthError | None = None
+        while True:
+            try:
+                if failed is not None:
+                    survival.recover(failed, run.state.step)
+                    run = make(survival.snapshots)
+                    _restore_again(run)
+                _complete(run, profiling)
+                return run
+            except Interrupted as stopped:
+                directory.end("interrupted", why=str(stopped))
+                raise
+            except TilthError as error:
+                if error is failed:  # it is hopeless
+                    raise
+                run.saving.give_up(0.0)
+                failed = error
+            finally:
+                if not cluster.dispatch.idle():  # rows that the writer still holds are lost with their step
+                    directory.trajectories = TrajectoryFiles(directory.path / TRAJECTORIES)
+                run.saving.give_up()
+
+
+def _complete(run: Run, profiling: Profiling) -> None:
+    """Run the phases to their end, and save what is not saved yet."""
+    _phases(run)
+    profiling.conclude()
+    run.saving.finish()
+    if run.saving.failed:
+        run.secure()
+
+
+def _restore_again(run: Run) -> None:
+    """Return to the newest state that a failure has left: in memory, else on disk."""
+    kept = None if run.snapshots is None else run.snapshots.newest()
+    if run.snapshots is None or kept is None:
+        _restore(run, fallback=False)
+        return
+    try:
+        _load(kept, run.roles, run.directory)
+    except CheckpointError as error:
+        run.say(f"the state in memory cannot be used: {error}")
+        run.snapshots.discard()
+        _restore(run, fallback=False)
+        return
+    run.restore(kept.objects["progress"])
+    run.directory.rewind(run.state.step)
 
 
 def _check_place(where: str) -> None:
@@ -276,16 +317,29 @@ def _cluster(recipe: Recipe) -> Cluster:
     """Start the workers of ``[cluster]``, which happens while the data is being read."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
+    guard = recipe.guard
+    return open_cluster(
+        c.backend,
+        sum(pools(recipe).values()),
+        timeout=c.timeout,
+        address=c.address,
+        gpus=gpus,
+        policy=KEEP if guard.restarts else ABORT,
+        hang_after=guard.hang_after,
+    )
 
 
-def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], stop: StopRequest) -> Run:
+def _run(
+    parts: RunParts,
+    cluster: Cluster,
+    directory: RunDir,
+    callbacks: Sequence[Callback],
+    stop: StopRequest,
+    say: Callable[[str], None],
+    snapshots: Snapshots | None,
+) -> Run:
     metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
     every = parts.recipe.run.collect_every
-
-    def say(text: str) -> None:
-        directory.log(text)
-        notify(callbacks, "on_message", text)
 
     def collect_garbage(step: int) -> None:
         if every and step % every == 0:
@@ -305,6 +359,7 @@ def _run(parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequen
         say=say,
         adopt=parts.adopt,
         collect_garbage=collect_garbage,
+        snapshots=snapshots,
     )
 
 

@@ -29,6 +29,7 @@ from tilth.flows.sampler import Sampler, Split
 from tilth.flows.saving import Saving
 from tilth.flows.step_log import StepLog
 from tilth.flows.weight_sync import SyncBounds
+from tilth.guard.snapshots import Snapshots
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.runs.directory import REWARD_LOG, RunDir
@@ -59,9 +60,10 @@ class Run:
         say: Callable[[str], None],
         adopt: str | None = None,
         collect_garbage: Callable[[int], None] = lambda step: None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """say: log a line and show it; adopt: checkpoint whose optimizer state the first phase begins with;
-        collect_garbage: called at the end of each step."""
+        collect_garbage: called at the end of each step; snapshots: where its states are kept in memory."""
         self.recipe, self.algorithm = recipe, Algorithm.of(recipe)
         self.roles, self.store, self.directory, self.callbacks = roles, store, directory, callbacks
         self.policy, self.loader = roles.policy, roles["loader"]
@@ -72,7 +74,8 @@ class Run:
         algo, state, reward_log = self.algorithm, self.state, directory.path / REWARD_LOG
         self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, reward_log, say)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
-        self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say)
+        self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
+        self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say, spill)
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
@@ -329,6 +332,8 @@ class Run:
             )
         if (self.evaluator.improved or self.saving.due(state.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
+        if self.snapshots is not None:
+            self.snapshots.take(self.roles.stateful_roles(), state.step, self._objects(), self.policy.mesh)
 
     def _report_compile_time(self) -> None:
         for role, group in self.roles.items():
@@ -367,12 +372,12 @@ class Run:
         sample is in flight.
         """
         positions = {name: role.position() for name, role in self.roles.stateful_roles().items()}
-        return {
-            "progress": asdict(self.state),
-            "digest": self.directory.digest,
-            "positions": {role: position for role, position in positions.items() if position},
-            "events": {"attempt": self.directory.attempt, "step": self.state.step},
-        }
+        return {**self._objects(), "positions": {role: position for role, position in positions.items() if position}}
+
+    def _objects(self) -> dict[str, Any]:
+        """Return ``checkpoint_objects`` without the roles' positions."""
+        events = {"attempt": self.directory.attempt, "step": self.state.step}
+        return {"progress": asdict(self.state), "digest": self.directory.digest, "events": events}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Set the state to that of a checkpoint, in place: the parts of the run share it."""

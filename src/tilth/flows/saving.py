@@ -107,13 +107,13 @@ class Saving:
         self.metrics.add("save/seconds", self._durable - self._began)
         self.then(self._step, self._path)
 
-    def give_up(self) -> None:
-        """Give the save under way ``GRACE`` seconds to complete and then cancel it, when the run fails."""
+    def give_up(self, grace: float = GRACE) -> None:
+        """Give the save under way some seconds to complete and then cancel it, when the run fails."""
         commit, self._under_way = self._under_way, None
         if commit is None:
             return
         with suppress(TimeoutError, StorageError, CheckpointError):  # report the error of the run instead
-            commit.wait(GRACE)
+            commit.wait(grace)
         commit.cancel()
 
     def _snapshot(self, folder: Any) -> None:

@@ -1,6 +1,7 @@
 """Results of a step: metrics of its updates, its samples and warnings, and the line that commits it."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tilth.config.schema import Recipe
@@ -30,8 +31,10 @@ class StepLog:
         metrics: Metrics,
         bounds: SyncBounds,
         say: Callable[[str], None],
+        spill: Path | None = None,
     ) -> None:
-        """bounds: largest log-prob difference of trainer and engine; say: log a line and show it."""
+        """bounds: largest log-prob difference of trainer and engine; say: log a line and show it; spill: folder of
+        ``TrajectoryFiles``."""
         self.recipe, self.algorithm, self.directory, self.state = recipe, algorithm, directory, state
         self.metrics, self.bounds, self.say, self._writer = metrics, bounds, say, roles.writer
         self.sample: dict[str, Any] | None = None
@@ -39,7 +42,7 @@ class StepLog:
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
         if self._writer is not None:
-            self._writer.open(str(directory.path.resolve() / TRAJECTORIES))
+            self._writer.open(str(directory.path.resolve() / TRAJECTORIES), "" if spill is None else str(spill))
             directory.trajectories = self._writer
 
     def start(self) -> None:

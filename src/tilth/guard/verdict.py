@@ -1,24 +1,36 @@
-"""Verdict of a detector: what happened, on which ranks, with evidence. What to do about it is decided elsewhere."""
+"""Verdict of a detector: what went wrong, on which workers, and how one can tell."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-KINDS = (
-    "crash", "hang", "error", "out-of-memory", "not-finite", "slow", "corruption", "collective", "storage",
-    "odd-machine", "controller",
-)  # fmt: skip
+Kind = Literal[
+    "crash",
+    "hang",
+    "error",
+    "out-of-memory",
+    "not-finite",
+    "slow",
+    "corruption",
+    "collective",
+    "storage",
+    "odd-machine",
+    "controller",
+]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One finding."""
+    """One finding. It blames no machine: ``guard.recovery`` decides what follows from it.
 
-    kind: str
-    """One of KINDS."""
+    A symptom has several possible roots (ByteRobust, arXiv 2509.16293), so ranks are those that a fact names, and empty
+    where none does.
+    """
+
+    kind: Kind
     ranks: tuple[int, ...]
-    """Culprits; () if nobody can be named."""
+    """Workers at fault; () if nothing names them."""
     evidence: str
-    """One sentence of facts: "rank 5 has not come to all_reduce 12 of group dp; ranks 1, 9 wait for it"."""
+    """The facts in one sentence."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON."""
+    """More of them, as JSON."""

@@ -21,7 +21,7 @@ class RewardWorker:
         self.pool, self.prompts, self.store = pool, prompts, store
         self.outcomes: dict[int, Outcome] = {}
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def ready(self) -> None:
         """Wait until every process of the pool has loaded the function. RewardError if one fails."""
         self.pool.ready()
@@ -31,7 +31,7 @@ class RewardWorker:
         """Append what the function prints to this file."""
         self.pool.print_to(Path(path))
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", patient=True)
     def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
         """Fill in the row columns ``reward`` (NaN: missing) and ``outcome``, and each part of the reward.
 

@@ -3,11 +3,15 @@
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
+from tilth.checkpoint.manifest import Report
+from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, StorageError
@@ -19,6 +23,13 @@ Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and their layouts."""
 
 
+class Snapshot(NamedTuple):
+    """One worker's part of a snapshot: what it wrote, and the role's ``position``."""
+
+    reports: list[Report]
+    position: Mapping[str, float]
+
+
 class Stateful:
     """A role with a state that a checkpoint holds. Its methods are called on all ranks of its group together."""
 
@@ -26,6 +37,7 @@ class Stateful:
         self.sharded = sharded
         self.grid = sharded.grid
         self._saver = Saver()
+        self._memory = MemorySaver()
 
     def groups(self) -> Groups:
         """Return the groups of its checkpoint by name."""
@@ -41,7 +53,7 @@ class Stateful:
         """Return the names of its groups."""
         return list(self.groups())
 
-    @transfer(split="all", gather="all")
+    @transfer(split="all", gather="all", patient=True)
     def save(self, folder: str, background: bool) -> str:
         """Copy this worker's part for a checkpoint; the copy is written while training continues.
 
@@ -55,12 +67,18 @@ class Stateful:
             return str(error)
         return ""
 
-    @transfer(split="all", gather="all")
+    @transfer(split="all", gather="all", patient=True)
+    def snapshot(self, folder: str, slot: int) -> Snapshot:
+        """Copy this worker's part into a slot of a folder in shared memory. StorageError without room."""
+        part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
+        return Snapshot(self._memory.take(Path(folder), slot, self.groups(), self.grid.rank, part), self.position())
+
+    @transfer(split="all", gather="all", patient=True)
     def saving(self, wait: bool) -> str:
         """Return the error message of the running save, or "". wait: until it is written."""
         return self._saver.settle() if wait else self._saver.problem()
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         """Load a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
@@ -103,7 +121,7 @@ class Learner(Stateful):
         """Start a phase: fresh optimizer state, its peak learning rate, length of schedule in optimizer steps."""
         self.engine.begin(lr, total_steps)
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def adopt(self, path: str) -> None:
         """Load the optimizer state from another run's checkpoint, of any layout. CheckpointError."""
         name = self._names[1]
@@ -118,7 +136,7 @@ class Learner(Stateful):
     def position(self) -> dict[str, float]:
         return self.engine.position()
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         read_state(path, self.groups(), self.sharded)
         self.engine.restore(position)

@@ -29,9 +29,9 @@ class TrajectoryWriter:
         self.files: TrajectoryFiles
 
     @transfer(split="all", gather="first")
-    def open(self, folder: str) -> None:
-        """Write into this folder. StorageError."""
-        self.files = TrajectoryFiles(Path(folder))
+    def open(self, folder: str, spill: str = "") -> None:
+        """Write into this folder; spill: of ``TrajectoryFiles``, "": none. StorageError."""
+        self.files = TrajectoryFiles(Path(folder), Path(spill) if spill else None)
 
     @transfer(split="all", gather="first")
     def add(self, batch: Batch, step: int) -> dict[str, Any]:
@@ -48,12 +48,12 @@ class TrajectoryWriter:
         self.files.commit(step)
         return {}
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def flush(self) -> None:
         """Make everything committed durable. StorageError."""
         self.files.flush()
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", patient=True)
     def rewind(self, step: int) -> None:
         """Drop all rows of later steps."""
         self.files.rewind(step)

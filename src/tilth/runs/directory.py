@@ -1,7 +1,7 @@
 """The directory of a run, written so that no committed step is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  reward.log  report.html, and profiles/ if requested
+    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, and recoveries.jsonl after a failure
 
 One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
 checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of
@@ -38,6 +38,8 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
+RECOVERIES = "recoveries.jsonl"
+"""Failures that the run has survived, a line each."""
 REWARD_LOG = "reward.log"
 """Output of the reward function: the newest 8 to 16 MB, the older part in ``reward.log.1``."""
 
@@ -171,6 +173,20 @@ class RunDir:
         if 0 < self.saved < step:
             self.journal.trim(self.saved)  # a resume may still fall back to the previous checkpoint
         self.update(best=best, saved=step)
+
+    def recover(self, record: Mapping[str, Any]) -> None:
+        """End this attempt, which a failure has ended, and begin the next one in this process.
+
+        record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended.
+        """
+        lines = Lines(self.path / RECOVERIES)
+        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record}))
+        lines.close()
+        ended = {"ended": _now(), "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
+        before, self.attempt = self._state["attempts"], self.attempt + 1
+        self.changes = {}
+        attempts = [*before[:-1], before[-1] | ended, self._attempt(_now())]
+        self.update(attempt=self.attempt, attempts=attempts)
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Store the plan; its ``memory_peak`` is the predicted peak memory."""

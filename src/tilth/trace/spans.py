@@ -338,6 +338,11 @@ class Recorder:
         writer = self._writer
         return 0 if writer is None else writer.epoch
 
+    def ended(self, thread: int) -> int:
+        """Return the number of spans that a thread has ended so far; thread: its ``ident``."""
+        rows = [list(state.sums.values()) for state in list(self._threads) if state.thread.ident == thread]
+        return sum(int(row[2]) for row in itertools.chain(*rows))
+
     def totals(self, reset: bool = True) -> dict[str, Total]:
         """Return the sums by operation over spans that ended since the last reset, in all threads."""
         return {op: total_of(row) for op, row in self.rows(reset).items()}

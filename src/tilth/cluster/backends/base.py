@@ -1,16 +1,18 @@
 """Protocol and messages of a backend: N workers that execute calls in order, and a payload store."""
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import cloudpickle
 
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, TilthError, WorkerError
 
+MEMORY_RAN_OUT = "(memory ran out: "
+"""Part of the message of a WorkerLost that the kernel killed for want of memory."""
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is a role."""
 
@@ -35,6 +37,8 @@ class Call:
     """Seconds that it may take even if ``cluster.timeout`` is less."""
     generation: int = 0
     """Generation of its role."""
+    patient: bool = False
+    """True: it may work for longer than ``guard.hang_after`` without progress."""
 
     @property
     def name(self) -> str:
@@ -77,9 +81,10 @@ class Failure(NamedTuple):
         where = place_of(call, rank)
         if self.kind is None:
             found = WorkerError(f"{where}: {self.message}\n{self.traceback}", key=call.operation)
-            found.collective = self.collective
+            found.collective, found.ranks = self.collective, (rank,)
             return found
         error = self.kind(f"{where}: {self.message}", key=self.key)
+        error.ranks = (rank,)
         if isinstance(error, OutOfMemory):
             error.role = role_of(call)
         error.add_note(f"in the worker:\n{self.traceback}")
@@ -152,6 +157,28 @@ class Backend(Protocol):
 
     def close(self, kill: bool) -> None:
         """End all workers and free all payload; idempotent. kill: at once, else the workers may finish."""
+
+
+@runtime_checkable
+class RepairableBackend(Backend, Protocol):
+    """A backend whose workers can be watched and replaced, so that a run survives the loss of one."""
+
+    def life(self, rank: int) -> tuple[int, int]:
+        """Return two numbers, known without asking the worker: one grows with the work of its calls, one with time
+        while its process runs."""
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Kill these workers at once with the processes that their roles have started."""
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Kill these workers, if they live, and start others in their place; return when they are ready.
+
+        Raises WorkerLost if one does not start.
+        """
+
+    @property
+    def scratch(self) -> str:
+        """Folder in shared memory that outlives workers, on each machine of the cluster; "": none."""
 
 
 class PickledKwargs:

@@ -35,7 +35,7 @@ class WorkerConnection:
         future: Future[Reply] = Future()
         with self._lock:
             if self._lost:
-                future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {self._lost}", key=call.operation))
+                future.set_exception(self._error(call))
                 return future
             self._pending.append((call, len(data), future))
             try:
@@ -67,7 +67,12 @@ class WorkerConnection:
             self._lost = lost
             pending, self._pending = list(self._pending), deque()
         for call, _, future in pending:
-            future.set_exception(WorkerLost(f"{place_of(call, self.rank)}: {lost}", key=call.operation))
+            future.set_exception(self._error(call))
+
+    def _error(self, call: Call) -> WorkerLost:
+        error = WorkerLost(f"{place_of(call, self.rank)}: {self._lost}", key=call.operation)
+        error.ranks = (self.rank,)
+        return error
 
     def close(self) -> None:
         """Close the connection, which ends the worker, and join the reader."""

@@ -7,6 +7,7 @@ A thread of the worker serves them one at a time at a Unix socket in the session
 import json
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from socketserver import StreamRequestHandler, UnixStreamServer
 from threading import Thread
 from typing import Any
@@ -28,6 +29,7 @@ def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) ->
                 reply = {"error": f"{type(error).__name__}: {error}"}
             self.wfile.write(json.dumps(reply).encode())
 
+    Path(address).unlink(missing_ok=True)  # of a worker that was lost
     server = UnixStreamServer(address, Handler)
     Thread(target=server.serve_forever, name="control", daemon=True).start()
 

@@ -8,16 +8,17 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import Call, Probe, Reply
+from tilth.cluster.backends.base import MEMORY_RAN_OUT, Call, Probe, Reply
 from tilth.cluster.backends.capacity import check_room, cores, patience
 from tilth.cluster.backends.connection import WorkerConnection
 from tilth.cluster.backends.probe import NodeProbe
@@ -57,18 +58,19 @@ class LocalBackend:
         self._kills = oom_kills()
         self._reaper = _start_reaper(self.folder)
         self._reaper_lost = self._closed = False
+        self.timeout = timeout
         try:
             with _listen(self.folder.socket) as door:
                 for rank in range(workers) if start is None else start:
-                    self._start(rank, timeout)
-                found = self._accept(door, timeout)
+                    self._start(rank)
+                found = self._accept(door, range(workers))
         except BaseException:  # an interrupt too: no process may be left
             self.close(kill=True)
             raise
-        self.links = [
-            WorkerConnection(rank, found[rank][0], found[rank][1], partial(self._ending, rank))
-            for rank in range(workers)
-        ]
+        self.links = [self._link(rank, *found[rank]) for rank in range(workers)]
+
+    def _link(self, rank: int, pid: int, connection: Connection) -> WorkerConnection:
+        return WorkerConnection(rank, pid, connection, partial(self._ending, rank))
 
     def _watch(self) -> NodeProbe:
         try:
@@ -77,9 +79,9 @@ class LocalBackend:
             self.folder.remove()
             raise
 
-    def _start(self, rank: int, timeout: float) -> None:
+    def _start(self, rank: int) -> None:
         command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.local_worker"]
-        arguments = [str(self.folder.path), str(rank), str(self.workers), str(timeout)]
+        arguments = [str(self.folder.path), str(rank), str(self.workers), str(self.timeout)]
         with open(self.folder.log(rank), "ab") as log:
             process = subprocess.Popen(
                 command + arguments,
@@ -116,20 +118,19 @@ class LocalBackend:
             self._reaper.kill()
             self._reaper.wait()
 
-    def _accept(self, door: socket.socket, timeout: float) -> dict[int, tuple[int, Connection]]:
-        """Return (process id, connection) of every rank. Raises WorkerLost if one ends or does not connect in time."""
+    def _accept(self, door: socket.socket, ranks: Collection[int]) -> dict[int, tuple[int, Connection]]:
+        """Return (process id, connection) of these ranks. Raises WorkerLost if one ends or does not connect in time."""
         found: dict[int, tuple[int, Connection]] = {}
         limit, key = patience(START), self.folder.key
         until = time.monotonic() + limit
-        while len(found) < self.workers:
+        seconds = struct.pack("ll", int(self.timeout), int(self.timeout % 1 * 1e6))
+        while len(found) < len(ranks):
             try:
                 guest, _ = door.accept()
             except TimeoutError:
-                self._check_started(found, until, limit)
+                self._check_started([rank for rank in ranks if rank not in found], until, limit)
                 continue
-            guest.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-            )
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             connection = Connection(guest.detach())
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
@@ -139,8 +140,7 @@ class LocalBackend:
                 self._notify_reaper(pid)
         return found
 
-    def _check_started(self, found: dict[int, tuple[int, Connection]], until: float, limit: float) -> None:
-        missing = [rank for rank in range(self.workers) if rank not in found]
+    def _check_started(self, missing: Sequence[int], until: float, limit: float) -> None:
         ended = [rank for rank in missing if rank in self._processes and self._processes[rank].poll() is not None]
         if ended:
             raise WorkerLost(f"rank {ended[0]}, start: {self._ending(ended[0])}", key="cluster.start")
@@ -161,6 +161,35 @@ class LocalBackend:
 
     def probe(self, rank: int) -> Probe:
         return self.watch.probe(rank, self.links[rank].pid)
+
+    def life(self, rank: int) -> tuple[int, int]:
+        return self.watch.board.life(rank)
+
+    @property
+    def scratch(self) -> str:
+        return str(self.folder.scratch)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        pids = [self.links[rank].pid for rank in ranks]
+        reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        if not ranks:
+            return
+        if launched := [rank for rank in ranks if rank not in self._processes]:
+            message = f"rank {launched[0]} was started by a launcher, which must start it again"
+            raise WorkerLost(message, key="cluster.start")
+        self.kill(ranks)
+        for rank in ranks:
+            self.links[rank].close()
+            self._processes[rank].wait(END)
+            self.watch.board.clear(rank)
+        with _listen(self.folder.socket) as door:
+            for rank in ranks:
+                self._start(rank)
+            found = self._accept(door, ranks)
+        for rank in ranks:
+            self.links[rank] = self._link(rank, *found[rank])
 
     def _ending(self, rank: int) -> str:
         """Describe how a worker whose connection has ended was lost."""
@@ -224,6 +253,7 @@ def _check(workers: int, gpus: bool, ours: bool) -> None:
 
 def _listen(address: str) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
+    Path(address).unlink(missing_ok=True)  # of the workers that were started before
     door.bind(address)
     door.listen(128)
     door.settimeout(0.2)  # interval at which workers that ended before connecting are detected
@@ -246,5 +276,5 @@ def _how_ended(code: int, kills: int | None = None) -> str:
     if kills is None or now is None:
         return f"was killed by {name} (often because memory ran out)"
     if now > kills:
-        return f"was killed by {name} (memory ran out: the kernel has killed {now - kills} processes since it started)"
+        return f"was killed by {name} {MEMORY_RAN_OUT}the kernel has killed {now - kills} processes since it started)"
     return f"was killed by {name} (not since memory ran out: the kernel has killed nothing for that)"

@@ -25,11 +25,12 @@ class SessionDir:
     """A folder of mode 0700, locked by its controller, with the key that a worker needs to connect.
 
     socket: address on which the controller listens at start; payload: folder of the store; board: file of the status
-    board; init_method: of torch.distributed, a file, so that no port is open.
+    board; scratch: for what outlives a worker; init_method: of torch.distributed, a file, so that no port is open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.payload, self.board = path, path / "payload", path / "board"
+        self.scratch = path / "scratch"
         self.socket, self.init_method = str(path / "socket"), f"file://{path}/meeting"
         self._lock: IO[bytes] | None = None
 
@@ -45,6 +46,7 @@ class SessionDir:
         try:
             folder = cls(_named(root / f"{prefix}{name}") if name else Path(tempfile.mkdtemp(prefix=prefix, dir=root)))
             folder.payload.mkdir()
+            folder.scratch.mkdir()
             folder._lock = _locked(folder.path)
             with open(os.open(folder.path / _KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(32))

@@ -1,4 +1,4 @@
-"""Status board: the current call of each worker, in a small file that all processes of the machine map.
+"""Status board: current call and signs of life of each worker, in a small file that all processes of a machine map.
 
 The controller reads it without the worker, so it is correct for one that is stopped or holds the GIL.
 """
@@ -12,8 +12,10 @@ from tilth.cluster.backends.capacity import advice
 from tilth.core.errors import StorageError
 
 SLOT = 256
-"""Bytes per worker: begin of the call (float64, monotonic seconds), length of its name (uint16), the name."""
+"""Bytes per worker: begin of the call (float64, monotonic seconds), length of its name (uint16), the name; at the end
+its signs of life (uint64, uint64)."""
 _HEAD = struct.Struct("<dH")
+_COUNTS = struct.Struct("<QQ")
 
 
 class StatusBoard:
@@ -35,7 +37,7 @@ class StatusBoard:
 
     def mark(self, rank: int, phase: str) -> None:
         """Set the current call of a worker, "" for none; a long name is cut to the slot."""
-        name = phase.encode()[: SLOT - _HEAD.size]
+        name = phase.encode()[: SLOT - _HEAD.size - _COUNTS.size]
         start = rank * SLOT
         self._map[start : start + _HEAD.size + len(name)] = _HEAD.pack(time.monotonic(), len(name)) + name
 
@@ -45,6 +47,19 @@ class StatusBoard:
         since, length = _HEAD.unpack_from(self._map, start)
         name = self._map[start + _HEAD.size : start + _HEAD.size + length].decode(errors="replace")
         return f"{name} (for {time.monotonic() - since:.1f} s)" if name else ""
+
+    def beat(self, rank: int, work: int, beats: int) -> None:
+        """Set the signs of life of a worker: two numbers that grow, with its work and with time."""
+        _COUNTS.pack_into(self._map, (rank + 1) * SLOT - _COUNTS.size, work, beats)
+
+    def life(self, rank: int) -> tuple[int, int]:
+        """Return the signs of life of a worker."""
+        work, beats = _COUNTS.unpack_from(self._map, (rank + 1) * SLOT - _COUNTS.size)
+        return int(work), int(beats)
+
+    def clear(self, rank: int) -> None:
+        """Forget a worker that was lost."""
+        self._map[rank * SLOT : (rank + 1) * SLOT] = bytes(SLOT)
 
     def close(self) -> None:
         """Unmap."""

@@ -1,12 +1,13 @@
 """Cluster: workers of one backend, the roles on them, their payload store."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilth.cluster.backends.base import Backend, Call, PickledKwargs
+from tilth.cluster.backends.base import Backend, Call, PickledKwargs, RepairableBackend
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.inline import InlineBackend
 from tilth.cluster.controller.clocks import Clocks
@@ -32,11 +33,21 @@ LEAVE = 10.0
 class Cluster:
     """Workers and their roles; a context manager whose end frees every process and all payload."""
 
-    def __init__(self, backend: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        timeout: float = 600.0,
+        policy: FailurePolicy = ABORT,
+        hang_after: float = math.inf,
+    ) -> None:
         self.backend = backend
         self.workers = backend.workers
-        self.dispatch = Dispatch(backend, timeout, policy)
+        if not isinstance(backend, RepairableBackend):
+            policy, hang_after = ABORT, math.inf
+        self.dispatch = Dispatch(backend, timeout, policy, hang_after)
         self.store = LeasedStore(backend.store, self.dispatch)
+        self.groups: list[WorkerGroup] = []
+        """In the order in which they were made."""
         self._open = True
         self._clocks: Clocks | None = None
 
@@ -54,17 +65,46 @@ class Cluster:
             raise ArgumentError(message, key="mesh")
         group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)
         self.make(group)
+        self.groups.append(group)
         return group
+
+    def repair(self, lost: Collection[int], seconds: float) -> list[int]:
+        """Bring the workers back to work after a failed call; return those that were replaced, in order.
+
+        lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end.
+        Others that do not end their calls within ``seconds`` are replaced too. Payload is freed. Every role with a
+        replaced worker must be made again (``make``). Raises WorkerLost if a worker cannot be replaced.
+        """
+        backend = self.repairable
+        assert backend is not None
+        backend.kill(lost)
+        gone = {*lost, *self.dispatch.settle(seconds)}
+        backend.kill(gone)
+        self.dispatch.settle(LEAVE)
+        self.dispatch.forget()
+        self.store.clear()
+        backend.replace(sorted(gone))
+        return sorted(gone)
+
+    @property
+    def repairable(self) -> RepairableBackend | None:
+        """The backend, if it can replace workers."""
+        return self.backend if isinstance(self.backend, RepairableBackend) else None
 
     def make(self, group: WorkerGroup) -> None:
         """Construct a group's role on its ranks and wait for it. Constructing it again begins its next generation:
         earlier calls and answers are refused (StaleGeneration)."""
         group.generation += 1
-        imports = Call("", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT))
+        imports = Call(
+            "", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT), patient=True
+        )
         for rank in group.mesh.ranks:
             self.dispatch.submit(rank, imports)
         call = Call(
-            "", "create", (group.role, group.factory, PickledKwargs(group.kwargs), group.mesh, group.generation)
+            "",
+            "create",
+            (group.role, group.factory, PickledKwargs(group.kwargs), group.mesh, group.generation),
+            patient=True,
         )
         replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in group.mesh.ranks])
         group.methods = replies[0].value
@@ -77,9 +117,12 @@ class Cluster:
     def trace(self, path: str | Path, attempt: int, planned: bool = False) -> None:
         """Record the spans of every worker under its rank in ``path``, with clock samples against the controller.
 
-        The controller's recorder must run already. planned: Python's garbage is collected by ``collect`` only.
+        The controller's recorder must run already. planned: Python's garbage is collected by ``collect`` only. A later
+        call begins a new attempt.
         """
-        call = Call("", "trace", (str(path), attempt, planned))
+        if self._clocks is not None:
+            self._clocks.close()
+        call = Call("", "trace", (str(path), attempt, planned), patient=True)
         self.dispatch.wait([self.dispatch.submit(rank, call) for rank in range(self.workers)])
         if not isinstance(self.backend, InlineBackend):
             self._clocks = Clocks(self.dispatch, Path(path), attempt)
@@ -106,7 +149,7 @@ class Cluster:
 
     def profiled(self, ranks: Sequence[int], stem: Path | None) -> dict[int, Captured]:
         """Stop the profiler on these ranks and write ``stem-rank-R.json.gz``, within a call's limit; None: discard."""
-        call = Call("", "profiled", (str(stem.resolve()) if stem else "",))
+        call = Call("", "profiled", (str(stem.resolve()) if stem else "",), patient=True)
         with span("profile", detail="end"):
             replies = self.dispatch.wait([self.dispatch.submit(rank, call) for rank in ranks])
         return {rank: reply.value for rank, reply in zip(ranks, replies)}
@@ -140,7 +183,7 @@ class Cluster:
                 self.dispatch.drain()
                 if self._clocks is not None:
                     self._clocks.end()
-                end = Call("", "end")
+                end = Call("", "end", patient=True)
                 replies = self.dispatch.wait([self.dispatch.submit(rank, end) for rank in range(self.workers)])
                 self.store.check_released()
                 return [f"rank {rank}: {reply.value}" for rank, reply in enumerate(replies) if reply.value]
@@ -187,14 +230,17 @@ def open_cluster(
     address: str = "",
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
+    hang_after: float = math.inf,
 ) -> Cluster:
     """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: decides what a failure does. Raises RecipeError for a backend that is not declared, is not
+    GPU of its own. policy: decides what a failure does. hang_after: seconds that a call may take without progress.
+    Raises RecipeError for a backend that is not declared, is not
     installed or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
-    return Cluster(_backend(backend, workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
+    made = _backend(backend, workers, timeout=timeout, address=address, gpus=gpus)
+    return Cluster(made, timeout, policy, hang_after)
 
 
 def _backend(name: str, workers: int, **options: Any) -> Backend:

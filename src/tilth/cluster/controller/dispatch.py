@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
-from tilth.cluster.backends.base import Backend, Call, Probe, Reply
+from tilth.cluster.backends.base import Backend, Call, Probe, RepairableBackend, Reply
 from tilth.cluster.controller.report import absence, absent, overdue
 from tilth.cluster.controller.totals import Totals, Traffic
 from tilth.core.batch import Lease
@@ -23,6 +23,8 @@ from tilth.trace.spans import in_phase
 GRACE = 0.5
 """Seconds to wait for further failures after the first, since a peer may report a broken collective before the crash
 that caused it; also the grace of an answer at its limit."""
+LOOK = 0.5
+"""Seconds between two looks for signs of life of the workers."""
 
 
 class FailurePolicy(Protocol):
@@ -42,6 +44,42 @@ class Abort:
 ABORT = Abort()
 
 
+class Keep:
+    """Keep the workers after a failure: the controller calls ``Cluster.repair``, or leaves."""
+
+    def ends(self, error: BaseException) -> bool:
+        return False
+
+
+KEEP = Keep()
+
+
+class Life:
+    """When each worker last showed signs of life, as far as the controller has looked."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend if isinstance(backend, RepairableBackend) else None
+        self._seen = [(0, 0)] * backend.workers
+        self._work, self._beat = [0.0] * backend.workers, [0.0] * backend.workers
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Look at these workers now, if the backend shows their signs of life."""
+        if self._backend is None:
+            return
+        now = time.monotonic()
+        for rank in ranks:
+            work, beats = self._backend.life(rank)
+            if work != self._seen[rank][0]:
+                self._work[rank] = now
+            if beats != self._seen[rank][1]:
+                self._beat[rank] = now
+            self._seen[rank] = work, beats
+
+    def since(self, rank: int, patient: bool) -> float:
+        """Return when a look last saw it get on with its work, or (patient) its process run, in monotonic seconds."""
+        return self._beat[rank] if patient else self._work[rank]
+
+
 @dataclass(eq=False)
 class PendingCall:
     """A call in flight."""
@@ -57,13 +95,19 @@ class PendingCall:
 
 
 class Dispatch:
-    """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for
-    it."""
+    """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for it.
 
-    def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
+    hang_after: seconds that a call may take without progress of its worker, a patient one without a running process;
+    inf: no limit.
+    """
+
+    def __init__(
+        self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT, hang_after: float = math.inf
+    ) -> None:
         self.backend = backend
-        self.timeout = timeout
+        self.timeout, self.hang_after = timeout, hang_after
         self.policy = policy
+        self._life = Life(backend)
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
         self.lease: Lease | None = None
@@ -114,8 +158,12 @@ class Dispatch:
             raise self.failed
         with self._changed:
             while not self._failures and not all(flight.landed for flight in flights):
-                if not self._changed.wait(max(0.0, self._limit() - time.monotonic())):
+                if not self._changed.wait(self._until_look()):
+                    self._look()
+                    if self._limit() > time.monotonic():
+                        continue
                     self._changed.wait(GRACE)
+                    self._look()
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
             first = self._first_failure()
@@ -143,7 +191,7 @@ class Dispatch:
         a worker does not answer within ``seconds``."""
         if not self.idle():
             return False
-        call = Call("", "end")
+        call = Call("", "end", patient=True)
         try:
             flights = [self.submit(rank, call) for rank in range(self.backend.workers)]
         except TilthError:
@@ -152,13 +200,42 @@ class Dispatch:
             self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
             return not self._failures and all(flight.landed for flight in flights)
 
+    def settle(self, seconds: float) -> list[int]:
+        """Wait until no call is in flight, whatever it answers; return the ranks that still have some."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._flying), seconds)
+            return [rank for rank, queue in enumerate(self._flying) if queue]
+
+    def forget(self) -> None:
+        """Forget failures that have been dealt with; no call is in flight."""
+        with self._changed:
+            self._failures.clear()
+            self._waited.clear()
+        self.lease = None
+
+    def _until_look(self) -> float:
+        """Return the seconds until the earliest deadline, or until the next look. (Called with the lock.)"""
+        left = max(0.0, self._limit() - time.monotonic())
+        return left if math.isinf(self.hang_after) else min(left, LOOK)
+
+    def _look(self) -> None:
+        """Look for signs of life of the busy workers. (Called with the lock.)"""
+        if not math.isinf(self.hang_after):
+            self._life.look(rank for rank, queue in enumerate(self._flying) if queue)
+
     def _limit(self) -> float:
         """Return the earliest deadline of the running calls. (Called with the lock.)"""
         return min((self._due(rank) for rank, queue in enumerate(self._flying) if queue), default=math.inf)
 
     def _due(self, rank: int) -> float:
         """Return the deadline of this rank's running call. (Called with the lock.)"""
-        return self._since[rank] + max(self.timeout, self._flying[rank][0].call.least)
+        call, since = self._flying[rank][0].call, self._since[rank]
+        return min(since + max(self.timeout, call.least), self._hangs_at(rank))
+
+    def _hangs_at(self, rank: int) -> float:
+        """Return when this rank's running call has been without progress for too long. (Called with the lock.)"""
+        since = self._life.since(rank, self._flying[rank][0].call.patient)
+        return max(self._since[rank], since) + self.hang_after
 
     def _first_failure(self) -> BaseException | None:
         """Return the failure that caused the others: a lost worker, else one outside of collectives, else the first.
@@ -177,7 +254,11 @@ class Dispatch:
             return [(rank, q[0].call) for rank, q in enumerate(self._flying) if q and self._due(rank) <= now]
 
     def _timeout_error(self, late: Iterable[tuple[int, Call]]) -> CallTimeout:
-        return overdue(dict(late), self._probes(), self.timeout)
+        calls = dict(late)
+        with self._changed:
+            now = time.monotonic()
+            hangs = any(self._flying[rank] and self._hangs_at(rank) <= now for rank in calls)
+        return overdue(calls, self._probes(), self.timeout, self.hang_after if hangs else 0.0)
 
     def _absence(self) -> CallTimeout | None:
         """Return the error that names the ranks which did not join a collective that timed out for others.

@@ -69,13 +69,13 @@ class WorkerGroup:
         dealt = deal(how, self.mesh, self._divide, *plain)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
         leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
-        flights = self._send(method, dealt, leases)
+        flights = self._send(method, dealt, leases, how.patient)
         resolve = partial(self._gather, how, dealt, flights, leases)
         if how.gather in ("first", "all") or self._inline:
             return resolve()
         return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
 
-    def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...]) -> list[PendingCall]:
+    def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...], patient: bool) -> list[PendingCall]:
         """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""
         calls: dict[tuple[int, bool], Call] = {}
         put = self._dispatch.lease
@@ -83,7 +83,8 @@ class WorkerGroup:
         for arguments, answer in zip(dealt.arguments, dealt.answers):
             key = id(arguments), answer
             given = arguments.args, arguments.kwargs, answer
-            calls.setdefault(key, Call(self.role, method, *given, *at, generation=self.generation))
+            made = Call(self.role, method, *given, *at, generation=self.generation, patient=patient)
+            calls.setdefault(key, made)
         keys = zip(map(id, dealt.arguments), dealt.answers)
         with self._traced("submit", at[1], method):
             return [self._dispatch.submit(rank, calls[key], leases) for rank, key in zip(self.mesh.ranks, keys)]

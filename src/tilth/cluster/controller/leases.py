@@ -75,6 +75,11 @@ class LeasedStore:
         self._open.pop(lease.key, None)
         self._store.release(lease.key)
 
+    def clear(self) -> None:
+        """Free all payload, after a failure, when no call is in flight."""
+        for lease in list(self._open.values()):
+            self._free(lease)
+
     def check_released(self) -> None:
         """Raise PayloadLeak, which names the leases, if any column is still held."""
         held = self._store.held()

@@ -23,19 +23,22 @@ _IMPORT = '  File "<frozen importlib.'
 _FILE = re.compile(r'  File "([^"]*)"')
 
 
-def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float) -> CallTimeout:
-    """Return the error of calls that exceeded ``limit`` seconds, with a paragraph per rank: stopped, late, others.
+def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float, hang_after: float = 0.0) -> CallTimeout:
+    """Return the error of calls that exceeded their limit, with a paragraph per rank: stopped, late, others.
 
     late: rank -> overdue call; the error names those that the others wait for, if any. limit: ``cluster.timeout``; a
-    call may have more (``Call.least``).
+    call may have more (``Call.least``). hang_after: seconds without progress, if that is the limit; 0: it is not.
     """
     least = max((call.least for call in late.values()), default=0.0)
-    within = f"{limit:g} s (cluster.timeout)" if limit >= least else f"{least:g} s"
+    within = f"no answer within {limit:g} s (cluster.timeout)" if limit >= least else f"no answer within {least:g} s"
+    within = f"no progress for {hang_after:g} s (guard.hang_after)" if hang_after else within
     named = absent(late, probes) or list(late)
     waiting = [rank for rank in late if rank not in named]
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
-    lines = [f"{_places(late, named)}: no answer within {within}{more}", *_paragraphs(late, probes, named)]
-    return CallTimeout("\n".join(lines), key=late[named[0]].operation if named else "cluster.timeout")
+    lines = [f"{_places(late, named)}: {within}{more}", *_paragraphs(late, probes, named)]
+    error = CallTimeout("\n".join(lines), key=late[named[0]].operation if named else "cluster.timeout")
+    error.ranks = tuple(named)
+    return error
 
 
 def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[int, str]) -> CallTimeout:
@@ -50,7 +53,9 @@ def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[i
         f"{_places(late, named)}: did not come to a collective; {_waited_for(waited, named)} until it ran out of time"
     )
     lines = [head, *_paragraphs(late, probes, named), *quoted]
-    return CallTimeout("\n".join(lines), key=late[named[0]].operation)
+    error = CallTimeout("\n".join(lines), key=late[named[0]].operation)
+    error.ranks = tuple(named)
+    return error
 
 
 def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:

@@ -154,7 +154,12 @@ class Executor:
         return offered(self.roles[role])
 
     def _trace(self, path: str, attempt: int, planned: bool) -> None:
-        """Record the spans of this process under its rank, and its garbage collections, unless a recorder runs."""
+        """Record the spans of this process under its rank, and its garbage collections, unless the controller records
+        here. A later call begins a new attempt."""
+        if self._tracing:
+            self._tracing = False
+            collector.stop()
+            recorder.conclude()
         self._events = path
         if not recorder.recording:
             recorder.start(path, rank=self.rank, attempt=attempt)

@@ -24,6 +24,7 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
+from tilth.cluster.worker.life import publish_life
 from tilth.config.imports import end_uncollected
 
 GONE = 70
@@ -65,6 +66,7 @@ def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, t
         note=partial(board.mark, rank),
     )
     control.serve(folder.control(rank), host.control)
+    publish_life(partial(board.beat, rank))
     controller.send_bytes(f"{rank} {os.getpid()}".encode())
     Serving(controller, host).run()
 

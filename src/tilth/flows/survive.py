@@ -1,0 +1,92 @@
+"""Survive failures: bring workers and roles back to work in the process of the controller.
+
+A recovery is a resume without a new process: workers that are lost are replaced, the roles are made again on the living
+cluster, and the run goes on from its last committed step, with the state from shared memory if it is there and from
+disk if not. A training loop does not know of it: ``launch`` begins its phase again, as it does after a restart.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.roles import ROLES
+from tilth.core.errors import TilthError
+from tilth.flows.build import RunParts
+from tilth.guard.recovery import Action, Recovery, verdict_of
+from tilth.guard.snapshots import Snapshots
+from tilth.guard.verdict import Verdict
+from tilth.runs.directory import REWARD_LOG, RunDir
+from tilth.trace.spans import recorder
+
+SETTLE = 10.0
+"""Seconds for workers to end their calls after another one was lost. Gloo ends a broken collective at once."""
+
+
+class Survival:
+    """Recoveries of one run. snapshots: None if the backend cannot replace workers."""
+
+    def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
+        self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
+        able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
+        self.recovery = Recovery(self.restarts if able is not None else 0)
+        self.snapshots = Snapshots(Path(able.scratch)) if able is not None and able.scratch and self.restarts else None
+
+    def recover(self, error: TilthError, step: int) -> None:
+        """Recover from a failure after this committed step. Raises the error if that is hopeless."""
+        while True:
+            if self.cluster.dispatch.failed is not None:  # its policy has ended it
+                raise error
+            began, verdict = time.monotonic(), verdict_of(error)
+            action = self.recovery.decide(verdict, step, began)
+            if verdict is None or action.step == "stop":
+                if self.restarts and self.snapshots is not None and verdict is not None:
+                    error.add_note(f"the run does not go on after it: {action.why}")
+                raise error
+            try:
+                self._carry_out(verdict, action, step, began)
+                return
+            except TilthError as another:  # a second failure during the recovery from the first
+                error = another
+
+    def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
+        first = verdict.evidence.partition("\n")[0]
+        self.say(f"after step {step}: {verdict.kind}: {first}")
+        replaced = self.cluster.repair(action.ranks, SETTLE)
+        failed = str(verdict.details.get("key", "")).partition(".")[0]
+        for group in self.cluster.groups:
+            if not _is_kept(group, replaced, failed):
+                self.cluster.make(group)
+        self._begin_attempt(verdict, step, replaced, began)
+        self.prepare()
+        new = f"workers {', '.join(map(str, replaced))} are new" if replaced else "with the same workers"
+        self.say(f"going on after step {step}, {new}, {time.monotonic() - began:.1f} s later")
+
+    def _begin_attempt(self, verdict: Verdict, step: int, replaced: list[int], began: float) -> None:
+        """Record the recovery; events and metrics belong to the next attempt."""
+        seconds = round(time.monotonic() - began, 3)
+        facts = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
+        recorder.conclude()
+        recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)
+        self.trace()
+
+    def trace(self) -> None:
+        """Record the spans of the workers in this attempt."""
+        planned = bool(self.parts.recipe.run.collect_every)
+        self.cluster.trace(self.directory.events.resolve(), self.directory.attempt, planned)
+
+    def prepare(self) -> None:
+        """Prepare roles that were made: the reward's processes and their output."""
+        reward = self.parts.roles.reward
+        if reward is not None:
+            reward.ready()
+            reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
+
+
+def _is_kept(group: WorkerGroup, replaced: list[int], failed: str) -> bool:
+    """Return True for a role that a failure elsewhere leaves as it is: on one worker, without collectives or state."""
+    spec = ROLES.get(group.role)
+    alone = spec is not None and spec.mesh == "one" and not spec.trains
+    return alone and group.role != failed and not set(group.mesh.ranks) & set(replaced)

@@ -1,0 +1,98 @@
+"""What follows from a failure: run the step again, replace workers, or end the run.
+
+``Recovery`` is a pure state machine over verdicts; ``flows.survive`` carries out what it decides. It changes as little
+as it can (ByteRobust, arXiv 2509.16293, section 5): a failure that names no worker is tried again with the same ones, a
+worker that is dead or hangs is replaced, and what happens again at the same step ends the run, since neither would
+help. A user's error never replaces a worker.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tilth.cluster.backends.base import MEMORY_RAN_OUT
+from tilth.core.errors import (
+    CallTimeout,
+    LogprobMismatch,
+    NonFiniteError,
+    StaleGeneration,
+    StorageError,
+    TilthError,
+    TokenCountError,
+    TokenIdentityError,
+    WeightMismatch,
+    WorkerError,
+    WorkerLost,
+)
+from tilth.guard.verdict import Kind, Verdict
+
+KINDS: Sequence[tuple[type[TilthError], Kind]] = (
+    (WorkerLost, "crash"),
+    (CallTimeout, "hang"),
+    (NonFiniteError, "not-finite"),
+    (WeightMismatch, "corruption"),
+    (LogprobMismatch, "corruption"),
+    (TokenIdentityError, "corruption"),
+    (TokenCountError, "corruption"),
+    (StorageError, "storage"),
+    (WorkerError, "error"),
+    (StaleGeneration, "error"),
+)
+"""Class of an error that a run can survive -> kind of its verdict. All other errors are the same again when the step
+runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
+REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2}
+"""Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
+WINDOW = 3600.0
+"""Seconds in which ``guard.restarts`` recoveries may happen."""
+
+Step = Literal["retry", "replace", "stop"]
+
+
+def verdict_of(error: BaseException) -> Verdict | None:
+    """Return the verdict on an error of a run; None for one that no recovery can help."""
+    for kind, name in KINDS:
+        if isinstance(error, kind):
+            assert isinstance(error, TilthError)
+            evidence = str(error)
+            name = "out-of-memory" if name == "crash" and MEMORY_RAN_OUT in evidence else name
+            return Verdict(name, error.ranks, evidence, {"key": error.key, "error": type(error).__name__})
+    return None
+
+
+@dataclass(frozen=True)
+class Action:
+    """Decision about one failure. ranks: workers to replace; why: what ends the run."""
+
+    step: Step
+    ranks: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass
+class Recovery:
+    """History of a run's failures. restarts: most recoveries within an hour; 0: the first failure ends the run."""
+
+    restarts: int
+    _past: list[tuple[float, int, Verdict]] = field(default_factory=list)
+
+    def decide(self, verdict: Verdict | None, step: int, now: float) -> Action:
+        """Return what to do about a failure of this step, and remember it. now: seconds of a clock that only grows."""
+        if verdict is None:
+            return Action("stop", why="it would be the same again")
+        if not self.restarts:
+            return Action("stop", why="guard.restarts=0")
+        alike = [v for _, at, v in self._past if at == step and _same_cause(v, verdict)]
+        recent = [at for at, _, _ in self._past if now - at < WINDOW]
+        self._past.append((now, step, verdict))
+        if len(alike) >= REPEATS.get(verdict.kind, 1):
+            return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
+        if len(recent) >= self.restarts:
+            return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
+        if verdict.kind in ("crash", "hang", "out-of-memory", "slow", "odd-machine") and verdict.ranks:
+            return Action("replace", verdict.ranks)
+        return Action("retry")
+
+
+def _same_cause(one: Verdict, other: Verdict) -> bool:
+    """Return True if two failures look like one: of a kind, and at the same place where they have one."""
+    return one.kind == other.kind and one.details.get("key") == other.details.get("key")

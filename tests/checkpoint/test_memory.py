@@ -1,0 +1,83 @@
+"""Snapshots in shared memory are whole checkpoints, or refused."""
+
+import os
+
+import pytest
+import torch
+
+from tests.errors import raises
+from tilth.checkpoint import Group, open_checkpoint
+from tilth.checkpoint.memory import MemorySaver, publish
+from tilth.core.errors import CheckpointError, StorageError
+from tilth.core.layout import Layout, Mesh
+
+
+def group(values):
+    return Group(dict(values), {name: Layout.single(tuple(t.shape)) for name, t in values.items()})
+
+
+@pytest.fixture
+def state():
+    return {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(5, dtype=torch.int64)}
+
+
+def test_a_snapshot_holds_the_values_at_its_time(tmp_path, state):
+    saver = MemorySaver()
+    reports = saver.take(tmp_path, 0, {"policy": group(state)}, 0)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    state["a"].zero_()
+    later = saver.take(tmp_path, 1, {"policy": group(state)}, 0)
+
+    for slot, found, values in ((0, reports, expected), (1, later, state)):
+        root = tmp_path / f"restored-{slot}"
+        root.mkdir()
+        path = publish(root, 7, [tmp_path / f"slot-{slot}"], found, {"progress": {"step": 7}}, Mesh.of({}))
+        made = open_checkpoint(path)
+        assert made.step == 7 and made.objects["progress"] == {"step": 7}
+        for name, tensor in values.items():
+            assert torch.equal(made.read("policy", name), tensor)
+
+
+def test_a_slot_is_used_again_without_new_files(tmp_path, state):
+    saver = MemorySaver()
+    saver.take(tmp_path, 0, {"policy": group(state)}, 0)
+    before = os.stat(tmp_path / "slot-0" / "policy.safetensors").st_ino
+    saver.take(tmp_path, 0, {"policy": group(state)}, 0)
+    assert os.stat(tmp_path / "slot-0" / "policy.safetensors").st_ino == before
+    more = {**state, "c": torch.ones(2)}
+    saver.take(tmp_path, 0, {"policy": group(more)}, 0)
+    assert os.stat(tmp_path / "slot-0" / "policy.safetensors").st_ino != before
+
+
+def test_a_flipped_bit_is_seen_when_it_is_read(tmp_path, state):
+    reports = MemorySaver().take(tmp_path, 0, {"policy": group(state)}, 0)
+    path = tmp_path / "slot-0" / "policy.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    root = tmp_path / "restored"
+    root.mkdir()
+    made = open_checkpoint(publish(root, 1, [tmp_path / "slot-0"], reports, {}, Mesh.of({})))
+    with raises(CheckpointError, "policy/a.checksum"):
+        made.verify()
+
+
+def test_a_lost_file_is_no_checkpoint(tmp_path, state):
+    reports = MemorySaver().take(tmp_path, 0, {"policy": group(state)}, 0)
+    (tmp_path / "slot-0" / "policy.safetensors").unlink()
+    root = tmp_path / "restored"
+    root.mkdir()
+    with raises(CheckpointError, "policy.safetensors.missing"):
+        publish(root, 1, [tmp_path / "slot-0"], reports, {}, Mesh.of({}))
+    assert not list(root.glob("step-*"))
+
+
+def test_without_room_it_is_a_storage_error(tmp_path, state, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with raises(StorageError, "snapshot"):
+        MemorySaver().take(tmp_path, 0, {"policy": group(state)}, 0)

@@ -1,0 +1,154 @@
+"""A run that loses workers goes on by itself, and ends with the bits of an undisturbed one."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.flows import tiny
+from tilth.cluster.controller.cluster import Cluster
+from tilth.core.errors import WorkerLost
+from tilth.flows.callbacks import Callback
+from tilth.runs.directory import RECOVERIES
+from tilth.runs.readers import read_metrics, read_state, read_trajectories
+
+pytestmark = pytest.mark.dist
+LOCAL = {"backend": "local", "workers": 2}
+FSDP = {
+    "cluster": LOCAL,
+    "policy": {"layout": {"fsdp": 2}},
+    "algorithm": {"kl_coef": 0.05, "minibatches": 2, "steps": 4},
+}
+LAYOUTS = {
+    "dp": {"cluster": LOCAL},
+    "tp, engine over tp": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"tp": 2}},
+        "rollout": {"layout": {"tp": 2}},
+    },
+    "pp": {"cluster": LOCAL, "policy": {"layout": {"pp": 2}}},
+    "split": {
+        "cluster": {"backend": "local", "pools": {"learn": 1, "speak": 1}},
+        "rollout": {"pool": "speak"},
+        "reward": {"pool": "speak"},
+    },
+}
+
+
+class Harm(Callback):
+    """Send a signal to a worker some time after a step. at: step -> (rank, signal, seconds)."""
+
+    def __init__(self, at):
+        self.at, self.done = at, []
+
+    def on_step_end(self, run, step, metrics):
+        if step in self.at and step not in self.done:
+            self.done.append(step)
+            rank, number, seconds = self.at[step]
+            pid = run.policy._dispatch.backend.links[rank].pid
+            threading.Timer(seconds, os.kill, (pid, number)).start()
+
+
+def recoveries(directory):
+    path = directory / RECOVERIES
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def assert_same_run(ours, plain):
+    assert tiny.same(tiny.numbers(ours.directory), tiny.numbers(plain.directory))
+    assert tiny.weights(ours.directory) == tiny.weights(plain.directory)
+    a, b = (read_trajectories(run.directory).sort_by("id") for run in (ours, plain))
+    assert a.num_rows and a.equals(b)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Undisturbed runs by the sections of their recipe."""
+    made = {}
+
+    def run(sections):
+        key = json.dumps(sections)
+        if key not in made:
+            made[key] = tiny.run(tiny.recipe(tmp_path_factory.mktemp("plain"), **sections))
+            assert not recoveries(made[key].directory)
+        return made[key]
+
+    return run
+
+
+def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_path, plain):
+    harm = Harm({2: (1, signal.SIGKILL, 0.0), 4: (1, signal.SIGSTOP, 0.0), 8: (0, signal.SIGKILL, 0.05)})
+    seen = tiny.Recorder()
+    sections = {**FSDP, "guard": {"hang_after": 4.0}}
+    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, seen])
+
+    assert_same_run(ours, plain(FSDP))
+    found = recoveries(ours.directory)
+    assert [(one["kind"], one["ranks"], one["replaced"]) for one in found] == [
+        ("crash", [1], [1]),
+        ("hang", [1], [1]),
+        ("crash", [0], [0]),
+    ]
+    assert [one["step"] in (step, step + 1) for one, step in zip(found, (2, 4, 8))] == [True] * 3
+    assert [row["attempt"] for row in read_metrics(ours.directory)][-1] == 4
+    attempts = read_state(ours.directory)["attempts"]
+    assert [one["state"] for one in attempts] == ["recovered"] * 3 + ["finished"]
+    assert any("workers 1 are new" in text for text in seen.messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_worker_may_die_at_any_moment_in_any_layout(tmp_path, plain, layout, seed):
+    harm = Harm({3 + seed: (seed, signal.SIGKILL, 0.07 * seed), 9: (1 - seed, signal.SIGKILL, 0.11 * seed)})
+    ours = tiny.run(tiny.recipe(tmp_path, **LAYOUTS[layout]), callbacks=[harm])
+    assert_same_run(ours, plain(LAYOUTS[layout]))
+    assert len(recoveries(ours.directory)) == 2
+
+
+class Doomed(Callback):
+    """Kill a worker after a step, again and again."""
+
+    def on_step_end(self, run, step, metrics):
+        if step == 3:
+            os.kill(run.policy._dispatch.backend.links[1].pid, signal.SIGKILL)
+
+
+def test_a_worker_that_dies_at_one_step_again_and_again_ends_the_run(tmp_path, monkeypatch):
+    with pytest.raises(WorkerLost) as caught:
+        tiny.run(tiny.recipe(tmp_path, cluster=LOCAL), callbacks=[Doomed()])
+    (directory,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    assert len(recoveries(directory)) == 2
+    assert any("3 times" in note for note in caught.value.__cause__.__notes__)
+    assert read_state(directory)["state"] == "failed"
+
+
+def test_a_run_that_may_not_recover_ends_at_the_first_failure(tmp_path):
+    harm = Harm({2: (1, signal.SIGKILL, 0.0)})
+    with pytest.raises(WorkerLost):
+        tiny.run(tiny.recipe(tmp_path, cluster=LOCAL, guard={"restarts": 0}), callbacks=[harm])
+    (directory,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    assert not recoveries(directory)
+
+
+def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, plain, monkeypatch):
+    repair, damaged = Cluster.repair, []
+
+    def damage(self, lost, seconds):
+        gone = repair(self, lost, seconds)
+        for path in Path(self.repairable.scratch).rglob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            with open(path, "r+b") as file:  # the same file: it is linked
+                file.write(data)
+            damaged.append(path)
+        return gone
+
+    monkeypatch.setattr(Cluster, "repair", damage)
+    seen = tiny.Recorder()
+    ours = tiny.run(tiny.recipe(tmp_path, **FSDP), callbacks=[Harm({6: (1, signal.SIGKILL, 0.0)}), seen])
+    assert damaged and any("the state in memory cannot be used" in text for text in seen.messages)
+    assert_same_run(ours, plain(FSDP))
