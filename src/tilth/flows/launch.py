@@ -16,7 +16,6 @@ from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, open_ch
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.cluster.controller.cluster import Cluster, open_cluster
-from tilth.cluster.controller.dispatch import ABORT, KEEP
 from tilth.config.checks import pools
 from tilth.config.plugins import Declaration, call_declared, declared
 from tilth.config.roles import ROLES
@@ -317,16 +316,9 @@ def _cluster(recipe: Recipe) -> Cluster:
     """Start the workers of ``[cluster]``, which happens while the data is being read."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    guard = recipe.guard
-    return open_cluster(
-        c.backend,
-        sum(pools(recipe).values()),
-        timeout=c.timeout,
-        address=c.address,
-        gpus=gpus,
-        policy=KEEP if guard.restarts else ABORT,
-        hang_after=guard.hang_after,
-    )
+    cluster = open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
+    cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts))
+    return cluster
 
 
 def _run(

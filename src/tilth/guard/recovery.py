@@ -1,4 +1,4 @@
-"""What follows from a failure: run the step again, replace workers, or end the run.
+"""Recovery from failures: run the step again, replace workers, or end the run.
 
 ``Recovery`` is a pure state machine over verdicts; ``flows.survive`` carries out what it decides. It changes as little
 as it can (ByteRobust, arXiv 2509.16293, section 5): a failure that names no worker is tried again with the same ones, a
@@ -26,7 +26,7 @@ from tilth.core.errors import (
 )
 from tilth.guard.verdict import Kind, Verdict
 
-KINDS: Sequence[tuple[type[TilthError], Kind]] = (
+CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
     (WorkerLost, "crash"),
     (CallTimeout, "hang"),
     (NonFiniteError, "not-finite"),
@@ -50,7 +50,7 @@ Step = Literal["retry", "replace", "stop"]
 
 def verdict_of(error: BaseException) -> Verdict | None:
     """Return the verdict on an error of a run; None for one that no recovery can help."""
-    for kind, name in KINDS:
+    for kind, name in CAUSES:
         if isinstance(error, kind):
             assert isinstance(error, TilthError)
             evidence = str(error)

@@ -23,7 +23,7 @@ Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and their layouts."""
 
 
-class Snapshot(NamedTuple):
+class StateCopy(NamedTuple):
     """One worker's part of a snapshot: what it wrote, and the role's ``position``."""
 
     reports: list[Report]
@@ -68,10 +68,10 @@ class Stateful:
         return ""
 
     @transfer(split="all", gather="all", patient=True)
-    def snapshot(self, folder: str, slot: int) -> Snapshot:
+    def snapshot(self, folder: str, slot: int) -> StateCopy:
         """Copy this worker's part into a slot of a folder in shared memory. StorageError without room."""
         part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
-        return Snapshot(self._memory.take(Path(folder), slot, self.groups(), self.grid.rank, part), self.position())
+        return StateCopy(self._memory.take(Path(folder), slot, self.groups(), self.grid.rank, part), self.position())
 
     @transfer(split="all", gather="all", patient=True)
     def saving(self, wait: bool) -> str:

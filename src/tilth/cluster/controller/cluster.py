@@ -1,6 +1,5 @@
 """Cluster: workers of one backend, the roles on them, their payload store."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from tilth.cluster.backends.base import Backend, Call, PickledKwargs, Repairable
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.inline import InlineBackend
 from tilth.cluster.controller.clocks import Clocks
-from tilth.cluster.controller.dispatch import ABORT, Dispatch, FailurePolicy
+from tilth.cluster.controller.dispatch import ABORT, KEEP, Dispatch, FailurePolicy
 from tilth.cluster.controller.group import WorkerGroup, call_numbers
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.cluster.controller.totals import together
@@ -33,18 +32,10 @@ LEAVE = 10.0
 class Cluster:
     """Workers and their roles; a context manager whose end frees every process and all payload."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        timeout: float = 600.0,
-        policy: FailurePolicy = ABORT,
-        hang_after: float = math.inf,
-    ) -> None:
+    def __init__(self, backend: Backend, timeout: float = 600.0, policy: FailurePolicy = ABORT) -> None:
         self.backend = backend
         self.workers = backend.workers
-        if not isinstance(backend, RepairableBackend):
-            policy, hang_after = ABORT, math.inf
-        self.dispatch = Dispatch(backend, timeout, policy, hang_after)
+        self.dispatch = Dispatch(backend, timeout, policy)
         self.store = LeasedStore(backend.store, self.dispatch)
         self.groups: list[WorkerGroup] = []
         """In the order in which they were made."""
@@ -67,6 +58,13 @@ class Cluster:
         self.make(group)
         self.groups.append(group)
         return group
+
+    def watch(self, hang_after: float, *, keep: bool) -> None:
+        """Fail calls whose worker gives no sign of life for ``hang_after`` seconds. Has no effect on a backend that
+        cannot replace workers. keep: keep the workers after a failure, for ``repair``."""
+        if self.repairable is not None:
+            self.dispatch.hang_after = hang_after
+            self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
     def repair(self, lost: Collection[int], seconds: float) -> list[int]:
         """Bring the workers back to work after a failed call; return those that were replaced, in order.
@@ -230,17 +228,14 @@ def open_cluster(
     address: str = "",
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
-    hang_after: float = math.inf,
 ) -> Cluster:
     """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: decides what a failure does. hang_after: seconds that a call may take without progress.
-    Raises RecipeError for a backend that is not declared, is not
+    GPU of its own. policy: decides what a failure does. Raises RecipeError for a backend that is not declared, is not
     installed or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
-    made = _backend(backend, workers, timeout=timeout, address=address, gpus=gpus)
-    return Cluster(made, timeout, policy, hang_after)
+    return Cluster(_backend(backend, workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
 
 
 def _backend(name: str, workers: int, **options: Any) -> Backend:

@@ -101,11 +101,9 @@ class Dispatch:
     inf: no limit.
     """
 
-    def __init__(
-        self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT, hang_after: float = math.inf
-    ) -> None:
+    def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
         self.backend = backend
-        self.timeout, self.hang_after = timeout, hang_after
+        self.timeout, self.hang_after = timeout, math.inf
         self.policy = policy
         self._life = Life(backend)
         self.totals = Totals(backend.workers)
