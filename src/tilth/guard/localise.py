@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tilth.guard.calls import broke_habit, ended, mismatch, unusual
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp, with_groups
-from tilth.guard.verdict import Verdict
+from tilth.guard.verdict import Kind, Verdict
 
 LAG = 1
 """Collectives by which the record of a healthy device may be behind its peer's."""
@@ -164,7 +164,7 @@ def _named(dumps: Mapping[int, FlightDump], waits: _Waits, rules: Mapping[int, s
     rows = {str(rank): _row(dumps, waits, rank, rules[rank]) for rank in ranks}
     strayed = [rank for rank in ranks if rules[rank] == "B" and broke_habit(dumps[rank])]
     straight = all(not broke_habit(dumps[r]) for rank in strayed for r in waits.on(rank) if r in dumps)
-    kind = "collective" if strayed and straight and len(strayed) == len(ranks) else "hang"
+    kind: Kind = "collective" if strayed and straight and len(strayed) == len(ranks) else "hang"
     held = sorted(r for r in waits.edges if waits.reached(r) & set(ranks))
     return Verdict(
         kind, ranks, "; ".join(str(row["sentence"]) for row in rows.values()), {"culprits": rows, "wait": held}

@@ -7,7 +7,7 @@ the user. What the user's code raised is of the layer "user", whatever else the 
 import re
 from dataclasses import dataclass
 
-from tilth.guard.verdict import Verdict
+from tilth.guard.verdict import Kind, Verdict
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,13 @@ class LogSignature:
     """One row: a pattern, and the failure it is a sign of."""
 
     pattern: re.Pattern[str]
-    kind: str
-    """One of ``verdict.KINDS``."""
+    kind: Kind
     layer: str
     """device, network, memory, storage, host, environment or user."""
     sentence: str
 
 
-def _row(pattern: str, kind: str, layer: str, sentence: str) -> LogSignature:
+def _row(pattern: str, kind: Kind, layer: str, sentence: str) -> LogSignature:
     return LogSignature(re.compile(pattern), kind, layer, sentence)
 
 
