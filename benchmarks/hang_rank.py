@@ -31,7 +31,7 @@ def work(rank: int, case: Any, steps: int, counts: Any, reached: Any, pipe: Any)
     groups = _groups(rank, case)
     dist.barrier()
     state = {"host": ""}
-    threading.Thread(target=_answer, args=(pipe, groups, threading.main_thread().ident, state), daemon=True).start()
+    threading.Thread(target=_answer, args=(pipe, threading.main_thread().ident, state), daemon=True).start()
     try:
         _loop(rank, case, steps, groups, counts, reached)
     except RuntimeError:
@@ -105,13 +105,12 @@ def _call(rank: int, op: str, size: int, group: Any, ranks: tuple[int, ...]) -> 
             dist.send(mine, dst=ranks[place + 1], group=group)
 
 
-def _answer(pipe: Any, groups: Any, main: int, state: dict[str, str]) -> None:
+def _answer(pipe: Any, main: int, state: dict[str, str]) -> None:
     """Send the recorder and what the main thread does, when asked."""
     pipe.recv()
     frame, files = sys._current_frames().get(main), list[str]()
     while frame is not None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
-    named = {group.group_name: ranks for group, ranks in groups.values()}
     host = state["host"] or ("waits" if in_collective(files) else "works")
-    pipe.send({"dump": dump(named), "raw": getattr(c10d, "_dump_fr_trace")(), "host": host})  # noqa: B009 - not in its types
+    pipe.send({"dump": dump(), "raw": getattr(c10d, "_dump_fr_trace")(), "host": host})  # noqa: B009 - not in its types

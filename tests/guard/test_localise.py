@@ -196,3 +196,19 @@ def test_a_dump_without_some_groups_accuses_nobody_in_them():
     dumps = {0: dump(0, recorded("tp", 2, "all_reduce", 1, True), tp=((0, 1), 2, 1)), 1: replace(dump(1), unnamed=(4,))}
     assert localise(dumps) is None
     assert localise(dumps | {1: dump(1)}).ranks == (1,)
+
+
+def test_a_call_left_out_has_both_call_sites():
+    """Rank 0 left out an all_gather, went on, and is at work; nothing tells but its own history."""
+    steps = [
+        recorded(g, s, op, 4, False, 3 * s + i, site=f"train.py:{i} in step")
+        for s in (1, 2, 3)
+        for i, (g, op) in enumerate(CALLED)
+    ]
+    late = recorded("tp", 4, "all_gather", 4, True, 12, site="train.py:0 in step")
+    other = recorded("dp", 4, "all_reduce", 4, False, 12, site="train.py:2 in step")
+    groups = {"tp": ((0, 1), 3, 3), "dp": ((0, 2), 4, 4)}
+    dumps = {0: dump(0, *steps, other, **groups), 1: dump(1, *steps, late, tp=((0, 1), 4, 3))}
+    found = localise(dumps)
+    assert (found.kind, found.ranks) == ("collective", (0,))
+    assert "train.py:2" in found.details["calls"][0] and "train.py:0" in found.details["calls"][0]

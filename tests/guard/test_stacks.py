@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilth.core.layout import Mesh
-from tilth.guard.stacks import aggregated, grouped, parse, shared_group, slow
+from tilth.guard.stacks import aggregated, grouped, hosts, parse, shared_group, slow
 
 FRAMES = {
     "sync": 'File "/venv/torch/distributed/distributed_c10d.py", line 3128 in all_reduce',
@@ -49,6 +49,11 @@ def test_the_worked_case_of_byterobust():
     assert found.details["axis"] == "pp x tp" and found.details["group"] == list(range(24, 32))
     alone = aggregated(ranks(machines), Mesh(("dp", "pp"), (4, 4)))
     assert (alone.details["axis"], alone.details["group"]) == ("pp", [12, 13, 14, 15])
+
+
+def test_what_hosts_do():
+    texts = {0: text("sync"), 1: text("work"), 2: "", 3: "no stack: the process is stopped"}
+    assert hosts(texts) == {0: "waits", 1: "works"}
 
 
 def test_no_majority_names_nobody():

@@ -459,6 +459,21 @@ def trace_capture(
     """
 
 
+guard = _group("guard", "Find who stopped, slowed or falsified a job.")
+
+
+@command("guard:locate", guard, "locate")
+def guard_locate(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="dumps, one file a rank, named ...RANK")],
+    as_json: JsonOption = False,
+) -> None:
+    """Name the ranks that hold up a hung job, by the dumps of PyTorch's flight recorder.
+
+    NCCL writes them at a timeout (TORCH_FR_DUMP_TEMP_FILE). Nothing in them is executed. Keys of --json: dumps, silent
+    (members of groups without a dump), verdict (kind, ranks, evidence, details; null: nobody waits).
+    """
+
+
 @command("top:top")
 def top(
     run: RunArgument,

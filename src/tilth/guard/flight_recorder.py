@@ -280,17 +280,27 @@ def with_groups(dump: FlightDump, groups: Mapping[str, tuple[int, ...]]) -> Flig
     return replace(dump, groups=known)
 
 
-def dump(groups: Mapping[str, Iterable[int]], last: int = 200) -> bytes:
+def living_groups() -> dict[str, tuple[int, ...]]:
+    """Return name -> ranks of every process group of this process."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world = c10d._world  # no public name lists the groups of a process
+    return {str(name): tuple(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+
+
+def dump(last: int = 200, frames: bool = True) -> bytes:
     """Return this process's recorder as JSON, which ``parse`` reads; any thread may call it while others wait.
 
-    groups: name (``ProcessGroup.group_name``) -> ranks, for backends that do not record them. last: newest operations.
+    Groups have their ranks, which gloo does not record. last: newest operations. frames: with their stacks, for which
+    torch imports its compiler the first time (1 s, 80 MB).
     """
     from torch._C import _distributed_c10d as c10d  # where torch was built without it, there is nothing to dump
 
-    value = decode(getattr(c10d, "_dump_fr_trace")(), "flight recorder")  # noqa: B009 - not in its types
+    recorded = getattr(c10d, "_dump_fr_trace")(includeStackTraces=frames)  # noqa: B009 - not in its types
+    value = decode(recorded, "flight recorder")
     entries = sorted(value["entries"], key=lambda entry: entry["record_id"])[-last:]
     named = {e["process_group"][0]: e["process_group"][1] for e in value["entries"]}
     config = {key: row for key, row in value["pg_config"].items() if key}
-    for name, ranks in groups.items():
+    for name, ranks in living_groups().items():
         config.setdefault(name, {"name": name, "desc": named.get(name, ""), "ranks": str(list(ranks))})
     return json.dumps({**value, "pg_config": config, "entries": entries}).encode()

@@ -35,6 +35,19 @@ class _Waits:
         """Ranks that wait for this one."""
         return sorted(r for r, others in self.edges.items() if rank in others)
 
+    def held_by(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that wait for one of these, directly or through others."""
+        behind = dict[int, list[int]]()
+        for rank, others in self.edges.items():
+            for other in others:
+                behind.setdefault(other, []).append(rank)
+        found, todo = set[int](), list(ranks)
+        while todo:
+            more = set(behind.get(todo.pop(), ())) - found
+            found |= more
+            todo.extend(more)
+        return sorted(found)
+
     def reached(self, rank: int) -> set[int]:
         """Ranks for which this one waits, directly or through others."""
         found, todo = set[int](), [rank]
@@ -165,9 +178,10 @@ def _named(dumps: Mapping[int, FlightDump], waits: _Waits, rules: Mapping[int, s
     strayed = [rank for rank in ranks if rules[rank] == "B" and broke_habit(dumps[rank])]
     straight = all(not broke_habit(dumps[r]) for rank in strayed for r in waits.on(rank) if r in dumps)
     kind: Kind = "collective" if strayed and straight and len(strayed) == len(ranks) else "hang"
-    held = sorted(r for r in waits.edges if waits.reached(r) & set(ranks))
+    sentences = [str(row["sentence"]) for row in rows.values()]
+    calls = [unusual(dumps[rank]) for rank in ranks] if kind == "collective" else []
     return Verdict(
-        kind, ranks, "; ".join(str(row["sentence"]) for row in rows.values()), {"culprits": rows, "wait": held}
+        kind, ranks, "; ".join([*sentences, *calls]), {"culprits": rows, "wait": waits.held_by(ranks), "calls": calls}
     )
 
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilth.cluster.controller.report import threads_of
+from tilth.cluster.controller.report import threads_of, waits
 from tilth.core.layout import Mesh
 from tilth.guard.verdict import Verdict
 
@@ -54,6 +54,14 @@ def _frame(line: str) -> str:
     if not found:
         return ""
     return f"{'/'.join(found['file'].split('/')[-2:])}:{_ADDRESS.sub('#', found['name'])}"
+
+
+def hosts(texts: Mapping[int, str]) -> dict[int, str]:
+    """Return what each rank does, for ``localise``: "waits" in torch.distributed, or "works".
+
+    texts: rank -> stacks by faulthandler; a rank without any is left out.
+    """
+    return {rank: "waits" if waits(text) else "works" for rank, text in texts.items() if threads_of(text)}
 
 
 @dataclass(frozen=True)

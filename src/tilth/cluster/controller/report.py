@@ -60,7 +60,7 @@ def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[i
 
 def absent(late: Mapping[int, Call], probes: Iterable[Probe]) -> list[int]:
     """Return the late ranks that do not wait in a collective: stopped, or busy with something else."""
-    return [p.rank for p in probes if p.rank in late and (_stopped(p) or not _waits(p))]
+    return [p.rank for p in probes if p.rank in late and (_stopped(p) or not waits(p.stack))]
 
 
 def in_collective(files: Sequence[str]) -> bool:
@@ -69,9 +69,9 @@ def in_collective(files: Sequence[str]) -> bool:
     return "/torch/distributed/" in inner
 
 
-def _waits(probe: Probe) -> bool:
-    """Return True if a thread is in a collective, not just importing torch.distributed."""
-    stacks = [] if _IMPORT in probe.stack else threads_of(probe.stack)
+def waits(stack: str) -> bool:
+    """Return True if a thread of faulthandler's text is in a collective, not just importing torch.distributed."""
+    stacks = [] if _IMPORT in stack else threads_of(stack)
     return any(in_collective(_FILE.findall("\n".join(frames))) for frames in stacks)
 
 
