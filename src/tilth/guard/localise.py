@@ -107,11 +107,15 @@ def _waits(
 ) -> _Waits:
     waits = _Waits()
     for name in _collective_groups(dumps, members):
+        late = dict[int, list[int]]()  # by number: most ranks of a large group wait in the same one
         for rank in members[name]:
             group = _of(dumps, rank, name)
             if group and group.enqueued > group.completed and hosts.get(rank) not in ("works", "failed"):
-                for other in _late(dumps, members[name], name, group.completed + 1, silent):
-                    waits.add(rank, other, name, group.completed + 1)
+                first = group.completed + 1
+                if first not in late:
+                    late[first] = _late(dumps, members[name], name, first, silent)
+                for other in late[first]:
+                    waits.add(rank, other, name, first)
     for rank, dump in dumps.items():
         last = dump.ops[-1] if dump.ops else None
         if hosts.get(rank) == "failed" and last:
