@@ -462,6 +462,22 @@ def trace_capture(
 guard = _group("guard", "Find who stopped, slowed or falsified a job.")
 
 
+@command("guard_inject:drill", guard, "inject")
+def guard_inject(
+    run: RunArgument,
+    kind: Annotated[str, Argument(metavar="KIND", help="kill, stop, busy, gil, exception, nan, flip, disk-full, oom")],
+    rank: Annotated[int, Option(help="worker that it happens to")] = 0,
+    after: Annotated[float, Option(min=0.0, help="seconds to wait before")] = 0.0,
+    at: Annotated[str, Option(metavar="MOMENT", help="begin of an operation or a call: optimizer, policy.update")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Let a fault happen to a worker of one's own active run on this machine, as a drill.
+
+    busy, gil: its thread loops, or holds the GIL, for ever. nan, flip: in one weight. disk-full: its writes fail from
+    then on. oom: an allocation too large for any machine. Keys of --json: kind, rank, pid, time.
+    """
+
+
 @command("guard:locate", guard, "locate")
 def guard_locate(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="dumps, one file a rank, named ...RANK")],
