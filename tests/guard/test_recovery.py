@@ -48,6 +48,15 @@ def test_the_budget_is_of_one_hour():
     assert steps == ["replace", "replace", "stop", "replace"]
 
 
+def test_a_step_that_is_not_finite_goes_back_twice_and_then_ends_the_run():
+    recovery, verdict = Recovery(8), failed(errors.NonFiniteError, key="loss")
+    assert [recovery.decide(verdict, at, float(at)).step for at in (5, 5, 9)] == ["rollback", "rollback", "stop"]
+    assert Recovery(8, "stop").decide(verdict, 1, 0.0).step == "stop"
+    assert Recovery(0).decide(verdict, 1, 0.0).step == "stop"
+    assert Recovery(8).decide(failed(errors.NonFiniteError, key="norm.weight"), 1, 0.0).step == "stop"
+    assert Recovery(8).decide(failed(errors.NonFiniteError, key="logits"), 1, 0.0).step == "retry"
+
+
 KINDS = st.sampled_from(["crash", "hang", "error", "corruption", "storage", "not-finite", "out-of-memory"])
 VERDICTS = st.builds(
     Verdict, KINDS, st.sampled_from([(), (0,), (1, 3)]), st.just("it"), st.just({"key": "policy.update"})

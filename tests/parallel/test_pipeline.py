@@ -201,7 +201,7 @@ def test_uneven_micro_batches_do_not_hang(pool, rows):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_on_one_stage_is_skipped_or_stops_on_all(pool, where):
     for skipped, same, told in pool.run(2, HERE + "not_finite", where=where):
-        assert skipped and same and "train.nonfinite=skip" in told
+        assert skipped and same and "guard.on_nan" in told
 
 
 def not_finite(rank, where):
@@ -210,7 +210,7 @@ def not_finite(rank, where):
         sharded = spread(case := Case(pp=2), rank)
         sharded.load_(weights(case))
         before = copied(sharded.parameters)
-        engine = engine_of(case, sharded, nonfinite=policy)
+        engine = engine_of(case, sharded, on_nan=policy)
         engine.steps = 1
         tokens, mask, starts = rows_of(case, sharded)
         fine = loss_of(case, batch()[1])

@@ -255,7 +255,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_or_stops_on_all(pool, 
     for got in pool.run(2, HERE + "not_finite", case=case):
         assert got["skip"].skipped and not np.isfinite(got["skip"].loss) and got["same"]
         assert not got["next"].skipped and np.isfinite(got["next"].loss)
-        assert "train.nonfinite=skip" in got["stop"]
+        assert "guard.on_nan" in got["stop"]
 
 
 def not_finite(rank, case):
@@ -264,7 +264,7 @@ def not_finite(rank, case):
         sharded = spread(case, rank)
         sharded.load_(weights(case))
         before = copied(sharded.parameters)
-        engine = engine_of(case, sharded, nonfinite=policy)
+        engine = engine_of(case, sharded, on_nan=policy)
         tokens, mask, starts = rows_of(case, sharded)
         fine = loss_of(case, batch()[1])
 

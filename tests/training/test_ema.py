@@ -73,7 +73,7 @@ def test_an_engine_follows_each_applied_step():
 
 
 def test_a_skipped_step_does_not_count():
-    e = engine(nonfinite="skip")
+    e = engine(on_nan="skip")
     learn(e)
     before = flat(e).clone()
     assert e.update(*batch(), {}, nan_loss).skipped

@@ -26,11 +26,9 @@ def model(config=CONFIG, dtype=torch.float32):
     return made
 
 
-def engine(micro_tokens=10_000, nonfinite="stop", seed=0, config=CONFIG, **optimizer):
+def engine(micro_tokens=10_000, on_nan="stop", seed=0, config=CONFIG, **optimizer):
     section = OptimizerConfig(**{"lr": 0.01, **optimizer})
-    return TrainEngine(
-        model(config), section, total_steps=10, micro_tokens=micro_tokens, nonfinite=nonfinite, seed=seed
-    )
+    return TrainEngine(model(config), section, total_steps=10, micro_tokens=micro_tokens, on_nan=on_nan, seed=seed)
 
 
 def batch(lengths=(5, 3, 9, 4, 7), seed=0):
@@ -151,7 +149,7 @@ def test_weights_that_were_not_finite_are_named():
 
 
 def test_or_is_skipped_and_counted_and_leaves_no_trace():
-    e, clean = engine(nonfinite="skip"), engine()
+    e, clean = engine(on_nan="skip"), engine()
     tokens, mask = batch()
     loss = negative_log_likelihood(float(mask.sum()))
     assert e.update(tokens, mask, {}, nan_loss).skipped
@@ -159,6 +157,42 @@ def test_or_is_skipped_and_counted_and_leaves_no_trace():
     assert not e.update(tokens, mask, {}, loss).skipped
     clean.update(tokens, mask, {}, loss)
     assert torch.equal(weights(e), weights(clean))
+
+
+def test_the_third_in_a_row_stops_and_a_good_one_begins_the_row_again():
+    e = engine(on_nan="skip")
+    tokens, mask = batch()
+    for _ in range(2):
+        for _ in range(2):
+            assert e.update(tokens, mask, {}, nan_loss).not_finite
+        assert not e.update(tokens, mask, {}, negative_log_likelihood(1.0)).not_finite
+    start = weights(e).clone()
+    with raises(NonFiniteError, "loss"):
+        for _ in range(3):
+            e.update(tokens, mask, {}, nan_loss)
+    assert torch.equal(weights(e), start)
+
+
+def test_rows_with_numbers_that_are_not_finite_are_named_alone():
+    e = engine(on_nan="skip")
+    tokens, mask = batch()
+    advantages = np.ones(len(mask), np.float32)
+    wrong = len(tokens.lengths) - 2
+    advantages[tokens.offsets[wrong] + 1] = np.inf
+
+    def loss(micro):
+        return (micro.logprobs * micro.columns["advantages"] * 0).sum(), {}
+
+    names = {"prompt": np.arange(len(tokens.lengths)) + 70}
+    assert e.update(tokens, mask, {"advantages": advantages}, loss, names=names).not_finite
+    assert e.troubles[0].endswith(f"1 rows may be the cause: prompt {wrong + 70}")
+
+
+def test_a_gradient_alone_names_no_row():
+    e = engine(on_nan="skip")
+    e.model.model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    assert e.update(*batch(), {}, negative_log_likelihood(1.0)).not_finite
+    assert "the loss of every row is finite" in e.troubles[0]
 
 
 def test_a_batch_with_nothing_to_learn_makes_no_step():

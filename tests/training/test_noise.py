@@ -133,7 +133,7 @@ def test_it_equals_gradients_taken_one_micro_batch_at_a_time():
     assert float(found.metrics["noise/signal"]) == pytest.approx(expected.signal, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("extra", [{}, {"ema": 0.9}, {"nonfinite": "skip"}])
+@pytest.mark.parametrize("extra", [{}, {"ema": 0.9}, {"on_nan": "skip"}])
 def test_watching_changes_no_bit_where_the_split_is_the_same(extra):
     plain, watched = engine((), **extra), engine(**extra)
     for seed in range(4):
@@ -183,7 +183,7 @@ def test_what_a_loss_says_it_weighs_is_taken():
 
 
 def test_a_step_that_is_not_finite_leaves_the_averages_alone():
-    e = engine(nonfinite="skip")
+    e = engine(on_nan="skip")
     learn(e)
     before = e.position()
     assert e.update(*batch(), {}, nan_loss).skipped

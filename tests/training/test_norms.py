@@ -84,7 +84,7 @@ def test_watching_changes_no_bit_of_the_training():
 
 
 def test_a_skipped_step_reports_none():
-    assert not engine(nonfinite="skip").update(*batch(), {}, nan_loss).metrics
+    assert not engine(on_nan="skip").update(*batch(), {}, nan_loss).metrics
 
 
 def test_layers_without_a_gradient_are_left_out():

@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` if workers, pools and layouts contradict each other or other keys."""
-    for rule in (_roles, _workers, _pools, _search, _fill, _divided, _limits, _profile):
+    for rule in (_roles, _workers, _pools, _search, _fill, _divided, _limits, _rollback, _profile):
         for error in rule(recipe):
             raise error
 
@@ -309,6 +309,14 @@ def _limits(recipe: Recipe) -> _Errors:
             f"{r.timeout:g} s; set cluster.timeout to {2 * r.timeout:g} or more, or a smaller reward.timeout"
         )
         yield RecipeError(message, key="cluster.timeout")
+
+
+def _rollback(recipe: Recipe) -> _Errors:
+    g, backend = recipe.guard, recipe.cluster.backend
+    if g.on_nan == "rollback" and (backend == "inline" or not g.restarts):
+        why = f"cluster.backend = {backend!r} has none" if g.restarts else "guard.restarts = 0 allows none"
+        message = f"guard.on_nan = 'rollback' is a recovery, and {why}"
+        yield RecipeError(f"{message}; use guard.on_nan = 'skip' or 'stop'", key="guard.on_nan")
 
 
 def _profile(recipe: Recipe) -> _Errors:

@@ -343,9 +343,6 @@ class TrainConfig(Section):
         False, description="on a GPU: move the layers' activations to host memory until the backward pass"
     )
     compile: bool = Field(False, description="torch.compile the training forward and backward")
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="for a loss or gradient that is not finite: stop, or skip the update and count it"
-    )
     routing: Literal["own", "compare", "replay"] = Field(
         "compare",
         description="experts of the policy's tokens: its router's own choice; compare: and count how many differ from "
@@ -437,6 +434,12 @@ class GuardConfig(Section):
     )
     hang_after: float = Field(
         120.0, gt=0, description="seconds without progress after which a worker in a call is taken to hang"
+    )
+    on_nan: Literal["skip", "rollback", "stop"] = Field(
+        "skip",
+        description="for an optimizer step whose loss or gradient is not finite: skip it on all workers, and roll back "
+        "after 3 in a row; rollback: go back to the newest checkpoint and leave out the data drawn since, twice at "
+        "most; stop",
     )
 
 

@@ -33,7 +33,7 @@ class StorageError(TilthError):
 
 
 class NonFiniteError(TilthError):
-    """The loss or the gradient norm is not finite and the recipe asks to stop."""
+    """The loss or the gradient norm is not finite, and ``guard.on_nan`` or the steps before it forbid to skip it."""
 
 
 class OutOfMemory(TilthError):

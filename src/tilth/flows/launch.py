@@ -3,7 +3,7 @@
 import hashlib
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -187,9 +187,12 @@ def _train(
         while True:
             try:
                 if failed is not None:
-                    survival.recover(failed, run.state.step)
+                    action, drawn = survival.recover(failed, run.state.step), run.sampler.position()
                     run = make(survival.snapshots)
-                    _restore_again(run)
+                    if action.step == "rollback":
+                        _roll_back(run, drawn)
+                    else:
+                        _restore_again(run)
                 _complete(run, profiling)
                 return run
             except Interrupted as stopped:
@@ -230,6 +233,21 @@ def _restore_again(run: Run) -> None:
         return
     run.restore(kept.objects["progress"])
     run.directory.rewind(run.state.step)
+
+
+def _roll_back(run: Run, drawn: Mapping[str, int]) -> None:
+    """Return to the newest checkpoint on disk, or to the beginning, and leave out the data that has been drawn since.
+
+    drawn: positions in the streams. Every checkpoint was saved before the trouble or holds the weights from before it:
+    a step that is not finite changes none.
+    """
+    if run.snapshots is not None:
+        run.snapshots.clear()
+    _restore(run, fallback=False)
+    left = {name: now - run.state.drawn.get(name, 0) for name, now in drawn.items()}
+    run.state.drawn |= drawn
+    what = ", ".join(f"{count} {name}" for name, count in left.items() if count)
+    run.say(f"back at step {run.state.step}; what was drawn since is left out: {what or 'nothing'}")
 
 
 def _check_place(where: str) -> None:

@@ -79,6 +79,10 @@ class Sampler:
         self._drawn[counter] = start + count
         return start
 
+    def position(self) -> dict[str, int]:
+        """Return the position of each stream, with what the step in progress has drawn."""
+        return self.state.drawn | self._drawn
+
     def commit(self) -> None:
         """Store the position after this step in the run's state."""
         self.state.drawn |= self._drawn

@@ -11,11 +11,16 @@ from tilth.flows import hopeless
 from tilth.flows.reward_shaping import adapted
 from tilth.flows.roles import Roles
 from tilth.flows.weight_sync import SyncBounds, check_mismatch
+from tilth.guard.spikes import SpikeRule
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
+from tilth.roles.objective import NOT_FINITE
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import Metrics
 from tilth.runs.state import RunState
+
+WATCHED = {True: ("grad_norm",), False: ("grad_norm", "loss")}
+"""Metrics of an optimizer step that may not jump, by whether the flow samples: a policy loss is near 0."""
 
 
 class StepLog:
@@ -39,6 +44,7 @@ class StepLog:
         self.metrics, self.bounds, self.say, self._writer = metrics, bounds, say, roles.writer
         self.sample: dict[str, Any] | None = None
         """A sampled answer of the newest step."""
+        self._spikes, self._roles = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]], roles
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
         if self._writer is not None:
@@ -65,12 +71,25 @@ class StepLog:
                 self.state.optimizer_steps += 1
                 self.state.version += not float(metrics["steps/skipped"])
                 check_mismatch(metrics, self.bounds, self.state.step)
+                for rule in self._spikes:
+                    if rule.name in metrics:
+                        self._warn(rule.add(float(metrics[rule.name])))
             self.metrics.take(metrics)
+            if NOT_FINITE in metrics:
+                learner = self._roles.policy if policy else self._roles.critic
+                for text in learner.troubles() if learner is not None else ():
+                    self._warn(f"an optimizer step was left out: {text}")
+
+    def _warn(self, text: str) -> None:
+        if text:
+            self.directory.warn(self.state.step + 1, text)
+            self.say(f"step {self.state.step + 1}: {text}")
 
     def adapt_weights(self) -> None:
         """Adapt the weights of KL penalty and entropy bonus that follow a target, from the updates of this step."""
         state, samples = self.state, self.recipe.rollout.prompts * self.recipe.rollout.group
-        state.weights = adapted(self.recipe.algorithm, state.weights, self._updates, samples)
+        learned = [metrics for metrics in self._updates if NOT_FINITE not in metrics]
+        state.weights = adapted(self.recipe.algorithm, state.weights, learned, samples)
         for name in ("kl_coef", "entropy_coef"):
             if name in state.weights:
                 self.metrics.add(name, state.weights[name])

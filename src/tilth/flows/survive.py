@@ -30,11 +30,14 @@ class Survival:
     def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
         self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
         able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
-        self.recovery = Recovery(self.restarts if able is not None else 0)
+        self.recovery = Recovery(self.restarts if able is not None else 0, parts.recipe.guard.on_nan)
         self.snapshots = Snapshots(Path(able.scratch)) if able is not None and able.scratch and self.restarts else None
 
-    def recover(self, error: TilthError, step: int) -> None:
-        """Recover from a failure after this committed step. Raises the error if that is hopeless."""
+    def recover(self, error: TilthError, step: int) -> Action:
+        """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
+
+        After a "rollback" the state must come from a checkpoint on disk.
+        """
         while True:
             if self.cluster.dispatch.failed is not None:  # its policy has ended it
                 raise error
@@ -46,7 +49,7 @@ class Survival:
                 raise error
             try:
                 self._carry_out(verdict, action, step, began)
-                return
+                return action
             except TilthError as another:  # a second failure during the recovery from the first
                 error = another
 
@@ -58,15 +61,17 @@ class Survival:
         for group in self.cluster.groups:
             if not _is_kept(group, replaced, failed):
                 self.cluster.make(group)
-        self._begin_attempt(verdict, step, replaced, began)
+        self._begin_attempt(verdict, action, step, replaced, began)
         self.prepare()
         new = f"workers {', '.join(map(str, replaced))} are new" if replaced else "with the same workers"
-        self.say(f"going on after step {step}, {new}, {time.monotonic() - began:.1f} s later")
+        where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
+        self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
 
-    def _begin_attempt(self, verdict: Verdict, step: int, replaced: list[int], began: float) -> None:
+    def _begin_attempt(self, verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> None:
         """Record the recovery; events and metrics belong to the next attempt."""
         seconds = round(time.monotonic() - began, 3)
         facts = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        facts |= {"action": action.step}
         self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
         recorder.conclude()
         recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)

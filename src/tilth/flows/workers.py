@@ -277,7 +277,7 @@ def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig
         micro_tokens=t.micro_tokens,
         parity=t.parity,
         compile=t.compile,
-        nonfinite=t.nonfinite,
+        on_nan=recipe.guard.on_nan,
         seed=recipe.seed,
         experts=ExpertOptions(t.router_balance, t.router_z, t.router_correction, t.routing == "replay"),
         **more,

@@ -45,7 +45,13 @@ REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2}
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
 
-Step = Literal["retry", "replace", "stop"]
+GATED = ("loss", "grad_norm")
+"""Keys of the error of an optimizer step that is not finite (``guard.on_nan``)."""
+ROLLBACKS = 2
+"""Times that a run goes back to a checkpoint because of such errors."""
+
+Step = Literal["retry", "replace", "rollback", "stop"]
+OnNan = Literal["skip", "rollback", "stop"]
 
 
 def verdict_of(error: BaseException) -> Verdict | None:
@@ -70,9 +76,13 @@ class Action:
 
 @dataclass
 class Recovery:
-    """History of a run's failures. restarts: most recoveries within an hour; 0: the first failure ends the run."""
+    """History of a run's failures. restarts: most recoveries within an hour; 0: the first failure ends the run.
+
+    on_nan: as ``guard.on_nan``.
+    """
 
     restarts: int
+    on_nan: OnNan = "skip"
     _past: list[tuple[float, int, Verdict]] = field(default_factory=list)
 
     def decide(self, verdict: Verdict | None, step: int, now: float) -> Action:
@@ -81,16 +91,28 @@ class Recovery:
             return Action("stop", why="it would be the same again")
         if not self.restarts:
             return Action("stop", why="guard.restarts=0")
+        gated = verdict.kind == "not-finite" and verdict.details.get("key") != "logits"
+        if gated and (why := self._refuse_rollback(verdict)):
+            return Action("stop", why=why)
         alike = [v for _, at, v in self._past if at == step and _same_cause(v, verdict)]
         recent = [at for at, _, _ in self._past if now - at < WINDOW]
         self._past.append((now, step, verdict))
-        if len(alike) >= REPEATS.get(verdict.kind, 1):
+        if not gated and len(alike) >= REPEATS.get(verdict.kind, 1):
             return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
         if len(recent) >= self.restarts:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
         if verdict.kind in ("crash", "hang", "out-of-memory", "slow", "odd-machine") and verdict.ranks:
             return Action("replace", verdict.ranks)
-        return Action("retry")
+        return Action("rollback" if gated else "retry")
+
+    def _refuse_rollback(self, verdict: Verdict) -> str:
+        """Return why a step that is not finite ends the run, or ""."""
+        if self.on_nan == "stop":
+            return 'guard.on_nan = "stop"'
+        if verdict.details.get("key") not in GATED:
+            return "the weights that training began with are not finite"
+        times = sum(v.kind == "not-finite" and v.details.get("key") in GATED for _, _, v in self._past)
+        return f"the run has gone back to a checkpoint {times} times" if times >= ROLLBACKS else ""
 
 
 def _same_cause(one: Verdict, other: Verdict) -> bool:

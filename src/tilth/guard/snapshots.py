@@ -76,6 +76,10 @@ class Snapshots:
         self._taken = []  # their writers are about to be made again
         return None if self._restored is None else open_checkpoint(self._restored)
 
+    def clear(self) -> None:
+        """Forget all snapshots: the run goes back to an earlier state."""
+        self._taken, self._restored = [], None
+
     def discard(self) -> None:
         """Forget the snapshot that ``newest`` returned, which could not be loaded."""
         self._restored = None

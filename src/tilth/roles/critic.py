@@ -1,6 +1,7 @@
 """Critic role: the value model, its gradients and its position."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import check_identity, on_rows
+from tilth.roles.experience import check_identity, on_rows, row_names
 from tilth.roles.objective import (
     Gather,
     alone,
     check_weight,
+    count_not_finite,
     gather_data_ranks,
     global_denominator,
     is_first_data_rank,
@@ -81,7 +83,8 @@ class CriticWorker(Learner):
             mask = per_token.pop("mask")
             loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, gather_data_ranks(self.grid))
             starts = batch.rows.get("start")
-            found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, starts=starts)
+            more: dict[str, Any] = {"starts": starts, "names": row_names(batch)}
+            found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, **more)
             spent.set(flops=found.flops)
             check_weight(found.metrics, whole, self.grid)
         return self._account(found)
@@ -92,6 +95,7 @@ class CriticWorker(Learner):
             "value/grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "value/lr": rl.Metric(found.lr, 1, "mean"),
             "value/skipped": rl.Metric(float(found.skipped and is_first_data_rank(self.grid)), 1, "sum"),
+            **count_not_finite(found, self.grid),
         }
 
 

@@ -78,6 +78,11 @@ def on_rows(op: str, batch: Batch) -> span:
     return span(op, tokens=int(lengths.sum()), squares=int(lengths @ lengths))
 
 
+def row_names(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the columns that name rows in messages: the prompt, and the trajectory of a sample."""
+    return {title: batch[name] for name, title in (("prompt", "prompt"), ("id", "trajectory")) if name in batch.rows}
+
+
 def outcome(batch: Batch) -> np.ndarray:
     """Return the verifier's result of each row, before reward shaping: float32 [n], NaN without one.
 

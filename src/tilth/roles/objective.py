@@ -24,6 +24,7 @@ from tilth.training.packed import MicroBatch
 WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (the engine counts single tokens)."""
 
+NOT_FINITE = "steps/not_finite"
 
 Gather = Callable[[np.ndarray], np.ndarray]
 """Gathers numbers of this worker's rows [n] and of all others' [whole], in any order."""
@@ -91,6 +92,7 @@ def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
     return (
         found.metrics
         | padded
+        | count_not_finite(found, grid)
         | {
             "grad_norm": rl.Metric(found.grad_norm, 1, "mean"),
             "lr": rl.Metric(found.lr, 1, "mean"),
@@ -98,6 +100,11 @@ def account(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
             "steps/skipped": rl.Metric(float(found.skipped and is_first_data_rank(grid)), 1, "sum"),
         }
     )
+
+
+def count_not_finite(found: UpdateResult, grid: ParallelDims) -> dict[str, rl.Metric]:
+    """Return the metric of an optimizer step that was left out because it was not finite."""
+    return {NOT_FINITE: rl.Metric(float(is_first_data_rank(grid)), 1, "sum")} if found.not_finite else {}
 
 
 def check_weight(metrics: dict[str, rl.Metric], expected: float, grid: ParallelDims) -> None:

@@ -9,6 +9,7 @@ exact gradient of the loss of the whole batch, whatever the split.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from tilth.parallel.sharded import ShardedModel
 from tilth.rewards.functions import LARGEST
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
-from tilth.roles.experience import OUTCOME, check_identity, on_rows
+from tilth.roles.experience import OUTCOME, check_identity, on_rows, row_names
 from tilth.roles.objective import Scores, account, check_weight, forward, is_first_data_rank
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.state import Learner
@@ -138,9 +139,8 @@ class PairLearner:
                 SLOPE: self._slopes(tokens, mask, slopes),
                 SHARE: _at(_last(tokens, mask), halves, len(mask)),
             }
-            done = self.engine.update(
-                tokens, mask, per_token, linear(self.what), entropy=False, starts=batch.rows.get("start")
-            )
+            more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch)}
+            done = self.engine.update(tokens, mask, per_token, linear(self.what), entropy=False, **more)
             spent.set(flops=done.flops * 4 / 3)  # the scores took a forward pass more, a third of both
             check_weight(done.metrics, float(len(table) > 0), self.grid)
         return account(done, self.grid) | self._measured(found)

@@ -22,6 +22,7 @@ from tilth.roles.experience import (
     on_rows,
     put_like,
     recorded_experts,
+    row_names,
 )
 from tilth.roles.objective import RIGHT, Objective, account, check_weight, forward, gather_data_ranks, scored
 from tilth.roles.state import Learner
@@ -152,6 +153,7 @@ class PolicyWorker(Learner):
                 dropout=False,
                 starts=batch.rows.get("start"),
                 routing=self._routing(batch),
+                names=row_names(batch),
             )
             spent.set(flops=done.flops)
             check_weight(done.metrics, loss.shared.whole, self.grid)
@@ -242,7 +244,8 @@ class PolicyWorker(Learner):
             learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
             loss = negative_log_likelihood(float(learned))
             starts = batch.rows.get("start")
-            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, starts=starts)
+            names = row_names(batch)
+            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, starts=starts, names=names)
             spent.set(flops=found.flops)
         return self._account(found)
 

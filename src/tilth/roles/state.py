@@ -111,6 +111,12 @@ class Learner(Stateful):
         }
         return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
 
+    @transfer(split="all", gather="first")
+    def troubles(self) -> list[str]:
+        """Return the optimizer steps left out since the last call: what was not finite, and which rows."""
+        found, self.engine.troubles = self.engine.troubles, []
+        return found
+
     @transfer(split="all", gather="all")
     def peak_flops(self) -> float:
         """Measure this worker's share of the machine's matmul rate, all workers at once: FLOP/s."""

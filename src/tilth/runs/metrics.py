@@ -163,6 +163,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("bytes/sent/*", "bytes", "sum", "bytes the controller sent to workers with the calls of one operation"),
     ("bytes/received/*", "bytes", "sum", "bytes of workers' answers; controller.payload: payload it read"),
     ("steps/skipped", "steps", "sum", "optimizer steps left out: not finite, or no token to train on"),
+    ("steps/not_finite", "steps", "sum", "optimizer steps left out because loss or gradient was not finite"),
     ("save/seconds", "s", "last", "from a checkpoint's copy in memory until it is complete; the stall is time/save"),
     ("save/failed", "saves", "sum", "checkpoints that failed"),
     ("time/*", "s", "sum", "time of a phase of the step; phases do not overlap (other: time in none)"),

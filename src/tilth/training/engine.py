@@ -6,7 +6,7 @@ changes nothing but the order of additions.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -49,6 +49,11 @@ from tilth.training.packed import (
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
 """Micro-batch -> its share of the loss, and metrics (merged over micro-batches)."""
+OnNan = Literal["skip", "rollback", "stop"]
+LEFT_OUT = 3
+"""Optimizer steps in a row that are not finite, the last of which is an error also under the policy "skip"."""
+NAMED = 8
+"""Most rows that a message names."""
 
 
 POSITION = ("steps", "updates", "peak_lr", "total_steps")
@@ -71,6 +76,7 @@ class UpdateResult:
     computed: int
     metrics: dict[str, Metric]
     skipped: bool
+    not_finite: bool = False
     padded: int = 0
     flops: float = 0.0
 
@@ -127,7 +133,7 @@ class TrainEngine:
         micro_tokens: int,
         parity: bool = False,
         compile: bool = False,
-        nonfinite: Literal["stop", "skip"] = "stop",
+        on_nan: OnNan = "skip",
         seed: int = 0,
         scorer: Scorer = score,
         schedule: str = "",
@@ -138,6 +144,8 @@ class TrainEngine:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
         schedule: order of the passes of the model's parts (``plan.pipeline.SCHEDULES``); "": the model's own. ema:
         decay of an average of the weights; 0: none. watch: further metrics (train.watch). experts: how routers learn.
+        on_nan: a step whose loss or gradient is not finite is left out ("skip"), or it and the ``LEFT_OUT``-th in a row
+        raise NonFiniteError.
         RecipeError for what cannot work on parts of parameters."""
         self.sharded = ShardedModel.of(model)
         self.grid = self.sharded.grid
@@ -152,7 +160,10 @@ class TrainEngine:
         self.norms = LayerNorms(list(self.sharded.layouts)) if "layer_norms" in watch else None
         self.peak_lr = optimizer.lr
         self.total_steps, self.micro_tokens = total_steps, micro_tokens
-        self.parity, self.nonfinite, self.seed = parity, nonfinite, seed
+        self.parity, self.on_nan, self.seed = parity, on_nan, seed
+        self.troubles = list[str]()
+        """Steps that were left out since someone took this list: what was not finite, and which rows."""
+        self._left_out = 0
         self.steps = 0
         self.updates = 0
         self.compile_seconds = 0.0
@@ -200,6 +211,7 @@ class TrainEngine:
         dropout: bool = True,
         starts: np.ndarray | None = None,
         routing: np.ndarray | None = None,
+        names: Mapping[str, np.ndarray] | None = None,
     ) -> UpdateResult:
         """Run one optimizer step on the whole batch.
 
@@ -207,8 +219,8 @@ class TrainEngine:
         False for a loss that compares with earlier outputs of the model. starts: int64 [n], index of each sequence's
         first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
         device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
-        0: not known). Raises NonFiniteError under the policy "stop", TokenCountError if a token was used twice or not
-        at all.
+        0: not known). names: int64 [n] each, which name rows in messages. Raises NonFiniteError (see ``on_nan``),
+        TokenCountError if a token was used twice or not at all.
         """
         self.sharded.begin()
         self._forget()
@@ -229,10 +241,16 @@ class TrainEngine:
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         _check_used(used)
-        total = sum(torch.stack([one.value for one in done]).tolist()) if done else 0.0
-        total, metrics = self.sharded.share_object((total, _on_host(merge_metrics([one.metrics for one in done]))))
+        values = torch.stack([one.value for one in done]).tolist() if done else []
+        bad = suspects([np.concatenate(groups) for groups, _ in plan], values, tokens, columns)
+        found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
+        total, metrics, bad = self.sharded.share_object(found)
         amounts = {"tokens": len(mask), "padded": rounds - len(plan), **_amounts(done)}
-        result = self._step(total, metrics, amounts, len(tokens.lengths), learn=bool(mask.any()), experts=step)
+        named = {
+            name: column[bad].astype(np.int64)
+            for name, column in (names or {"row": np.arange(len(tokens.lengths))}).items()
+        }
+        result = self._step(total, metrics, amounts, len(tokens.lengths), named, learn=bool(mask.any()), experts=step)
         self._forget()
         return result
 
@@ -339,6 +357,7 @@ class TrainEngine:
         metrics: dict[str, Metric],
         done: dict[str, Any],
         sequences: int,
+        named: Mapping[str, np.ndarray],
         *,
         learn: bool,
         experts: ExpertStep | None,
@@ -354,9 +373,10 @@ class TrainEngine:
             watched = self._layer_norms()
             norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
-            if not finite and self.nonfinite == "stop":
-                raise self._not_finite(loss, norm, lr)
+            if not finite:
+                self._leave_out(loss, norm, named)
             if finite and learn:
+                self._left_out = 0
                 self.optimizers.step(lr)
                 if loads is not None and self.experts.correction:
                     correct_(self.sharded, loads, self.experts.correction)
@@ -365,22 +385,31 @@ class TrainEngine:
                 metrics |= {name: Metric(value, 1, "mean") for name, value in watched.items()}
         self.steps += 1
         self.updates += 1
-        return UpdateResult(loss, norm, lr, metrics=metrics, skipped=not (finite and learn), **done)
-
-    def _not_finite(self, loss: float, norm: float, lr: float) -> NonFiniteError:
-        """Return the error of a step whose loss or gradient is not finite: which step, and what the user can do."""
-        wrong = not_finite(self.optimizers.parameters.items()) if self.steps == 0 else ""
-        found = f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self.steps}"
-        if wrong:
-            return NonFiniteError(
-                f"{found}, before anything was learned: the weights that training began with are not finite: {wrong}",
-                key=wrong.partition(" ")[0],
-            )
-        return NonFiniteError(
-            f"{found}: lower the learning rate, here {lr:g} (optimizer.lr; supervised.lr or critic.lr where it "
-            "is that), or set train.nonfinite=skip to leave such steps out",
-            key="grad_norm" if math.isfinite(loss) else "loss",
+        return UpdateResult(
+            loss, norm, lr, metrics=metrics, skipped=not (finite and learn), not_finite=not finite, **done
         )
+
+    def _leave_out(self, loss: float, norm: float, named: Mapping[str, np.ndarray]) -> None:
+        """Leave a step out on all ranks, which have the same loss and norm, or raise NonFiniteError on all of them."""
+        found = f"loss {loss:g}, gradient norm {norm:g} at optimizer step {self.steps}"
+        if self.steps == 0:
+            wrong = not_finite(self.optimizers.parameters.items())
+            if self.grid.sum(torch.tensor([float(bool(wrong))]), "rows", "tokens", *MODEL).item():
+                raise NonFiniteError(
+                    f"{found}, before anything was learned: the weights that training began with are not finite: "
+                    f"{wrong or 'see the other ranks'}",
+                    key=wrong.partition(" ")[0] or "weights",
+                )
+        every = self.grid.gather_rows(named)
+        self.troubles.append(found := f"{found}; {_listed(every)}")
+        self._left_out += 1
+        if self.on_nan != "skip" or self._left_out >= LEFT_OUT:
+            again = f", {self._left_out} steps in a row" if self._left_out > 1 else ""
+            raise NonFiniteError(
+                f"{found}{again}: lower the learning rate, here {self.lr:g} (optimizer.lr; supervised.lr or critic.lr "
+                'where it is that), or leave such steps out (guard.on_nan = "skip")',
+                key="grad_norm" if math.isfinite(loss) else "loss",
+            )
 
     def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
         """Combine over ranks with different rows, so that all of them decide alike about the step."""
@@ -447,6 +476,35 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
         raise RecipeError(
             f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}", key="train.watch"
         )
+
+
+def suspects(
+    plan: Sequence[np.ndarray], values: Sequence[float], tokens: Jagged, columns: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Return the rows that may have made a loss not finite, in order: int64.
+
+    plan: rows of each micro-batch; values: their losses; columns: per token. Of the rows of a micro-batch whose loss is
+    not finite, those with a number that is not; all of them if the model made it of finite numbers.
+    """
+    found = [rows for rows, value in zip(plan, values) if not math.isfinite(value)]
+    rows = np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
+    wrong = np.zeros(len(tokens.values) + 1, np.int64)
+    for column in columns.values():
+        if len(rows) and column.dtype.kind == "f":
+            wrong[1:] += ~np.isfinite(column).reshape(len(column), -1).all(1)
+    upto = np.cumsum(wrong)
+    given = upto[tokens.offsets[rows + 1]] > upto[tokens.offsets[rows]]
+    return rows[given] if given.any() else rows
+
+
+def _listed(rows: Mapping[str, np.ndarray]) -> str:
+    """Return the rows whose loss is not finite as text. rows: what names them."""
+    count = len(next(iter(rows.values())))
+    if not count:
+        return "the loss of every row is finite, the gradient is not"
+    more = " ..." if count > NAMED else ""
+    listed = [f"{name} {', '.join(map(str, column[:NAMED]))}{more}" for name, column in rows.items()]
+    return f"{count} rows may be the cause: {'; '.join(listed)}"
 
 
 def _on_host(metrics: Metrics) -> Metrics:
