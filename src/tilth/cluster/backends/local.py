@@ -24,6 +24,7 @@ from tilth.cluster.backends.connection import WorkerConnection
 from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.store import FolderStore
+from tilth.cluster.backends.template import StartedWorker, start_worker
 from tilth.cluster.worker import reaper
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
 from tilth.core.memory import oom_kills
@@ -54,7 +55,7 @@ class LocalBackend:
         self.links: list[WorkerConnection] = []
         self.watch = self._watch()
         self._encoded: tuple[Call | None, bytes] = None, b""
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, StartedWorker] = {}
         self._kills = oom_kills()
         self._reaper = _start_reaper(self.folder)
         self._reaper_lost = self._closed = False
@@ -80,17 +81,9 @@ class LocalBackend:
             raise
 
     def _start(self, rank: int) -> None:
-        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.local_worker"]
+        around = environment(self.workers)
         arguments = [str(self.folder.path), str(rank), str(self.workers), str(self.timeout)]
-        with open(self.folder.log(rank), "ab") as log:
-            process = subprocess.Popen(
-                command + arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(self.workers),
-                start_new_session=True,  # the controller handles an interrupt at the terminal
-            )
+        process = start_worker(arguments, around, self.folder.log(rank))
         self._processes[rank] = process
         self._notify_reaper(process.pid)
 
@@ -196,7 +189,8 @@ class LocalBackend:
         how, process = "has ended", self._processes.get(rank)
         if process is not None:
             try:
-                how = _how_ended(process.wait(END), self._kills)
+                code = process.wait(END)
+                how = how if code is None else _how_ended(code, self._kills)
             except subprocess.TimeoutExpired:
                 how = "has closed its connection"
         pid = process.pid if process is not None else self.links[rank].pid

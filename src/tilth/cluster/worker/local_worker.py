@@ -1,4 +1,4 @@
-"""A worker process of the local backend: ``python -m tilth.cluster.worker.local_worker FOLDER RANK WORKERS TIMEOUT``.
+"""A worker process of the local backend, forked by ``worker.template`` or started by a launcher.
 
 A thread receives, so that the end of the connection ends the process at once whatever the main thread does; the main
 thread executes the calls in order of arrival.
@@ -7,11 +7,9 @@ thread executes the calls in order of arrival.
 import os
 import pickle
 import signal
-import sys
 import threading
 from functools import partial
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
@@ -25,7 +23,6 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 from tilth.cluster.worker.life import publish_life
-from tilth.config.imports import end_uncollected
 
 GONE = 70
 """Exit code of a worker whose controller died."""
@@ -113,8 +110,3 @@ def encoded(answer: Reply | Failure) -> bytes:
         return pickle.dumps(answer, protocol=5)
     except Exception as error:  # noqa: BLE001 - pickling runs code of the answer's class
         return pickle.dumps(failure(error), protocol=5)
-
-
-if __name__ == "__main__":
-    end_uncollected()
-    main(SessionDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,167 @@
+"""Controller's side of the worker template: starts it once, asks it for workers, and hears of their ends."""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from tilth.cluster.backends.capacity import patience
+from tilth.core.errors import WorkerLost
+
+START = 120.0
+"""Seconds to import what workers need, on an idle machine (``patience``)."""
+END = 10.0
+"""Seconds for the template to end by itself."""
+TAIL = 4000
+"""Bytes of its output in an error."""
+AT_IMPORT = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "NVIDIA_", "MALLOC_")
+"""Beginnings of variables that libraries read when they are loaded: a change asks for another template."""
+
+
+class StartedWorker:
+    """A worker of the template. ``wait`` is that of ``subprocess.Popen``; the code is None if nobody could learn it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.ended: Future[int | None] = Future()
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while it runs."""
+        return self.ended.result() if self.ended.done() else None
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the end; subprocess.TimeoutExpired."""
+        try:
+            return self.ended.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+
+
+class Template:
+    """One template process, which lives as long as this process."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """environment: in which libraries are loaded."""
+        self.key = _key(environment)
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.template"]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self._socket, self._lock = ours, threading.Lock()
+        self._started: SimpleQueue[StartedWorker | None] = SimpleQueue()
+        self._living: dict[int, StartedWorker] = {}
+        threading.Thread(target=self._read, name="template", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """True while it answers."""
+        return self._process.poll() is None
+
+    def start(self, request: Mapping[str, Any]) -> StartedWorker | None:
+        """Start a worker; None if the template has ended, or does not answer."""
+        with self._lock:
+            try:
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                return self._started.get(timeout=patience(START))
+            except (OSError, Empty):
+                return None
+
+    def _read(self) -> None:
+        """Read what the template reports; afterwards nobody knows how its workers end."""
+        with suppress(ConnectionResetError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "started" in message:
+                    worker = self._living[message["started"]] = StartedWorker(message["started"])
+                    self._started.put(worker)
+                else:
+                    self._living.pop(message["ended"]).ended.set_result(message["code"])
+        for worker in self._living.values():
+            worker.ended.set_result(None)
+        self._started.put(None)
+
+    def ending(self) -> str:
+        """Describe how it ended, with the end of its output."""
+        self._log.seek(0)
+        text = self._log.read()[-TAIL:].decode(errors="replace").strip()
+        how = f"ended with exit code {self._process.wait()}"
+        return f"the template of the workers (process {self._process.pid}) {how}; its output ends:\n{text}"
+
+    def close(self) -> None:
+        """End the template; its workers go on."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_templates: list[Template] = []
+
+
+def start_worker(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> StartedWorker:
+    """Start a worker that prints to ``log``. Raises WorkerLost if the template cannot be started."""
+    request = {
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "path": [path or os.getcwd() for path in sys.path],
+        "folder": os.getcwd(),
+        "log": str(log),
+    }
+    for _ in range(2):  # it may just have ended, for want of work
+        one = template(environment)
+        if (found := one.start(request)) is not None:
+            return found
+        one.close()
+    raise WorkerLost(one.ending(), key="cluster.start")
+
+
+def template(environment: Mapping[str, str]) -> Template:
+    """Return the template of this process, a new one if it has none or libraries would load differently."""
+    for one in list(_templates):
+        if not one.alive or one.key != _key(environment):
+            _templates.remove(one)
+            one.close()
+    if not _templates:
+        _templates.append(Template({**environment, "OMP_NUM_THREADS": "1"}))
+    return _templates[0]
+
+
+def _key(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name != "OMP_NUM_THREADS"
+    }
+
+
+@atexit.register
+def _end() -> None:
+    while _templates:
+        _templates.pop().close()
+
+
+def _forget() -> None:
+    """Leave the template to the parent: a forked process makes its own."""
+    _templates.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
