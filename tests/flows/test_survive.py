@@ -137,8 +137,8 @@ def test_a_run_that_may_not_recover_ends_at_the_first_failure(tmp_path):
 def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, plain, monkeypatch):
     repair, damaged = Cluster.repair, []
 
-    def damage(self, lost, seconds):
-        gone = repair(self, lost, seconds)
+    def damage(self, lost, quiet):
+        gone = repair(self, lost, quiet)
         for path in Path(self.repairable.scratch).rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1

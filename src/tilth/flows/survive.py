@@ -20,8 +20,8 @@ from tilth.guard.verdict import Verdict
 from tilth.runs.directory import REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
 
-SETTLE = 10.0
-"""Seconds for workers to end their calls after another one was lost. Gloo ends a broken collective at once."""
+SETTLE = 0.5
+"""Seconds without the end of a call, after a failure, in which workers may still end theirs by themselves."""
 
 
 class Survival:

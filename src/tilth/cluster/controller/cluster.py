@@ -66,17 +66,18 @@ class Cluster:
             self.dispatch.hang_after = hang_after
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
-    def repair(self, lost: Collection[int], seconds: float) -> list[int]:
+    def repair(self, lost: Collection[int], quiet: float) -> list[int]:
         """Bring the workers back to work after a failed call; return those that were replaced, in order.
 
         lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end.
-        Others that do not end their calls within ``seconds`` are replaced too. Payload is freed. Every role with a
+        Those of the others that still have calls when none has ended for ``quiet`` seconds are replaced too: they may
+        wait for one that has left the collective with an error. Payload is freed. Every role with a
         replaced worker must be made again (``make``). Raises WorkerLost if a worker cannot be replaced.
         """
         backend = self.repairable
         assert backend is not None
         backend.kill(lost)
-        gone = {*lost, *self.dispatch.settle(seconds)}
+        gone = {*lost, *self.dispatch.settle(quiet)}
         backend.kill(gone)
         self.dispatch.settle(LEAVE)
         self.dispatch.forget()

@@ -198,10 +198,13 @@ class Dispatch:
             self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
             return not self._failures and all(flight.landed for flight in flights)
 
-    def settle(self, seconds: float) -> list[int]:
-        """Wait until no call is in flight, whatever it answers; return the ranks that still have some."""
+    def settle(self, quiet: float) -> list[int]:
+        """Wait until no call is in flight, or none has ended for ``quiet`` seconds; return the ranks that still have
+        some."""
         with self._changed:
-            self._changed.wait_for(lambda: not any(self._flying), seconds)
+            while any(self._flying):
+                if not self._changed.wait(quiet):
+                    break
             return [rank for rank, queue in enumerate(self._flying) if queue]
 
     def forget(self) -> None:

@@ -29,14 +29,16 @@ from tilth.cluster.worker import local_worker
 Closable = socket.socket | selectors.BaseSelector
 IDLE = 60.0
 """Seconds without a worker after which it ends."""
-ROLES = "tilth.flows.workers"
-"""Module of the shipped roles, which imports torch; named, since it belongs to a package that builds on this one."""
+AHEAD = ("tilth.flows.workers", "tilth.models.family", "tilth.rollout.engine", "numpy.random", "torch._dynamo")
+"""Modules of the shipped roles, which belong to packages that build on this one, and what they import when they are made
+(torch._dynamo: every optimizer)."""
 
 
 def main() -> None:
     """Serve until the controller closes its end."""
     gc.disable()
-    importlib.import_module(ROLES)
+    for name in AHEAD:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages that it shares with the others
     wake, woken = socket.socketpair()
