@@ -17,9 +17,9 @@ import pytest
 
 from tests.cluster.workers import HERE
 from tests.errors import raises
+from tilth.cluster.backends.fork_server import fork_server
 from tilth.cluster.backends.local import LocalBackend, _how_ended, environment
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.template import template
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
@@ -36,7 +36,7 @@ class Watched:
     """A cluster of two workers, of which nothing may be left afterwards."""
 
     def __init__(self, timeout):
-        template(environment(2))  # it stays, for the next workers of this process
+        fork_server(environment(2))  # it stays, for the next workers of this process
         before = set(psutil.Process().children(recursive=True))  # and other tests' pools
         self.cluster = open_cluster("local", 2, timeout=timeout)
         self.cluster.dispatch.timeout = 60.0  # to make a role takes a while on a busy machine

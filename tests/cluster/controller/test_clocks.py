@@ -180,7 +180,7 @@ def _each(events, side):
 WRONG = """
 import sys, time
 
-if "tilth.cluster.worker.template" in sys.orig_argv:
+if "tilth.cluster.worker.fork_server" in sys.orig_argv:
     steady, wall = time.perf_counter_ns, time.time_ns
 
     def world():

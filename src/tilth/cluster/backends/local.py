@@ -21,10 +21,10 @@ from tilth.cluster.backends import control
 from tilth.cluster.backends.base import MEMORY_RAN_OUT, Call, Probe, Reply
 from tilth.cluster.backends.capacity import check_room, cores, patience
 from tilth.cluster.backends.connection import WorkerConnection
+from tilth.cluster.backends.fork_server import StartedWorker, start_worker
 from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.store import FolderStore
-from tilth.cluster.backends.template import StartedWorker, start_worker
 from tilth.cluster.worker import reaper
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
 from tilth.core.memory import oom_kills

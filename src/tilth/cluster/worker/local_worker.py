@@ -1,4 +1,4 @@
-"""A worker process of the local backend, forked by ``worker.template`` or started by a launcher.
+"""A worker process of the local backend, forked by ``worker.fork_server`` or started by a launcher.
 
 A thread receives, so that the end of the connection ends the process at once whatever the main thread does; the main
 thread executes the calls in order of arrival.

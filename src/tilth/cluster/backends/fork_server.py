@@ -1,4 +1,4 @@
-"""Controller's side of the worker template: starts it once, asks it for workers, and hears of their ends."""
+"""Controller's side of the fork server: starts it once, asks it for workers, and hears of their ends."""
 
 import atexit
 import json
@@ -21,15 +21,15 @@ from tilth.core.errors import WorkerLost
 START = 120.0
 """Seconds to import what workers need, on an idle machine (``patience``)."""
 END = 10.0
-"""Seconds for the template to end by itself."""
+"""Seconds for the server to end by itself."""
 TAIL = 4000
 """Bytes of its output in an error."""
 AT_IMPORT = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "NVIDIA_", "MALLOC_")
-"""Beginnings of variables that libraries read when they are loaded: a change asks for another template."""
+"""Beginnings of variables that libraries read when they are loaded: a change asks for another server."""
 
 
 class StartedWorker:
-    """A worker of the template. ``wait`` is that of ``subprocess.Popen``; the code is None if nobody could learn it."""
+    """A worker process. ``wait`` is that of ``subprocess.Popen``; its code is None if nobody could learn it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,14 +47,14 @@ class StartedWorker:
             raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
 
 
-class Template:
-    """One template process, which lives as long as this process."""
+class ForkServer:
+    """One fork server, which lives as long as this process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """environment: in which libraries are loaded."""
         self.key = _key(environment)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.template"]
+        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
         with theirs:
             self._process = subprocess.Popen(
@@ -68,7 +68,7 @@ class Template:
         self._socket, self._lock = ours, threading.Lock()
         self._started: SimpleQueue[StartedWorker | None] = SimpleQueue()
         self._living: dict[int, StartedWorker] = {}
-        threading.Thread(target=self._read, name="template", daemon=True).start()
+        threading.Thread(target=self._read, name="fork-server", daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -76,7 +76,7 @@ class Template:
         return self._process.poll() is None
 
     def start(self, request: Mapping[str, Any]) -> StartedWorker | None:
-        """Start a worker; None if the template has ended, or does not answer."""
+        """Start a worker; None if the server has ended, or does not answer."""
         with self._lock:
             try:
                 self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -85,7 +85,7 @@ class Template:
                 return None
 
     def _read(self) -> None:
-        """Read what the template reports; afterwards nobody knows how its workers end."""
+        """Read what the server reports; afterwards nobody knows how its workers end."""
         with suppress(ConnectionResetError), self._socket.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -103,10 +103,10 @@ class Template:
         self._log.seek(0)
         text = self._log.read()[-TAIL:].decode(errors="replace").strip()
         how = f"ended with exit code {self._process.wait()}"
-        return f"the template of the workers (process {self._process.pid}) {how}; its output ends:\n{text}"
+        return f"the fork server of the workers (process {self._process.pid}) {how}; its output ends:\n{text}"
 
     def close(self) -> None:
-        """End the template; its workers go on."""
+        """End the server; its workers go on."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -116,11 +116,11 @@ class Template:
             self._process.wait()
 
 
-_templates: list[Template] = []
+_servers: list[ForkServer] = []
 
 
 def start_worker(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> StartedWorker:
-    """Start a worker that prints to ``log``. Raises WorkerLost if the template cannot be started."""
+    """Start a worker that prints to ``log``. Raises WorkerLost if the server cannot be started."""
     request = {
         "arguments": list(arguments),
         "environment": dict(environment),
@@ -129,22 +129,22 @@ def start_worker(arguments: Sequence[str], environment: Mapping[str, str], log: 
         "log": str(log),
     }
     for _ in range(2):  # it may just have ended, for want of work
-        one = template(environment)
+        one = fork_server(environment)
         if (found := one.start(request)) is not None:
             return found
         one.close()
     raise WorkerLost(one.ending(), key="cluster.start")
 
 
-def template(environment: Mapping[str, str]) -> Template:
-    """Return the template of this process, a new one if it has none or libraries would load differently."""
-    for one in list(_templates):
+def fork_server(environment: Mapping[str, str]) -> ForkServer:
+    """Return the server of this process, a new one if it has none or libraries would load differently."""
+    for one in list(_servers):
         if not one.alive or one.key != _key(environment):
-            _templates.remove(one)
+            _servers.remove(one)
             one.close()
-    if not _templates:
-        _templates.append(Template({**environment, "OMP_NUM_THREADS": "1"}))
-    return _templates[0]
+    if not _servers:
+        _servers.append(ForkServer({**environment, "OMP_NUM_THREADS": "1"}))
+    return _servers[0]
 
 
 def _key(environment: Mapping[str, str]) -> dict[str, str]:
@@ -155,13 +155,13 @@ def _key(environment: Mapping[str, str]) -> dict[str, str]:
 
 @atexit.register
 def _end() -> None:
-    while _templates:
-        _templates.pop().close()
+    while _servers:
+        _servers.pop().close()
 
 
 def _forget() -> None:
-    """Leave the template to the parent: a forked process makes its own."""
-    _templates.clear()
+    """Leave the server to the parent: a forked process makes its own."""
+    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,6 +1,6 @@
-"""Template of the local workers: a process that has imported what they need and forks one for each request.
+"""Fork server of the local workers: a process that has imported what they need and forks one for each request.
 
-Importing torch and the roles takes a second or two of a core. With a template a machine does that once, not once for
+Importing torch and the roles takes a second or two of a core. With it a machine does that once, not once for
 each worker, and replaces a worker that was lost in a fraction of a second.
 
 It talks to its controller over its standard input, a socket, in JSON lines. A request ``{"arguments": [...],
@@ -30,8 +30,8 @@ Closable = socket.socket | selectors.BaseSelector
 IDLE = 60.0
 """Seconds without a worker after which it ends."""
 AHEAD = ("tilth.flows.workers", "tilth.models.family", "tilth.rollout.engine", "numpy.random", "torch._dynamo")
-"""Modules of the shipped roles, which belong to packages that build on this one, and what they import when they are made
-(torch._dynamo: every optimizer)."""
+"""Modules of the shipped roles, which belong to packages that build on this one, and what roles import when they are
+made (torch._dynamo: every optimizer)."""
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def _start(
 
 
 def _become(request: dict[str, Any]) -> NoReturn:
-    """Be the worker of a request, in a fork of the template. Never returns into the template."""
+    """Be the worker of a request, in a fork of the server. Never returns into the server."""
     code = 1
     try:
         os.setsid()
@@ -124,7 +124,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # without the template's own clean-up; the roles have closed what they opened
+        os._exit(code)  # without the server's own clean-up; the roles have closed what they opened
 
 
 def _redirect(log: str) -> None:
