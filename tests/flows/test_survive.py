@@ -5,13 +5,17 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.flows import tiny
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import WorkerLost
+from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
+from tilth.flows.survive import Survival
+from tilth.guard.inject import inject
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
@@ -152,3 +156,51 @@ def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, p
     ours = tiny.run(tiny.recipe(tmp_path, **FSDP), callbacks=[Harm({6: (1, signal.SIGKILL, 0.0)}), seen])
     assert damaged and any("the state in memory cannot be used" in text for text in seen.messages)
     assert_same_run(ours, plain(FSDP))
+
+
+class Arm(Callback):
+    """After some steps let a worker die, and another one while it loads its state."""
+
+    def __init__(self, steps):
+        self.steps = list(steps)
+
+    def on_step_end(self, run, step, metrics):
+        if step in self.steps:
+            self.steps.remove(step)
+            session = run.policy._dispatch.backend.folder
+            inject(session, "kill", 0, at="policy.load")
+            inject(session, "kill", 1)
+
+
+@pytest.mark.slow
+def test_failures_while_the_state_is_restored_count_for_their_own_step(tmp_path, plain):
+    ours = tiny.run(tiny.recipe(tmp_path, **FSDP), callbacks=[Arm([2, 4, 6])])
+    assert [one["step"] for one in recoveries(ours.directory)] == [2, 2, 4, 4, 6, 6]
+    assert_same_run(ours, plain(FSDP))
+
+
+def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypatch):
+    """Worker 0 is new, and worker 1 dies before the roles of worker 0 are made."""
+    groups = [SimpleNamespace(role=role, mesh=Mesh.of({}, [rank])) for role, rank in (("policy", 1), ("loader", 0))]
+    failures, made = [WorkerLost("rank 1", key="policy.create")], []
+
+    def make(group):
+        if failures:
+            failures[0].ranks = (1,)
+            raise failures.pop()
+        made.append(group.role)
+
+    cluster = SimpleNamespace(
+        groups=groups,
+        make=make,
+        repair=lambda lost, seconds: list(lost),
+        dispatch=SimpleNamespace(failed=None),
+        repairable=SimpleNamespace(scratch=""),
+    )
+    monkeypatch.setattr(Survival, "_begin_attempt", lambda *_: None)
+    monkeypatch.setattr(Survival, "prepare", lambda _: None)
+    parts = SimpleNamespace(recipe=SimpleNamespace(guard=SimpleNamespace(restarts=8, on_nan="skip")))
+    first = WorkerLost("rank 0", key="policy.update")
+    first.ranks = (0,)
+    Survival(parts, cluster, None, str).recover(first, 3)
+    assert made == ["policy", "loader"]

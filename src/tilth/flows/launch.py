@@ -184,10 +184,12 @@ def _train(
         _restore(run, fallback=fallback)
         notify(run.callbacks, "on_run_start", run)
         failed: TilthError | None = None
+        step = 0
         while True:
             try:
                 if failed is not None:
-                    action, drawn = survival.recover(failed, run.state.step), run.sampler.position()
+                    step = run.state.step or step  # a run that could not be restored is at none
+                    action, drawn = survival.recover(failed, step), run.sampler.position()
                     run = make(survival.snapshots)
                     if action.step == "rollback":
                         _roll_back(run, drawn)

@@ -17,7 +17,7 @@ from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.roles import ROLES
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
-from tilth.core.errors import RecipeError
+from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
 from tilth.flows.callbacks import Callback, notify
 from tilth.flows.group_filters import Keep
@@ -75,6 +75,7 @@ class Run:
         self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, reward_log, say)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
+        self._kept_in_memory = True
         self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say, spill)
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
@@ -333,7 +334,17 @@ class Run:
         if (self.evaluator.improved or self.saving.due(state.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
         if self.snapshots is not None:
-            self.snapshots.take(self.roles.stateful_roles(), state.step, self._objects(), self.policy.mesh)
+            self._keep_in_memory(self.snapshots)
+
+    def _keep_in_memory(self, snapshots: Snapshots) -> None:
+        """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one."""
+        before, self._kept_in_memory = self._kept_in_memory, True
+        try:
+            snapshots.take(self.roles.stateful_roles(), self.state.step, self._objects(), self.policy.mesh)
+        except StorageError as error:
+            self._kept_in_memory = False
+            if before:
+                self.say(f"step {self.state.step} and those after it are not kept in memory: {error}")
 
     def _report_compile_time(self) -> None:
         for role, group in self.roles.items():

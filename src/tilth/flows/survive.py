@@ -6,7 +6,7 @@ disk if not. A training loop does not know of it: ``launch`` begins its phase ag
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tilth.cluster.controller.cluster import Cluster
@@ -30,6 +30,8 @@ class Survival:
     def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
         self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
         able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
+        self._unmade: set[int] = set()
+        """Workers that are new since every role was made: a second failure may come before that."""
         self.recovery = Recovery(self.restarts if able is not None else 0, parts.recipe.guard.on_nan)
         self.snapshots = Snapshots(Path(able.scratch)) if able is not None and able.scratch and self.restarts else None
 
@@ -57,12 +59,14 @@ class Survival:
         first = verdict.evidence.partition("\n")[0]
         self.say(f"after step {step}: {verdict.kind}: {first}")
         replaced = self.cluster.repair(action.ranks, SETTLE)
+        self._unmade.update(replaced)
         failed = str(verdict.details.get("key", "")).partition(".")[0]
         for group in self.cluster.groups:
-            if not _is_kept(group, replaced, failed):
+            if not _is_kept(group, self._unmade, failed):
                 self.cluster.make(group)
         self._begin_attempt(verdict, action, step, replaced, began)
         self.prepare()
+        self._unmade.clear()
         new = f"workers {', '.join(map(str, replaced))} are new" if replaced else "with the same workers"
         where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
         self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
@@ -90,7 +94,7 @@ class Survival:
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
 
 
-def _is_kept(group: WorkerGroup, replaced: list[int], failed: str) -> bool:
+def _is_kept(group: WorkerGroup, replaced: Collection[int], failed: str) -> bool:
     """Return True for a role that a failure elsewhere leaves as it is: on one worker, without collectives or state."""
     spec = ROLES.get(group.role)
     alone = spec is not None and spec.mesh == "one" and not spec.trains

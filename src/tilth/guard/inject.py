@@ -50,7 +50,7 @@ def inject(session: SessionDir, kind: str, rank: int, at: str = "") -> int:
     if not 0 <= rank < workers:
         raise DataError(f"--rank {rank} is not a worker; this run has 0 to {workers - 1}", key="--rank")
     if fault.signal and not at:
-        pid = _pid(session, rank)
+        pid = pid_of(session, rank)
         os.kill(pid, fault.signal)
         return pid
     wanted = {"kind": kind, "at": at or CALL, "key": session.key.hex()}
@@ -79,8 +79,8 @@ def session_of(controller: int) -> SessionDir:
     return SessionDir(ours[0])
 
 
-def _pid(session: SessionDir, rank: int) -> int:
-    """Return the process at the other end of a worker's control socket."""
+def pid_of(session: SessionDir, rank: int) -> int:
+    """Return the process at the other end of a worker's control socket. WorkerLost if there is none."""
     try:
         with socket.socket(socket.AF_UNIX) as there:
             there.connect(session.control(rank))

@@ -47,6 +47,8 @@ WINDOW = 3600.0
 
 GATED = ("loss", "grad_norm")
 """Keys of the error of an optimizer step that is not finite (``guard.on_nan``)."""
+UNGATED = ("logits", "snapshot")
+"""Keys of errors of weights that are not finite although every step was: the step before has others."""
 ROLLBACKS = 2
 """Times that a run goes back to a checkpoint because of such errors."""
 
@@ -91,7 +93,7 @@ class Recovery:
             return Action("stop", why="it would be the same again")
         if not self.restarts:
             return Action("stop", why="guard.restarts=0")
-        gated = verdict.kind == "not-finite" and verdict.details.get("key") != "logits"
+        gated = verdict.kind == "not-finite" and verdict.details.get("key") not in UNGATED
         if gated and (why := self._refuse_rollback(verdict)):
             return Action("stop", why=why)
         alike = [v for _, at, v in self._past if at == step and _same_cause(v, verdict)]

@@ -44,7 +44,8 @@ class Snapshots:
         return self.folder / "trajectories"
 
     def take(self, roles: Mapping[str, WorkerGroup], step: int, objects: Mapping[str, Any], mesh: Mesh) -> None:
-        """Take a snapshot of these roles at the end of a step. StorageError if there is no room; the last one stays.
+        """Take a snapshot of these roles at the end of a step. StorageError if there is no room, NonFiniteError
+        for a state that is not finite; the last one stays.
 
         objects: as a checkpoint's, but for the roles' positions, which come with their states.
         """
@@ -54,6 +55,8 @@ class Snapshots:
         with span("snapshot", step=step):
             for name, role in roles.items():
                 found = role.snapshot(str(self.folder), slot)
+                if problem := next((one.problem for one in found if one.problem), ""):
+                    raise StorageError(problem, key="snapshot")
                 reports += [report for one in found for report in one.reports]
                 positions[name] = found[0].position
         positions = {role: position for role, position in positions.items() if position}

@@ -14,7 +14,7 @@ from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
-from tilth.core.errors import CheckpointError, StorageError
+from tilth.core.errors import CheckpointError, NonFiniteError, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.training.engine import TrainEngine, measured_flops
@@ -24,10 +24,11 @@ Groups = dict[str, Group]
 
 
 class StateCopy(NamedTuple):
-    """One worker's part of a snapshot: what it wrote, and the role's ``position``."""
+    """One worker's part of a snapshot: what it wrote, and the role's ``position``; or why it could not be written."""
 
     reports: list[Report]
     position: Mapping[str, float]
+    problem: str = ""
 
 
 class Stateful:
@@ -69,9 +70,16 @@ class Stateful:
 
     @transfer(split="all", gather="all", patient=True)
     def snapshot(self, folder: str, slot: int) -> StateCopy:
-        """Copy this worker's part into a slot of a folder in shared memory. StorageError without room."""
-        part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
-        return StateCopy(self._memory.take(Path(folder), slot, self.groups(), self.grid.rank, part), self.position())
+        """Copy this worker's part into a slot of a folder in shared memory.
+
+        Raises NonFiniteError for a state that no run could go on from.
+        """
+        part, groups = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else "", self.groups()
+        check_finite(groups)
+        try:
+            return StateCopy(self._memory.take(Path(folder), slot, groups, self.grid.rank, part), self.position())
+        except StorageError as error:
+            return StateCopy([], {}, str(error))
 
     @transfer(split="all", gather="all", patient=True)
     def saving(self, wait: bool) -> str:
@@ -82,6 +90,16 @@ class Stateful:
     def load(self, path: str, position: Mapping[str, float]) -> None:
         """Load a checkpoint of any layout. CheckpointError."""
         read_state(path, self.groups(), self.sharded)
+
+
+def check_finite(groups: Groups) -> None:
+    """Raise NonFiniteError if a value is not finite. Reads everything once: a sum is finite if its terms are, or else
+    they are looked at one by one."""
+    for group in groups.values():
+        for name, tensor in group.tensors.items():
+            if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+                message = f"{name} is not finite at the end of a step, although its gradients were"
+                raise NonFiniteError(message, key="snapshot")
 
 
 def weights_group(sharded: ShardedModel) -> Group:

@@ -1,0 +1,179 @@
+"""One run of ``faults.py``: a recipe, and faults after some of its steps. Called with a folder that holds spec.json.
+
+Everything that happens is a line of events.jsonl: steps, faults, messages, with ``time.monotonic()``. Faults that are
+in there do not happen again when the same run continues.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tilth.cluster.backends.session_dir import SessionDir
+from tilth.config.imports import end_uncollected, uncollected
+from tilth.guard.inject import inject, pid_of, session_of
+
+with uncollected():
+    from tilth.api import run_recipe
+    from tilth.config.load import from_dict
+    from tilth.core.errors import TilthError
+    from tilth.flows.callbacks import Callback, RunView
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+FROZEN = 4.0
+"""Seconds that a frozen process stands still before it goes on."""
+
+
+def closeness(prompt: str, completion: str, info: dict[str, Any]) -> float:
+    """Reward with spread from the first step on. A completion that the file SLOW waits for takes its seconds."""
+    slow = os.environ["TILTH_FAULTS"] + ".slow"
+    if os.path.exists(slow):
+        seconds = float(Path(slow).read_text())
+        Path(slow).unlink(missing_ok=True)
+        time.sleep(seconds)
+    answer = info["answer"]
+    return sum(a == b for a, b in zip(completion, answer)) / len(answer) + 0.1 * len(completion)
+
+
+class Drills(Callback):
+    """Let the faults happen, and write what happens. faults: with after (a step), delay (seconds), kind, rank, at."""
+
+    def __init__(self, folder: Path, faults: list[dict[str, Any]]) -> None:
+        self.path = folder / "events.jsonl"
+        past = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        done = {event["number"] for event in past if event["what"] in ("fault", "missed")}
+        self.left = [(number, fault) for number, fault in enumerate(faults) if number not in done]
+        self.lock = threading.Lock()
+        self.log("start", pid=os.getpid())
+
+    def log(self, what: str, **facts: Any) -> None:
+        with self.lock, open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, "time": time.monotonic(), **facts}) + "\n")
+
+    def on_run_start(self, run: RunView) -> None:
+        """Remember the session of the workers."""
+        self.session = session_of(os.getpid())
+        self.log("session", path=str(self.session.path))
+
+    def on_message(self, text: str) -> None:
+        """Write a message with its time."""
+        self.log("message", text=text)
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Start the faults that are due."""
+        self.log("step", step=step)
+        for number, fault in [one for one in self.left if one[1]["after"] <= step]:
+            self.left.remove((number, fault))
+            threading.Thread(target=self._strike, args=(number, fault), daemon=True).start()
+
+    def _strike(self, number: int, fault: dict[str, Any]) -> None:
+        """Wait, strike, and write when; a fault at a moment is written when its worker is dead."""
+        time.sleep(fault["delay"])
+        kind, rank = fault["kind"], fault.get("rank", 0)
+        facts = {"number": number, **{k: v for k, v in fault.items() if k != "delay"}}
+        try:
+            if fault.get("at"):
+                _wait_for_end(inject(self.session, kind, rank, fault["at"]))
+                self.log("fault", **facts)
+                return
+            self.log("fault", **facts)
+            OURS.get(kind, _ordinary)(self.session, rank, fault)
+        except TilthError as error:  # the worker is just being replaced: no fault has happened
+            self.log("missed", number=number, why=str(error))
+
+
+def _wait_for_end(pid: int) -> None:
+    """Wait until a process is dead, reaped or not."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.002)
+
+
+def _ordinary(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    inject(session, fault["kind"], rank)
+
+
+def _all(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    for one in range(fault["workers"]):
+        inject(session, "kill", one)
+
+
+def _controller(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_reward(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Kill the newest process below a worker: processes of the reward are their only children."""
+    below = [p for p in psutil.Process().children(recursive=True) if "multiprocessing" in " ".join(p.cmdline())]
+    for process in below[-1:]:
+        process.kill()
+
+
+def _little_memory(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Put a worker into a cgroup that has no memory for anything new, so that the kernel kills it."""
+    group = MEMORY_GROUPS / f"tilth-faults-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text(str(1 << 20))
+    (group / "cgroup.procs").write_text(str(pid_of(session, rank)))
+
+
+def _freeze(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Stop the controller and all its workers, as a machine that sleeps, for some seconds."""
+    pids = [os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))]
+    names = " ".join(map(str, pids))
+    subprocess.Popen(["sh", "-c", f"kill -STOP {names}; sleep {FROZEN}; kill -CONT {names}"], start_new_session=True)
+
+
+def _freeze_controller(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep {FROZEN}; kill -CONT {pid}"], start_new_session=True)
+
+
+def _slow_reward(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    Path(os.environ["TILTH_FAULTS"] + ".slow").write_text(str(FROZEN))
+
+
+def _collect(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    for _ in range(20):
+        gc.collect()
+
+
+OURS = {
+    "kill-all": _all,
+    "kill-controller": _controller,
+    "kill-reward": _kill_reward,
+    "oom-kill": _little_memory,
+    "freeze": _freeze,
+    "freeze-controller": _freeze_controller,
+    "slow-reward": _slow_reward,
+    "collect": _collect,
+}
+"""Faults beside those of ``tilth guard inject``."""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    spec = json.loads((folder / "spec.json").read_text())
+    drills = Drills(folder, spec["faults"])
+    try:
+        result = run_recipe(
+            from_dict(spec["recipe"]), name="run", callbacks=[drills], reward=closeness, fallback=spec["fallback"]
+        )
+        drills.log("end", directory=str(result.directory))
+    except TilthError as error:
+        drills.log("failed", error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    end_uncollected()
+    main()
