@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,12 +232,16 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
     messages = [event for event in trial.events if event["what"] == "message"]
     verdicts = [event for event in messages if event["text"].startswith("after step")]
     resumed = [event for event in messages if event["text"].startswith("going on after")]
-    right, detect, pause = 0, list[float](), list[float]()
-    for fault, recovery, verdict, onward in zip(faults, trial.recoveries, verdicts, resumed):
-        ranks = set(recovery["ranks"])
-        right += recovery["kind"] in row.kinds and (not row.named or ranks == {fault["rank"]})
-        detect.append(verdict["time"] - fault["time"])
-        pause.append(onward["time"] - fault["time"])
+    right, detect, pause, unmatched = 0, list[float](), list[float](), list(faults)
+    for recovery, verdict, onward in zip(trial.recoveries, verdicts, resumed):
+        before = [one for one in unmatched if one["time"] <= verdict["time"]]
+        named = [one for one in before if not row.named or {one["rank"]} == set(recovery["ranks"])]
+        if not named or recovery["kind"] not in row.kinds:
+            continue
+        unmatched.remove(named[-1])
+        right += 1
+        detect.append(verdict["time"] - named[-1]["time"])
+        pause.append(onward["time"] - named[-1]["time"])
     if "kill-controller" in {fault["kind"] for fault in faults}:
         pause = [_next_step(trial, fault["time"]) - fault["time"] for fault in faults]
     steps = [event["step"] for event in trial.events if event["what"] == "step"]
@@ -314,10 +319,10 @@ def torchrun(workers: int, faults: int, seed: int, root: Path) -> dict[str, Any]
         except TimeoutError as error:
             errors.append(str(error))
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
             for one in _newest(path):
-                if psutil.pid_exists(one["pid"]):
+                with suppress(ProcessLookupError):
                     os.kill(one["pid"], signal.SIGKILL)
     row = Row(0, "torchrun: a rank is killed", _each("kill"), ())
     found = [{"faults": len(pause) + len(errors), "missed": 0, "right": 0, "recoveries": len(pause), "again": 0,
