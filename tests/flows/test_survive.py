@@ -17,7 +17,7 @@ from tilth.flows.callbacks import Callback
 from tilth.flows.survive import Survival
 from tilth.guard.inject import inject
 from tilth.runs.directory import RECOVERIES
-from tilth.runs.readers import read_metrics, read_state, read_trajectories
+from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
 
 pytestmark = pytest.mark.dist
 LOCAL = {"backend": "local", "workers": 2}
@@ -101,6 +101,11 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_p
     attempts = read_state(ours.directory)["attempts"]
     assert [one["state"] for one in attempts] == ["recovered"] * 3 + ["finished"]
     assert any("workers 1 are new" in text for text in seen.messages)
+    summary = summarise(ours.directory)
+    assert [one["kind"] for one in summary["recoveries"]] == ["crash", "hang", "crash"]
+    assert summary["recoveries"][1]["lost"] > 4.0  # seconds without a sign of life
+    assert 0 < summary["ettr"] < 1
+    assert f"after step {found[0]['step']}" in (ours.directory / "report.html").read_text()
 
 
 @pytest.mark.slow

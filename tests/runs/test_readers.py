@@ -1,12 +1,14 @@
 """Files of a run that somebody else may have written: what is no JSON that can be read is one named error."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from tilth.core.errors import DataError
 from tilth.data.documents import _damage
 from tilth.plan.costs import load_costs
 from tilth.runs.checkpoint_owner import MARK, original
-from tilth.runs.readers import read_metrics, read_state
+from tilth.runs.readers import ettr, read_metrics, read_state
 from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
@@ -37,3 +39,20 @@ def test_what_are_no_costs_and_no_rounds_of_clocks(tmp_path, text):
     with pytest.raises(DataError) as caught:
         read_rounds(tmp_path, 0)
     assert caught.value.key.startswith(rounds.name)
+
+
+def test_the_effective_time_counts_what_failures_cost_within_the_window():
+    began = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def at(seconds):
+        return (began + timedelta(seconds=seconds)).isoformat()
+
+    state = {"attempts": [{"started": at(0), "ended": at(3000)}, {"started": at(3000), "ended": None}]}
+    recoveries = [{"time": at(3000), "lost": 80.0, "seconds": 20.0}, {"time": at(9000), "lost": 30.0, "seconds": 6.0}]
+    now = began + timedelta(seconds=10_000)
+    assert ettr(state, recoveries, now) == pytest.approx(1 - 136 / 10_000)
+    assert ettr(state, recoveries, now, 3600.0) == pytest.approx(1 - 36 / 3600)
+    assert ettr(state, [], now) == 1.0
+    assert ettr({"attempts": []}, [], now) is None
+    paused = {"attempts": [{"started": at(0), "ended": at(100)}, {"started": at(5000), "ended": None}]}
+    assert ettr(paused, recoveries[1:], now) == pytest.approx(1 - 36 / 5100)

@@ -43,6 +43,8 @@ def table(s: Mapping[str, Any]) -> Lines:
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
         *[("warning", f"after step {one['step']:,}: {one['text']}") for one in s.get("warnings") or []],
+        *[("survived", format.survived(one)) for one in s.get("recoveries") or []],
+        ("effective time", f"{s['ettr']:.1%} of the wall time" if s.get("recoveries") and s.get("ettr") else ""),
         ("steps", f"{s['steps']} in {format.duration(s['seconds'])}"),
         *_phases(s),
         ("reward's parts", ", ".join(f"{k} {format.number(v)}" for k, v in (s.get("parts_heldout") or {}).items())),

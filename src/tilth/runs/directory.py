@@ -31,15 +31,13 @@ from tilth.runs.files import Lines, Lock, replace, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
-from tilth.runs.readers import checkpoints_of, read_metrics, read_state, read_trajectories, summarise
+from tilth.runs.readers import RECOVERIES, checkpoints_of, read_metrics, read_state, read_trajectories, summarise
 from tilth.runs.signals import Interrupted
 
 __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
-RECOVERIES = "recoveries.jsonl"
-"""Failures that the run has survived, a line each."""
 REWARD_LOG = "reward.log"
 """Output of the reward function: the newest 8 to 16 MB, the older part in ``reward.log.1``."""
 
@@ -58,7 +56,7 @@ class RunDir:
         self.changes: dict[str, str] = who.changes(path, before) if changed else {}
         """Key -> message for each difference from the recipe that the run began with."""
         self.attempt: int = before.get("attempt", 0) + 1
-        self._began = time.monotonic()
+        self._began = self._committed = time.monotonic()
         self._last = _last_step(path) if self.resumed else 0
         self.before = _ending(path, before, self._last)
         """How the previous attempt ended; "" if there was none."""
@@ -124,7 +122,7 @@ class RunDir:
         self._metrics.append(to_json(written))
         self.trajectories.commit(record["step"])
         self.journal.forget(record["step"])
-        self._last = record["step"]
+        self._last, self._committed = record["step"], time.monotonic()
         return written
 
     def flush(self) -> None:
@@ -177,11 +175,13 @@ class RunDir:
     def recover(self, record: Mapping[str, Any]) -> None:
         """End this attempt, which a failure has ended, and begin the next one in this process.
 
-        record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended.
+        record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long the
+        recovery took. The time since the last commit is added as ``lost``.
         """
-        lines = Lines(self.path / RECOVERIES)
-        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record}))
+        lines, lost = Lines(self.path / RECOVERIES), time.monotonic() - self._committed - float(record["seconds"])
+        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record, "lost": round(max(lost, 0.0), 3)}))
         lines.close()
+        self._committed = time.monotonic()
         ended = {"ended": _now(), "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
         before, self.attempt = self._state["attempts"], self.attempt + 1
         self.changes = {}

@@ -1,9 +1,10 @@
 """Readers of a run's directory, also while the run is active and after it was killed."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ __all__ = [
 ]  # fmt: skip
 
 Record = dict[str, Any]
+
+
+RECOVERIES = "recoveries.jsonl"
+"""File of a run with a line for each failure that it has survived."""
+_BRIEF = ("step", "kind", "ranks", "replaced", "lost", "seconds")
+_LONG_AGO = "1970-01-01T00:00:00Z"
 
 
 def read_metrics(run: str | Path) -> list[Record]:
@@ -54,6 +61,35 @@ def read_state(run: str | Path) -> Record:
     if state["state"] == "running" and _gone(state):
         state["state"] = "interrupted"
     return state
+
+
+def read_recoveries(run: str | Path) -> list[Record]:
+    """Return the failures that a run has survived, in order: time, step, kind, ranks, evidence, replaced, lost, seconds.
+
+    lost: seconds of work that was done again; seconds: until the workers were ready to go on.
+    """
+    path = Path(run) / RECOVERIES
+    return [record for record in read_lines(path) if isinstance(record, dict)] if path.exists() else []
+
+
+def ettr(
+    state: Mapping[str, Any], recoveries: Sequence[Mapping[str, Any]], now: datetime, window: float = math.inf
+) -> float | None:
+    """Return the effective training time ratio: the share of the wall time that failures did not cost.
+
+    Over the last ``window`` seconds (ByteRobust, arXiv 2509.16293: cumulative, or sliding over an hour); None before a
+    second has passed. The pauses between two commands do not count.
+    """
+    begin = now - timedelta(seconds=min(window, 1e9))
+    wall, cost = 0.0, 0.0
+    for attempt in state.get("attempts", []):
+        started = max(datetime.fromisoformat(attempt["started"]), begin)
+        ended = datetime.fromisoformat(attempt["ended"]) if attempt.get("ended") else now
+        wall += max((ended - started).total_seconds(), 0.0)
+    for one in recoveries:
+        if datetime.fromisoformat(one["time"]) >= begin:
+            cost += one["lost"] + one["seconds"]
+    return max(1.0 - cost / wall, 0.0) if wall >= 1.0 else None
 
 
 def checkpoints_of(run: str | Path) -> str:
@@ -113,8 +149,9 @@ def summarise(run: str | Path) -> Record:
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. tokens_per_second_*: over the time of all steps. best: step, metric and value.
     """
-    state, records = read_state(run), read_metrics(run)
+    state, records, survived = read_state(run), read_metrics(run), read_recoveries(run)
     last = records[-1] if records else {}
+    end = datetime.now(UTC) if state["state"] == "running" else datetime.fromisoformat(state.get("ended") or _LONG_AGO)
     return {
         "run": str(run),
         "recipe": state.get("recipe"),
@@ -122,6 +159,8 @@ def summarise(run: str | Path) -> Record:
         "error": state.get("error"),
         "warnings": state.get("warnings", []),
         "attempts": state.get("attempt"),
+        "recoveries": [{name: one[name] for name in _BRIEF if name in one} for one in survived],
+        "ettr": ettr(state, survived, end),
         "steps": last.get("step", 0),
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),

@@ -1,5 +1,6 @@
 """Numbers as text, the same in terminal and report."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -109,3 +110,10 @@ def verdict(sample: dict[str, Any]) -> str:
     if reward is None:
         return "missing"
     return "right" if reward >= 1 else "partly" if reward > 0 else "wrong"
+
+
+def survived(recovery: Mapping[str, Any]) -> str:
+    """Return one recovery as text: "crash of rank 1 after step 12, 1.8 s"."""
+    ranks = recovery.get("ranks") or []
+    who = f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    return f"{recovery['kind']}{who} after step {recovery['step']:,}, {recovery['lost'] + recovery['seconds']:.1f} s"

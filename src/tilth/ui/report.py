@@ -71,7 +71,9 @@ def page(seen: Seen) -> str:
     scores = any("reward/missing" in record for record in seen.records)
     return render(
         "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
-        warnings=seen.summary["warnings"], missing=seen.summary["rewards_missing"], measures=format.MEASURES,
+        warnings=seen.summary["warnings"] + [
+            {"step": one["step"], "text": f"survived: {format.survived(one)}"} for one in seen.summary["recoveries"]
+        ], missing=seen.summary["rewards_missing"], measures=format.MEASURES,
         spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
         times=_times(seen), plan=seen.plan, planned=_plan(seen), memory=memory, steps=seen.summary["steps"],

@@ -4,10 +4,12 @@ A look costs milliseconds, however long the run is, and nothing in the run.
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
-from tilth.runs.readers import ACCURACY, REWARD, read_state
+from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
@@ -81,6 +83,7 @@ class Look:
     recent: Account | None
     message: str
     silent: float | None
+    recoveries: Sequence[Mapping[str, Any]] = ()
 
     @property
     def running(self) -> bool:
@@ -112,7 +115,8 @@ class RunWatcher:
         self._events()
         written = (self.run / "metrics.jsonl").stat().st_mtime if self._progress.record else None
         silent = None if written is None else max(time.time() - written, 0.0)
-        return Look(self.run, state, self._progress, self._recent, last_line(self.run / "log.txt"), silent)
+        message, survived = last_line(self.run / "log.txt"), read_recoveries(self.run)
+        return Look(self.run, state, self._progress, self._recent, message, silent, survived)
 
     def _events(self) -> None:
         folder = self.run / "events"
@@ -152,9 +156,16 @@ def as_dict(look: Look) -> dict[str, Any]:
         "time": {k[5:]: v for k, v in record.items() if k.startswith("time/")},
         "memory": {"now": record.get("memory/rss"), "peak": record.get("memory/peak"),
                    "predicted": (look.state.get("memory") or {}).get("predicted")},
-        "recent": _recent(look.recent),
+        "recent": _recent(look.recent), "recoveries": list(look.recoveries),
+        "ettr": _ettr(look), "ettr_last_hour": _ettr(look, 3600.0),
         "message": look.message,
     }  # fmt: skip
+
+
+def _ettr(look: Look, window: float = math.inf) -> float | None:
+    ended = look.state.get("ended")
+    end = datetime.fromisoformat(ended) if ended and not look.running else datetime.now(UTC)
+    return ettr(dict(look.state), look.recoveries, end, window)
 
 
 def _recent(found: Account | None) -> dict[str, Any] | None:
@@ -189,6 +200,11 @@ def drawn(look: Look, width: int) -> RenderableType:
         divisions = [(name, seconds / found.whole) for name, seconds in found.parts.items()]
         parts += [Text(title, "dim"), *divided(divisions, width, FIXED), Text()]
         parts += [_ranks(found, width)] if len(found.ranks) > 1 else []
+    if look.recoveries:
+        whole, hour, newest = _ettr(look), _ettr(look, 3600.0), format.survived(look.recoveries[-1])
+        shares = f"{whole:.1%} of the time effective, {hour:.1%} in the last hour" if whole and hour else ""
+        count = format.count(len(look.recoveries), "failure")
+        parts.append(Text.assemble(("survived  ", "dim"), f"{count}, the last: {newest}; {shares}"))
     if look.message:
         parts.append(Text.assemble(("log  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
