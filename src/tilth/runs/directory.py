@@ -175,8 +175,8 @@ class RunDir:
     def recover(self, record: Mapping[str, Any]) -> None:
         """End this attempt, which a failure has ended, and begin the next one in this process.
 
-        record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long the
-        recovery took. The time since the last commit is added as ``lost``.
+        record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long
+        the recovery took. The time since the last commit is added as ``lost``.
         """
         lines, lost = Lines(self.path / RECOVERIES), time.monotonic() - self._committed - float(record["seconds"])
         lines.append(to_json({"time": _now(), "attempt": self.attempt, **record, "lost": round(max(lost, 0.0), 3)}))
