@@ -64,7 +64,7 @@ def read_state(run: str | Path) -> Record:
 
 
 def read_recoveries(run: str | Path) -> list[Record]:
-    """Return the failures that a run has survived, in order, with time, step, kind, ranks, evidence and who was replaced.
+    """Return the failures that a run has survived, in order: time, step, kind, ranks, evidence, who was replaced.
 
     lost: seconds of work that was done again; seconds: until the workers were ready to go on.
     """
