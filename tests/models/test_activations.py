@@ -12,7 +12,6 @@ from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 
-TP = ["cluster.backend=local", "cluster.workers=2", "policy.layout.tp=2"]
 SHAPES = {
     "dense": {"family": "qwen3", "qk_norm": True},
     "biased": {"family": "qwen2", "num_kv_heads": 1, "qkv_bias": True},
@@ -91,11 +90,9 @@ def test_a_value_model_takes_the_policy_of_its_decoder():
     [
         (["train.offload_activations=true", "train.device=cpu"], "train.offload_activations.device"),
         (["train.offload_activations=true", "train.checkpointing=true"], "train.offload_activations"),
-        (["train.checkpointing=selective", *TP], "train.checkpointing.tp"),
         (["train.checkpointing=all"], "train.checkpointing"),
     ],
 )
 def test_what_contradicts_is_refused_by_name(keys, key):
     with raises(RecipeError, key):
         load_recipe("addition-grpo", keys)
-    load_recipe("addition-grpo", ["train.checkpointing=selective", *TP, "policy.layout.sp=true"])

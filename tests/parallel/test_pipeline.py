@@ -128,6 +128,22 @@ def test_gradients_of_stacked_experts_that_are_left_equal_those_of_a_whole_backw
         assert torch.equal(p.grad, names[name].grad) and (name not in stacks or p.grad.any())
 
 
+def test_a_gradient_beside_the_deferred_one_is_refused_by_name(pool):
+    wanted = [f"model.layers.{stage}.mlp.up_proj.weight" for stage in (0, 0, 1, 1)]
+    assert pool.run(4, HERE + "beside", timeout=60.0) == wanted
+
+
+def beside(rank):
+    sharded = spread(case := Case(pp=2, fsdp=2, schedule="zero-bubble"), rank)
+    sharded.load_(weights(case))
+    for name, p in sharded._own.items():
+        if name.endswith("up_proj.weight"):
+            p.grad = torch.zeros_like(p)
+    with pytest.raises(ModelError) as error:
+        sharded.reduce_grads()
+    return error.value.key
+
+
 def test_a_stage_holds_its_layers_only_and_both_ends_the_tied_embedding(pool):
     case = Case(pp=2, layers=3)
     total = {name: p.numel() for name, p in build(case).named_parameters()}

@@ -39,7 +39,7 @@ DOUBLE = [
     Case(fsdp=2, double=True, zero=2, tied=False, rows=(1,)),
     Case(fsdp=2, double=True, value=True, rows=(10,)),
     Case(fsdp=2, double=True, zero=2, value=True, checkpointing="selective", rows=(0,)),
-    Case(tp=2, double=True, dropout=0.1, checkpointing=True),
+    Case(tp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),
     Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),

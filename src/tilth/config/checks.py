@@ -402,10 +402,6 @@ def _divided(recipe: Recipe) -> _Errors:
             message = f"{name}.sp = true divides over {name}.tp, which is 1; set tp to 2 or more, or sp = false"
             yield RecipeError(message, key=f"{name}.sp")
         yield from _stages(recipe, name, layout)
-        if recipe.train.checkpointing == "selective" and layout.tp > 1 and not layout.sp:
-            message = f"train.checkpointing = selective with {name}.tp = {layout.tp} needs {name}.sp = true: "
-            more = "sums over ranks overwrite the products that it keeps; or use true"
-            yield RecipeError(f"{message}{more}", key="train.checkpointing.tp")
         if recipe.train.parity and layout.tp > 1:
             message = f"train.parity = true needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
             yield RecipeError(message, key="train.parity.tp")

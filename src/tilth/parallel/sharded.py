@@ -397,9 +397,18 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce_grads(self) -> None:
-        """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``."""
+        """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``.
+
+        ModelError if a backward pass has left a gradient with a weight whose gradients are deferred.
+        """
         for name, p in self._own.items():
             local = self.parameters[name]
+            if isinstance(p, DTensor) and name in self._late and p.grad is not None:
+                raise ModelError(
+                    f"{name} has a gradient from a backward pass beside the one that was deferred; a loss may use it "
+                    "through its layer alone, or take pp_schedule 1f1b",
+                    key=name,
+                )
             if isinstance(p, DTensor) and name not in self._late:
                 local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
                 p.grad = None

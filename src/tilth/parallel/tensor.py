@@ -160,9 +160,12 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
         return (x[: tables[0][0].shape[0]], *tables) if tables else (x,)  # attention: without tokens that fill up
 
     def leave(x: Tensor) -> Tensor:
-        return (scatter_tokens if sp else reduce_out)(x, group)
+        if sp:
+            return scatter_tokens(x, group)
+        # The sum is in place, and selective recomputation keeps the product.
+        return reduce_out(x.clone() if model.checkpointing == "selective" else x, group)
 
-    _divide_experts(model, group, sp)
+    _divide_experts(model, leave, group, sp)
     apart = tuple(f"{path}." for path, block in model.named_modules() if isinstance(block, MoE))
     linears = [
         name
@@ -178,7 +181,7 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
         model.get_submodule(path).register_forward_pre_hook(enter)
 
 
-def _divide_experts(model: Decoder, group: Group, sp: bool) -> None:
+def _divide_experts(model: Decoder, add_up: Callable[[Tensor], Tensor], group: Group, sp: bool) -> None:
     """Gather the input of each block of experts, whose inner widths are divided, and sum its output once.
 
     All ranks route alike, as they see the same tokens. A rank's gradient of the router is its part of the sum.
@@ -188,7 +191,7 @@ def _divide_experts(model: Decoder, group: Group, sp: bool) -> None:
         return (gather_tokens if sp else copy_in)(args[0], group), *args[1:]
 
     def leave(_: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
-        return (scatter_tokens if sp else reduce_out)(x, group)
+        return add_up(x)
 
     for block in model.modules():
         if isinstance(block, MoE):
