@@ -57,6 +57,11 @@ def test_a_step_that_is_not_finite_goes_back_twice_and_then_ends_the_run():
     assert Recovery(8).decide(failed(errors.NonFiniteError, key="logits"), 1, 0.0).step == "retry"
 
 
+def test_corruption_that_comes_back_replaces_the_workers_that_differ():
+    recovery, verdict = Recovery(8), failed(errors.ReplicaMismatch, key="policy.copies", ranks=(1,))
+    assert [recovery.decide(verdict, 4, float(i)).step for i in range(3)] == ["retry", "replace", "stop"]
+
+
 KINDS = st.sampled_from(["crash", "hang", "error", "corruption", "storage", "not-finite", "out-of-memory"])
 VERDICTS = st.builds(
     Verdict, KINDS, st.sampled_from([(), (0,), (1, 3)]), st.just("it"), st.just({"key": "policy.update"})
@@ -69,7 +74,7 @@ def test_failures_at_one_step_end_the_run_within_the_budget(verdicts, restarts):
     for number, verdict in enumerate(verdicts):
         action = recovery.decide(verdict, 7, float(number))
         assert set(action.ranks) <= set(verdict.ranks)
-        assert action.step != "replace" or verdict.kind in ("crash", "hang", "out-of-memory")
+        assert action.step != "replace" or verdict.kind in ("crash", "hang", "out-of-memory", "corruption")
         if action.step == "stop":
             assert action.why
             return

@@ -18,6 +18,8 @@ from tilth.roles.state import StateCopy, check_finite
 class Role:
     """Answers of two ranks, in turn."""
 
+    mesh = Mesh.of({"dp": 2})
+
     def __init__(self, *problems):
         self.problems = list(problems)
 

@@ -4,7 +4,8 @@ from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeErr
 
 __all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "DataError", "LogprobMismatch"]
 __all__ += ["LossMaskError", "ModelError", "NonFiniteError", "OutOfMemory", "PayloadLeak", "PluginError"]
-__all__ += ["RecipeError", "RewardError", "ScheduleError", "StaleGeneration", "StorageError", "TilthError"]
+__all__ += ["RecipeError", "ReplicaMismatch", "RewardError", "ScheduleError", "StaleGeneration", "StorageError"]
+__all__ += ["TilthError"]
 __all__ += ["TokenCountError", "TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
 
 
@@ -48,6 +49,10 @@ class OutOfMemory(TilthError):
 
 class WeightMismatch(TilthError):
     """A tensor of the rollout engine differs from the trainer's after a weight sync."""
+
+
+class ReplicaMismatch(TilthError):
+    """Copies of a tensor on different workers, which must be equal bit for bit, differ at the end of a step."""
 
 
 class LogprobMismatch(TilthError):

@@ -323,6 +323,8 @@ class Run:
             notify(self.callbacks, "on_evaluation", self, step, measured)
         notify(self.callbacks, "on_step_end", self, state.step, record)
         self.saving.look()
+        if self.snapshots is not None:  # before a checkpoint: copies that differ are not saved
+            self._keep_in_memory(self.snapshots)
         if self._stop.requested:
             self.secure()
             by = self._stop.by and f" by {self._stop.by}"
@@ -333,8 +335,6 @@ class Run:
             )
         if (self.evaluator.improved or self.saving.due(state.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
-        if self.snapshots is not None:
-            self._keep_in_memory(self.snapshots)
 
     def _keep_in_memory(self, snapshots: Snapshots) -> None:
         """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one."""

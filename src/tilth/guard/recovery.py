@@ -15,6 +15,7 @@ from tilth.core.errors import (
     CallTimeout,
     LogprobMismatch,
     NonFiniteError,
+    ReplicaMismatch,
     StaleGeneration,
     StorageError,
     TilthError,
@@ -31,6 +32,7 @@ CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
     (CallTimeout, "hang"),
     (NonFiniteError, "not-finite"),
     (WeightMismatch, "corruption"),
+    (ReplicaMismatch, "corruption"),
     (LogprobMismatch, "corruption"),
     (TokenIdentityError, "corruption"),
     (TokenCountError, "corruption"),
@@ -40,7 +42,7 @@ CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
 )
 """Class of an error that a run can survive -> kind of its verdict. All other errors are the same again when the step
 runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
-REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2}
+REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2}
 """Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
@@ -98,12 +100,15 @@ class Recovery:
             return Action("stop", why=why)
         alike = [v for _, at, v in self._past if at == step and _same_cause(v, verdict)]
         recent = [at for at, _, _ in self._past if now - at < WINDOW]
+        corrupt = verdict.kind == "corruption" and any(v.kind == "corruption" for _, _, v in self._past)
         self._past.append((now, step, verdict))
         if not gated and len(alike) >= REPEATS.get(verdict.kind, 1):
             return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
         if len(recent) >= self.restarts:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
         if verdict.kind in ("crash", "hang", "out-of-memory", "slow", "odd-machine") and verdict.ranks:
+            return Action("replace", verdict.ranks)
+        if corrupt and verdict.ranks:  # the first time may be chance
             return Action("replace", verdict.ranks)
         return Action("rollback" if gated else "retry")
 

@@ -10,8 +10,9 @@ from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import SLOTS, publish
 from tilth.cluster.controller.group import WorkerGroup
-from tilth.core.errors import CheckpointError, StorageError
+from tilth.core.errors import CheckpointError, ReplicaMismatch, StorageError
 from tilth.core.layout import Mesh
+from tilth.guard.checksums import compare, differing, shortened
 from tilth.trace.spans import span
 
 
@@ -47,6 +48,7 @@ class Snapshots:
         """Take a snapshot of these roles at the end of a step. StorageError if there is no room, NonFiniteError
         for a state that is not finite; the last one stays.
 
+        ReplicaMismatch if copies that must be equal differ: then too the last one stays, whose copies were equal.
         objects: as a checkpoint's, but for the roles' positions, which come with their states.
         """
         slot = (self._taken[-1].slot + 1) % SLOTS if self._taken else 0
@@ -55,6 +57,7 @@ class Snapshots:
         with span("snapshot", step=step):
             for name, role in roles.items():
                 found = role.snapshot(str(self.folder), slot)
+                _check_copies(name, role, {rank: one.copies for rank, one in zip(role.mesh.ranks, found)})
                 if problem := next((one.problem for one in found if one.problem), ""):
                     raise StorageError(problem, key="snapshot")
                 reports += [report for one in found for report in one.reports]
@@ -86,3 +89,14 @@ class Snapshots:
     def discard(self) -> None:
         """Forget the snapshot that ``newest`` returned, which could not be loaded."""
         self._restored = None
+
+
+def _check_copies(name: str, role: WorkerGroup, digests: Mapping[int, Mapping[int, int]]) -> None:
+    """Raise ReplicaMismatch with the ranks whose copies differ from the others'."""
+    verdict = compare(digests, name)
+    if verdict is None:
+        return
+    tensors = differing(role.copies())
+    error = ReplicaMismatch(f"{verdict.evidence}: {shortened(tensors)}", key=f"{name}.copies")
+    error.ranks = verdict.ranks
+    raise error

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
+from tilth.checkpoint.copies import Copies
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
@@ -17,6 +18,7 @@ from tilth.cluster.protocol import transfer
 from tilth.core.errors import CheckpointError, NonFiniteError, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
+from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, measured_flops
 
 Groups = dict[str, Group]
@@ -29,6 +31,8 @@ class StateCopy(NamedTuple):
     reports: list[Report]
     position: Mapping[str, float]
     problem: str = ""
+    copies: Mapping[int, int] = {}
+    """As ``Copies.digests``."""
 
 
 class Stateful:
@@ -39,6 +43,7 @@ class Stateful:
         self.grid = sharded.grid
         self._saver = Saver()
         self._memory = MemorySaver()
+        self._copies = Copies(self.grid.rank)
 
     def groups(self) -> Groups:
         """Return the groups of its checkpoint by name."""
@@ -76,10 +81,18 @@ class Stateful:
         """
         part, groups = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else "", self.groups()
         check_finite(groups)
+        with span("checksums"):
+            digests = self._copies.digests(groups)
         try:
-            return StateCopy(self._memory.take(Path(folder), slot, groups, self.grid.rank, part), self.position())
+            reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, part)
         except StorageError as error:
-            return StateCopy([], {}, str(error))
+            return StateCopy([], {}, str(error), digests)
+        return StateCopy(reports, self.position(), "", digests)
+
+    @transfer(split="all", gather="all", patient=True)
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Return the checksums of tensors that other workers hold too: see ``Copies.tensors``."""
+        return self._copies.tensors(self.groups())
 
     @transfer(split="all", gather="all", patient=True)
     def saving(self, wait: bool) -> str:

@@ -1,0 +1,54 @@
+"""A bit that flips on one worker is found at the end of the step, and the run ends as if it had not."""
+
+import pytest
+
+from tests.flows import tiny
+from tests.flows.test_survive import LOCAL, assert_same_run, recoveries
+
+pytestmark = pytest.mark.dist
+FLIPS = """
+from pathlib import Path
+import torch
+from tilth.training.engine import TrainEngine
+
+whole = TrainEngine.update
+
+def flipped(self, *args, **given):
+    found = whole(self, *args, **given)
+    flag = Path(__file__).with_name("flip")
+    if self.grid.rank == 1 and flag.exists():
+        flag.unlink()
+        weight = self.model.model.norm.weight.data.view(torch.int32)
+        weight[3] ^= 1 << 12
+    return found
+
+TrainEngine.update = flipped
+"""
+
+
+class Flip(tiny.Recorder):
+    """Ask for a flip in the step after this one."""
+
+    def __init__(self, folder, *steps):
+        super().__init__()
+        self.flag, self.steps = folder / "flip", list(steps)
+
+    def on_step_end(self, run, step, metrics):
+        super().on_step_end(run, step, metrics)
+        if step in self.steps:
+            self.steps.remove(step)
+            self.flag.touch()
+
+
+def test_a_flipped_bit_is_found_and_leaves_no_trace(tmp_path):
+    (tmp_path / "mine.py").write_text(FLIPS)
+    sections = {"plugins": [str(tmp_path / "mine.py")], "cluster": LOCAL}
+    plain = tiny.run(tiny.recipe(tmp_path / "plain", **sections))
+    ours = tiny.run(tiny.recipe(tmp_path / "ours", **sections), callbacks=[Flip(tmp_path, 4, 8)])
+    assert_same_run(ours, plain)
+    found = recoveries(ours.directory)
+    assert [(one["kind"], one["ranks"], one["action"]) for one in found] == [
+        ("corruption", [0, 1], "retry"),
+        ("corruption", [0, 1], "replace"),
+    ]
+    assert "model.norm.weight" in found[0]["evidence"] and [one["step"] for one in found] == [5, 9]
