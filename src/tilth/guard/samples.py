@@ -1,0 +1,75 @@
+"""Samples of the processes of a local run, as a table for the detector of odd machines: one machine a rank."""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from tilth.guard.odd_machines import MetricRule, SampleTable, align
+
+PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
+
+
+def local_metrics() -> tuple[MetricRule, ...]:
+    """Return the metrics of a process and their limits; floors and thresholds are yet to be learned."""
+    cores = os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / MIB
+    return (
+        MetricRule("cores used", 0, cores),
+        MetricRule("run-queue wait", 0, 1),
+        MetricRule("MiB resident", 0, memory),
+        MetricRule("major faults/s", 0, 1000),
+        MetricRule("MiB/s read and written", 0, 4096),
+    )
+
+
+class ProcessSamples:
+    """Sampler of processes by /proc. pids: rank -> process. Rates are of the time since the sample before."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = dict(pids)
+        self._before = dict[int, tuple[float, dict[str, float]]]()
+        self.series: dict[str, dict[str, tuple[list[float], list[float]]]] = {
+            f"rank-{rank}": defaultdict(lambda: ([], [])) for rank in pids
+        }
+
+    def take(self, now: float) -> None:
+        """Read all processes. A process that has ended gives no sample, which is a sign too. now: seconds."""
+        for rank, pid in self.pids.items():
+            try:
+                counts, resident = _read(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            at, last = self._before.get(rank, (now, counts))
+            self._before[rank] = now, counts
+            if now <= at:
+                continue
+            rates = {metric: max(0.0, counts[metric] - last[metric]) / (now - at) for metric in counts}
+            for metric, value in {**rates, "MiB resident": resident}.items():
+                times, values = self.series[f"rank-{rank}"][metric]
+                times.append(now)
+                values.append(value)
+
+    def table(self, interval: float) -> SampleTable:
+        """Return all samples so far on one clock."""
+        return align(self.series, interval, ranks={f"rank-{rank}": (rank,) for rank in self.pids})
+
+
+def _read(pid: int) -> tuple[dict[str, float], float]:
+    """Return counters of a process, in seconds, faults and MiB, and its resident MiB."""
+    folder, on_core, waited = Path(f"/proc/{pid}"), 0, 0
+    for task in (folder / "task").iterdir():
+        try:
+            nanoseconds = (task / "schedstat").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):  # a thread that ended
+            continue
+        on_core, waited = on_core + int(nanoseconds[0]), waited + int(nanoseconds[1])
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    moved = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+    counts = {
+        "cores used": on_core / 1e9,
+        "run-queue wait": waited / 1e9,
+        "major faults/s": float(fields[9]),
+        "MiB/s read and written": (int(moved["rchar"]) + int(moved["wchar"])) / MIB,
+    }
+    return counts, int(fields[21]) * PAGE / MIB
