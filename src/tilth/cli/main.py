@@ -490,6 +490,36 @@ def guard_locate(
     """
 
 
+TRACE = Option("--trace", metavar="FILE", help="faults of nodes, in InfiniteHBD's JSON")
+
+
+@command("guard_simulate:simulate", guard, "simulate")
+def guard_simulate(
+    name: RecipeArgument,
+    trace: Annotated[Path, TRACE],
+    overrides: OverridesArgument = None,
+    trace_nodes: Annotated[int, Option(min=1, help="nodes of the trace, with those that never failed")] = 400,
+    nodes: Annotated[int | None, Option(min=1, help="nodes of the job; default: those of the trace")] = None,
+    step: Annotated[float, Option(min=0.001, help="seconds of a step")] = 10.0,
+    detect: Annotated[float, Option(min=0.0, help="seconds until a crash is seen")] = 1.0,
+    hangs: Annotated[float, Option(min=0.0, max=0.95, help="share of failures that guard.hang_after must see")] = 0.1,
+    restart: Annotated[float, Option(min=0.0, help="seconds from there to the next new step")] = 10.0,
+    spares: Annotated[int | None, Option(min=0, help="warm spares; default: enough for 99 % of days")] = None,
+    wake: Annotated[float, Option(min=0.0, help="seconds until a spare stands in")] = 5.0,
+    cold: Annotated[float, Option(min=0.0, help="seconds to start another node; inf: repaired ones only")] = 600.0,
+    without: Annotated[str, Option(help="where there is no node: wait, or shrink")] = "wait",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the effective training time (ETTR) of a recipe under a trace of faults.
+
+    Beside its own settings (run.save_every, guard.hang_after): other intervals of checkpoints, spares and detection
+    times, and each mechanism switched off. The seconds of the options are assumptions: set those that you measured.
+    Keys of --json: nodes, days, incidents, probability (of a fault of a node in a day), standby (spares for 99 % of
+    days), policy, rows (about, ettr, worst_hour, from_disk, stops, lost: cause -> seconds).
+    """
+
+
 @command("top:top")
 def top(
     run: RunArgument,

@@ -2,7 +2,7 @@
 section 6)."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -30,8 +30,7 @@ def backup_ranks(mesh: Mesh, machines: Mapping[int, int]) -> dict[int, int]:
     together, shared = _groups(mesh, where)
     elsewhere = where[:, None] != where[None, :]
     for allowed in (~together[where][:, where], elsewhere & ~shared, elsewhere):
-        found = _shift(mesh, allowed)
-        found = _matching(allowed) if found is None else found
+        found = _shift(mesh, allowed) or _matching(allowed)
         if found is not None:
             return {mesh.ranks[place]: mesh.ranks[peer] for place, peer in enumerate(found)}
     raise AssertionError("ranks of machines that have at most half of them can be matched")
@@ -53,7 +52,7 @@ def _groups(mesh: Mesh, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return together, shared
 
 
-def _shift(mesh: Mesh, allowed: np.ndarray) -> np.ndarray | None:
+def _shift(mesh: Mesh, allowed: np.ndarray) -> list[int] | None:
     """Return peers at one distance in the mesh from their owners, half an axis first; None if no distance will do."""
     grid = np.arange(len(mesh)).reshape(mesh.sizes)
     choices = [sorted({0, size // 2, 1 % size, size - 1}, key=lambda s: (s == 0, s)) for size in mesh.sizes]
@@ -61,11 +60,12 @@ def _shift(mesh: Mesh, allowed: np.ndarray) -> np.ndarray | None:
     for shift in itertools.chain(itertools.product(*halves), itertools.product(*choices)):
         peers = np.roll(grid, [-s for s in shift], axis=tuple(range(len(shift)))).ravel()
         if allowed[grid.ravel(), peers].all():
-            return peers
+            found: list[int] = peers.tolist()
+            return found
     return None
 
 
-def _matching(allowed: np.ndarray) -> Sequence[int] | None:
+def _matching(allowed: np.ndarray) -> list[int] | None:
     """Match each owner with a peer of its own by augmenting paths; None if they cannot all be matched."""
     count = len(allowed)
     owner_of = [-1] * count

@@ -244,7 +244,7 @@ MECHANISMS: Mapping[str, Mapping[str, float | bool]] = {
 for collectives, ByteRobust's 10 minutes of a failover and its hangs of 30 to 60 minutes."""
 
 
-def without(policy: SurvivalPolicy, mechanism: str) -> SurvivalPolicy:
+def switched_off(policy: SurvivalPolicy, mechanism: str) -> SurvivalPolicy:
     """Return the policy with a mechanism switched off; what is worse already stays."""
     changed = MECHANISMS[mechanism]
     worse = {
