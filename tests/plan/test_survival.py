@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import ArgumentError, DataError
-from tilth.plan.faults import DAY, Fault, FaultTrace, Incident, incidents, read_trace, scaled
+from tilth.plan.faults import DAY, FaultTrace, Incident, NodeFault, incidents, read_trace, scaled
 from tilth.plan.survival import MECHANISMS, SurvivalPolicy, expected_ettr, simulate, standby, switched_off, worst_window
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "faults" / "infinitehbd_fault_trace.json"
@@ -21,7 +21,7 @@ EAGER = replace(SURE, memory=False, load=0.0, wake=0.0, spares=10**9)
 
 
 def trace_of(*at, nodes=4, seconds=20000.0, lasts=500.0):
-    return FaultTrace(nodes, seconds, tuple(Fault(a, a + lasts, i % nodes) for i, a in enumerate(at)))
+    return FaultTrace(nodes, seconds, tuple(NodeFault(a, a + lasts, i % nodes) for i, a in enumerate(at)))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_it_agrees_with_counting_seconds(at, prices, step, interval, memory):
     policy = replace(
         SURE, detect=detect, restart=restart, load=load, step=step, interval=interval, memory=memory, spares=10**9
     )
-    trace = FaultTrace(4, 6000.0, tuple(Fault(float(a), a + 50.0, a % 4) for a in sorted(at)))
+    trace = FaultTrace(4, 6000.0, tuple(NodeFault(float(a), a + 50.0, a % 4) for a in sorted(at)))
     found = incidents(trace.faults)
     assert simulate(trace, policy).ettr * 6000 == pytest.approx(ticks(trace, policy, found), abs=1e-3)
 
@@ -133,8 +133,8 @@ def test_a_second_failure_during_a_recovery_begins_it_anew():
 
 
 def test_a_failure_of_a_node_and_its_peer_goes_back_to_the_disk():
-    pair = FaultTrace(4, 20000.0, (Fault(5500.0, 6000.0, 0), Fault(5500.0, 6000.0, 2)))
-    other = FaultTrace(4, 20000.0, (Fault(5500.0, 6000.0, 0), Fault(5500.0, 6000.0, 1)))
+    pair = FaultTrace(4, 20000.0, (NodeFault(5500.0, 6000.0, 0), NodeFault(5500.0, 6000.0, 2)))
+    other = FaultTrace(4, 20000.0, (NodeFault(5500.0, 6000.0, 0), NodeFault(5500.0, 6000.0, 1)))
     policy = replace(SURE, interval=1000.0)
     assert (simulate(pair, policy).from_disk, simulate(other, policy).from_disk) == (1, 0)
     assert simulate(pair, policy).lost["recompute"] == pytest.approx(500.0)
@@ -222,14 +222,19 @@ def test_more_nodes_than_the_cluster_has(tmp_path):
 def test_starts_and_ends_of_a_node_belong_together(tmp_path):
     path = written(tmp_path, [event(1.0), event(2.0, kind="fault_end"), event(2.0, "b"), event(3.0)])
     assert read_trace(path, 2).faults == (
-        Fault(DAY, 2 * DAY, 0),
-        Fault(2 * DAY, math.inf, 1),
-        Fault(3 * DAY, math.inf, 0),
+        NodeFault(DAY, 2 * DAY, 0),
+        NodeFault(2 * DAY, math.inf, 1),
+        NodeFault(3 * DAY, math.inf, 0),
     )
 
 
 def test_faults_within_ten_minutes_are_one_incident():
-    faults = [Fault(0.0, 9.0, 0), Fault(600.0, 700.0, 1), Fault(1200.0, 1300.0, 2), Fault(1801.0, 1900.0, 0)]
+    faults = [
+        NodeFault(0.0, 9.0, 0),
+        NodeFault(600.0, 700.0, 1),
+        NodeFault(1200.0, 1300.0, 2),
+        NodeFault(1801.0, 1900.0, 0),
+    ]
     assert incidents(faults) == [
         Incident(0.0, ((0, 9.0), (1, 700.0), (2, 1300.0))),
         Incident(1801.0, ((0, 1900.0),)),

@@ -22,7 +22,7 @@ WITHIN = 600.0
 
 
 @dataclass(frozen=True, order=True)
-class Fault:
+class NodeFault:
     """Seconds from which to which a node is out of order. end: inf if its repair is not in the trace."""
 
     start: float
@@ -36,7 +36,7 @@ class FaultTrace:
 
     nodes: int
     seconds: float
-    faults: tuple[Fault, ...]
+    faults: tuple[NodeFault, ...]
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def read_trace(path: Path, nodes: int) -> FaultTrace:
         if not ends:
             started[name].append(at)
         elif started[name]:
-            faults.append(Fault(started[name].popleft(), at, names[name]))
+            faults.append(NodeFault(started[name].popleft(), at, names[name]))
         else:
             raise DataError(f"{path}: the fault of node {name} that ends at {at / DAY} never began", key="trace")
-    faults += [Fault(at, math.inf, names[name]) for name, left in started.items() for at in left]
+    faults += [NodeFault(at, math.inf, names[name]) for name, left in started.items() for at in left]
     return FaultTrace(nodes, parsed[-1][0], tuple(sorted(faults)))
 
 
@@ -92,9 +92,9 @@ def _event(path: Path, index: int, event: Any) -> tuple[float, str, bool]:
     return at * DAY, event["node_id"], event["event_type"] == "fault_end"
 
 
-def incidents(faults: Sequence[Fault], within: float = WITHIN) -> list[Incident]:
+def incidents(faults: Sequence[NodeFault], within: float = WITHIN) -> list[Incident]:
     """Merge faults, ordered by start, each of which begins at most ``within`` seconds after the one before it."""
-    merged: list[list[Fault]] = []
+    merged: list[list[NodeFault]] = []
     for fault in faults:
         if merged and fault.start - merged[-1][-1].start <= within:
             merged[-1].append(fault)
@@ -112,7 +112,7 @@ def scaled(trace: FaultTrace, nodes: int, seed: int = 0) -> FaultTrace:
     """
     if nodes < 1:
         raise ArgumentError(f"{nodes=}: at least 1", key="nodes")
-    rng, faults = np.random.default_rng(seed), list[Fault]()
+    rng, faults = np.random.default_rng(seed), list[NodeFault]()
     for first in range(0, nodes, trace.nodes):
         shift = rng.uniform(0, trace.seconds) if first else 0.0
         count = min(trace.nodes, nodes - first)
@@ -121,5 +121,5 @@ def scaled(trace: FaultTrace, nodes: int, seed: int = 0) -> FaultTrace:
         for fault in trace.faults:
             if fault.node in places:
                 start = (fault.start + shift) % trace.seconds if shift else fault.start
-                faults.append(Fault(start, start + fault.end - fault.start, places[fault.node]))
+                faults.append(NodeFault(start, fault.end + (start - fault.start), places[fault.node]))
     return FaultTrace(nodes, trace.seconds, tuple(sorted(faults)))

@@ -95,6 +95,7 @@ def simulate(trace: FaultTrace, policy: SurvivalPolicy, seed: int = 0) -> Surviv
     for incident in found:
         job.fail(incident)
     job.run_until(trace.seconds)
+    job.end(trace.seconds)
     kept = sum((end - start) * rate for start, end, rate in job.productive)
     worst = worst_window(job.productive, trace.seconds, HOUR)
     return Survived(kept / trace.seconds, worst, len(found), job.from_disk, job.stops, job.lost)
@@ -115,6 +116,8 @@ class _Job:
         """Times at which spares that are away come back."""
         self.missing: list[float] = []
         """Times at which nodes without which the job goes on come back."""
+        self.spent: list[tuple[str, float, float]] = []
+        """(cause, start, end) of what recoveries took."""
         self.from_disk = self.stops = 0
         self.lost = dict.fromkeys(("detect", "replace", "restart", "recompute", "overhead", "fewer"), 0.0)
 
@@ -136,16 +139,21 @@ class _Job:
         """Train until an incident, lose what no copy holds, and recover. During a recovery: begin it anew."""
         p, at = self.policy, incident.at
         ran = at - self.now
-        if ran < 0:  # the seconds that the broken-off recovery was to take have not passed
-            self.lost["restart"] += ran
         self.run_until(at)
-        self.now = at
+        self.end(at)
         if ran > 0:
             self._lose(incident, ran)
         hangs = self.rng.random() < p.hangs
         self._spend("detect", p.hang_after if hangs else p.detect)
         self._replace(incident)
         self._restart()
+
+    def end(self, at: float) -> None:
+        """End a recovery that lasts beyond this time: the rest of it has not passed."""
+        while self.now > at:
+            why, began, until = self.spent.pop()
+            self.lost[why] -= until - max(began, min(at, until))
+            self.now = max(at, began)
 
     def _lose(self, incident: Incident, ran: float) -> None:
         """Lose the training after the newest copy."""
@@ -193,7 +201,8 @@ class _Job:
             self._spend("restart", p.detect + p.restart)
 
     def _spend(self, why: str, seconds: float) -> None:
-        self.lost[why] += max(0.0, min(self.now + seconds, self.trace.seconds) - min(self.now, self.trace.seconds))
+        self.spent.append((why, self.now, self.now + seconds))
+        self.lost[why] += seconds
         self.now += seconds
 
 
