@@ -184,17 +184,17 @@ def _train(
         _restore(run, fallback=fallback)
         notify(run.callbacks, "on_run_start", run)
         failed: TilthError | None = None
-        step = 0
+        whole, back = run, False  # the last run that was restored; True: to a checkpoint, also after another failure
         while True:
             try:
                 if failed is not None:
-                    step = run.state.step or step  # a run that could not be restored is at none
-                    action, drawn = survival.recover(failed, step), run.sampler.position()
+                    back = survival.recover(failed, whole.state.step).step == "rollback" or back
                     run = make(survival.snapshots)
-                    if action.step == "rollback":
-                        _roll_back(run, drawn)
+                    if back:
+                        _roll_back(run, whole.sampler.position())
                     else:
-                        _restore_again(run)
+                        _restore_again(run, survival.remake)
+                whole, back = run, False
                 _complete(run, profiling)
                 return run
             except Interrupted as stopped:
@@ -220,21 +220,25 @@ def _complete(run: Run, profiling: Profiling) -> None:
         run.secure()
 
 
-def _restore_again(run: Run) -> None:
-    """Return to the newest state that a failure has left: in memory, else on disk."""
-    kept = None if run.snapshots is None else run.snapshots.newest()
-    if run.snapshots is None or kept is None:
-        _restore(run, fallback=False)
+def _restore_again(run: Run, remake: Callable[[], None]) -> None:
+    """Return to the newest state that a failure has left: in memory, or a newer one or the only one on disk.
+
+    remake: makes roles anew that have loaded a part of a damaged state.
+    """
+    while run.snapshots is not None and (kept := run.snapshots.newest()) is not None:
+        if kept.step < run.directory.saved:  # its snapshot has failed
+            break
+        try:
+            _load(kept, run.roles, run.directory)
+        except CheckpointError as error:
+            run.say(f"the state of step {kept.step} in memory cannot be used: {error}")
+            run.snapshots.discard()
+            remake()
+            continue
+        run.restore(kept.objects["progress"])
+        run.directory.rewind(run.state.step)
         return
-    try:
-        _load(kept, run.roles, run.directory)
-    except CheckpointError as error:
-        run.say(f"the state in memory cannot be used: {error}")
-        run.snapshots.discard()
-        _restore(run, fallback=False)
-        return
-    run.restore(kept.objects["progress"])
-    run.directory.rewind(run.state.step)
+    _restore(run, fallback=False)
 
 
 def _roll_back(run: Run, drawn: Mapping[str, int]) -> None:

@@ -6,7 +6,9 @@ disk if not. A training loop does not know of it: ``launch`` begins its phase ag
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 
 from tilth.cluster.controller.cluster import Cluster
@@ -30,16 +32,18 @@ class Survival:
     def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
         self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
         able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
-        self._unmade: set[int] = set()
-        """Workers that are new since every role was made: a second failure may come before that."""
         self.recovery = Recovery(self.restarts if able is not None else 0, parts.recipe.guard.on_nan)
         self.snapshots = Snapshots(Path(able.scratch)) if able is not None and able.scratch and self.restarts else None
+        self._lost, self._new, self._failed = set[int](), set[int](), set[str]()
+        """Of recoveries that another failure broke off: workers to replace, new workers and roles that failed, whose
+        roles are not made again yet."""
 
     def recover(self, error: TilthError, step: int) -> Action:
         """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
 
-        After a "rollback" the state must come from a checkpoint on disk.
+        After a "rollback" the state must come from a checkpoint on disk, also if replacing a worker followed.
         """
+        rollback = False
         while True:
             if self.cluster.dispatch.failed is not None:  # its policy has ended it
                 raise error
@@ -49,24 +53,28 @@ class Survival:
                 if self.restarts and self.snapshots is not None and verdict is not None:
                     error.add_note(f"the run does not go on after it: {action.why}")
                 raise error
+            rollback = rollback or action.step == "rollback"
             try:
                 self._carry_out(verdict, action, step, began)
-                return action
+                return replace(action, step="rollback") if rollback else action
             except TilthError as another:  # a second failure during the recovery from the first
                 error = another
 
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         first = verdict.evidence.partition("\n")[0]
         self.say(f"after step {step}: {verdict.kind}: {first}")
-        replaced = self.cluster.repair(action.ranks, SETTLE)
-        self._unmade.update(replaced)
-        failed = str(verdict.details.get("key", "")).partition(".")[0]
+        self._lost.update(action.ranks)
+        replaced = self.cluster.repair(self._lost, SETTLE)
+        self._lost.clear()
+        self._new.update(replaced)
+        self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
         for group in self.cluster.groups:
-            if not _is_kept(group, self._unmade, failed):
+            if not _is_kept(group, self._new, self._failed):
                 self.cluster.make(group)
         self._begin_attempt(verdict, action, step, replaced, began)
         self.prepare()
-        self._unmade.clear()
+        self._new.clear()
+        self._failed.clear()
         new = f"workers {', '.join(map(str, replaced))} are new" if replaced else "with the same workers"
         where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
         self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
@@ -86,6 +94,13 @@ class Survival:
         planned = bool(self.parts.recipe.run.collect_every)
         self.cluster.trace(self.directory.events.resolve(), self.directory.attempt, planned)
 
+    def remake(self) -> None:
+        """Construct the roles with a state again: what they have loaded is not whole."""
+        for group in self.cluster.groups:
+            if not _is_kept(group, frozenset(), frozenset()):
+                self.cluster.make(group)
+        self.prepare()
+
     def prepare(self) -> None:
         """Prepare roles that were made: the reward's processes and their output."""
         reward = self.parts.roles.reward
@@ -94,8 +109,8 @@ class Survival:
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
 
 
-def _is_kept(group: WorkerGroup, replaced: Collection[int], failed: str) -> bool:
+def _is_kept(group: WorkerGroup, replaced: AbstractSet[int], failed: AbstractSet[str]) -> bool:
     """Return True for a role that a failure elsewhere leaves as it is: on one worker, without collectives or state."""
     spec = ROLES.get(group.role)
     alone = spec is not None and spec.mesh == "one" and not spec.trains
-    return alone and group.role != failed and not set(group.mesh.ranks) & set(replaced)
+    return alone and group.role not in failed and replaced.isdisjoint(group.mesh.ranks)

@@ -79,7 +79,6 @@ class Snapshots:
                 self._restored = publish(root, taken.step, slots, taken.reports, taken.objects, taken.mesh)
             except (CheckpointError, StorageError):
                 continue
-        self._taken = []  # their writers are about to be made again
         return None if self._restored is None else open_checkpoint(self._restored)
 
     def clear(self) -> None:
@@ -87,7 +86,9 @@ class Snapshots:
         self._taken, self._restored = [], None
 
     def discard(self) -> None:
-        """Forget the snapshot that ``newest`` returned, which could not be loaded."""
+        """Forget the snapshot that ``newest`` returned, which could not be loaded: it returns the one before it."""
+        if self._restored is not None:
+            shutil.rmtree(self._restored.parent, ignore_errors=True)
         self._restored = None
 
 
