@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 
 from tests.errors import raises
@@ -14,6 +15,7 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.dispatch import Dispatch
 from tilth.cluster.controller.totals import Totals, together
 from tilth.cluster.worker.executor import failure
+from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.trace.spans import Total, span, total_of
 
@@ -378,3 +380,15 @@ def test_a_second_interrupt_while_they_end_kills(fleet):
     with pytest.raises(KeyboardInterrupt), Cluster(fleet):
         raise Interrupt
     assert fleet.closed == [True]
+
+
+def test_payload_that_came_after_its_lease_was_closed_is_freed_with_all_other(fleet):
+    cluster = Cluster(fleet)
+    left = cluster.store.lease("left")
+    for key in (left.key, "closed long ago"):
+        fleet.store.lease = key
+        fleet.store.put("tokens", Jagged(np.arange(3), np.array([0, 3])))
+    assert cluster.store.nbytes
+    cluster.store.clear()
+    assert not cluster.store.nbytes
+    cluster.store.check_released()

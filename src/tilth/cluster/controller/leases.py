@@ -76,15 +76,19 @@ class LeasedStore:
         self._store.release(lease.key)
 
     def clear(self) -> None:
-        """Free all payload, after a failure, when no call is in flight."""
-        for lease in list(self._open.values()):
-            self._free(lease)
+        """Free all payload, after a failure, when no call is in flight.
+
+        Also that of leases which the failure has closed while calls under them still ran.
+        """
+        for key in {*self._open, *map(_lease_of, self._store.held())}:
+            self._open.pop(key, None)
+            self._store.release(key)
 
     def check_released(self) -> None:
         """Raise PayloadLeak, which names the leases, if any column is still held."""
         held = self._store.held()
         if held:
-            keys = {key.rpartition("/")[2].partition("~")[0] for key in held}
+            keys = set(map(_lease_of, held))
             owners = sorted(self._open[key].name if key in self._open else "" for key in keys)
             raise PayloadLeak(
                 f"{len(held)} payload columns ({sum(held.values()):,} bytes) are still held at the end, by "
@@ -92,3 +96,8 @@ class LeasedStore:
                 "inside a scope of the store",
                 key=owners[0] or "payload",
             )
+
+
+def _lease_of(key: str) -> str:
+    """Return the key of the lease that a column belongs to."""
+    return key.rpartition("/")[2].partition("~")[0]
