@@ -64,10 +64,15 @@ def workers():
 
 
 class Lent:
-    """A cluster that a run may use and must not close."""
+    """A cluster that a run may use and must not close, nor repair."""
+
+    repairable = None
 
     def __init__(self, cluster):
         self._cluster = cluster
+
+    def watch(self, hang_after, *, keep):
+        """The first failure ends it, and the next run gets another."""
 
     def __getattr__(self, name):
         return getattr(self._cluster, name)

@@ -37,7 +37,7 @@ class Writer:
     def __init__(self):
         self.calls = []
 
-    def open(self, path):
+    def open(self, path, spill):
         self.calls.append(path)
 
     def add(self, batch, step):

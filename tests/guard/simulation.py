@@ -183,7 +183,7 @@ class Policy:
             raise StorageError("no room for a snapshot", key="snapshot")
         self.world.memory[Path(folder) / f"slot-{slot}", str(self.rank)] = (self.value, self.at)
         report = SimpleNamespace(rank=self.rank, step=self.at)
-        return SimpleNamespace(reports=[report], position={})
+        return SimpleNamespace(reports=[report], position={}, copies={}, problem="")
 
     @transfer("all", "all", patient=True)
     def save(self) -> tuple[int, int]:
@@ -271,7 +271,7 @@ class Machines:
 
     def __init__(self, world: World, scratch: Path) -> None:
         self.world, self.workers, self.scratch = world, WORKERS, str(scratch)
-        self.store = SimpleNamespace(lease="", release=lambda key: None)
+        self.store = SimpleNamespace(lease="", release=lambda key: None, held=dict)
         self.processes = [Process(world, rank) for rank in range(WORKERS)]
         self._calls = 0
 

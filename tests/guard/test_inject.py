@@ -6,6 +6,7 @@ import os
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -113,7 +114,8 @@ def command(*words):
     return CliRunner().invoke(app, ["guard", "inject", *map(str, words)])
 
 
-def test_the_command_refuses_runs_that_are_not_active(tmp_path):
+def test_the_command_refuses_runs_that_are_not_active(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil.Process, "open_files", lambda self: [])  # no other test's cluster
     made = tiny.recipe(tmp_path)
     with RunDir.create(made, "demo") as directory:
         refused = command(directory.path, "meteor")

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from tests.errors import raises
 from tests.models.tiny import FAMILIES, decoder, lively_, shape, tokens
 from tilth.config.schema import ModelConfig
-from tilth.core.errors import ModelError
+from tilth.core.errors import ModelError, RecipeError
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -250,7 +250,7 @@ def test_a_new_model_of_a_recipe() -> None:
     [("qwen3", "experts", 4), ("mixtral", "dense_layers", 1), ("qwen3_moe", "shared_experts", 1)],
 )
 def test_keys_that_a_family_does_not_have_are_named(family: str, key: str, value: int) -> None:
-    with raises(ModelError, key=key):
+    with raises(RecipeError, key=f"model.{key}"):
         new_config(ModelConfig(family=family, **{key: value}), 50)
 
 

@@ -455,6 +455,7 @@ def import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PluginError(f"{path} is not a Python file", key=f"{path.name}.type")
     module = importlib.util.module_from_spec(spec)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # an edit within a second looks unchanged
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     _SOURCES[name] = source
     try:

@@ -76,7 +76,7 @@ def session_of(controller: int) -> SessionDir:
             f"process {controller} has no worker processes here: only a run with cluster.backend=local can have faults",
             key="cluster.backend",
         )
-    return SessionDir(ours[0])
+    return SessionDir(max(ours, key=lambda folder: (folder / "alive").stat().st_mtime))  # of its newest run
 
 
 def pid_of(session: SessionDir, rank: int) -> int:

@@ -60,6 +60,8 @@ _DECLARED = (
     Op("call", "call", "a worker executes a call; detail: role.method; seq: its number in the controller"),
     Op("submit", "frame", "the controller sends a call to its workers; detail, seq: as of the call"),
     Op("await", "wait", "the controller waits for the answers of a call; detail, seq: as of the call"),
+    Op("snapshot", "phase", "the copy of the state in memory, from which a run goes on after a failure"),
+    Op("checksums", "compute", "checksums of copies that must be equal"),
     Op("save.wait", "wait", "for the checkpoint before, which is still being written"),
     Op("save.background", "frame", "a checkpoint is written beside the training"),
     Op("save.*", "storage", "a stage of a checkpoint"),

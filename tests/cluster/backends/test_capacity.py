@@ -74,10 +74,8 @@ def test_what_only_computes_has_more_time_on_a_busy_machine(monkeypatch, load, l
 
 
 @pytest.mark.dist
-def test_workers_that_do_not_come_are_named_with_the_time_that_they_had(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)  # which workers inherit
+def test_workers_that_do_not_come_are_named_with_the_time_that_they_had(monkeypatch):
+    monkeypatch.setattr(local, "start_worker", lambda *_: subprocess.Popen(["sleep", "30"]))
     monkeypatch.setattr(local, "START", 0.001)
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * capacity.cores(), 0.0, 0.0))
     with raises(WorkerLost, "cluster.start") as raised:
