@@ -42,6 +42,11 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def file_name(*words: str) -> str:
+    """Return the name of a data file from its group, its part and its token; "" is left out."""
+    return ".".join([*filter(None, words), "safetensors"])
+
+
 def step_of(path: Location) -> int | None:
     """Return the step in a directory's name, or None if it is not the name of a checkpoint."""
     match = _PATTERN.fullmatch(split(path)[1])
@@ -294,8 +299,7 @@ class Attempt:
 
     def file(self, group: str, part: str) -> str:
         """Return the name of a data file."""
-        words = [group, part, self.token if self.storage.remote else ""]
-        return ".".join([*filter(None, words), "safetensors"])
+        return file_name(group, part, self.token if self.storage.remote else "")
 
     def begin(self) -> None:
         """Make the folders, after removing leftovers of crashed saves. OSError."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tilth.checkpoint.directory import Attempt
+from tilth.checkpoint.directory import Attempt, file_name
 from tilth.checkpoint.manifest import Report, report_of
 from tilth.checkpoint.saver import begin_save, commit_save
-from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, specs_of
+from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankParts
 from tilth.core.errors import StorageError
 from tilth.core.layout import Mesh
 
@@ -29,13 +29,13 @@ class MemorySaver:
 
     def __init__(self) -> None:
         self._buffer = HostBuffer()
-        self._parts: dict[str, RankPart] = {}
+        self._parts = RankParts()
         self._images: dict[tuple[int, str], FileImage] = {}
 
     def take(self, folder: Path, slot: int, groups: Mapping[str, Group], rank: int, part: str = "") -> list[Report]:
         """Copy this rank's part of these groups into a slot; return a report of each group. StorageError without room.
 
-        folder: of this role, on this machine. part: for the files' names, as ``Saver.start`` has it.
+        folder: of the run, on this machine. part: for the files' names, as ``Saver.start`` has it.
         """
         place = folder / f"slot-{slot}"
         try:
@@ -49,10 +49,7 @@ class MemorySaver:
         return [self._report(image, rank, part) for image in images]
 
     def _image(self, folder: Path, slot: int, name: str, group: Group, rank: int, part: str) -> FileImage:
-        specs, known = specs_of(name, group, rank), self._parts.get(name)
-        if known is None or known.specs != specs:
-            known = self._parts[name] = RankPart(name, specs, rank)
-        image = self._images.get((slot, name))
+        known, image = self._parts.of(name, group, rank), self._images.get((slot, name))
         if image is None or image.part is not known:
             image = self._images[slot, name] = FileImage(known, _mapped(folder / file_name(name, part), known.nbytes))
         return image
@@ -61,11 +58,6 @@ class MemorySaver:
         written = bool(image.part.pieces)
         file = file_name(image.part.group, part) if written else ""
         return report_of("", image.part.group, rank, image.part.plan, file, image.entry() if written else None)
-
-
-def file_name(group: str, part: str) -> str:
-    """Return the name of the file of one rank's part of a group."""
-    return ".".join([*filter(None, (group, part)), "safetensors"])
 
 
 def _mapped(path: Path, nbytes: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from tilth.checkpoint.directory import Attempt, complete, step_of
 from tilth.checkpoint.manifest import FileEntry, Report, assemble, parse_report, raise_problems, report_of
 from tilth.checkpoint.read import damaged_files
-from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, specs_of
+from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, RankParts
 from tilth.checkpoint.stages import StageError, failed, staged
 from tilth.checkpoint.storage import Location, join, storage_of
 from tilth.core.errors import CheckpointError, StorageError, TilthError
@@ -48,7 +48,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._buffer = HostBuffer()
-        self._parts: dict[str, RankPart] = {}
+        self._parts = RankParts()
         self._written: Future[Any] | None = None
 
     def start(
@@ -99,12 +99,8 @@ class Saver:
         return partial(_write, attempt, images, rank, part, events), nbytes
 
     def _part(self, name: str, group: Group, rank: int) -> RankPart:
-        """Return the part of the save before if nothing changed, else a new one."""
         _check_name("group", name)
-        specs, known = specs_of(name, group, rank), self._parts.get(name)
-        if known is None or known.specs != specs or known.rank != rank:
-            known = self._parts[name] = RankPart(name, specs, rank)
-        return known
+        return self._parts.of(name, group, rank)
 
     def wait(self) -> None:
         """Wait until the save is on disk and reported; raise its error, once."""

@@ -71,6 +71,20 @@ class RankPart:
             yield _absent(self.group, name, self.rank)
 
 
+class RankParts:
+    """Parts of the groups that one process saves, kept while names, layouts, dtypes and rank stay."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, RankPart] = {}
+
+    def of(self, name: str, group: Group, rank: int) -> RankPart:
+        """Return the part of the save before if nothing changed, else a new one. CheckpointError as ``specs_of``."""
+        specs, known = specs_of(name, group, rank), self._kept.get(name)
+        if known is None or known.specs != specs or known.rank != rank:
+            known = self._kept[name] = RankPart(name, specs, rank)
+        return known
+
+
 def _absent(group: str, name: str, rank: int) -> CheckpointError:
     message = f"tensor {group}/{name} is not among those of rank {rank}, which is in its mesh"
     return CheckpointError(message, key=f"{group}/{name}.missing")

@@ -44,6 +44,8 @@ class Stateful:
         self._saver = Saver()
         self._memory = MemorySaver()
         self._copies = Copies(self.grid.rank)
+        self._part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
+        """This worker's part in the names of its files; "" if it is alone."""
 
     def groups(self) -> Groups:
         """Return the groups of its checkpoint by name."""
@@ -66,9 +68,8 @@ class Stateful:
         One worker writes a tensor that several hold. background: False waits until it is written. Returns the error
         message of this save or the one before, or "".
         """
-        part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
         try:
-            self._saver.start(folder, self.groups(), self.grid.rank, part, background=background)
+            self._saver.start(folder, self.groups(), self.grid.rank, self._part, background=background)
         except (StorageError, CheckpointError) as error:
             return str(error)
         return ""
@@ -79,12 +80,12 @@ class Stateful:
 
         Raises NonFiniteError for a state that no run could go on from.
         """
-        part, groups = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else "", self.groups()
+        groups = self.groups()
         check_finite(groups)
         with span("checksums"):
             digests = self._copies.digests(groups)
         try:
-            reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, part)
+            reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, self._part)
         except StorageError as error:
             return StateCopy([], {}, str(error), digests)
         return StateCopy(reports, self.position(), "", digests)
