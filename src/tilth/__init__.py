@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         task,
         tracker,
     )
+    from tilth.envs.environment import Environment, tool
     from tilth.flows.callbacks import Callback
     from tilth.ui.track import Tracker
 
@@ -49,6 +50,8 @@ _HOME = {
         "tilth.config.plugins",
     ),
     "Callback": "tilth.flows.callbacks",
+    "Environment": "tilth.envs.environment",
+    "tool": "tilth.envs.environment",
     "Tracker": "tilth.ui.track",
     "train": "tilth.api",
 }

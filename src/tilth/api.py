@@ -67,8 +67,9 @@ def run_recipe(
 
 
 def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Spec | None:
-    """Return the reward; None if nothing is generated: pre-training, and fine-tuning without a reward."""
-    if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value:
+    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), and if an environment
+    gives it."""
+    if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
         return None
     from tilth.rewards.functions import of_plugins
 

@@ -26,7 +26,7 @@ _Errors = Iterator[RecipeError]
 
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first contradiction between two keys."""
-    for rule in (_shape, _lengths, _parity, _learning, _other_models, _algorithm, _places, _tasks):
+    for rule in (_shape, _lengths, _parity, _learning, _other_models, _algorithm, _places, _tasks, _episodes):
         for error in rule(recipe):
             raise error
     check_cluster(recipe)
@@ -69,6 +69,20 @@ def _lengths(recipe: Recipe) -> _Errors:
     if r.kv_tokens and r.kv_tokens < least:
         message = f"rollout.kv_tokens = {r.kv_tokens} does not hold one sequence of model.context = {context}; "
         yield RecipeError(f"{message}at least {least}, or 0: automatic", key="rollout.kv_tokens")
+
+
+def _episodes(recipe: Recipe) -> _Errors:
+    """Check what episodes of several turns cannot do."""
+    r = recipe.rollout
+    if not r.environment:
+        return
+    if recipe.reward.function:
+        message = f"the environment {r.environment} gives the reward; leave reward.function out"
+        yield RecipeError(message, key="reward.function")
+    for axis in ("ep", "tp"):
+        if (size := getattr(r.layout, axis)) > 1:
+            message = f"rollout.layout.{axis} = {size}: the ranks of one engine would hear an environment at different times; use 1"
+            yield RecipeError(message, key=f"rollout.layout.{axis}")
 
 
 def _parity(recipe: Recipe) -> _Errors:

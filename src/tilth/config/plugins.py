@@ -38,6 +38,7 @@ Kind = Literal[
     "task",
     "role",
     "engine",
+    "environment",
     "backend",
     "callback",
     "tracker",

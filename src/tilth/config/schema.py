@@ -170,6 +170,16 @@ class RolloutConfig(RoleSection):
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")])] = Field(
         "native", description="generation engine; plugins can add others"
     )
+    environment: str = Field(
+        "",
+        description="environment of episodes of several turns: a task's, a plugin's class or FILE.py:Class; it gives "
+        "the reward; empty: single answers",
+    )
+    turns: Positive = Field(8, description="most turns of the policy in an episode")
+    turn_seconds: float = Field(
+        10.0, gt=0, description="limit of one call of an environment; an episode beyond it gives no reward"
+    )
+    environments: Positive = Field(1, description="processes with environments beside each engine")
 
 
 class RewardConfig(Section):

@@ -27,6 +27,9 @@ class Task:
     wrong: Callable[[Any], str] | None = None
     """Returns a wrong answer to a prompt, for pairs of answers; None: the task has no pairs."""
 
+    environment: type | None = None
+    """Subclass of ``tilth.Environment`` that ``rollout.environment=NAME`` chooses; None: answers of one turn."""
+
     def make_prompts(self, section: Any) -> Any:
         """Return the prompts for a section [data]."""
         given = {**dict(section), **section.options}

@@ -31,10 +31,14 @@ CHATML = """\
 {%- endif %}
 """
 
+_MARK = "tilth\u2e31turn"
+"""Text of a turn whose place in a rendered conversation is sought."""
 TODAY = datetime(2024, 7, 26)
 """Date for templates that print today's, so that a run repeats: the fallback of Llama 3.1's template."""
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of tools (``envs.tools.Tool.schema``)."""
 Piece = tuple[str, bool]
 """A part of a conversation: its text, and True if the policy generates it."""
 
@@ -63,6 +67,18 @@ class Template(Protocol):
 
     def examples(self, prompts: Sequence[Prompt]) -> list[Example]:
         """Return prompt, answer and end of each, with the loss on the policy's tokens. Every prompt has an answer."""
+        ...
+
+    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Return the ids of an episode's first messages, which the policy continues."""
+        ...
+
+    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+        """Return the ids from the end of the policy's newest turn to the beginning of its next one.
+
+        before: the conversation up to that turn; new: the messages behind it. ended: False if the policy did not write
+        its end token. Raises TemplateError for a template that writes earlier turns anew.
+        """
         ...
 
 
@@ -128,6 +144,16 @@ class PlainTemplate:
         pieces = [[(_alone(p).text, False), (p.answer or "", True)] for p in prompts]
         return [_example([*rows, (end, True)]) for rows in _encode(pieces, self.tokenizer, special=True)]
 
+    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Join the contents; tools need a chat template."""
+        if tools:
+            message = "tools are listed by a chat template: set data.template, or describes_tools = False"
+            raise TemplateError(message, key="template.tools")
+        return self.tokenizer.encode("".join(message["content"] for message in messages))
+
+    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+        return self.tokenizer.encode("".join(self.tokenizer.plain(m["content"]) for m in new), special=False)
+
 
 class ChatTemplate:
     """Render a conversation by a Jinja template, with the environment of ``transformers``.
@@ -148,7 +174,7 @@ class ChatTemplate:
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the ids of each conversation up to the assistant's next turn."""
         rows = _encode([self._prompt_pieces(_split(p)[0]) for p in prompts], self.tokenizer)
-        return [[i for ids, _ in row for i in ids] for row in rows]
+        return [_ids(row) for row in rows]
 
     def examples(self, prompts: Sequence[Prompt]) -> list[Example]:
         """Return each conversation with the loss on the assistant's turns. Raises ``TemplateError``, ``DataError``."""
@@ -157,6 +183,53 @@ class ChatTemplate:
         for prompt, row in zip(prompts, rows):
             self._check_ends(row, prompt)
         return [_example(row) for row in rows]
+
+    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Render the conversation, with the tools. Raises TemplateError for a template that knows no tools."""
+        if tools and "tools" not in self.source:
+            message = f"template {self.name} lists no tools; choose another one, or set describes_tools = False"
+            raise TemplateError(message, key="template.tools")
+        return _ids(_encode([[(self._render(messages, True, tools), False)]], self.tokenizer)[0])
+
+    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+        new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
+        turn, alone, text = self._around(before, new, tools)
+        at = text.rfind(_MARK)
+        if at < 0 or text[:at] != alone[: alone.rfind(_MARK)]:
+            raise TemplateError(
+                f"template {self.name} writes an earlier {turn['role']}'s turn anew when a message of "
+                f"{new[0]['role']} follows, so what the policy wrote is not what it would read; answer with another "
+                "role, or take another template",
+                key="template.prefix",
+            )
+        tail = text[at + len(_MARK) :]
+        end = self._to_end(tail)
+        return self.tokenizer.encode(
+            tail[len(end) :] if ended else tail[len(end.removesuffix(self._end_of(end))) :], special=False
+        )
+
+    def _end_of(self, text: str) -> str:
+        """The end token that a text ends with."""
+        return max((end for end in self._ends if text.endswith(end)), key=len)
+
+    def _around(self, before: Messages, new: Messages, tools: Tools) -> tuple[Mapping[str, Any], str, str]:
+        """Render a conversation with a marked turn: the turn, without and with the messages behind it.
+
+        Some templates refuse the answer of a tool to a turn without a call.
+        """
+        call = {"id": "tilth0000", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
+        turns: list[Mapping[str, Any]] = [{"role": "assistant", "content": _MARK}]
+        turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        problem: TemplateError | None = None
+        for turn in turns if new[0]["role"] == "tool" else turns[:1]:
+            answers = [{**m, "tool_call_id": call["id"]} if "tool_calls" in turn else m for m in new]
+            try:
+                alone = self._render([*before, turn], False, tools)
+                return turn, alone, self._render([*before, turn, *answers], True, tools)
+            except TemplateError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
 
     def _prompt_pieces(self, messages: Messages) -> list[Piece]:
         """Pieces of a prompt, each as the policy read or generated it, so that its ids are those of training.
@@ -257,6 +330,10 @@ Row = list[tuple[list[int], bool]]
 """Ids of each piece of a conversation, and True if the policy generates them."""
 
 
+def _ids(row: Row) -> list[int]:
+    return [i for ids, _ in row for i in ids]
+
+
 def _split(prompt: Prompt) -> tuple[Messages, Messages]:
     """Split a conversation into the part before its answer, and the answer (none, or one message)."""
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
@@ -304,8 +381,8 @@ def _example(row: Row) -> Example:
     return Example(np.array([i for ids, _ in row for i in ids], np.int64), np.concatenate(mask))
 
 
-def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[[Messages, bool], str]:
-    """Compile a template in the sandbox of transformers, to a function (messages, add generation prompt) -> text."""
+def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[..., str]:
+    """Compile a template in the sandbox of transformers, to a function (messages, add generation prompt, tools) -> text."""
     from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -314,8 +391,13 @@ def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[[M
     except JinjaError as error:
         raise TemplateError(f"template {name} is not Jinja: {error}", key="template.syntax") from None
 
-    def render(messages: Messages, generate: bool) -> str:
-        known: dict[str, Any] = {"tools": None, "documents": None, "strftime_now": TODAY.strftime, **special}
+    def render(messages: Messages, generate: bool, tools: Tools = ()) -> str:
+        known: dict[str, Any] = {
+            "tools": list(tools) or None,
+            "documents": None,
+            "strftime_now": TODAY.strftime,
+            **special,
+        }
         try:
             return str(compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=generate, **known))
         except (JinjaError, TypeError, ValueError, LookupError) as error:

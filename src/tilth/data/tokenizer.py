@@ -142,6 +142,12 @@ class Tokenizer:
         """Return the ids of the special tokens by their text; they are matched before all others."""
         return {token.content: i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
 
+    def plain(self, text: str) -> str:
+        """Return a text without special tokens: a space is put into each, so that it is text like any other."""
+        for token in self.special():
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
     def token(self, id: int) -> str:
         """Return the token of an id as the vocabulary writes it; "" if there is none."""
         return self._core.id_to_token(id) or ""

@@ -120,7 +120,7 @@ def build(
     for role, model in others.items():
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
-    generates = pool is not None or bool(recipe.reward.model)
+    generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment)
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
     else:
@@ -280,7 +280,8 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     train, heldout = prompts.split(recipe.data.holdout)
     template = make_template(recipe.data.template, tokenizer)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    longest = check_prompts(prompts, template, context - room) if generates else 0
+    plays = bool(recipe.rollout.environment)  # an episode may be as long as the context, whatever the prompt
+    longest = context - room if plays else check_prompts(prompts, template, context - room) if generates else 0
     if recipe.flow == "sft":  # held-out answers are evaluated too
         longest = max(longest, check_examples(prompts, template, context) - room)
     elif recipe.flow_spec.learns == "pairs":

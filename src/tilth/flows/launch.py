@@ -323,6 +323,8 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
         found["reward.function"] = reward
     if recipe.plugins:
         found["plugins"] = files_fingerprint(recipe.plugins)
+    if ":" in recipe.rollout.environment:
+        found["rollout.environment"] = files_fingerprint([recipe.rollout.environment.rpartition(":")[0]])
     found |= {key: fingerprint(declaration.value) for key, declaration in in_scripts(recipe).items()}
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():

@@ -18,6 +18,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, ModelError
 from tilth.core.files import make_folder, rename, writing
 from tilth.core.layout import Box
+from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 from tilth.models.config import DecoderConfig
@@ -258,7 +259,14 @@ def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | Non
     if texts is not None or prompts is None:
         return texts or ()
     train, _ = prompts.split(recipe.data.holdout)
-    return (f"{p.text}{p.answer or ''}" for p in train)
+    return (_whole(p) for p in train)
+
+
+def _whole(prompt: Prompt) -> str:
+    """Return everything that is said in a prompt and its answer."""
+    asked = [turn["content"] for turn in prompt.messages]
+    text = "\n\n".join(asked[:-1] if prompt.messages and prompt.messages[-1]["role"] == "assistant" else asked)
+    return f"{text if asked else prompt.text}{prompt.answer or ''}"
 
 
 # ---- the model folder of a run ----

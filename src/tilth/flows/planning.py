@@ -43,7 +43,7 @@ def generating(recipe: Recipe) -> bool:
     if recipe.flow_spec.value:
         return False
     if recipe.flow_spec.learns in ("answers", "pairs"):
-        return bool(recipe.reward.function) or recipe.data.source in task_names()
+        return bool(recipe.reward.function or recipe.rollout.environment) or recipe.data.source in task_names()
     return recipe.flow != "pretrain"
 
 

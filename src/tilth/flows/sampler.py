@@ -135,8 +135,13 @@ class Sampler:
                 f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
                 key="reward.function",
             )
-        batch = roles.rollout.generate(roles["loader"].encode(asked), greedy=greedy)
-        scored, failures = (batch, {}) if roles.reward is None else self._score(roles.reward, batch)
+        if self.recipe.rollout.environment:
+            scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
+            failures = roles.rollout.failures()
+            self._report_failures(failures, len(scored), set())
+        else:
+            batch = roles.rollout.generate(roles["loader"].encode(asked), greedy=greedy)
+            scored, failures = (batch, {}) if roles.reward is None else self._score(roles.reward, batch)
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         self.state.graded |= is_graded(scored)

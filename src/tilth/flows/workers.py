@@ -16,6 +16,7 @@ from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
 from tilth.flows.weight_sync import DTYPES
 from tilth.models.activations import HostActivations
@@ -37,6 +38,7 @@ from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
+from tilth.rollout.episodes import Limits, Player
 from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.experts import ExpertOptions
@@ -110,7 +112,11 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         more["routing"] = True
     engine = _engine(context, recipe, config, tokenizer, **more)
     template = make_template(recipe.data.template, tokenizer)
-    return RolloutWorker(engine, template, r, context.store)
+    player = None
+    if r.environment:
+        pool = EnvironmentPool(r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins)
+        player = Player(engine, template, tokenizer, pool, Limits(r.turns, recipe.model.context))
+    return RolloutWorker(engine, template, r, context.store, player)
 
 
 def _engine(
@@ -163,7 +169,8 @@ def loader(
     if prompts is None:
         assert train is not None
         return DocumentLoader(train, heldout, tokenizer, context.store)
-    return PromptLoader(prompts, make_template(recipe.data.template, tokenizer), recipe.model.context, context.store)
+    template, episodes = make_template(recipe.data.template, tokenizer), bool(recipe.rollout.environment)
+    return PromptLoader(prompts, template, recipe.model.context, context.store, episodes=episodes)
 
 
 def plugin_role(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:

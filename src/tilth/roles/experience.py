@@ -17,6 +17,10 @@ ROUTING = "routing"
 """Payload column of ``Trajectory.routing``: one item of bytes for each token, the numbers of its experts."""
 NOT_BY_TOKEN = ("text", "segments", ROUTING)
 """Payload columns that have no number for each token."""
+INFO = "info"
+"""Payload column of what ``Environment.reset`` gets, as JSON."""
+TURNS = "turns"
+"""Row column of the number of the policy's turns in an episode, float32."""
 OUTCOME = "outcome"
 """Row column of the verifier's result; reward shaping never changes it."""
 

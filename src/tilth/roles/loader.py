@@ -1,18 +1,21 @@
 """Loader role: opens the data where it is read, and turns it into payload."""
 
+import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
+from tilth.data.columns import Prompt
 from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.pairs import encode_pairs, pairs_of
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.data.tokenizer import Tokenizer
-from tilth.roles.experience import identity
+from tilth.roles.experience import INFO, identity
 from tilth.roles.pairs import CHOSEN
 from tilth.trace.spans import span
 
@@ -20,8 +23,12 @@ from tilth.trace.spans import span
 class PromptLoader:
     """Prompts with their answers or pairs, and the template that tokenises them."""
 
-    def __init__(self, prompts: PromptSet, template: Template, context: int, store: Store) -> None:
+    def __init__(
+        self, prompts: PromptSet, template: Template, context: int, store: Store, *, episodes: bool = False
+    ) -> None:
+        """episodes: a prompt's conversation is asked up to the assistant's first turn, not to its last."""
         self.prompts, self.template, self.context, self.store = prompts, template, context, store
+        self.episodes = episodes
 
     @transfer(split="all", gather="first")
     def examples(self, indices: Sequence[int]) -> Batch:
@@ -42,11 +49,27 @@ class PromptLoader:
         """Add the payload column ``prompt_tokens`` to rows with a column ``prompt``."""
         distinct, place = np.unique(asked["prompt"], return_inverse=True)
         with span("load") as spent:
-            found = self.template.prompts([self.prompts[i] for i in distinct])
+            prompts = [self.prompts[i] for i in distinct]
+            if self.episodes:
+                found = [self.template.begin(_asked(prompt)) for prompt in prompts]
+            else:
+                found = self.template.prompts(prompts)
             spent.set(tokens=sum(map(len, found)))
         return asked.with_payload(
             prompt_tokens=self._shared("prompt_tokens", [np.array(f, np.int64) for f in found], place)
         )
+
+    @transfer(split="rows", gather="rows")
+    def begin(self, asked: Batch) -> Batch:
+        """Add the payload column ``info``: JSON of a record's columns, ``prompt``, and ``messages`` that begin it."""
+        distinct, place = np.unique(asked["prompt"], return_inverse=True)
+        rows = [self._info(self.prompts[i]) for i in distinct]
+        return asked.with_payload(**{INFO: self._shared(INFO, rows, place)})
+
+    @staticmethod
+    def _info(prompt: Prompt) -> np.ndarray:
+        known = {**prompt.info, "prompt": prompt.text, "messages": _asked(prompt)}
+        return np.frombuffer(json.dumps(known, default=str).encode(), np.uint8)
 
     @transfer(split="rows", gather="rows")
     def texts(self, batch: Batch) -> Batch:
@@ -87,6 +110,12 @@ class PromptLoader:
         }
         payload = {"tokens": [e.tokens for e in examples], "mask": [e.mask for e in examples]}
         return Batch(rows, _put(self.store, payload))
+
+
+def _asked(prompt: Prompt) -> list[Mapping[str, str]]:
+    """Return the messages before the assistant's first turn."""
+    found = list(takewhile(lambda message: message["role"] != "assistant", prompt.messages))
+    return found or [{"role": "user", "content": prompt.text}]
 
 
 class DocumentLoader:

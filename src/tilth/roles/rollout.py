@@ -1,8 +1,10 @@
 """Rollout role: a generation engine that turns prompts into batches of experience."""
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -13,17 +15,28 @@ from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
 from tilth.data.template import Template
-from tilth.roles.experience import to_batch
+from tilth.rewards.process_pool import CORRECT
+from tilth.roles.experience import INFO, OUTCOME, TURNS, texts, to_batch
+from tilth.rollout.episodes import Player, Wanted
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
 
 class RolloutWorker:
-    """Generation engine, and the store of prompts and answers."""
+    """Generation engine, and the store of prompts and answers. player: plays episodes in place of single answers."""
 
-    def __init__(self, engine: GenerationEngine, template: Template, section: RolloutSection, store: Store) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        template: Template,
+        section: RolloutSection,
+        store: Store,
+        player: Player | None = None,
+    ) -> None:
         self.engine, self.template, self.section, self.store = engine, template, section, store
+        self.player = player
+        self._failures: dict[int, dict[str, Any]] = {}
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
         self._updates: Callable[[], int] | None = None
@@ -48,9 +61,12 @@ class RolloutWorker:
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
-        """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order."""
+        """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order, or play an
+        episode (payload info)."""
         self._check_current()
         params = self._params(greedy)
+        if self.player is not None and INFO in asked.payload:
+            return self._play(self.player, asked, params)
         encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
             Request(id=i, prompt=encoded.row(row), params=params, group=g, prompt_index=p)
@@ -67,6 +83,46 @@ class RolloutWorker:
             written = sum(t.completion_length for t in found)
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         return to_batch(found, self.store)
+
+    def _play(self, player: Player, asked: Batch, params: SamplingParams) -> Batch:
+        """Play an episode for each row. Rows get the environment's reward, its parts and the number of turns."""
+        infos = texts(asked.read(self.store, INFO)[INFO])
+        wanted = [
+            Wanted(i, json.loads(info), g, p)
+            for info, i, g, p in zip(infos, *(asked[c].tolist() for c in ("id", "group", "prompt")))
+        ]
+        with span("generate") as spent:
+            self.engine.reset_prefix_cache()  # as in ``generate``
+            self._asked = asked["id"].tolist()
+            try:
+                found = player.play(wanted, params)
+            finally:
+                self._asked = ()
+            trajectories = [one.trajectory for one in found]
+            written = sum(t.completion_length for t in trajectories)
+            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
+        self._failures = {
+            one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}
+            for one in found
+            if one.trajectory.reward is None
+        }
+        names = sorted({name for one in found for name in one.parts})
+        rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
+        rows[TURNS] = np.array([one.turns for one in found], np.float32)
+        batch = to_batch(trajectories, self.store).with_rows(**rows)
+        if CORRECT in names:
+            batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})
+        return batch
+
+    @transfer(split="all", gather="merge")
+    def failures(self) -> dict[int, dict[str, Any]]:
+        """Return reason and status of the episodes of the last call that have no reward, by trajectory id."""
+        return self._failures
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        if self.player is not None:
+            self.player.pool.close()
 
     def follow(self, updates: Callable[[], int]) -> None:
         """Share memory with the policy from now on. updates: number of the policy's updates so far."""

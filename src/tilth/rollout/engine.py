@@ -310,7 +310,7 @@ class Engine(GenerationEngine):
         """Remove finished rows; only these, and rows with stop strings, are visited one by one."""
         matched = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
         for row in sorted({*ended, *matched}):
-            answer = lane.take(row)
+            answer = self._vacate(lane, row) if lane.answer(row).request.keeps else lane.take(row)
             self._blocks.close(answer.table)
             stopped = row in matched or int(tokens[row]) in answer.request.params.stop_tokens
             done.append(self._finish(answer, "stop" if stopped else "length"))
@@ -433,7 +433,7 @@ class Engine(GenerationEngine):
         self._stats.preemptions += 1
 
     def _vacate(self, lane: LengthBucket, row: int) -> SequenceState:
-        """Remove an unfinished row; its full blocks stay in the prefix store while there is room."""
+        """Remove a row; its full blocks stay in the prefix store while there is room."""
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
         if not answer.stale:

@@ -72,6 +72,8 @@ class Request:
     prompt_index: int = 0
     """Index of the prompt in its dataset; becomes ``Trajectory.prompt``."""
     info: dict[str, Any] = field(default_factory=dict)
+    keeps: bool = False
+    """True: a later request begins with its tokens, so an engine may keep their KV."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,1 @@
+"""Multi-turn environments and their tools, in processes of their own. Imports no torch."""

@@ -1,0 +1,76 @@
+"""Tool calls in the text of a policy, in the notations of the usual chat templates.
+
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>    Hermes, Qwen; several in one turn
+[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]       Mistral
+<|python_tag|>{"name": ..., "parameters": {...}}            Llama 3; also without the tag, as the whole turn
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_MISTRAL, _LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. problem: why it cannot be made; "" if it can."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+def message_of(text: str) -> dict[str, Any]:
+    """Return the message of the assistant for what the policy wrote: role, content, and tool_calls if there are any."""
+    content, calls = parse_calls(text)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": [asdict(call) for call in calls]} if calls else message
+
+
+def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text without its calls, and the calls in order; broken ones with their problem."""
+    if "<tool_call>" in text:
+        return _HERMES.sub("", text).strip(), [c for body in _HERMES.findall(text) for c in _calls(body)]
+    for tag in (_MISTRAL, _LLAMA):
+        if tag in text:
+            content, _, body = text.partition(tag)
+            return content.strip(), _calls(body)
+    if (whole := text.strip()).startswith("{") and (found := _json(whole)) is not None and _is_call(found):
+        return "", _calls(whole)
+    return text, []
+
+
+def _calls(body: str) -> list[ToolCall]:
+    found = _json(body)
+    many = found if isinstance(found, list) else [found]
+    return [_call(one, body) for one in many] if many else [_call(None, body)]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("name"), str)
+        and bool({"arguments", "parameters"} & set(value))
+    )
+
+
+def _call(value: Any, body: str) -> ToolCall:
+    if not _is_call(value):
+        right = '{"name": NAME, "arguments": {...}}'
+        return ToolCall("", problem=f"a tool call is {right}, not {body.strip()[:80]!r}")
+    arguments = value.get("arguments", value.get("parameters"))
+    arguments = _json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], problem=f"the arguments of {value['name']} are no JSON object")
+    return ToolCall(value["name"], arguments)

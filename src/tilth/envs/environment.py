@@ -1,0 +1,95 @@
+"""Environments: one small class for episodes of several turns, and its tools.
+
+An environment lives in a process without torch (``envs.process``), one object per episode. What it returns becomes text
+that the policy reads, never tokens that are trained.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from tilth.config.plugins import declare
+from tilth.envs.calls import ToolCall
+from tilth.envs.tools import Tool
+
+F = TypeVar("F", bound=Callable[..., Any])
+Message = Mapping[str, Any]
+"""role ("system", "user", "assistant" or "tool") and content; the policy's also has tool_calls, a list of name and
+arguments."""
+_IS_TOOL = "_tilth_tool"
+
+
+def tool(function: F) -> F:
+    """Declare a method of an environment as a tool that the policy can call.
+
+    Its arguments are typed and checked (pydantic); the first paragraph of its docstring describes it. What it returns
+    becomes the text of a message; an exception too, so that the policy can try again.
+    """
+    setattr(function, _IS_TOOL, True)
+    return function
+
+
+class Environment:
+    """One episode. Subclass it in a plugin; ``rollout.environment`` is the name of the class in small letters.
+
+    Each method may be ``async``. ``state`` is not shared: every episode has an object of its own, made without
+    arguments.
+    """
+
+    describes_tools: ClassVar[bool] = True
+    """False: the prompt does not list the tools, so any chat template will do."""
+    most_text: ClassVar[int] = 4000
+    """Characters of one message of a tool that the policy reads; the rest is cut."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.__name__.startswith("_"):
+            declare("environment", name_of(cls))(cls)
+
+    def reset(self, info: dict[str, Any]) -> Sequence[Message]:
+        """Begin the episode and return its first messages.
+
+        info: the columns of the prompt's record; ``prompt`` its text, ``messages`` its turns. Default: the prompt.
+        """
+        return info.get("messages") or [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message: Message) -> tuple[Sequence[Message], bool]:
+        """Answer a message of the policy: further messages, and True if the episode is over.
+
+        Default: call the tools that it names; the episode is over when it names none.
+        """
+        found = self.call_tools(message)
+        return found, not found
+
+    def reward(self) -> Any:
+        """Return the episode's reward, as a reward function does: a number, or a dict with ``reward`` and its parts."""
+        raise NotImplementedError(f"{type(self).__name__} has no method reward")
+
+    def call_tools(self, message: Message) -> list[Message]:
+        """Call the tools that a message names, in order; an unknown or broken call gets an answer that says so."""
+        known = self.tools()
+        calls = [ToolCall(**call) for call in message.get("tool_calls") or ()]
+        return [{"role": "tool", "name": c.name, "content": self._answer(known, c)} for c in calls]
+
+    def _answer(self, known: Mapping[str, Tool], call: ToolCall) -> str:
+        if call.problem:
+            return f"error: {call.problem}"
+        if call.name not in known:
+            return f"error: there is no tool {call.name!r}; there is {', '.join(known) or 'none'}"
+        return shortened(known[call.name](call.arguments), self.most_text)
+
+    def tools(self) -> dict[str, Tool]:
+        """Return the episode's tools by name."""
+        found = inspect.getmembers(self, lambda member: getattr(member, _IS_TOOL, False))
+        return {name: Tool(name, method) for name, method in found}
+
+
+def name_of(cls: type) -> str:
+    """Return the name of an environment's class in a recipe: ``WordGame`` -> ``word_game``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most ``most`` characters and, if it was longer, how many are missing."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters)"

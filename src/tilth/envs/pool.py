@@ -1,0 +1,355 @@
+"""Pool of processes in which environments live, seen from the process that generates.
+
+Calls return at once; ``poll`` brings the answers. A call beyond its limit, an exception and a process that dies cost
+their own episode, never another one: the episodes of a lost process begin again elsewhere and repeat what they have
+said, which must come out the same.
+"""
+
+import json
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from tilth.core.errors import PluginError
+from tilth.envs.process import Asked
+from tilth.rewards.process import frame
+
+Status = Literal["ok", "error", "timeout", "died", "differs"]
+START = 120.0
+"""Seconds for a process to become ready."""
+PING = 1.0
+"""Seconds in which a process whose episode hangs answers if its other threads still run."""
+BOOT = (
+    "import json, sys; path, parent = json.loads(sys.argv.pop()); sys.path[:] = path; "
+    "from tilth.envs.process import main; main(parent)"
+)
+
+
+class Answer(NamedTuple):
+    """Answer of an episode's environment. value: None unless ``status`` is ok; then ``reason`` says why."""
+
+    episode: int
+    op: str
+    value: Any
+    reason: str = ""
+    status: Status = "ok"
+
+
+@dataclass
+class _Episode:
+    """What the pool knows of an episode, so that it can begin again in another process."""
+
+    id: int
+    said: list[tuple[Asked, Any]] = field(default_factory=list)
+    """Answered requests with their answers."""
+    asked: Asked | None = None
+    """Request in flight."""
+    deadline: float = 0.0
+    repeated: int = 0
+    """Answered requests that its present process has answered."""
+    strikes: int = 0
+    """Processes that died while this episode had a request in flight."""
+
+
+class EnvironmentPool:
+    """Processes with the environments of many episodes.
+
+    spec: as ``rollout.environment``. workers: processes. timeout: limit of one call in seconds. plugins: imported in
+    each process. Raises PluginError if the environment cannot be loaded.
+    """
+
+    def __init__(self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = ()) -> None:
+        if workers < 1 or not timeout > 0:
+            message = f"environments need workers >= 1 and a limit > 0, got {workers} and {timeout}"
+            raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
+        self.timeout, self._workers = timeout, workers
+        self._greeting = frame(pickle.dumps((spec, tuple(plugins))))
+        self._children: list[_Child] = []
+        self._episodes: dict[int, _Episode] = {}
+        self._closed = weakref.finalize(self, _shut_down, self._children, os.getpid())
+        self._children += [_Child(self._greeting) for _ in range(workers)]
+        for child in self._children:
+            child.wait_ready()
+
+    def begin(self, episode: int, info: dict[str, Any]) -> None:
+        """Begin an episode; its answer has messages and tools."""
+        self._episodes[episode] = _Episode(episode)
+        self._assign(self._episodes[episode])
+        self._ask(Asked(episode, "begin", info))
+
+    def step(self, episode: int, message: Any) -> None:
+        """Pass on a message of the policy; the answer has messages and done."""
+        self._ask(Asked(episode, "step", message))
+
+    def reward(self, episode: int) -> None:
+        """Ask for an episode's reward; the answer is a ``rewards.functions.Score`` as a dict."""
+        self._ask(Asked(episode, "reward"))
+
+    def end(self, episode: int) -> None:
+        """Forget an episode."""
+        if self._episodes.pop(episode, None) is not None and (child := self._child_of(episode)):
+            child.episodes.discard(episode)
+            child.send(Asked(episode, "end"))
+        self._retire()
+
+    def poll(self, seconds: float) -> list[Answer]:
+        """Return the answers that are there, in any order; wait for the first one at most this long."""
+        until = time.monotonic() + seconds
+        while True:
+            found = self._turn(max(0.0, min(until, self._first_deadline()) - time.monotonic()))
+            if found or time.monotonic() >= until:
+                return found
+
+    def close(self) -> None:
+        """End all processes. May be called twice."""
+        self._closed()
+
+    def _ask(self, asked: Asked) -> None:
+        episode = self._episodes[asked.episode]
+        episode.asked, episode.deadline = asked, time.monotonic() + self.timeout
+        child = self._child_of(episode.id)
+        assert child is not None
+        if episode.repeated == len(episode.said):
+            child.send(asked)
+
+    def _child_of(self, episode: int) -> "_Child | None":
+        return next((child for child in self._children if episode in child.episodes), None)
+
+    def _assign(self, episode: _Episode) -> "_Child":
+        """Give an episode a process: the emptiest; one of its own if it may have ended the last one."""
+        able = [child for child in self._children if not child.retiring]
+        best = min(able, key=lambda child: len(child.episodes), default=None)
+        if best is None or (episode.strikes and best.episodes):
+            best = _Child(self._greeting)
+            best.retiring = episode.strikes > 0
+            best.wait_ready()
+            self._children.append(best)
+        best.episodes.add(episode.id)
+        return best
+
+    def _first_deadline(self) -> float:
+        return min((e.deadline for e in self._episodes.values() if e.asked is not None), default=float("inf"))
+
+    def _turn(self, seconds: float) -> list[Answer]:
+        """Wait for messages or a deadline, and handle them."""
+        found: list[Answer] = []
+        for child in _ready(self._children, seconds):
+            alive = child.write() and child.read()
+            for message in child.messages():
+                found += self._take_in(child, message)
+            if not alive:
+                found += self._lose(child, f"its process {_death(child.kill())}")
+        now = time.monotonic()
+        for episode in [e for e in self._episodes.values() if e.asked is not None and e.deadline <= now]:
+            found += self._overdue(episode)
+        return found
+
+    def _take_in(self, child: "_Child", message: dict[str, Any]) -> list[Answer]:
+        episode = self._episodes.get(message.get("episode", -1))
+        if episode is None or episode.id not in child.episodes:  # it has ended
+            return []
+        if "error" in message:
+            return [self._fail(episode, message["error"], "error")]
+        value = message["value"]
+        if episode.repeated < len(episode.said):
+            return self._repeat(child, episode, value)
+        assert episode.asked is not None
+        asked, episode.asked = episode.asked, None
+        episode.said.append((asked, value))
+        episode.repeated = len(episode.said)
+        return [Answer(episode.id, asked.op, value)]
+
+    def _repeat(self, child: "_Child", episode: _Episode, value: Any) -> list[Answer]:
+        """Compare an answer that was given before, in a process that was lost, and go on."""
+        if value != episode.said[episode.repeated][1]:
+            op = episode.said[episode.repeated][0].op
+            why = f"its process was lost, and in a new one {op} {episode.repeated} returned something else"
+            return [self._fail(episode, why, "differs")]
+        episode.repeated += 1
+        episode.deadline = time.monotonic() + self.timeout
+        if episode.repeated < len(episode.said):
+            child.send(episode.said[episode.repeated][0])
+        elif episode.asked is not None:
+            child.send(episode.asked)
+        return []
+
+    def _fail(self, episode: _Episode, reason: str, status: Status) -> Answer:
+        op = episode.asked.op if episode.asked is not None else ""
+        self.end(episode.id)
+        return Answer(episode.id, op, None, reason, status)
+
+    def _overdue(self, episode: _Episode) -> list[Answer]:
+        """Fail an episode that hangs; its process goes on for its other episodes if it still answers."""
+        child = self._child_of(episode.id)
+        assert child is not None and episode.asked is not None
+        reason = f"{episode.asked.op} took longer than {self.timeout:g} s"
+        found = [self._fail(episode, reason, "timeout")]
+        child.retiring = True
+        if not child.answers(PING):
+            child.kill()
+            found += self._lose(child, "")
+        self._retire()
+        return found
+
+    def _lose(self, child: "_Child", reason: str) -> list[Answer]:
+        """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake."""
+        if child in self._children:
+            self._children.remove(child)
+        found = []
+        lost = [self._episodes[i] for i in sorted(child.episodes)]
+        if sum(not c.retiring for c in self._children) < self._workers:
+            fresh = _Child(self._greeting)
+            fresh.wait_ready()
+            self._children.append(fresh)
+        for episode in lost:
+            episode.strikes += bool(reason) and episode.asked is not None
+            if episode.strikes > 1:
+                found.append(self._fail(episode, reason, "died"))
+                continue
+            episode.repeated, episode.deadline = 0, time.monotonic() + self.timeout
+            first = episode.said[0][0] if episode.said else episode.asked
+            if first is not None:
+                self._assign(episode).send(first)
+        return found
+
+    def _retire(self) -> None:
+        """End processes that get no new episodes and have none left; keep the number of the others."""
+        for child in [c for c in self._children if c.retiring and not c.episodes]:
+            self._children.remove(child)
+            child.kill()
+
+
+class _Child:
+    """One process, its pipes, and the episodes that live in it."""
+
+    def __init__(self, greeting: bytes) -> None:
+        arguments = json.dumps([[str(p) for p in sys.path], os.getpid()])
+        threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", BOOT, arguments],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PYTHONHASHSEED": "0", **os.environ, **threads},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self.requests, False)
+        os.set_blocking(self.replies, False)
+        self.episodes: set[int] = set()
+        self.retiring = False
+        self._outbox, self._inbox = bytearray(greeting), bytearray()
+        self._pongs, self._kept = 0, list[dict[str, Any]]()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def wait_ready(self) -> None:
+        """Wait until it has loaded the environment; raises PluginError if it cannot."""
+        until = time.monotonic() + START
+        while time.monotonic() < until:
+            _ready([self], until - time.monotonic())
+            alive = self.write() and self.read()
+            for message in self.messages():
+                if "ready" in message:
+                    return
+                self.kill()
+                raise PluginError(message["failed"], key=message["key"])
+            if not alive:
+                raise PluginError(f"a process of environments {_death(self.kill())} at its start", key="environment")
+        self.kill()
+        raise PluginError(f"a process of environments has not started within {START:g} s", key="environment.start")
+
+    def send(self, asked: Asked) -> None:
+        """Queue a request."""
+        self._outbox += frame(pickle.dumps(asked))
+        self.write()
+
+    def write(self) -> bool:
+        """Write as much as the pipe takes; False if the other end is gone."""
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self.requests, self._outbox)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return False
+        return True
+
+    def read(self) -> bool:
+        """Read what there is; False at the end of the stream."""
+        try:
+            while received := os.read(self.replies, 1 << 20):
+                self._inbox += received
+        except BlockingIOError:
+            return True
+        return False
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the complete messages received so far."""
+        found, self._kept = self._kept, []
+        while len(self._inbox) >= 8:
+            end = 8 + struct.unpack_from("<Q", self._inbox)[0]
+            if len(self._inbox) < end:
+                break
+            message = json.loads(self._inbox[8:end])
+            del self._inbox[:end]
+            self._pongs += "pong" in message
+            found += [message] if "pong" not in message else []
+        return found
+
+    def answers(self, seconds: float) -> bool:
+        """Ask whether its threads still run; messages that come meanwhile are kept."""
+        before, until = self._pongs, time.monotonic() + seconds
+        self.send(Asked(-1, "ping"))
+        while time.monotonic() < until and self._pongs == before:
+            _ready([self], until - time.monotonic())
+            if not (self.write() and self.read()):
+                return False
+            self._kept = self.messages()
+        return self._pongs > before
+
+    def kill(self) -> int:
+        """Kill the process and its children; return its exit code."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # does not change the exit code of one that died already
+        except ProcessLookupError:
+            pass
+        code = self._process.wait()
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.stdout.close()  # type: ignore[union-attr]
+        return code
+
+
+def _ready(children: Sequence[_Child], seconds: float) -> list[_Child]:
+    """Wait for children that can be read, or written to if they have unsent bytes."""
+    if kept := [child for child in children if child._kept]:
+        return kept
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.replies, selectors.EVENT_READ, child)
+            if child.unsent:
+                selector.register(child.requests, selectors.EVENT_WRITE, child)
+        return list({id(key.data): key.data for key, _ in selector.select(min(seconds, START))}.values())
+
+
+def _shut_down(children: list[_Child], owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the run ends, but the processes belong to the run
+        for child in children:
+            child.kill()
+        children.clear()
+
+
+def _death(code: int) -> str:
+    return f"died with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

@@ -1,0 +1,151 @@
+"""Process of environments: runs the methods of many episodes at once, a thread for each. Imports no torch.
+
+Requests come pickled from the parent, which the process trusts; its answers are JSON, since what a tool returns may be
+anything. Standard output is redirected to standard error.
+"""
+
+import asyncio
+import inspect
+import json
+import pickle
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO, NamedTuple
+
+from tilth.config.imports import end_uncollected, uncollected
+from tilth.config.plugins import declared, describe, import_file, load_plugins, shipped_tasks
+from tilth.config.tasks import task_of
+from tilth.core.errors import PluginError, TilthError
+from tilth.envs.environment import Environment, Message
+from tilth.rewards.functions import normalise
+from tilth.rewards.process import die_with, frame, receive_bytes, take_pipes
+
+ROLES = ("system", "user", "tool")
+
+
+class EnvironmentFault(TilthError):
+    """An environment returned what it must not."""
+
+
+class Asked(NamedTuple):
+    """Request about one episode. op: begin (argument: info), step (a message), reward, or end."""
+
+    episode: int
+    op: str
+    argument: Any = None
+
+
+def main(parent: int) -> None:
+    """Serve until the pipe from the parent is closed."""
+    die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
+    requests, replies = take_pipes()
+    end_uncollected()
+    spec, plugins = pickle.loads(receive_bytes(requests) or b"")
+    answers = _Answers(replies)
+    try:
+        with uncollected():
+            load_plugins(plugins)
+            kind = load_environment(spec)
+    except TilthError as error:
+        answers.send({"failed": str(error), "key": error.key})
+        return
+    answers.send({"ready": True})
+    episodes = dict[int, SimpleQueue[Asked]]()
+    while (body := receive_bytes(requests)) is not None:
+        asked: Asked = pickle.loads(body)
+        if asked.op == "ping":
+            answers.send({"pong": True})
+            continue
+        if asked.op == "begin":
+            queue = episodes[asked.episode] = SimpleQueue()
+            threading.Thread(target=_episode, args=(kind, queue, answers), daemon=True).start()
+        episodes[asked.episode].put(asked)
+        if asked.op == "end":
+            del episodes[asked.episode]
+
+
+class _Answers:
+    """Pipe to the parent, which several threads write to."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, answer: Mapping[str, Any]) -> None:
+        body = frame(json.dumps(answer).encode())
+        with self._lock:
+            self._pipe.write(body)
+            self._pipe.flush()
+
+
+def _episode(kind: type[Environment], queue: "SimpleQueue[Asked]", answers: _Answers) -> None:
+    """Answer the requests about one episode, in order."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    environment: Environment | None = None
+    while (asked := queue.get()).op != "end":
+        try:
+            environment = environment or kind()
+            found = {"value": _answer(environment, asked)}
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this episode alone
+            found = {"error": describe(error)}
+        answers.send({"episode": asked.episode, **found})
+    loop.close()
+
+
+def _answer(environment: Environment, asked: Asked) -> Any:
+    if asked.op == "begin":
+        tools = [one.schema for one in environment.tools().values()] if environment.describes_tools else []
+        return {"messages": _messages(_awaited(environment.reset(asked.argument)), "reset"), "tools": tools}
+    if asked.op == "step":
+        found = _awaited(environment.step(asked.argument))
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise EnvironmentFault(f"step returned {found!r:.80}, not (messages, done)", key="environment.step")
+        return {"messages": _messages(found[0], "step"), "done": bool(found[1])}
+    return normalise(_awaited(environment.reward()))._asdict()
+
+
+def _awaited(found: Any) -> Any:
+    return asyncio.get_event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+def _messages(found: Any, method: str) -> list[Message]:
+    """Check messages of an environment; a text alone is the user's."""
+    found = [{"role": "user", "content": found}] if isinstance(found, str) else found
+    if not isinstance(found, Sequence):
+        raise EnvironmentFault(f"{method} returned {found!r:.80}, not a list of messages", key=f"environment.{method}")
+    for message in found:
+        good = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        if not good or message.get("role") not in (*ROLES, "assistant"):
+            right = f'{{"role": one of {", ".join(ROLES)}, "content": text}}'
+            text = f"{method} returned the message {message!r:.80}; a message is {right}"
+            raise EnvironmentFault(text, key=f"environment.{method}")
+    return [dict(message) for message in found]
+
+
+def known_environments() -> list[str]:
+    """Return the names of all environments: those of tasks that come with Tilth, then those of plugins."""
+    own = list(declared("environment"))
+    return [*(name for name in shipped_tasks() if name not in own and task_of(name).environment), *own]
+
+
+def load_environment(spec: str) -> type[Environment]:
+    """Return the class that ``rollout.environment`` names: declared in a plugin, FILE.py:Class, or a task's own.
+
+    Raises PluginError.
+    """
+    where, _, name = spec.rpartition(":")
+    if where:
+        module = import_file(Path(where))
+        found = getattr(module, name, None)
+    else:
+        own = declared("environment").get(spec)
+        found = own.value if own else task_of(spec).environment if spec in shipped_tasks() else None
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        message = f"rollout.environment={spec!r} names no subclass of tilth.Environment; there is {', '.join(known_environments())}"
+        raise PluginError(message, key="rollout.environment")
+    return found

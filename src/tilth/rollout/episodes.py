@@ -1,0 +1,242 @@
+"""Episodes of several turns: an engine and the environments that answer it, side by side.
+
+While an environment works, its episode holds no row of the engine; its tokens stay in the prefix cache. Token ids are
+only appended: what the policy wrote is never rendered or tokenised again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from tilth.core.trajectory import Finish, Role, Segment, Trajectory
+from tilth.data.template import Template
+from tilth.envs.calls import message_of
+from tilth.envs.pool import Answer, EnvironmentPool
+from tilth.rollout.protocol import GenerationEngine
+from tilth.rollout.request import Request, SamplingParams
+
+WAIT = 0.2
+"""Seconds that an idle engine waits for an environment before it looks again."""
+
+
+class Decodes(Protocol):
+    """The tokenizer's part: ids to text with special tokens."""
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """turns: most turns of the policy in an episode. context: most tokens of an episode, prompt and answers together."""
+
+    turns: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One episode to play. info: what ``Environment.reset`` gets."""
+
+    id: int
+    info: dict[str, Any]
+    group: int = 0
+    prompt: int = 0
+
+
+@dataclass
+class Episode:
+    """An episode in flight, with the columns of ``Trajectory`` so far."""
+
+    wanted: Wanted
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    tools: Sequence[Mapping[str, Any]] = ()
+    last: Trajectory | None = None
+    """All tokens up to the policy's newest turn, as one trajectory."""
+    ended: bool = False
+    """True if the policy wrote its end token."""
+    turns: int = 0
+    finish: Finish = "stop"
+    note: str = ""
+    """Why the episode was cut short."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A finished episode: its trajectory, the score of its environment, and the number of the policy's turns."""
+
+    trajectory: Trajectory
+    parts: dict[str, float]
+    reason: str = ""
+    """Why the reward is missing, or why the episode was cut short."""
+    status: str = "ok"
+    turns: int = 0
+
+
+class Player:
+    """Plays episodes: an engine, a template, a tokenizer that shows special tokens, and a pool of environments."""
+
+    def __init__(
+        self, engine: GenerationEngine, template: Template, tokenizer: Decodes, pool: EnvironmentPool, limits: Limits
+    ) -> None:
+        self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
+        self._open: dict[int, Episode] = {}
+        self._generating: set[int] = set()
+        self._played: dict[int, Played] = {}
+
+    def play(self, wanted: Sequence[Wanted], params: SamplingParams) -> list[Played]:
+        """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
+        an environment's failures become missing rewards."""
+        self._open = {one.id: Episode(one) for one in wanted}
+        self._played, self._generating = {}, set()
+        try:
+            for one in wanted:
+                self.pool.begin(one.id, one.info)
+            while self._open:
+                self._answers(self.pool.poll(0.0 if self._generating else WAIT), params)
+                if self._generating:
+                    for trajectory in self.engine.poll():
+                        self._turn_ended(trajectory, params)
+        finally:
+            for id in list(self._open):  # after an error of the engine
+                self.pool.end(id)
+        return [self._played[one.id] for one in wanted]
+
+    def _answers(self, answers: Sequence[Answer], params: SamplingParams) -> None:
+        """Handle what environments say; requests are queued in the order of their ids, so that equal prompts meet."""
+        requests = [self._request(answer, params) for answer in sorted(answers, key=lambda a: a.episode)]
+        if queued := [request for request in requests if request is not None]:
+            self._generating |= {request.id for request in queued}
+            self.engine.submit(queued)
+
+    def _request(self, answer: Answer, params: SamplingParams) -> Request | None:
+        """Return the request for the policy's next turn; None if the episode ends or waits."""
+        episode = self._open[answer.episode]
+        if answer.status != "ok":
+            self._close(episode, {}, answer.reason, answer.status)
+        elif answer.op == "reward":
+            score = answer.value
+            self._close(episode, score["parts"], score["reason"], "ok" if score["value"] is not None else "invalid",
+                        score["value"])  # fmt: skip
+        elif answer.op == "begin":
+            return self._first(episode, answer.value, params)
+        elif answer.value["done"] or episode.turns >= self.limits.turns:
+            episode.note = "" if answer.value["done"] else f"{self.limits.turns} turns"
+            episode.finish = "stop" if answer.value["done"] else "length"
+            self.pool.reward(answer.episode)
+        else:
+            return self._next(episode, answer.value["messages"], params)
+        return None
+
+    def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
+        episode.messages, episode.tools = list(begun["messages"]), begun["tools"]
+        ids = self.template.begin(episode.messages, episode.tools)
+        return self._ask(episode, np.asarray(ids, np.int64), params, f"its first messages have {len(ids)} tokens")
+
+    def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
+        """Append the environment's messages to the ids; they are read, never trained."""
+        before, *answers = episode.messages[:-1], *new
+        assert episode.last is not None
+        ids = self.template.follow(before, answers, episode.tools, ended=episode.ended) if answers else []
+        episode.messages += answers
+        tokens = np.concatenate([episode.last.tokens, np.asarray(ids, np.int64)])
+        if ids:
+            role: Role = answers[0]["role"]
+            episode.last = _longer(episode.last, tokens, role)
+        return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
+
+    def _ask(self, episode: Episode, tokens: np.ndarray, params: SamplingParams, what: str) -> Request | None:
+        """Return the request for the next turn; without room for a token the episode is cut, and scored as it is."""
+        room = self.limits.context - len(tokens)
+        wanted = episode.wanted
+        if room < 1:
+            episode.finish, episode.note = "length", f"{what}, of a context of {self.limits.context}"
+            self.pool.reward(wanted.id)
+            return None
+        some = replace(params, max_tokens=min(params.max_tokens, room))
+        return Request(wanted.id, tokens, some, wanted.group, wanted.prompt, keeps=True)
+
+    def _turn_ended(self, trajectory: Trajectory, params: SamplingParams) -> None:
+        """Take the policy's turn: pass it on, or end an episode whose turn was cut."""
+        self._generating.discard(trajectory.id)
+        episode = self._open[trajectory.id]
+        start = trajectory.prompt_length
+        episode.last = trajectory if episode.last is None else _joined(episode.last, trajectory)
+        episode.turns += 1
+        ids = trajectory.tokens[start:]
+        episode.ended = len(ids) > 0 and int(ids[-1]) in params.stop_tokens
+        text = self.tokenizer.decode(ids[:-1] if episode.ended else ids, special=True)
+        message = message_of(text)
+        episode.messages.append(message)
+        if trajectory.finish in ("length", "aborted"):
+            episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
+            self.pool.reward(trajectory.id)
+        else:
+            self.pool.step(trajectory.id, message)
+
+    def _close(
+        self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None
+    ) -> None:
+        """End an episode. Tokens after the policy's last turn are left out: nothing follows them."""
+        del self._open[episode.wanted.id]
+        self.pool.end(episode.wanted.id)
+        last = episode.last or _silent(episode.wanted)
+        length = int(np.flatnonzero(last.mask)[-1]) + 1 if last.mask.any() else len(last.tokens)
+        finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
+        cut = _cut(last, length)
+        cut.reward, cut.finish = value, finish
+        self._played[episode.wanted.id] = Played(cut, parts, reason or episode.note, status, episode.turns)
+
+
+def _silent(wanted: Wanted) -> Trajectory:
+    """Return the trajectory of an episode in which the policy was never asked: one padding token, not trained."""
+    nothing = np.zeros(1, np.int64)
+    return Trajectory(
+        wanted.id, wanted.prompt, wanted.group, nothing, nothing.astype(np.uint8), np.zeros(1, np.float32)
+    )
+
+
+def _longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
+    """Return a trajectory with further tokens that the policy did not choose, a segment of this role."""
+    more = len(tokens) - len(t.tokens)
+    return replace(
+        t,
+        tokens=tokens,
+        mask=np.pad(t.mask, (0, more)),
+        logprobs=np.pad(t.logprobs, (0, more)),
+        sampling_logprobs=None if t.sampling_logprobs is None else np.pad(t.sampling_logprobs, (0, more)),
+        segments=[*t.segments, Segment(role, len(t.tokens))],
+        routing=None,
+    )
+
+
+def _joined(before: Trajectory, new: Trajectory) -> Trajectory:
+    """Return the newest turn behind what was before it. new: of a request whose prompt is all of ``before``."""
+    n = len(before.tokens)
+    sampling = new.sampling_logprobs
+    if sampling is not None and before.sampling_logprobs is not None:
+        sampling = np.concatenate([before.sampling_logprobs, sampling[n:]])
+    segments = [*before.segments, Segment("assistant", n)] if len(new.tokens) > n else before.segments
+    versions = [*before.versions, *(v for v in new.versions if not before.versions or v[1] != before.versions[-1][1])]
+    return replace(
+        new,
+        mask=np.concatenate([before.mask, new.mask[n:]]),
+        logprobs=np.concatenate([before.logprobs, new.logprobs[n:]]),
+        sampling_logprobs=sampling,
+        segments=segments,
+        versions=versions,
+    )
+
+
+def _cut(t: Trajectory, length: int) -> Trajectory:
+    """Return the first ``length`` tokens of a trajectory."""
+    return replace(
+        t,
+        tokens=t.tokens[:length],
+        mask=t.mask[:length],
+        logprobs=t.logprobs[:length],
+        sampling_logprobs=None if t.sampling_logprobs is None else t.sampling_logprobs[:length],
+        segments=[s for s in t.segments if s.start < length],
+        routing=None if t.routing is None else t.routing[:length],
+    )
