@@ -67,7 +67,7 @@ def run_recipe(
 
 
 def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Spec | None:
-    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), and if an environment
+    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), or an environment
     gives it."""
     if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
         return None

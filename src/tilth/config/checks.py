@@ -79,10 +79,12 @@ def _episodes(recipe: Recipe) -> _Errors:
     if recipe.reward.function:
         message = f"the environment {r.environment} gives the reward; leave reward.function out"
         yield RecipeError(message, key="reward.function")
-    for axis in ("ep", "tp"):
+    for axis in over("parameters", "experts"):
         if (size := getattr(r.layout, axis)) > 1:
-            message = f"rollout.layout.{axis} = {size}: the ranks of one engine would hear an environment at different times; use 1"
-            yield RecipeError(message, key=f"rollout.layout.{axis}")
+            message = (
+                f"rollout.layout.{axis} = {size}: ranks of one engine would hear an environment at different times"
+            )
+            yield RecipeError(f"{message}; use 1", key=f"rollout.layout.{axis}")
 
 
 def _parity(recipe: Recipe) -> _Errors:

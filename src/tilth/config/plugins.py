@@ -100,10 +100,8 @@ _SOURCES: dict[str, bytes] = {}
 """Module of a plugin file -> its text when it was imported."""
 _LOADED: dict[str, dict[str, bytes]] = {}
 """Plugin -> the modules beside it that its import added, with their texts."""
-_IMPORTING: list[str] = []
-"""Plugins that are being imported, the innermost last."""
-_FOLDERS: list[str] = []
-"""Folders of plugins, in the order of the import path."""
+_IMPORTING: list[str] = []  # plugins that are being imported, the innermost last
+_FOLDERS: list[str] = []  # of plugins, in the order of the import path
 
 
 def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T], T]:

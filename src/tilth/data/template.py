@@ -73,11 +73,11 @@ class Template(Protocol):
         """Return the ids of an episode's first messages, which the policy continues."""
         ...
 
-    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         """Return the ids from the end of the policy's newest turn to the beginning of its next one.
 
-        before: the conversation up to that turn; new: the messages behind it. ended: False if the policy did not write
-        its end token. Raises TemplateError for a template that writes earlier turns anew.
+        new: the messages behind it. ended: False if the policy did not write its end token. Raises TemplateError for a
+        template that writes earlier turns anew.
         """
         ...
 
@@ -151,7 +151,7 @@ class PlainTemplate:
             raise TemplateError(message, key="template.tools")
         return self.tokenizer.encode("".join(message["content"] for message in messages))
 
-    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         return self.tokenizer.encode("".join(self.tokenizer.plain(m["content"]) for m in new), special=False)
 
 
@@ -191,45 +191,42 @@ class ChatTemplate:
             raise TemplateError(message, key="template.tools")
         return _ids(_encode([[(self._render(messages, True, tools), False)]], self.tokenizer)[0])
 
-    def follow(self, before: Messages, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
-        turn, alone, text = self._around(before, new, tools)
+        alone, text = self._around(new, tools)
         at = text.rfind(_MARK)
-        if at < 0 or text[:at] != alone[: alone.rfind(_MARK)]:
+        if text[:at] != alone[: alone.rfind(_MARK)]:
             raise TemplateError(
-                f"template {self.name} writes an earlier {turn['role']}'s turn anew when a message of "
-                f"{new[0]['role']} follows, so what the policy wrote is not what it would read; answer with another "
-                "role, or take another template",
+                f"template {self.name} writes what came before anew when a message of {new[0]['role']} follows, its "
+                "thoughts for instance: the policy would read something else than it wrote; answer with another role, "
+                "or take another template",
                 key="template.prefix",
             )
         tail = text[at + len(_MARK) :]
         end = self._to_end(tail)
-        return self.tokenizer.encode(
-            tail[len(end) :] if ended else tail[len(end.removesuffix(self._end_of(end))) :], special=False
-        )
+        kept = end if ended else end.removesuffix(self._end_of(end))
+        return self.tokenizer.encode(tail[len(kept) :], special=False)
 
     def _end_of(self, text: str) -> str:
         """The end token that a text ends with."""
         return max((end for end in self._ends if text.endswith(end)), key=len)
 
-    def _around(self, before: Messages, new: Messages, tools: Tools) -> tuple[Mapping[str, Any], str, str]:
-        """Render a conversation with a marked turn: the turn, without and with the messages behind it.
+    def _around(self, new: Messages, tools: Tools) -> tuple[str, str]:
+        """Render a question with a marked answer, without and with the messages behind it.
 
-        Some templates refuse the answer of a tool to a turn without a call.
+        What a template puts there depends on the neighbours only. Some refuse an answer of a tool without a call.
         """
+        asked: list[Mapping[str, Any]] = [{"role": "user", "content": "?"}]
+        turn = {"role": "assistant", "content": f"<think>\n?\n</think>\n\n{_MARK}"}
+        try:
+            return self._render([*asked, turn], False, tools), self._render([*asked, turn, *new], True, tools)
+        except TemplateError:
+            if new[0]["role"] != "tool":
+                raise
         call = {"id": "tilth0000", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
-        turns: list[Mapping[str, Any]] = [{"role": "assistant", "content": _MARK}]
-        turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        problem: TemplateError | None = None
-        for turn in turns if new[0]["role"] == "tool" else turns[:1]:
-            answers = [{**m, "tool_call_id": call["id"]} if "tool_calls" in turn else m for m in new]
-            try:
-                alone = self._render([*before, turn], False, tools)
-                return turn, alone, self._render([*before, turn, *answers], True, tools)
-            except TemplateError as error:
-                problem = problem or error
-        assert problem is not None
-        raise problem
+        asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        answers = [{**message, "tool_call_id": call["id"]} for message in new]
+        return self._render(asked, False, tools), self._render([*asked, *answers], True, tools)
 
     def _prompt_pieces(self, messages: Messages) -> list[Piece]:
         """Pieces of a prompt, each as the policy read or generated it, so that its ids are those of training.
@@ -382,7 +379,7 @@ def _example(row: Row) -> Example:
 
 
 def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[..., str]:
-    """Compile a template in the sandbox of transformers, to a function (messages, add generation prompt, tools) -> text."""
+    """Compile a template in the sandbox of transformers, to (messages, add generation prompt, tools) -> text."""
     from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -16,6 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class _Episode:
-    """What the pool knows of an episode, so that it can begin again in another process."""
+    """History of an episode, from which it can begin again in another process."""
 
     id: int
     said: list[tuple[Asked, Any]] = field(default_factory=list)
@@ -322,10 +323,8 @@ class _Child:
 
     def kill(self) -> int:
         """Kill the process and its children; return its exit code."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # does not change the exit code of one that died already
-        except ProcessLookupError:
-            pass
         code = self._process.wait()
         self._process.stdin.close()  # type: ignore[union-attr]
         self._process.stdout.close()  # type: ignore[union-attr]

@@ -146,6 +146,6 @@ def load_environment(spec: str) -> type[Environment]:
         own = declared("environment").get(spec)
         found = own.value if own else task_of(spec).environment if spec in shipped_tasks() else None
     if not (isinstance(found, type) and issubclass(found, Environment)):
-        message = f"rollout.environment={spec!r} names no subclass of tilth.Environment; there is {', '.join(known_environments())}"
-        raise PluginError(message, key="rollout.environment")
+        message = f"rollout.environment={spec!r} names no subclass of tilth.Environment"
+        raise PluginError(f"{message}; there is {', '.join(known_environments())}", key="rollout.environment")
     return found

@@ -22,7 +22,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The function's description in the form that chat templates take: type, name, description, parameters."""
-        parameters = pydantic.TypeAdapter(self.function).json_schema()
+        signature: Any = self.function
+        parameters = pydantic.TypeAdapter(signature).json_schema()
         about = (inspect.getdoc(self.function) or "").partition("\n\n")[0].replace("\n", " ")
         return {
             "type": "function",

@@ -4,9 +4,9 @@ While an environment works, its episode holds no row of the engine; its tokens s
 only appended: what the policy wrote is never rendered or tokenised again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,15 @@ from tilth.envs.calls import message_of
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
+from tilth.rollout.stops import Decodes
 
 WAIT = 0.2
 """Seconds that an idle engine waits for an environment before it looks again."""
 
 
-class Decodes(Protocol):
-    """The tokenizer's part: ids to text with special tokens."""
-
-    def decode(self, ids: Iterable[int], special: bool = False) -> str: ...
-
-
 @dataclass(frozen=True)
 class Limits:
-    """turns: most turns of the policy in an episode. context: most tokens of an episode, prompt and answers together."""
+    """turns: most turns of the policy in an episode. context: most tokens of an episode, with its prompt."""
 
     turns: int
     context: int
@@ -50,7 +45,6 @@ class Episode:
     """An episode in flight, with the columns of ``Trajectory`` so far."""
 
     wanted: Wanted
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     last: Trajectory | None = None
     """All tokens up to the policy's newest turn, as one trajectory."""
@@ -121,28 +115,27 @@ class Player:
                         score["value"])  # fmt: skip
         elif answer.op == "begin":
             return self._first(episode, answer.value, params)
-        elif answer.value["done"] or episode.turns >= self.limits.turns:
-            episode.note = "" if answer.value["done"] else f"{self.limits.turns} turns"
-            episode.finish = "stop" if answer.value["done"] else "length"
+        elif answer.value["done"] or episode.finish != "stop":
+            self.pool.reward(answer.episode)
+        elif episode.turns >= self.limits.turns:
+            episode.finish, episode.note = "length", f"{self.limits.turns} turns"
             self.pool.reward(answer.episode)
         else:
             return self._next(episode, answer.value["messages"], params)
         return None
 
     def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
-        episode.messages, episode.tools = list(begun["messages"]), begun["tools"]
-        ids = self.template.begin(episode.messages, episode.tools)
+        episode.tools = begun["tools"]
+        ids = self.template.begin(begun["messages"], episode.tools)
         return self._ask(episode, np.asarray(ids, np.int64), params, f"its first messages have {len(ids)} tokens")
 
     def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
-        before, *answers = episode.messages[:-1], *new
         assert episode.last is not None
-        ids = self.template.follow(before, answers, episode.tools, ended=episode.ended) if answers else []
-        episode.messages += answers
+        ids = self.template.follow(new, episode.tools, ended=episode.ended) if new else []
         tokens = np.concatenate([episode.last.tokens, np.asarray(ids, np.int64)])
         if ids:
-            role: Role = answers[0]["role"]
+            role: Role = new[0]["role"]
             episode.last = _longer(episode.last, tokens, role)
         return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
 
@@ -164,16 +157,12 @@ class Player:
         start = trajectory.prompt_length
         episode.last = trajectory if episode.last is None else _joined(episode.last, trajectory)
         episode.turns += 1
-        ids = trajectory.tokens[start:]
-        episode.ended = len(ids) > 0 and int(ids[-1]) in params.stop_tokens
+        ids = trajectory.tokens[start:].tolist()
+        episode.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
         text = self.tokenizer.decode(ids[:-1] if episode.ended else ids, special=True)
-        message = message_of(text)
-        episode.messages.append(message)
-        if trajectory.finish in ("length", "aborted"):
+        if trajectory.finish in ("length", "aborted"):  # the environment hears it all the same, as its last turn
             episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
-            self.pool.reward(trajectory.id)
-        else:
-            self.pool.step(trajectory.id, message)
+        self.pool.step(trajectory.id, message_of(text))
 
     def _close(
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None

@@ -10,7 +10,7 @@ from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed
 from tilth.envs.environment import Environment, Message, tool
-from tilth.rewards.verifiers import answer_of, integer
+from tilth.tasks.addition import AdditionVerifier
 
 _STRIDE = 618_033
 """Without a factor of 2 or 5, so that neighbouring indices are far apart and every sum comes once."""
@@ -100,13 +100,8 @@ class Calculator(Environment):
 
     def reward(self) -> dict[str, float]:
         """Return 1 for the right result."""
-        return {"reward": _verify("", self.said, self.info)}
+        return {"reward": VERIFIER("", self.said, self.info)}
 
 
-def _verify(prompt: str, completion: str, info: dict[str, Any]) -> float:
-    """Return 1.0 if the completion is the integer ``info["answer"]``, else 0.0."""
-    given = integer(completion)
-    return float(given is not None and given == integer(answer_of(info)))
-
-
-TASK = Task(CalculatorPrompts, _verify, environment=Calculator)
+VERIFIER = AdditionVerifier()
+TASK = Task(CalculatorPrompts, VERIFIER, environment=Calculator)

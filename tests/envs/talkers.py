@@ -1,0 +1,76 @@
+"""Environments for tests, imported by path in processes of their own."""
+
+import asyncio
+import os
+import time
+
+import tilth
+
+
+class Talker(tilth.Environment):
+    """Does what the policy says."""
+
+    made = 0
+
+    def reset(self, info):
+        Talker.made += 1
+        self.heard = []
+        if info.get("fail"):
+            raise ValueError("no such record")
+        return [{"role": "user", "content": info["prompt"]}]
+
+    async def step(self, message):
+        said = message["content"]
+        self.heard.append(said)
+        if said == "hang":
+            time.sleep(60)
+        if said == "spin":
+            sum(1 for _ in iter(int, 1))
+        if said == "gil":
+            import re
+
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        if said == "exit":
+            os._exit(3)
+        if said == "kill":
+            os.kill(os.getpid(), 9)
+        if said == "raise":
+            raise RuntimeError("as asked")
+        if said == "bytes":
+            return [b"no"], False
+        if said == "new":
+            return [{"role": "user", "content": str(time.monotonic_ns())}], False
+        await asyncio.sleep(0.001)
+        return [{"role": "user", "content": f"{len(self.heard)} {said}"}], said == "bye"
+
+    def reward(self):
+        return {"reward": len(self.heard), "first": len(self.heard[0])}
+
+
+class Wide(tilth.Environment):
+    """Tools that misbehave."""
+
+    @tilth.tool
+    def add(self, a: int, b: int = 1) -> int:
+        """Add two
+        integers.
+
+        Not shown.
+        """
+        return a + b
+
+    @tilth.tool
+    async def late(self) -> bytes:
+        """Come late."""
+        await asyncio.sleep(0)
+        return b"caf\xc3\xa9 \xff"
+
+    @tilth.tool
+    def much(self) -> str:
+        """Say much."""
+        return "x" * 3_000_000
+
+    @tilth.tool
+    def fall(self) -> dict:
+        """Raise."""
+        raise KeyError("k")

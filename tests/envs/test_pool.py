@@ -1,0 +1,101 @@
+"""Environments answer side by side; one that raises, hangs or dies costs its own episode only."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.errors import raises
+from tilth.core.errors import PluginError
+from tilth.envs.pool import EnvironmentPool
+
+TALKER = f"{Path(__file__).parent / 'talkers.py'}:Talker"
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def pool():
+    pool = EnvironmentPool(TALKER, workers=1, timeout=3.0)
+    yield pool
+    pool.close()
+
+
+def take(pool, count, seconds=30):
+    found = {}
+    while len(found) < count:
+        now = pool.poll(seconds)
+        assert now, f"only {found}"
+        found |= {a.episode: a for a in now}
+    return found
+
+
+def begin(pool, *episodes):
+    for i in episodes:
+        pool.begin(i, {"prompt": f"p{i}"})
+    return take(pool, len(episodes))
+
+
+def say(pool, **texts):
+    for name, text in texts.items():
+        pool.step(int(name[1:]), {"role": "assistant", "content": text})
+    return take(pool, len(texts))
+
+
+def contents(answer):
+    return [m["content"] for m in answer.value["messages"]]
+
+
+def test_episodes_are_apart(pool):
+    assert {i: contents(a) for i, a in begin(pool, 0, 1, 2).items()} == {0: ["p0"], 1: ["p1"], 2: ["p2"]}
+    say(pool, e0="a", e1="b")
+    found = say(pool, e0="bye", e2="c")
+    assert contents(found[0]) == ["2 bye"] and found[0].value["done"] and contents(found[2]) == ["1 c"]
+    pool.reward(0)
+    assert take(pool, 1)[0].value == {"value": 2.0, "parts": {"first": 1.0}, "reason": ""}
+
+
+@pytest.mark.parametrize("said, status", [("raise", "error"), ("bytes", "error"), ("hang", "timeout")])
+def test_one_fails_and_the_others_stay_where_they_are(pool, said, status):
+    begin(pool, 0, 1)
+    before = contents(say(pool, e1="new")[1])
+    found = say(pool, e0=said)[0]
+    assert found.status == status and found.value is None and found.reason
+    assert before and contents(say(pool, e1="x")[1]) == ["2 x"]
+    assert contents(begin(pool, 2)[2]) == ["p2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said, status", [("gil", "timeout"), ("exit", "died"), ("kill", "died"), ("spin", "timeout")])
+def test_episodes_of_a_lost_process_begin_again_elsewhere(pool, said, status):
+    begin(pool, 0, 1)
+    say(pool, e1="a")
+    say(pool, e1="b")
+    found = say(pool, e0=said)[0]
+    assert found.status == status
+    assert contents(say(pool, e1="c")[1]) == ["3 c"]
+    pool.reward(1)
+    assert take(pool, 1)[1].value["value"] == 3.0
+
+
+@pytest.mark.slow
+def test_an_episode_that_does_not_repeat_itself_fails(pool):
+    begin(pool, 0, 1)
+    say(pool, e1="new")
+    pool.step(0, {"role": "assistant", "content": "exit"})
+    pool.step(1, {"role": "assistant", "content": "a"})
+    found = take(pool, 2)
+    assert found[1].status == "differs" and found[0].status == "died"
+
+
+def test_a_record_that_cannot_begin(pool):
+    pool.begin(0, {"prompt": "", "fail": True})
+    found = take(pool, 1)[0]
+    assert found.status == "error" and "no such record" in found.reason
+
+
+def test_names_that_are_none():
+    with raises(PluginError, "rollout.environment"):
+        EnvironmentPool("nothing")
+    with raises(PluginError, "rollout.environment"):
+        EnvironmentPool(f"{Path(__file__).parent / 'talkers.py'}:asyncio")
+    with raises(PluginError, "environment.timeout"):
+        EnvironmentPool(TALKER, timeout=0)

@@ -1,0 +1,280 @@
+"""Episodes of several turns: ids are only appended, masks are the policy's tokens, and environments fail alone."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from tests.data.agent_templates import TEMPLATES
+from tests.errors import raises
+from tests.rollout.reference import make_model
+from tilth.core.random import stream
+from tilth.core.trajectory import Trajectory
+from tilth.data.template import TemplateError, make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.envs.calls import message_of
+from tilth.envs.pool import Answer
+from tilth.models.config import DecoderConfig
+from tilth.rollout.engine import Engine
+from tilth.rollout.episodes import Limits, Player, Wanted
+from tilth.rollout.request import SamplingParams
+
+TEXTS = [
+    "What is 12 + 34? It is 46.\n\nThe user said so; add multiply name arguments",
+    '{"name": "add", "arguments": {}}',
+] * 4
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+
+
+class Talks:
+    """Environments without processes: answers are a function of seed, episode and turn, and come late at random."""
+
+    def __init__(self, seed, role="tool", turns=3, odd=None):
+        self.seed, self.role, self.turns, self.odd = seed, role, turns, odd or {}
+        self.waiting, self.heard, self.polls = [], {}, 0
+
+    def bits(self, *path):
+        return int(stream(self.seed, "talks", *map(str, path)).bits(0, 1)[0])
+
+    def begin(self, episode, info):
+        self.heard[episode] = []
+        self.waiting.append(
+            Answer(episode, "begin", {"messages": [{"role": "user", "content": info["q"]}], "tools": TOOLS})
+        )
+
+    def step(self, episode, message):
+        heard = self.heard[episode]
+        heard.append(message)
+        turn = len(heard)
+        if (episode, turn) in self.odd:
+            self.waiting.append(self.odd[episode, turn])
+            return
+        many = 1 + self.bits("many", episode, turn) % 2 if self.role == "tool" else 1
+        new = [
+            {"role": self.role, "content": f"answer {self.bits(episode, turn, k) % 997} <|im_end|> é"}
+            for k in range(many)
+        ]
+        done = turn >= self.turns or self.bits("done", episode, turn) % 5 == 0
+        self.waiting.append(Answer(episode, "step", {"messages": new, "done": done}))
+
+    def reward(self, episode):
+        score = {"value": float(len(self.heard[episode])), "parts": {}, "reason": ""}
+        self.waiting.append(Answer(episode, "reward", score))
+
+    def end(self, episode):
+        pass
+
+    def poll(self, seconds):
+        self.polls += 1
+        late = [a for i, a in enumerate(self.waiting) if self.bits("late", self.polls, i) % 3 == 0]
+        found = [a for a in self.waiting if a not in late] if seconds == 0 else list(self.waiting)
+        self.waiting = [a for a in self.waiting if a not in found]
+        return found
+
+
+class Drawn:
+    """An engine that draws ids at random and ends most turns; it knows of no model and no cache."""
+
+    def __init__(self, seed, vocabulary, ends):
+        self.seed, self.ids, self.ends = seed, [i for i in range(vocabulary) if i not in ends], ends
+        self.requests, self.polls = [], 0
+
+    def bits(self, *path):
+        return stream(self.seed, "drawn", *map(str, path)).bits(0, 24).tolist()
+
+    def submit(self, requests):
+        self.requests += requests
+
+    def poll(self):
+        self.polls += 1
+        now = [r for r in self.requests if self.bits("late", self.polls, r.id)[0] % 2]
+        self.requests = [r for r in self.requests if r not in now]
+        return [self.answer(r) for r in now]
+
+    def answer(self, request):
+        n, bits = len(request.prompt), self.bits(request.id, len(request.prompt))
+        drawn = [self.ids[b % len(self.ids)] for b in bits[: 1 + bits[0] % 20]]
+        stops = bits[1] % 8 > 0
+        drawn = [*drawn[: request.params.max_tokens - 1], self.ends[bits[2] % len(self.ends)]] if stops else drawn
+        drawn = drawn if stops else (drawn * 20)[: request.params.max_tokens]
+        tokens = np.array([*request.prompt, *drawn], np.int64)
+        mask = np.array([0] * n + [1] * len(drawn), np.uint8)
+        logprobs = np.where(mask, -1.5, 0).astype(np.float32)
+        return Trajectory(
+            request.id, request.prompt_index, request.group, tokens, mask, logprobs,
+            versions=[(n, 5)], finish="stop" if stops else "length",
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizers_of(tmp_path_factory):
+    return {name: tokenizer(tmp_path_factory.mktemp(name), *facts) for name, facts in TEMPLATES.items()}
+
+
+def tokenizer(folder, source, eos, special, begin):
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train(TEXTS, 300)._core.to_str())
+    core.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in special])
+    core.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "chat_template": source}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **({"bos_token": begin} if begin else {})}))
+    return Tokenizer.load(folder)
+
+
+def scripted(tokenizer, pool, *, turns=4, context=400, seed=1):
+    template = make_template("model", tokenizer)
+    engine = Drawn(seed, tokenizer.vocab_size, template.stops)
+    return Player(engine, template, tokenizer, pool, Limits(turns, context))
+
+
+def player(tokenizer, pool, *, turns=4, context=400, **options):
+    template = make_template("model", tokenizer)
+    config = DecoderConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+        num_kv_heads=2, max_positions=512,
+    )  # fmt: skip
+    engine = Engine(config, tokenizer=tokenizer, seed=3, max_length=context, **{"parity": True, **options})
+    engine.update_weights(make_model(config, scale=1.0).named_parameters(), version=5)
+    return Player(engine, template, tokenizer, pool, Limits(turns, context))
+
+
+@pytest.mark.parametrize("episodes", (50, pytest.param(334, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_are_appended_and_the_mask_is_on_what_the_policy_drew(tokenizers_of, name, episodes):
+    tokenizer = tokenizers_of[name]
+    pool = Talks(1)
+    one = scripted(tokenizer, pool)
+    params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
+    wanted = [Wanted(i, {"q": f"What is {i}?"}, group=i // 2, prompt=i) for i in range(episodes)]
+    several = 0
+    for ask, found in zip(wanted, one.play(wanted, params), strict=True):
+        t = found.trajectory
+        ids = one.template.begin([{"role": "user", "content": ask.info["q"]}], TOOLS)
+        assert t.tokens[: len(ids)].tolist() == ids and not t.mask[: len(ids)].any()
+        at, messages = len(ids), [{"role": "user", "content": ask.info["q"]}]
+        for turn in range(found.turns):
+            end = at
+            while end < len(t.tokens) and t.mask[end]:
+                end += 1
+            drawn = t.tokens[at:end].tolist()
+            ended = drawn[-1] in params.stop_tokens
+            assert 0 < len(drawn) <= 12 and (ended or len(drawn) == 12)
+            if not ended or turn + 1 == found.turns:
+                at = end
+                break
+            # Independent of ``follow``: the conversation is rendered whole, with the turn as the only unknown.
+            answers = answers_of(pool, ask.id, turn + 1, tokenizer)
+            text = between(one.template, messages, answers)
+            ids = tokenizer.encode(text, special=False)
+            assert t.tokens[end : end + len(ids)].tolist() == ids and not t.mask[end : end + len(ids)].any()
+            messages += [message_of(tokenizer.decode(drawn[:-1], special=True)), *answers]
+            at = end + len(ids)
+            several += 1
+        assert at == len(t.tokens) and t.versions[0][1] == 5 and len(t.versions) == 1
+        assert (t.logprobs[t.mask == 1] < 0).all() and not t.logprobs[t.mask == 0].any()
+        assert t.reward == len(pool.heard[ask.id])
+    assert several > episodes / 2
+
+
+def answers_of(pool, episode, turn, tokenizer):
+    """What the environment said to a turn, as the policy reads it: special tokens in it are broken up."""
+    again = Talks(pool.seed, pool.role, pool.turns)
+    again.heard[episode] = [None] * (turn - 1)
+    again.step(episode, None)
+    said = again.waiting[0].value["messages"]
+    return [{**m, "content": tokenizer.plain(m["content"])} for m in said]
+
+
+def between(template, messages, answers):
+    """What the template puts behind the end token of a turn whose content is a lone letter."""
+    call = {"id": "123456789", "type": "function", "function": {"name": "Z", "arguments": {}}}
+    messages = [m if m["role"] == "user" else called(m) for m in messages]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = template._render([*messages, turn, *map(called, answers)], True, TOOLS)
+    start = text.rindex('"name": "Z"')
+    end = min(text.index(e, start) + len(e) for e in template._ends if e in text[start:])
+    return text[end:].replace("123456789", "tilth0000")
+
+
+def called(message):
+    """A message as strict templates want it: each tool's answer has a call, each turn of the policy makes one."""
+    if message["role"] == "tool":
+        return {**message, "tool_call_id": "123456789"}
+    one = {"id": "123456789", "type": "function", "function": {"name": "Y", "arguments": {}}}
+    return {**message, "tool_calls": [one]}
+
+
+def test_text_tokenised_again_gives_other_ids(tokenizers_of):
+    """Why ids are appended: text of the same conversation, rendered and tokenised, is not what the policy drew."""
+    tokenizer = tokenizers_of["qwen3"]
+    one = scripted(tokenizer, Talks(1))
+    params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
+    found = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(20)], params)
+    again = [tokenizer.encode(tokenizer.decode(f.trajectory.tokens, special=True)) for f in found]
+    assert sum(ids != f.trajectory.tokens.tolist() for ids, f in zip(again, found)) > 10
+
+
+def test_order_of_answers_changes_nothing(tokenizers_of):
+    """In parity mode: neither when environments answer nor how many rows there are."""
+    tokenizer = tokenizers_of["llama3"]
+    found = []
+    for rows, only in ((64, range(12)), (3, range(12)), (8, (5,))):
+        one = player(tokenizer, Talks(2), max_rows=rows)
+        params = SamplingParams(max_tokens=8, stop_tokens=(*one.template.stops, *range(5, 100)))
+        played = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in only], params)
+        found.append({p.trajectory.id: p.trajectory for p in played})
+    for i, t in found[0].items():
+        for other in (o[i] for o in found[1:] if i in o):
+            assert np.array_equal(t.tokens, other.tokens) and np.array_equal(t.logprobs, other.logprobs)
+            assert t.segments == other.segments and t.reward == other.reward
+
+
+def test_a_failed_episode_fails_alone(tokenizers_of):
+    tokenizer = tokenizers_of["qwen3"]
+    odd = {(2, 1): Answer(2, "step", None, "ValueError: no", "error")}
+    plain = scripted(tokenizer, Talks(4))
+    params = SamplingParams(max_tokens=8, stop_tokens=plain.template.stops)
+    wanted = [Wanted(i, {"q": f"What is {i}?"}) for i in range(6)]
+    whole = plain.play(wanted, params)
+    hit = scripted(tokenizer, Talks(4, odd=odd)).play(wanted, params)
+    assert hit[2].trajectory.reward is None and hit[2].trajectory.finish == "error" and hit[2].status == "error"
+    assert hit[2].reason == "ValueError: no" and hit[2].trajectory.mask.any()
+    for a, b in zip(whole[:2] + whole[3:], hit[:2] + hit[3:]):
+        assert np.array_equal(a.trajectory.tokens, b.trajectory.tokens) and a.trajectory.reward == b.trajectory.reward
+
+
+def test_an_answer_longer_than_the_context_cuts_the_episode(tokenizers_of):
+    tokenizer = tokenizers_of["qwen3"]
+    long = {"messages": [{"role": "tool", "content": "x y z " * 400}], "done": False}
+    one = scripted(tokenizer, Talks(4, odd={(i, 1): Answer(i, "step", long) for i in range(8)}))
+    params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
+    played = one.play([Wanted(i, {"q": "What is 1?"}) for i in range(8)], params)
+    found = next(p for p in played if "cut" not in p.reason)
+    assert found.trajectory.finish == "length" and "context of 400" in found.reason
+    assert found.trajectory.reward is not None and found.trajectory.mask[-1] == 1
+
+
+def test_a_template_that_writes_turns_anew_is_refused(tokenizers_of):
+    """Qwen3's leaves out what was thought when the user speaks again, and keeps it when a tool answers."""
+    template = make_template("model", tokenizers_of["qwen3"])
+    assert template.follow([{"role": "tool", "content": "one"}], TOOLS)
+    with raises(TemplateError, "template.prefix"):
+        template.follow([{"role": "user", "content": "and 2?"}], TOOLS)
+
+
+def test_tools_need_a_template_that_lists_them():
+    for name in ("chatml", ""):
+        template = make_template(name, Tokenizer.train(TEXTS, 300))
+        with raises(TemplateError, "template.tools"):
+            template.begin([{"role": "user", "content": "What is 1?"}], TOOLS)
+
+
+def test_what_was_computed_is_not_computed_again(tokenizers_of):
+    """Each turn computes what is new, and at most the block that was not full."""
+    tokenizer = tokenizers_of["qwen3"]
+    one = player(tokenizer, Talks(4), parity=False)
+    params = SamplingParams(max_tokens=12, stop_tokens=(*one.template.stops, *range(5, 100)))
+    found = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(16)], params)
+    read = sum(int((p.trajectory.mask == 0).sum()) for p in found)
+    turns = sum(p.turns for p in found)
+    assert one.engine.stats().prefilled_tokens <= read + 16 * (turns - len(found)) + turns
