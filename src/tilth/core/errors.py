@@ -1,5 +1,9 @@
 """Errors for users. Each message names, in one line, the key, its value and what would work."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
 from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeError, TilthError
 
 __all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "DataError", "LogprobMismatch"]
@@ -105,3 +109,8 @@ class CallTimeout(TilthError):
 
     key: ``ROLE.METHOD`` of the late call; of the first one if several are late.
     """
+
+    probes: Sequence[Any] = ()
+    """State of each worker at the limit (``cluster.backends.base.Probe``)."""
+    since: Mapping[int, float] = MappingProxyType({})
+    """When each busy worker last got on with its work, in monotonic seconds."""

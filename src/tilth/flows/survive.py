@@ -16,6 +16,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.roles import ROLES
 from tilth.core.errors import TilthError
 from tilth.flows.build import RunParts
+from tilth.guard.diagnosis import diagnosed
 from tilth.guard.recovery import Action, Recovery, verdict_of
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
@@ -47,9 +48,11 @@ class Survival:
         while True:
             if self.cluster.dispatch.failed is not None:  # its policy has ended it
                 raise error
-            began, verdict = time.monotonic(), verdict_of(error)
+            began, verdict = time.monotonic(), self._judge(error)
             action = self.recovery.decide(verdict, step, began)
             if verdict is None or action.step == "stop":
+                if verdict is not None and verdict.details.get("culprits"):
+                    self.say(_first_line(verdict, step))
                 if self.restarts and self.snapshots is not None and verdict is not None:
                     error.add_note(f"the run does not go on after it: {action.why}")
                 raise error
@@ -60,10 +63,16 @@ class Survival:
             except TilthError as another:  # a second failure during the recovery from the first
                 error = another
 
+    def _judge(self, error: TilthError) -> Verdict | None:
+        """Return the verdict on an error, with what the living workers know."""
+        verdict = verdict_of(error)
+        if verdict is None:
+            return None
+        return diagnosed(verdict, error, self.cluster.backend, {one.role: one.mesh for one in self.cluster.groups})
+
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
-        first = verdict.evidence.partition("\n")[0]
-        self.say(f"after step {step}: {verdict.kind}: {first}")
-        self._lost.update(action.ranks)
+        self.say(_first_line(verdict, step))
+        self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
         replaced = self.cluster.repair(self._lost, SETTLE)
         self._lost.clear()
         self._new.update(replaced)
@@ -83,7 +92,7 @@ class Survival:
         """Record the recovery; events and metrics belong to the next attempt."""
         seconds = round(time.monotonic() - began, 3)
         facts = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
-        facts |= {"action": action.step}
+        facts |= {"action": action.step, "details": verdict.details}
         self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
         recorder.conclude()
         recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)
@@ -107,6 +116,11 @@ class Survival:
         if reward is not None:
             reward.ready()
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
+
+
+def _first_line(verdict: Verdict, step: int) -> str:
+    first = verdict.evidence.partition("\n")[0]
+    return f"after step {step}: {verdict.kind}: {first}"
 
 
 def _is_kept(group: WorkerGroup, replaced: AbstractSet[int], failed: AbstractSet[str]) -> bool:

@@ -157,6 +157,7 @@ def _busy(_: Executor) -> NoReturn:
 
 
 def _hold_gil(_: Executor) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # which asks for stacks, and would wake it
     ctypes.PyDLL(None).sleep(_FOREVER)  # a PyDLL keeps the GIL during the call
 
 

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tilth.core.errors import StorageError
 from tilth.trace.buffer import FORMAT, FULL, OTHERS, SIZE, Codes, EventBuffer, EventNames, Taken
 from tilth.trace.device import DeviceClock, device_clock
-from tilth.trace.ops import ON_DEVICE, PHASES
+from tilth.trace.ops import ON_DEVICE, OPS, PHASES
 
 if TYPE_CHECKING:
     from torch.cuda import Event as CudaEvent
@@ -43,11 +43,17 @@ exact."""
 WAKE = 20_000  # number of waiting events that wakes the writer early
 LONGEST = 600.0  # most seconds between two parts of the table
 WIDTH = 8  # sums of each operation, followed by
-CODE, PHASE, DEVICE = 8, 9, 10  # its code in events, True for a phase of the step, True for the work of a device
+CODE, PHASE, DEVICE, NUMBER = 8, 9, 10, 11  # its code in events, True for a phase, True for work of a device, number
 Where = tuple[str, str]  # role and place: the coordinates of this rank in the role's mesh, as "dp=0 fsdp=1 tp=0"
 NOWHERE: Where = ("", "")
 _now = time.perf_counter_ns
 _pack = FORMAT.pack_into
+DEEPEST = 16
+"""Open spans of a thread that are shown."""
+SHOWN = struct.Struct(f"@{DEEPEST}q")
+"""Open spans of a thread, the outermost first, then 0: micro_batch * 2^16 + number of the operation."""
+UNDECLARED = 0xFFFF
+_numbers = {name: i + 1 for i, name in enumerate(OPS)}
 _ops, _details, _places = Codes("", OTHERS), Codes("", OTHERS), Codes(NOWHERE, (OTHERS, ""))
 
 
@@ -73,7 +79,7 @@ class _Thread(EventBuffer):
     """State of a thread: innermost open span, sums of ``Total`` by operation (times in ns), the part of them that was
     read, and waiting events."""
 
-    __slots__ = ("name", "place", "reported", "sums", "thread", "top", "where")
+    __slots__ = ("name", "place", "reported", "shown", "sums", "thread", "top", "where")
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +87,8 @@ class _Thread(EventBuffer):
         self.thread = threading.current_thread()
         self.name = self.thread.name
         self.top: span | None = None
-        self.sums: dict[str, list[float]] = {}
+        self.shown: memoryview | None = None  # where others read which span is open
+        self.sums: dict[str, list[Any]] = {}
         self.reported: dict[str, list[float]] = {}
 
     def add_new(self, into: dict[str, list[float]], reset: bool) -> None:
@@ -97,10 +104,10 @@ class _Thread(EventBuffer):
             if reset:
                 self.reported[op] = now
 
-    def begin(self, op: str) -> list[float]:
+    def begin(self, op: str) -> list[Any]:
         """Add an operation that is new in this thread."""
-        sums: list[float] = [0] * WIDTH
-        self.sums[op] = sums = [*sums, _ops[op], op in PHASES, op in ON_DEVICE]
+        sums: list[Any] = [0] * WIDTH
+        self.sums[op] = sums = [*sums, _ops[op], op in PHASES, op in ON_DEVICE, _numbers.get(op, UNDECLARED)]
         return sums
 
 
@@ -176,6 +183,11 @@ class span:
         self._begun = recorder.begin() if sums[DEVICE] and recorder.timed else None
         thread.top = self
         self.start = _now()
+        if (shown := thread.shown) is not None and self.depth < DEEPEST:
+            try:
+                shown[self.depth] = sums[NUMBER] + (self.micro_batch << 16)
+            except (TypeError, ValueError):  # no number, or one too large: tracing must not end a run
+                shown[self.depth] = sums[NUMBER]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -204,6 +216,8 @@ class span:
         if thread.top is self:
             # Skip spans that a generator closed out of order.
             thread.top = parent if parent is None or parent.duration < 0 else _still_open(parent)
+        if (shown := thread.shown) is not None and self.depth < DEEPEST:
+            shown[self.depth] = 0
         if recorder.recording:
             if self._begun is not None:
                 recorder.end(self.id, self._begun)
@@ -272,6 +286,21 @@ def current_step() -> int:
     return -1 if top is None else top.step
 
 
+def show_open(where: memoryview | None) -> None:
+    """Keep the open spans of this thread in shared memory (``SHOWN``); None: no longer.
+
+    Others read them there, also of a process that is stopped or in which something holds the GIL.
+    """
+    _local.state.shown = None if where is None else where.cast("q")
+
+
+def opened(shown: bytes) -> list[tuple[str, int]]:
+    """Return (operation, micro_batch) of the spans that ``show_open`` keeps, outermost first; "": not declared."""
+    names, cells = ["", *OPS], itertools.takewhile(bool, SHOWN.unpack(shown))
+    numbers = [(cell & UNDECLARED, cell >> 16) for cell in cells]
+    return [(names[number] if number < len(names) else "", micro) for number, micro in numbers]
+
+
 def traced(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function: every call is a span of this operation."""
 
@@ -307,6 +336,7 @@ class Recorder:
         self._lost = 0
         for thread in self._threads:
             thread.forget()
+            thread.shown = None
         self._write_lock = threading.Lock()
         self._totals_lock = threading.Lock()
         self._error: StorageError | None = None

@@ -1,5 +1,6 @@
 """Payload files, the phase board and the private folder."""
 
+import contextlib
 import errno
 import os
 import time
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.errors import raises
-from tilth.cluster.backends.status import SLOT, StatusBoard
+from tilth.cluster.backends.status import LONGEST, StatusBoard
 from tilth.cluster.backends.store import FolderStore, _no_room
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import StorageError
-from tilth.trace import recorder
+from tilth.trace import recorder, span
+from tilth.trace.spans import DEEPEST, show_open
 
 KINDS = ["<i8", "<i4", "<i2", "|u1", "|i1", "|b1", "<f4", "<f8", "<f2"]
 
@@ -105,9 +107,31 @@ def test_any_name_fits_into_its_own_slot(tmp_path_factory, name):
         board.mark(rank, f"{rank}{name}")
     for rank in range(3):
         shown = board.read(rank).rsplit(" (for ", 1)[0]
-        cut = f"{rank}{name}".encode()[: SLOT - 10].decode(errors="replace")
+        cut = f"{rank}{name}".encode()[:LONGEST].decode(errors="replace")
         assert shown == cut
     board.close()
+
+
+def test_the_board_shows_the_open_spans_of_a_worker_and_nothing_else_moves(tmp_path):
+    board = StatusBoard.create(tmp_path / "board", 2)
+    board.mark(1, "policy.update")
+    board.beat(1, 5, 6)
+    show_open(board.room(1))
+    try:
+        with span("call"), span("update"), span("backward", micro_batch=3), span("a plugin's own"):
+            assert board.spans(1) == [("call", -1), ("update", -1), ("backward", 3), ("", 3)]
+        assert board.spans(1) == board.spans(0) == []
+        with contextlib.ExitStack() as deep:
+            for i in range(DEEPEST + 2):
+                deep.enter_context(span("reduce", micro_batch=i))
+            assert board.spans(1) == [("reduce", i) for i in range(DEEPEST)]
+            with span("forward", micro_batch=1 << 60):  # no room for such a number
+                pass
+    finally:
+        show_open(None)
+    assert board.life(1) == (5, 6) and board.read(1).startswith("policy.update")
+    board.mark(1, "x" * 1000)
+    assert board.spans(1) == [] and board.life(1) == (5, 6)
 
 
 def test_what_goes_in_and_out_is_told_with_its_bytes_also_where_it_fails(tmp_path):

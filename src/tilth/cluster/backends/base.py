@@ -126,6 +126,8 @@ class Probe:
     """Call and its duration so far, "policy.update (for 3.1 s)"; "" between calls."""
     stack: str
     """Stacks of all threads; "" if unavailable."""
+    spans: Sequence[tuple[str, int]] = ()
+    """(operation, micro_batch) of the open spans of its call, the outermost first; (): none, or unknown."""
 
 
 class Backend(Protocol):

@@ -14,6 +14,9 @@ from tilth.cluster.backends.status import StatusBoard
 
 STACK = 1.0
 """Seconds for a worker to write its stacks; a signal handler does, so only a stopped one takes longer."""
+GONE = "gone"
+SILENT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, GONE)
+"""States of a process that answers nothing."""
 TAIL = 4000
 """Bytes of a lost worker's log in its error."""
 
@@ -33,12 +36,12 @@ class NodeProbe:
 
     def probe(self, rank: int, pid: int) -> Probe:
         """Return the state of a worker, in at most about a second."""
+        doing, opened = self.board.read(rank), self.board.spans(rank)
         try:
             state = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
-            return Probe(rank, pid, "gone", self.board.read(rank), "")
-        alive = state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
-        return Probe(rank, pid, state, self.board.read(rank), self._stack(rank, pid) if alive else "")
+            return Probe(rank, pid, GONE, doing, "", opened)
+        return Probe(rank, pid, state, doing, "" if state in SILENT else self._stack(rank, pid), opened)
 
     def _stack(self, rank: int, pid: int) -> str:
         """Return what the worker's handler of SIGUSR1 appends to its file."""

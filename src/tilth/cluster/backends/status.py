@@ -1,4 +1,4 @@
-"""Status board: current call and signs of life of each worker, in a small file that all processes of a machine map.
+"""Status board: call, open spans and signs of life of each worker, in a small file that all processes of a machine map.
 
 The controller reads it without the worker, so it is correct for one that is stopped or holds the GIL.
 """
@@ -10,12 +10,16 @@ from pathlib import Path
 
 from tilth.cluster.backends.capacity import advice
 from tilth.core.errors import StorageError
+from tilth.trace.spans import SHOWN, opened
 
-SLOT = 256
+SLOT = 512
 """Bytes per worker: begin of the call (float64, monotonic seconds), length of its name (uint16), the name; at the end
-its signs of life (uint64, uint64)."""
+the open spans of the thread that executes calls (``SHOWN``) and its signs of life (uint64, uint64)."""
 _HEAD = struct.Struct("<dH")
 _COUNTS = struct.Struct("<QQ")
+_TAIL = SHOWN.size + _COUNTS.size
+LONGEST = SLOT - _HEAD.size - _TAIL
+"""Bytes of a call's name."""
 
 
 class StatusBoard:
@@ -37,7 +41,7 @@ class StatusBoard:
 
     def mark(self, rank: int, phase: str) -> None:
         """Set the current call of a worker, "" for none; a long name is cut to the slot."""
-        name = phase.encode()[: SLOT - _HEAD.size - _COUNTS.size]
+        name = phase.encode()[:LONGEST]
         start = rank * SLOT
         self._map[start : start + _HEAD.size + len(name)] = _HEAD.pack(time.monotonic(), len(name)) + name
 
@@ -47,6 +51,16 @@ class StatusBoard:
         since, length = _HEAD.unpack_from(self._map, start)
         name = self._map[start + _HEAD.size : start + _HEAD.size + length].decode(errors="replace")
         return f"{name} (for {time.monotonic() - since:.1f} s)" if name else ""
+
+    def room(self, rank: int) -> memoryview:
+        """Return the room for a worker's open spans, for ``show_open``."""
+        end = (rank + 1) * SLOT - _COUNTS.size
+        return memoryview(self._map)[end - SHOWN.size : end]
+
+    def spans(self, rank: int) -> list[tuple[str, int]]:
+        """Return (operation, micro_batch) of the open spans of a worker, the outermost first."""
+        start = (rank + 1) * SLOT - _TAIL
+        return opened(self._map[start : start + SHOWN.size])
 
     def beat(self, rank: int, work: int, beats: int) -> None:
         """Set the signs of life of a worker: two numbers that grow, with its work and with time."""

@@ -22,9 +22,11 @@ from tilth.trace.spans import in_phase
 
 GRACE = 0.5
 """Seconds to wait for further failures after the first, since a peer may report a broken collective before the crash
-that caused it; also the grace of an answer at its limit."""
-LOOK = 0.5
-"""Seconds between two looks for signs of life of the workers."""
+that caused it."""
+AT_LIMIT = 0.1
+"""Seconds for an answer, or a sign of life, that is on its way when a call reaches its limit."""
+LOOK = 0.1
+"""Seconds between two looks for signs of life of the workers, which are in shared memory."""
 
 
 class FailurePolicy(Protocol):
@@ -160,7 +162,7 @@ class Dispatch:
                     self._look()
                     if self._limit() > time.monotonic():
                         continue
-                    self._changed.wait(GRACE)
+                    self._changed.wait(AT_LIMIT)
                     self._look()
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
@@ -233,10 +235,13 @@ class Dispatch:
         call, since = self._flying[rank][0].call, self._since[rank]
         return min(since + max(self.timeout, call.least), self._hangs_at(rank))
 
+    def _last(self, rank: int) -> float:
+        """Return when this rank's running call last made progress, or began. (Called with the lock.)"""
+        return max(self._since[rank], self._life.since(rank, self._flying[rank][0].call.patient))
+
     def _hangs_at(self, rank: int) -> float:
         """Return when this rank's running call has been without progress for too long. (Called with the lock.)"""
-        since = self._life.since(rank, self._flying[rank][0].call.patient)
-        return max(self._since[rank], since) + self.hang_after
+        return self._last(rank) + self.hang_after
 
     def _first_failure(self) -> BaseException | None:
         """Return the failure that caused the others: a lost worker, else one outside of collectives, else the first.
@@ -287,7 +292,14 @@ class Dispatch:
         with ThreadPoolExecutor(min(16, self.backend.workers)) as pool:
             return list(pool.map(self.backend.probe, range(self.backend.workers)))
 
+    def _progress(self) -> dict[int, float]:
+        """Return when each busy worker last got on with its work."""
+        with self._changed:
+            return {rank: self._last(rank) for rank, queue in enumerate(self._flying) if queue}
+
     def _give_up(self, error: BaseException) -> NoReturn:
+        if isinstance(error, CallTimeout):
+            error.since = self._progress()
         if self.policy.ends(error):
             self.failed = error
             self.backend.close(kill=True)

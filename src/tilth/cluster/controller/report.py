@@ -14,10 +14,12 @@ _IDLE = re.compile(
     r'/cluster/worker/local_worker\.py", line \d+ in _receive$'
     r'|/socketserver\.py", line \d+ in serve_forever$'
     r'|/trace/spans\.py", line \d+ in _run$'
+    r'|/cluster/worker/life\.py", line \d+ in run$'
     r'|\A  File "[^"]*/concurrent/futures/thread\.py", line \d+ in _worker$',
     re.MULTILINE,
 )
-"""Frames of helper threads without work: receive loop, control loop, writer of the trace, idle thread of a pool."""
+"""Frames of helper threads without work: receive and control loop, writer of the trace, signs of life, idle thread of a
+pool."""
 _IMPORT = '  File "<frozen importlib.'
 """Beginning of the frames of Python's import machinery, five for each nested import."""
 _FILE = re.compile(r'  File "([^"]*)"')
@@ -37,7 +39,7 @@ def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float, han
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""
     lines = [f"{_places(late, named)}: {within}{more}", *_paragraphs(late, probes, named)]
     error = CallTimeout("\n".join(lines), key=late[named[0]].operation if named else "cluster.timeout")
-    error.ranks = tuple(named)
+    error.ranks, error.probes = tuple(named), probes
     return error
 
 
@@ -54,7 +56,7 @@ def absence(late: Mapping[int, Call], probes: Sequence[Probe], waited: Mapping[i
     )
     lines = [head, *_paragraphs(late, probes, named), *quoted]
     error = CallTimeout("\n".join(lines), key=late[named[0]].operation)
-    error.ranks = tuple(named)
+    error.ranks, error.probes = tuple(named), probes
     return error
 
 

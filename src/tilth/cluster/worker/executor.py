@@ -27,7 +27,8 @@ from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
-DRILL = "tilth.guard.inject:strike"
+OWN = {"inject": "tilth.guard.inject:strike", "recorder": "tilth.guard.diagnosis:recorded"}
+"""Control messages to the worker itself; what answers them is imported only when it is asked for."""
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
 
@@ -55,6 +56,8 @@ class Executor:
         self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
         self.phase, self.since = "", time.monotonic()
+        self.left = False
+        """True if the newest call left a collective with an error."""
         self._note = note
         self._tracing = False
         self._capture = Capture()
@@ -81,10 +84,13 @@ class Executor:
 
     def answer(self, call: Call) -> Reply | Failure:
         """Execute a call of another process; an exception becomes a Failure, which can be pickled."""
+        self.left = False
         try:
             return self.handle(call)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported by the controller
-            return failure(self._no_room(error) or error)
+            found = failure(self._no_room(error) or error)
+            self.left = bool(found.collective)
+            return found
 
     def _out_of_memory(self, call: Call, error: BaseException) -> OutOfMemory:
         """Build the error; inline it names its call, elsewhere ``Failure.error`` does."""
@@ -103,12 +109,9 @@ class Executor:
         return StorageError(message, key="session_dir.init_method").with_traceback(error.__traceback__)
 
     def control(self, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a control message, in another thread than the calls. Raises WorkerError for other methods.
-
-        ``inject`` without a role is a drill's: what it does is imported only when it is asked for.
-        """
-        if (role, method) == ("", "inject"):
-            return resolve(DRILL)(self, **arguments)
+        """Answer a control message, in another thread than the calls. Raises WorkerError for other methods."""
+        if not role and method in OWN:
+            return resolve(OWN[method])(self, **arguments)
         found = offered(self.roles[role]).get(method) if role in self.roles else None
         if found is None or not found.control:
             message = f"role {role}, rank {self.rank}: {method!r} is no control method"

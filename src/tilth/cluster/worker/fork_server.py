@@ -29,9 +29,18 @@ from tilth.cluster.worker import local_worker
 Closable = socket.socket | selectors.BaseSelector
 IDLE = 60.0
 """Seconds without a worker after which it ends."""
-AHEAD = ("tilth.flows.workers", "tilth.models.family", "tilth.rollout.engine", "numpy.random", "torch._dynamo")
-"""Modules of the shipped roles, which belong to packages that build on this one, and what roles import when they are
-made (torch._dynamo: every optimizer)."""
+AHEAD = (
+    "tilth.flows.workers",
+    "tilth.models.family",
+    "tilth.rollout.engine",
+    "tilth.guard.diagnosis",
+    "numpy.random",
+    "torch._dynamo",
+    "torch._inductor.codecache",
+)
+"""Modules of the shipped roles, which belong to packages that build on this one, what roles import when they are
+made (torch._dynamo: every optimizer), and what a worker that hangs needs to answer (torch's recorder names frames by
+its compiler's code)."""
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 from tilth.cluster.worker.life import publish_life
+from tilth.trace.spans import show_open
 
 GONE = 70
 """Exit code of a worker whose controller died."""
@@ -64,6 +65,7 @@ def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, t
     )
     control.serve(folder.control(rank), host.control)
     publish_life(partial(board.beat, rank))
+    show_open(board.room(rank))
     controller.send_bytes(f"{rank} {os.getpid()}".encode())
     Serving(controller, host).run()
 

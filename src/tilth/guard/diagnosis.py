@@ -1,0 +1,257 @@
+"""Diagnosis of a job that stands still: who holds it up, in which operation, since when, and where the others wait.
+
+The workers that live are asked for their flight recorders, all at the same time and for ``ASK`` seconds at most; their
+stacks, processes and open spans are read from outside. A worker that does not answer is mute only if its process does
+not run Python either (stopped, gone, or something holds the GIL): a slow answer accuses nobody.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+import psutil
+
+from tilth.cluster.backends.base import Backend, Probe, RepairableBackend
+from tilth.cluster.backends.probe import GONE, SILENT
+from tilth.cluster.controller.report import threads_of
+from tilth.cluster.worker.executor import Executor
+from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.core.layout import Mesh
+from tilth.guard.flight_recorder import FlightDump, dump, parse
+from tilth.guard.localise import localise
+from tilth.guard.stacks import aggregated, hosts
+from tilth.guard.stacks import parse as parse_stacks
+from tilth.guard.verdict import Verdict
+from tilth.trace.ops import kind as kind_of
+
+T = TypeVar("T")
+ASK = 1.0
+"""Seconds in which all workers together answer; what comes later is not waited for."""
+FRAMES = 12
+"""Innermost frames of a culprit that a verdict keeps."""
+ABORTED = "SIGABRT"
+"""Signal of a process that gloo ends because a message is larger than it expects."""
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Facts about the workers of a job that stands still."""
+
+    probes: Mapping[int, Probe]
+    dumps: Mapping[int, FlightDump]
+    left: frozenset[int] = frozenset()
+    """Ranks whose newest call left a collective with an error."""
+    mute: frozenset[int] = frozenset()
+    """Ranks that cannot answer: stopped, gone, or something holds the GIL."""
+    late: frozenset[int] = frozenset()
+    """Ranks that could answer and did not within the time."""
+    since: Mapping[int, float] = field(default_factory=dict)
+    """When each busy rank last got on with its work, in seconds since 1970."""
+
+
+# ---- in a worker ----
+
+
+def recorded(executor: Executor) -> dict[str, Any]:
+    """Return this worker's flight recorder ("" without process groups), and ``Executor.left``."""
+    distributed = sys.modules.get("torch.distributed")
+    grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return {"dump": dump().decode() if grouped else "", "left": executor.left}
+
+
+# ---- in the controller ----
+
+
+def at_once(ask: Callable[[int], T], ranks: Collection[int], seconds: float) -> dict[int, T]:
+    """Ask about all ranks at the same time; return the answers that came within these seconds and were no error."""
+    answers: SimpleQueue[tuple[int, list[T]]] = SimpleQueue()
+
+    def run(rank: int) -> None:
+        try:
+            answers.put((rank, [ask(rank)]))
+        except TilthError:  # it does not answer, which is an answer
+            answers.put((rank, []))
+
+    for rank in ranks:
+        Thread(target=run, args=(rank,), name="ask", daemon=True).start()
+    found, until = dict[int, T](), time.monotonic() + seconds
+    for _ in ranks:
+        try:
+            rank, value = answers.get(timeout=max(0.0, until - time.monotonic()))
+        except Empty:
+            break
+        if value:
+            found[rank] = value[0]
+    return found
+
+
+def standstill(backend: Backend, probes: Iterable[Probe] = (), seconds: float = ASK) -> Standstill:
+    """Read and ask all workers, in at most these seconds. probes: what is known of them already."""
+    until = time.monotonic() + seconds
+    known = {probe.rank: probe for probe in probes}
+    known = known or at_once(backend.probe, range(backend.workers), seconds)
+    living = [rank for rank, probe in known.items() if probe.state not in SILENT]
+    before = {rank: _beats(backend, rank) for rank in living}
+    left = max(0.05, until - time.monotonic())
+    answers = at_once(lambda rank: backend.control(rank, "", "recorder", {}), living, left)
+    dumps = {rank: parse(one["dump"].encode(), rank, f"rank {rank}") for rank, one in answers.items() if one["dump"]}
+    quiet = [rank for rank in living if rank not in answers and _beats(backend, rank) == before[rank]]
+    mute = frozenset([*quiet, *(rank for rank in known if rank not in living)])
+    ranks = frozenset(rank for rank, one in answers.items() if one["left"])
+    return Standstill(known, dumps, ranks, mute, frozenset(living) - frozenset(answers) - mute)
+
+
+def _beats(backend: Backend, rank: int) -> int:
+    return backend.life(rank)[1] if isinstance(backend, RepairableBackend) else -1
+
+
+def diagnosed(verdict: Verdict, error: TilthError, backend: Backend, meshes: Mapping[str, Mesh]) -> Verdict:
+    """Return the verdict on a failure with culprits and evidence, if it is one of ranks that wait for each other.
+
+    meshes: role -> mesh. The workers are as the failure left them.
+    """
+    broke = isinstance(error, WorkerError) and bool(error.collective)
+    aborted = isinstance(error, WorkerLost) and ABORTED in verdict.evidence
+    if not (isinstance(error, CallTimeout) or broke or aborted):
+        return verdict
+    late = error if isinstance(error, CallTimeout) else CallTimeout("")
+    ago = time.time() - time.monotonic()
+    found = standstill(backend, late.probes)
+    found = replace(found, since={rank: at + ago for rank, at in late.since.items()})
+    more = explained(found, verdict.ranks, meshes)
+    calls = more.details.get("calls", {}) if more is not None else {}
+    if more is None or not (isinstance(error, CallTimeout) or calls.get("calls") or "silent" in calls):
+        return verdict
+    evidence, dead = f"{more.evidence}\n{verdict.evidence}", {"dead": list(error.ranks)} if aborted else {}
+    return Verdict(more.kind, more.ranks, evidence, {**verdict.details, **more.details, **dead})
+
+
+def explained(found: Standstill, named: Sequence[int], meshes: Mapping[str, Mesh]) -> Verdict | None:
+    """Return who holds up the job, and the evidence in a sentence; None if nothing is known of who does.
+
+    named: ranks that the failure names, which count where recorders name nobody.
+    """
+    dumps = {rank: _titled(one, meshes) for rank, one in found.dumps.items()}
+    states = hosts({rank: probe.stack for rank, probe in found.probes.items()}) | dict.fromkeys(found.left, "failed")
+    blamed = localise(dumps, sorted(found.mute), hosts=states)
+    if blamed is not None and blamed.kind == "collective" and found.late:  # others' calls are needed for that
+        blamed = None
+    ranks = blamed.ranks if blamed is not None and blamed.ranks else tuple(named)
+    if not ranks:
+        return None
+    rows = {str(rank): _row(found, rank, states) for rank in ranks if rank in found.probes}
+    sentences = [row["sentence"] for row in rows.values()]
+    waiting = _waiting(found, dumps, ranks, states, blamed)
+    details: dict[str, Any] = {"culprits": rows, "wait": sorted({rank for _, some in waiting for rank in some})}
+    if blamed is not None and blamed.kind == "collective":
+        sentences, details["calls"] = [blamed.evidence], dict(blamed.details)
+    elif blamed is not None:
+        details["recorders"] = blamed.evidence
+    sentences += [
+        f"rank{'s' * (len(some) > 1)} {_few(some)} wait{'s' * (len(some) == 1)} in {at}" for at, some in waiting
+    ]
+    if shared := _shared(found, meshes):
+        details["stacks"] = shared
+    return Verdict(blamed.kind if blamed is not None else "hang", ranks, "; ".join(sentences), details)
+
+
+def _titled(one: FlightDump, meshes: Mapping[str, Mesh]) -> FlightDump:
+    """Return the dump with its groups described by the axes along which they lie."""
+    groups = {
+        name: group._replace(description=axes) if (axes := _axes(group.ranks, meshes)) else group
+        for name, group in one.groups.items()
+    }
+    return replace(one, groups=groups)
+
+
+def _axes(ranks: Sequence[int], meshes: Mapping[str, Mesh]) -> str:
+    """Return the axes of a mesh that these ranks are along: "dp", "dp x fsdp"; "" if of none."""
+    for mesh in meshes.values():
+        if len(ranks) > 1 and set(ranks) <= set(mesh.ranks):
+            places = [mesh.at(rank) for rank in ranks]
+            axes = [name for name in mesh.names if len({place[name] for place in places}) > 1]
+            if sorted(mesh.along(ranks[0], *axes)) == sorted(ranks):
+                return " x ".join(axes)
+    return ""
+
+
+def _row(found: Standstill, rank: int, states: Mapping[int, str]) -> dict[str, Any]:
+    """Return what one culprit does: state, operation, since when, its innermost frames."""
+    probe, since = found.probes[rank], found.since.get(rank)
+    threads = threads_of(probe.stack)
+    frames = [line.strip() for line in threads[-1][:FRAMES]] if threads else []
+    how, where = _state(probe, rank in found.mute, states.get(rank, "")), place(probe)
+    clock = f" since {time.strftime('%H:%M:%S', time.localtime(since))}" if since is not None else ""
+    at = f", at {frames[0]}" if frames and states.get(rank) == "works" else ""
+    sentence = f"rank {rank} {how} {f'in {where}' if where else 'between calls'}{clock}{at}"
+    operation, micro = probe.spans[-1] if probe.spans else ("", -1)
+    row = {"sentence": sentence, "state": how, "operation": operation, "micro_batch": micro, "since": since}
+    return {**row, "call": probe.phase.partition(" (for")[0], "stack": frames}
+
+
+def place(probe: Probe) -> str:
+    """Return where a worker is: "backward of micro-batch 3", "all_reduce in optimizer", its call, "" between calls."""
+    inner = [one for one in probe.spans if one[0] not in ("", "call")]
+    names = [f"{op} of micro-batch {micro}" if micro >= 0 else op for op, micro in inner]
+    if len(names) > 1 and kind_of(inner[-1][0]) == "communication":
+        return f"{inner[-1][0]} in {names[-2]}"
+    return names[-1] if names else probe.phase.partition(" (for")[0]
+
+
+def _state(probe: Probe, mute: bool, host: str) -> str:
+    """Describe in a verb what a process does."""
+    if probe.state == GONE:
+        return "is gone"
+    if probe.state in SILENT:
+        return "stopped"
+    if mute:
+        return "holds the GIL"
+    if host == "waits":
+        return "waits for other ranks"
+    return "is busy" if probe.state == psutil.STATUS_RUNNING else "waits"
+
+
+def _waiting(
+    found: Standstill,
+    dumps: Mapping[int, FlightDump],
+    culprits: Collection[int],
+    states: Mapping[int, str],
+    blamed: Verdict | None,
+) -> list[tuple[str, list[int]]]:
+    """Return (collective, ranks) of those that wait, for the collectives most of them wait in first."""
+    held = blamed.details.get("wait") if blamed is not None else None
+    ranks = held if held is not None else [rank for rank, state in states.items() if state == "waits"]
+    places = dict[str, list[int]]()
+    for rank in sorted(set(ranks) - set(culprits)):
+        places.setdefault(_collective(rank, dumps.get(rank), found.probes.get(rank)), []).append(rank)
+    return sorted(places.items(), key=lambda place: (-len(place[1]), place[1]))
+
+
+def _collective(rank: int, one: FlightDump | None, probe: Probe | None) -> str:
+    """Name the collective in which a rank waits: its newest that is not complete, or else its open span."""
+    pending = [op for op in one.ops if op.pending] if one is not None else []
+    if one is not None and pending:
+        group = one.groups.get(pending[-1].group)
+        title = (group.description or list(group.ranks)) if group is not None else pending[-1].group
+        return f"{pending[-1].op} of group {title}"
+    if probe is not None and probe.spans:
+        return place(probe) if kind_of(probe.spans[-1][0]) == "communication" else f"a collective of {place(probe)}"
+    return "a collective"
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _shared(found: Standstill, meshes: Mapping[str, Mesh]) -> str:
+    """Return the stacks that differ from those of most ranks of the largest role, in a sentence; "" if none does."""
+    if not meshes:
+        return ""
+    mesh = max(meshes.values(), key=len)
+    stacks = [parse_stacks(found.probes[rank].stack, rank) for rank in mesh.ranks if rank in found.probes]
+    odd = aggregated(stacks, mesh) if len(stacks) == len(mesh) > 1 else None
+    return odd.evidence if odd is not None else ""
