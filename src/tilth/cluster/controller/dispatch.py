@@ -22,9 +22,9 @@ from tilth.trace.spans import in_phase
 
 GRACE = 0.5
 """Seconds to wait for further failures after the first, since a peer may report a broken collective before the crash
-that caused it."""
+that caused it; also the grace of an answer at its limit."""
 AT_LIMIT = 0.1
-"""Seconds for an answer, or a sign of life, that is on its way when a call reaches its limit."""
+"""Seconds of that grace where signs of life are watched."""
 LOOK = 0.1
 """Seconds between two looks for signs of life of the workers, which are in shared memory."""
 
@@ -162,7 +162,7 @@ class Dispatch:
                     self._look()
                     if self._limit() > time.monotonic():
                         continue
-                    self._changed.wait(AT_LIMIT)
+                    self._changed.wait(GRACE if math.isinf(self.hang_after) else AT_LIMIT)
                     self._look()
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
