@@ -126,7 +126,7 @@ def test_a_real_worker_that_hangs_is_named_with_its_operation(kind):
         with pytest.raises(TilthError) as raised:
             group.update(kind, 2)
         error, began = raised.value, time.monotonic()
-        found = diagnosed(verdict_of(error), error, cluster.backend, {"policy": MESH_OF_FOUR})
+        found = diagnosed(verdict_of(error), error, cluster)
         took = time.monotonic() - began
     finally:
         cluster.backend.close(kill=True)

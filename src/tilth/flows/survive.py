@@ -66,9 +66,7 @@ class Survival:
     def _judge(self, error: TilthError) -> Verdict | None:
         """Return the verdict on an error, with what the living workers know."""
         verdict = verdict_of(error)
-        if verdict is None:
-            return None
-        return diagnosed(verdict, error, self.cluster.backend, {one.role: one.mesh for one in self.cluster.groups})
+        return None if verdict is None else diagnosed(verdict, error, self.cluster)
 
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         self.say(_first_line(verdict, step))

@@ -8,6 +8,7 @@ not run Python either (stopped, gone, or something holds the GIL): a slow answer
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -17,9 +18,10 @@ import psutil
 
 from tilth.cluster.backends.base import Backend, Probe, RepairableBackend
 from tilth.cluster.backends.probe import GONE, SILENT
+from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.report import threads_of
 from tilth.cluster.worker.executor import Executor
-from tilth.core.errors import CallTimeout, TilthError, WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
 from tilth.guard.flight_recorder import FlightDump, dump, parse
 from tilth.guard.localise import localise
@@ -48,7 +50,7 @@ class Standstill:
     mute: frozenset[int] = frozenset()
     """Ranks that cannot answer: stopped, gone, or something holds the GIL."""
     late: frozenset[int] = frozenset()
-    """Ranks that could answer and did not within the time."""
+    """Ranks that could answer and did not within the time, or whose answer cannot be read."""
     since: Mapping[int, float] = field(default_factory=dict)
     """When each busy rank last got on with its work, in seconds since 1970."""
 
@@ -98,31 +100,41 @@ def standstill(backend: Backend, probes: Iterable[Probe] = (), seconds: float = 
     before = {rank: _beats(backend, rank) for rank in living}
     left = max(0.05, until - time.monotonic())
     answers = at_once(lambda rank: backend.control(rank, "", "recorder", {}), living, left)
-    dumps = {rank: parse(one["dump"].encode(), rank, f"rank {rank}") for rank, one in answers.items() if one["dump"]}
+    dumps = _parsed({rank: one["dump"] for rank, one in answers.items() if one["dump"]})
     quiet = [rank for rank in living if rank not in answers and _beats(backend, rank) == before[rank]]
     mute = frozenset([*quiet, *(rank for rank in known if rank not in living)])
     ranks = frozenset(rank for rank, one in answers.items() if one["left"])
-    return Standstill(known, dumps, ranks, mute, frozenset(living) - frozenset(answers) - mute)
+    unread = {rank for rank, one in answers.items() if one["dump"] and rank not in dumps}
+    return Standstill(known, dumps, ranks, mute, frozenset(living) - frozenset(answers) - mute | unread)
+
+
+def _parsed(texts: Mapping[int, str]) -> dict[int, FlightDump]:
+    """Return the dumps that can be read; another version of torch may write others."""
+    found = dict[int, FlightDump]()
+    for rank, text in texts.items():
+        with suppress(DataError):
+            found[rank] = parse(text.encode(), rank, f"rank {rank}")
+    return found
 
 
 def _beats(backend: Backend, rank: int) -> int:
     return backend.life(rank)[1] if isinstance(backend, RepairableBackend) else -1
 
 
-def diagnosed(verdict: Verdict, error: TilthError, backend: Backend, meshes: Mapping[str, Mesh]) -> Verdict:
+def diagnosed(verdict: Verdict, error: TilthError, cluster: Cluster) -> Verdict:
     """Return the verdict on a failure with culprits and evidence, if it is one of ranks that wait for each other.
 
-    meshes: role -> mesh. The workers are as the failure left them.
+    cluster: as the failure left it.
     """
     broke = isinstance(error, WorkerError) and bool(error.collective)
     aborted = isinstance(error, WorkerLost) and ABORTED in verdict.evidence
     if not (isinstance(error, CallTimeout) or broke or aborted):
         return verdict
-    late = error if isinstance(error, CallTimeout) else CallTimeout("")
+    probes, since = (error.probes, error.since) if isinstance(error, CallTimeout) else ((), {})
     ago = time.time() - time.monotonic()
-    found = standstill(backend, late.probes)
-    found = replace(found, since={rank: at + ago for rank, at in late.since.items()})
-    more = explained(found, verdict.ranks, meshes)
+    found = standstill(cluster.backend, probes)
+    found = replace(found, since={rank: at + ago for rank, at in since.items()})
+    more = explained(found, verdict.ranks, {one.role: one.mesh for one in cluster.groups})
     calls = more.details.get("calls", {}) if more is not None else {}
     if more is None or not (isinstance(error, CallTimeout) or calls.get("calls") or "silent" in calls):
         return verdict
