@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
@@ -89,7 +90,7 @@ class Survival:
     def _begin_attempt(self, verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> None:
         """Record the recovery; events and metrics belong to the next attempt."""
         seconds = round(time.monotonic() - began, 3)
-        facts = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
         facts |= {"action": action.step, "details": verdict.details}
         self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
         recorder.conclude()
