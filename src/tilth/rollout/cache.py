@@ -8,6 +8,7 @@ finite and masked.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -181,6 +182,31 @@ class PrefixStore:
         have = self._slab.rows
         if rows > have:
             self._slab.layout(min(self._most, max(rows, 2 * have)), self._block_size, have, self._block_size)
+
+
+class KeptTail(NamedTuple):
+    """KV of the last tokens of a sequence, behind its full blocks. tokens: all its tokens with KV, int64 [n]."""
+
+    tokens: np.ndarray
+    start: int
+    """First token that is kept here."""
+    tensors: list[Tensor]
+    """As ``KVCache.tensors``, of one row: [heads, n - start, width] each."""
+
+    @classmethod
+    def of(cls, slab: KVCache, row: int, tokens: np.ndarray, start: int) -> "KeptTail":
+        """Copy the KV of ``tokens[start:]`` from a row."""
+        return cls(tokens, start, [tensor[row, :, start : len(tokens)].clone() for tensor in slab.tensors])
+
+    def continues(self, tokens: np.ndarray, cached: int) -> bool:
+        """True if a sequence begins with these tokens, and what comes before the tail is cached."""
+        n = len(self.tokens)
+        return cached == self.start and n < len(tokens) and bool((tokens[:n] == self.tokens).all())
+
+    def load(self, slab: KVCache, row: int) -> None:
+        """Copy the tail to its place in a row."""
+        for mine, other in zip(self.tensors, slab.tensors):
+            other[row, :, self.start : len(self.tokens)].copy_(mine)
 
 
 class KVCacheView(NamedTuple):

@@ -19,7 +19,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
 from tilth.rollout.blocks import BlockManager
-from tilth.rollout.cache import KVCache, PrefixStore
+from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
 from tilth.rollout.lanes import LengthBucket
 from tilth.rollout.lockstep import LockStep
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
@@ -107,6 +107,7 @@ class Engine(GenerationEngine):
         self._scheduler = Scheduler(self._blocks, self._max_rows)
         self._lanes: dict[int, LengthBucket] = {}
         self._store, self._staging = self._new_store(), self._new_slab()
+        self._tails: dict[int, KeptTail] = {}
         self._known: set[int] = set()
         self._done: list[Trajectory] = []
 
@@ -135,7 +136,7 @@ class Engine(GenerationEngine):
             weights = weights.items()
         missing = set(mine)
         self._interrupt(rows=not keep_kv)
-        self._blocks.flush()
+        self.reset_prefix_cache()
         for name, tensor in weights:
             self._check_weight(name, tensor)
             if tensor.shape != mine[name].shape:
@@ -335,13 +336,28 @@ class Engine(GenerationEngine):
             prompts = scheduler.admit(min(budget, PASS), self.running, self.version)
             if not prompts:
                 return 0
+            for prompt in prompts:
+                self._take_tail(prompt)
             scheduler.batch = PrefillBatch(prompts, self._staging, PARITY_WIDTH if self._parity else PROMPT_WIDTH)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 
+    def _take_tail(self, prompt: PrefillJob) -> None:
+        """Use the kept tail of the only sequence of a prompt, if it has one."""
+        tail = self._tails.pop(prompt.answers[0].request.id, None)
+        if tail is not None and len(prompt.answers) == 1 and tail.continues(prompt.tokens, prompt.computed):
+            prompt.tail, prompt.computed = tail, len(tail.tokens)
+
+    def _keep_tail(self, answer: SequenceState, slab: KVCache, row: int, computed: int) -> None:
+        """Keep the KV behind the last full block, if a later request begins with these tokens."""
+        if answer.request.keeps and (start := computed - computed % self._block_size) < computed:
+            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.tokens[:computed], start)
+
     def _load_prefixes(self, prompts: list[PrefillJob]) -> None:
         for prompt in prompts:
             self._store.load(self._blocks.slots(prompt.table), self._staging, prompt.row)
+            if prompt.tail is not None:
+                prompt.tail.load(self._staging, prompt.row)
             self._stats.cached_tokens += prompt.computed
             self._stats.shared_tokens += (len(prompt.answers) - 1) * len(prompt.tokens)
 
@@ -380,6 +396,7 @@ class Engine(GenerationEngine):
             for prompt, answer in placed:
                 if (reason := self._ended(answer)) is not None:
                     answer.keep_routing(self._staging, prompt.row, len(prompt.tokens))
+                    self._keep_tail(answer, self._staging, prompt.row, len(prompt.tokens))
                     self._blocks.close(answer.table)
                     done.append(self._finish(answer, reason))
                     continue
@@ -439,6 +456,7 @@ class Engine(GenerationEngine):
         if not answer.stale:
             new = self._blocks.register(answer.table, answer.tokens, computed, self.version)
             self._store.save(new, lane.slab, row)
+            self._keep_tail(answer, lane.slab, row, computed)
         self._blocks.close(answer.table)
         return answer
 
@@ -464,10 +482,11 @@ class Engine(GenerationEngine):
 
     def reset_prefix_cache(self) -> None:
         self._blocks.flush()
+        self._tails.clear()
 
     def sleep(self) -> None:
         self._interrupt()
-        self._blocks.flush()
+        self.reset_prefix_cache()
         self._lanes, self._store, self._staging, self._released = {}, self._new_store(), self._new_slab(), True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

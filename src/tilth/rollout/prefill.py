@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
 from tilth.rollout.blocks import BlockTable
-from tilth.rollout.cache import KVCache
+from tilth.rollout.cache import KeptTail, KVCache
 from tilth.rollout.request import SequenceState
 
 CHUNK = 512
@@ -30,6 +30,8 @@ class PrefillJob:
     computed: int = 0
     """Number of tokens with KV in row ``row`` of the batch's cache."""
     row: int = 0
+    tail: KeptTail | None = None
+    """What is loaded behind the shared blocks."""
     logits: Tensor | None = None
     """float32 [1, V] after the last token, once computed."""
     order: int = -1
