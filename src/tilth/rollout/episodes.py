@@ -136,7 +136,7 @@ class Player:
         tokens = np.concatenate([episode.last.tokens, np.asarray(ids, np.int64)])
         if ids:
             role: Role = new[0]["role"]
-            episode.last = _longer(episode.last, tokens, role)
+            episode.last = longer(episode.last, tokens, role)
         return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
 
     def _ask(self, episode: Episode, tokens: np.ndarray, params: SamplingParams, what: str) -> Request | None:
@@ -155,7 +155,7 @@ class Player:
         self._generating.discard(trajectory.id)
         episode = self._open[trajectory.id]
         start = trajectory.prompt_length
-        episode.last = trajectory if episode.last is None else _joined(episode.last, trajectory)
+        episode.last = trajectory if episode.last is None else joined(episode.last, trajectory)
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
         episode.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
@@ -186,7 +186,7 @@ def _silent(wanted: Wanted) -> Trajectory:
     )
 
 
-def _longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
+def longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
     """Return a trajectory with further tokens that the policy did not choose, a segment of this role."""
     more = len(tokens) - len(t.tokens)
     return replace(
@@ -200,7 +200,7 @@ def _longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
     )
 
 
-def _joined(before: Trajectory, new: Trajectory) -> Trajectory:
+def joined(before: Trajectory, new: Trajectory) -> Trajectory:
     """Return the newest turn behind what was before it. new: of a request whose prompt is all of ``before``."""
     n = len(before.tokens)
     sampling = new.sampling_logprobs

@@ -1,0 +1,33 @@
+"""Environments of ``benchmarks/agents.py``: some turns, each after a wait that follows from the record and the turn."""
+
+import math
+import random
+import time
+from typing import Any
+
+import tilth
+
+
+class Waiting(tilth.Environment):
+    """Answers after a lognormal time from LEAST to MOST seconds, with p99 = SPREAD * p50."""
+
+    def reset(self, info: dict[str, Any]) -> list[dict[str, str]]:
+        self.info, self.turns = info, 0
+        return [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, str]], bool]:
+        self.turns += 1
+        time.sleep(latency(self.info["number"], self.turns, self.info["middle"], self.info["spread"]))
+        said, over = f"{self.info['number'] * self.turns % 97};", self.turns >= self.info["turns"]
+        return [{"role": "user", "content": said}], over
+
+    def reward(self) -> float:
+        return float(self.turns)
+
+
+def latency(number: int, turn: int, middle: float, spread: float) -> float:
+    """Return the seconds that this turn's tool takes; 0 if ``middle`` is."""
+    if not middle:
+        return 0.0
+    drawn = random.Random(f"{number} {turn}").gauss(0.0, math.log(spread) / 2.326)
+    return min(2.0, max(0.01, middle * math.exp(drawn)))
