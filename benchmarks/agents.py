@@ -138,7 +138,8 @@ def measured(player: Player, loop: Any, wanted: list[Wanted], params: SamplingPa
     """Play the episodes and return rates."""
     player.engine.reset_prefix_cache()
     player.engine.stats(reset=True)
-    player.pool.idle, began = 0.0, time.perf_counter()
+    pool: Any = player.pool
+    pool.idle, began = 0.0, time.perf_counter()
     found = trajectories(loop.play(wanted, params))
     seconds, stats = time.perf_counter() - began, player.engine.stats()
     read = sum(int((t.mask == 0).sum()) for t in found)
@@ -146,7 +147,7 @@ def measured(player: Player, loop: Any, wanted: list[Wanted], params: SamplingPa
     return {
         "seconds": seconds,
         "episodes_per_second": len(found) / seconds,
-        "idle_share": player.pool.idle / seconds,
+        "idle_share": pool.idle / seconds,
         "tokens_recomputed_per_turn": max(0, stats.prefilled_tokens - read - (turns - len(found))) / turns,
     }
 

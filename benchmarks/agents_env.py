@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import tilth
@@ -15,7 +16,7 @@ class Waiting(tilth.Environment):
         self.info, self.turns = info, 0
         return [{"role": "user", "content": info["prompt"]}]
 
-    def step(self, message: dict[str, Any]) -> tuple[list[dict[str, str]], bool]:
+    def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, str]], bool]:
         self.turns += 1
         time.sleep(latency(self.info["number"], self.turns, self.info["middle"], self.info["spread"]))
         said, over = f"{self.info['number'] * self.turns % 97};", self.turns >= self.info["turns"]

@@ -256,6 +256,28 @@ def reward_try(
     """
 
 
+env = _group("env", "Try environments of several turns.")
+
+
+@command("env_try:play", env, "try")
+def env_try(
+    environment: Annotated[str, Argument(metavar="FILE:CLASS", help="or the name of a task's or plugin's environment")],
+    model: Annotated[str, Option(metavar="RUN", help="a run or model that plays; empty: by hand")] = "",
+    info: Annotated[str, Option(metavar="JSON", help='columns of a record, as in {"prompt": "1+1="}')] = "{}",
+    seed: Annotated[int, Option(help="of sampling")] = 0,
+    temperature: Annotated[float, Option(min=0.0, help="of sampling; 0: greedy")] = 1.0,
+    max_tokens: Annotated[int, Option(min=1, help="most tokens of a turn")] = 64,
+    turns: Annotated[int, Option(min=1, help="most turns")] = 8,
+    seconds: Annotated[float, Option(min=0.1, help="limit of one call of the environment")] = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Play one episode, by hand or with a model, and print each turn with its tokens and how many are trained.
+
+    Keys of --json: value (the reward), parts, reason; by hand messages; with a model segments (role, tokens, mask,
+    text), finish, turns.
+    """
+
+
 data = _group("data", "Inspect data.")
 
 

@@ -1,0 +1,130 @@
+"""``tilth env try``: play one episode of an environment, by hand or with a model, and print each turn."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import typer
+
+from tilth.core.errors import DataError
+from tilth.envs.calls import message_of
+from tilth.envs.pool import Answer, EnvironmentPool
+
+HAND = "by hand: an empty line ends a turn, Ctrl-D the episode"
+
+
+def play(environment: str, *, model: str, info: str, seed: int, temperature: float, max_tokens: int, turns: int,
+         seconds: float, as_json: bool) -> None:  # fmt: skip
+    """Play the episode and print it. Raises DataError for an ``info`` that is no JSON object."""
+    record = _record(info)
+    pool = EnvironmentPool(environment, timeout=seconds)
+    try:
+        if model:
+            _by_model(pool, record, model, seed, temperature, max_tokens, turns, as_json=as_json)
+        else:
+            _by_hand(pool, record, turns, as_json=as_json)
+    finally:
+        pool.close()
+
+
+def _record(info: str) -> dict[str, Any]:
+    try:
+        found = json.loads(info)
+    except ValueError as error:
+        raise DataError(f"--info {info!r} is not JSON: {error}", key="info") from None
+    if not isinstance(found, dict):
+        message = f'--info is {info!r}, not an object such as {{"prompt": "1+1=", "answer": "2"}}'
+        raise DataError(message, key="info.type")
+    return {"prompt": "", "messages": [], **found}
+
+
+def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_json: bool) -> None:
+    pool.begin(0, record)
+    begun = _answer(pool)
+    said: list[Mapping[str, Any]] = list(begun["messages"])
+    if not as_json:
+        for schema in begun["tools"]:
+            typer.echo(f"tool {json.dumps(schema['function'])}")
+        _show(said)
+        typer.echo(HAND, err=True)
+    for text, _ in zip(_typed(), range(turns)):
+        message = message_of(text)
+        pool.step(0, message)
+        found = _answer(pool)
+        said += [message, *found["messages"]]
+        if not as_json:
+            _show(found["messages"])
+        if found["done"]:
+            break
+    pool.reward(0)
+    score = _answer(pool)
+    typer.echo(json.dumps({"messages": said, **score}) if as_json else _scored(score))
+
+
+def _typed() -> Iterator[str]:
+    """Yield turns from standard input: lines up to an empty one."""
+    lines: list[str] = []
+    for line in sys.stdin:
+        if line.strip():
+            lines.append(line.rstrip("\n"))
+        elif lines:
+            yield "\n".join(lines)
+            lines = []
+    if lines:
+        yield "\n".join(lines)
+
+
+def _answer(pool: EnvironmentPool) -> Any:
+    """Return the value of the next answer; DataError says why there is none."""
+    answers: list[Answer] = []
+    while not answers:
+        answers = pool.poll(60.0)
+    if answers[0].status != "ok":
+        raise DataError(f"{answers[0].op}: {answers[0].reason}", key=f"environment.{answers[0].status}")
+    return answers[0].value
+
+
+def _show(messages: Sequence[Mapping[str, Any]]) -> None:
+    for message in messages:
+        typer.echo(f"[{message['role']}] {message['content']}")
+
+
+def _scored(score: Mapping[str, Any]) -> str:
+    value = f"missing: {score['reason']}" if score["value"] is None else f"{score['value']:g}"
+    return f"reward {value}" + "".join(f", {name} {part:g}" for name, part in score["parts"].items())
+
+
+def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: int, temperature: float,
+              max_tokens: int, turns: int, *, as_json: bool) -> None:  # fmt: skip
+    from tilth.data.template import make_template
+    from tilth.flows.model import load_model, make_engine, wants_tokenizer
+    from tilth.rollout.episodes import Limits, Player, Wanted
+    from tilth.rollout.request import SamplingParams
+
+    loaded = load_model(model)
+    tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions
+    template = make_template(loaded.template, tokenizer)
+    engine = make_engine(loaded, seed=seed, max_rows=1, max_length=context)
+    params = SamplingParams(max_tokens, temperature, stop=loaded.stop, stop_tokens=template.stops)
+    player = Player(engine, template, tokenizer, pool, Limits(turns, context))
+    (played,) = player.play([Wanted(0, record)], params)
+    t = played.trajectory
+    borders = [*(segment.start for segment in t.segments), len(t.tokens)]
+    parts = [
+        {
+            "role": segment.role,
+            "tokens": t.tokens[a:b].tolist(),
+            "mask": t.mask[a:b].tolist(),
+            "text": tokenizer.decode(t.tokens[a:b].tolist(), special=True),
+        }
+        for segment, (a, b) in zip(t.segments, pairwise(borders))
+    ]
+    score = {"value": t.reward, "parts": played.parts, "reason": played.reason}
+    if as_json:
+        typer.echo(json.dumps({"segments": parts, "finish": t.finish, "turns": played.turns, **score}))
+        return
+    for part in parts:
+        typer.echo(f"[{part['role']}, {len(part['tokens'])} tokens, {sum(part['mask'])} trained] {part['text']!r}")
+    typer.echo(f"{played.turns} turns, {len(t.tokens)} tokens, finish {t.finish}; {_scored(score)}")

@@ -1,0 +1,47 @@
+"""``tilth env try``: what a person reads, its JSON, and bad input in one line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.errors import raises
+from tilth.cli.env_try import play
+from tilth.cli.main import app
+from tilth.core.errors import DataError
+
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 57, "b": 38}}</tool_call>\n\n2166\n'
+INFO = json.dumps({"prompt": "57*38", "answer": "2166"})
+pytestmark = pytest.mark.dist
+
+
+def said(*words, typed=CALL):
+    return CliRunner().invoke(app, ["env", "try", "calculator", "--info", INFO, *words], input=typed)
+
+
+def test_an_episode_by_hand():
+    found = said()
+    assert found.exit_code == 0
+    assert [line for line in found.output.splitlines() if line[0] != "b"] == ["[user] 57*38", "[tool] 2166", "reward 1"]
+
+
+def test_its_json():
+    found = json.loads(said("--json").stdout)
+    assert [m["role"] for m in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert found["value"] == 1.0 and found["parts"] == {}
+
+
+@pytest.mark.parametrize("info, key", [("{", "info"), ("7", "info.type")])
+def test_info_that_is_no_record(info, key):
+    with raises(DataError, key):
+        play(
+            "calculator",
+            model="",
+            info=info,
+            seed=0,
+            temperature=1.0,
+            max_tokens=8,
+            turns=2,
+            seconds=5.0,
+            as_json=False,
+        )
