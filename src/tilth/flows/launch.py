@@ -37,6 +37,7 @@ from tilth.flows.build import Dataset, RunParts, build
 from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.flows.contamination import count_seen
+from tilth.flows.health import RunHealth
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.planning import with_found_layouts
@@ -173,12 +174,16 @@ def _train(
         directory.log(text)
         notify(callbacks, "on_message", text)
 
-    with _add_hints(directory.path), StopRequest(parts.recipe.run.grace) as stop:
+    with (
+        _add_hints(directory.path),
+        StopRequest(parts.recipe.run.grace) as stop,
+        RunHealth(cluster, directory) as health,
+    ):
         survival = Survival(parts, cluster, directory, say)
         survival.prepare()
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-        make = partial(_run, parts, cluster, directory, [_Clocks(cluster), *callbacks, profiling], stop, say)
+        make = partial(_run, parts, cluster, directory, [_Clocks(cluster), health, *callbacks, profiling], stop, say)
         run = make(survival.snapshots)
         _announce(run, parts)
         _restore(run, fallback=fallback)

@@ -24,14 +24,31 @@ def local_metrics() -> tuple[MetricRule, ...]:
 
 
 class ProcessSamples:
-    """Sampler of processes by /proc. pids: rank -> process. Rates are of the time since the sample before."""
+    """Sampler of processes by /proc. pids: rank -> process. Rates are of the time since the sample before.
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        self.pids = dict(pids)
+    kept: newest samples of a metric that are kept; None: all.
+    """
+
+    def __init__(self, pids: Mapping[int, int], kept: int | None = None) -> None:
+        self.pids, self.kept = dict(pids), kept
         self._before = dict[int, tuple[float, dict[str, float]]]()
         self.series: dict[str, dict[str, tuple[list[float], list[float]]]] = {
             f"rank-{rank}": defaultdict(lambda: ([], [])) for rank in pids
         }
+
+    def follow(self, pids: Mapping[int, int]) -> None:
+        """Sample these processes from now on; what a new one of a rank counts has begun anew."""
+        for rank, pid in pids.items():
+            if self.pids.get(rank) != pid:
+                self._before.pop(rank, None)
+                self.series[f"rank-{rank}"] = defaultdict(lambda: ([], []))
+        self.pids = dict(pids)
+
+    def newest(self, rank: int) -> dict[str, float]:
+        """Return the newest memory in bytes and cores in use of a rank, where they are known."""
+        names = {"memory": ("MiB resident", MIB), "cores": ("cores used", 1)}
+        series = self.series.get(f"rank-{rank}", {})
+        return {name: series[metric][1][-1] * unit for name, (metric, unit) in names.items() if metric in series}
 
     def take(self, now: float) -> None:
         """Read all processes. A process that has ended gives no sample, which is a sign too. now: seconds."""
@@ -49,6 +66,8 @@ class ProcessSamples:
                 times, values = self.series[f"rank-{rank}"][metric]
                 times.append(now)
                 values.append(value)
+                if self.kept is not None and len(times) > 2 * self.kept:
+                    del times[: -self.kept], values[: -self.kept]
 
     def table(self, interval: float) -> SampleTable:
         """Return all samples so far on one clock."""

@@ -15,6 +15,11 @@ Kind = Literal[
     "collective",
     "storage",
     "odd-machine",
+    "leak",
+    "memory",
+    "disk",
+    "files",
+    "clock",
     "controller",
 ]
 

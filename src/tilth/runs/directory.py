@@ -1,7 +1,8 @@
 """The directory of a run, written so that no committed step is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, and recoveries.jsonl after a failure
+    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, and recoveries.jsonl after a failure,
+    warnings.jsonl after a warning of guard's watches
 
 One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
 checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of
@@ -31,7 +32,15 @@ from tilth.runs.files import Lines, Lock, replace, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
-from tilth.runs.readers import RECOVERIES, checkpoints_of, read_metrics, read_state, read_trajectories, summarise
+from tilth.runs.readers import (
+    RECOVERIES,
+    WARNINGS,
+    checkpoints_of,
+    read_metrics,
+    read_state,
+    read_trajectories,
+    summarise,
+)
 from tilth.runs.signals import Interrupted
 
 __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
@@ -171,6 +180,12 @@ class RunDir:
         if 0 < self.saved < step:
             self.journal.trim(self.saved)  # a resume may still fall back to the previous checkpoint
         self.update(best=best, saved=step)
+
+    def note_finding(self, record: Mapping[str, Any]) -> None:
+        """Append a warning of a watch to ``warnings.jsonl``; any thread may call it. Raises StorageError."""
+        lines = Lines(self.path / WARNINGS)
+        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record}))
+        lines.close()
 
     def recover(self, record: Mapping[str, Any]) -> None:
         """End this attempt, which a failure has ended, and begin the next one in this process.

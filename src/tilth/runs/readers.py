@@ -31,6 +31,7 @@ Record = dict[str, Any]
 
 
 RECOVERIES = "recoveries.jsonl"
+WARNINGS = "warnings.jsonl"
 """File of a run with a line for each failure that it has survived."""
 _BRIEF = ("step", "kind", "ranks", "replaced", "lost", "seconds")
 _LONG_AGO = "1970-01-01T00:00:00Z"
@@ -69,6 +70,12 @@ def read_recoveries(run: str | Path) -> list[Record]:
     lost: seconds of work that was done again; seconds: until the workers were ready to go on.
     """
     path = Path(run) / RECOVERIES
+    return [record for record in read_lines(path) if isinstance(record, dict)] if path.exists() else []
+
+
+def read_warnings(run: str | Path) -> list[Record]:
+    """Return what the watches of a run have warned of, in order: time, step, kind, ranks, evidence, details."""
+    path = Path(run) / WARNINGS
     return [record for record in read_lines(path) if isinstance(record, dict)] if path.exists() else []
 
 

@@ -23,12 +23,13 @@ from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
 from tilth.runs.files import read_lines, replace
 from tilth.runs.readers import curve as points
-from tilth.runs.readers import read_metrics, read_state, summarise
+from tilth.runs.readers import read_metrics, read_recoveries, read_state, read_warnings, summarise
 from tilth.ui import format
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.html import embed, render, text_of
 from tilth.ui.samples import samples
 from tilth.ui.timeline import HUES, LANES, chosen, divided, health, stack, timeline, typical
+from tilth.ui.top import first_line
 
 OPERATIONS = 14  # most operations in the table of times
 Record = dict[str, Any]
@@ -71,9 +72,8 @@ def page(seen: Seen) -> str:
     scores = any("reward/missing" in record for record in seen.records)
     return render(
         "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
-        warnings=seen.summary["warnings"] + [
-            {"step": one["step"], "text": f"survived: {format.survived(one)}"} for one in seen.summary["recoveries"]
-        ], missing=seen.summary["rewards_missing"], measures=format.MEASURES,
+        warnings=seen.summary["warnings"] + _findings(seen.run),
+        missing=seen.summary["rewards_missing"], measures=format.MEASURES,
         spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
         times=_times(seen), plan=seen.plan, planned=_plan(seen), memory=memory, steps=seen.summary["steps"],
@@ -81,6 +81,13 @@ def page(seen: Seen) -> str:
         data=embed([data for _, data in figures] + more), style=Markup(text_of("page.css")), script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )  # fmt: skip
+
+
+def _findings(run: Path) -> list[Record]:
+    """Return what the run has survived, with verdict and price, and what its watches warned of."""
+    survived = [(one, f"survived: {format.survived(one)}: {first_line(one)}") for one in read_recoveries(run)]
+    warned = [(one, f"warning: {one['kind']}: {first_line(one)}") for one in read_warnings(run)]
+    return [{"step": one["step"], "text": text} for one, text in [*survived, *warned]]
 
 
 def headline(summary: Mapping[str, Any]) -> Markup:

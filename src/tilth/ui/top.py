@@ -21,7 +21,8 @@ from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
-from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state
+from tilth.guard.health import read_health
+from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
@@ -29,6 +30,9 @@ TAIL = 1 << 18  # bytes at the end of the metrics that are read first: some hund
 STEPS = 20  # most steps that the breakdown of the newest events covers
 RANKS = 16  # most ranks with a line of their own
 LOG = 1 << 12
+WARNED = 4  # newest warnings shown
+LATE = 2.0  # seconds without a sign of life that are worth a colour
+LIVING = ("running", "sleeping", "disk-sleep", "idle")  # states of a process that need no word
 FIXED = {
     COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", STAGES: "cyan", PEERS: "grey39", CONTROLLER: "grey23",
 }  # fmt: skip
@@ -84,6 +88,9 @@ class Look:
     message: str
     silent: float | None
     recoveries: Sequence[Mapping[str, Any]] = ()
+    warnings: Sequence[Mapping[str, Any]] = ()
+    workers: Sequence[Mapping[str, Any]] = ()
+    """Health of each rank at this moment, if they run on this machine."""
 
     @property
     def running(self) -> bool:
@@ -116,7 +123,10 @@ class RunWatcher:
         written = (self.run / "metrics.jsonl").stat().st_mtime if self._progress.record else None
         silent = None if written is None else max(time.time() - written, 0.0)
         message, survived = last_line(self.run / "log.txt"), read_recoveries(self.run)
-        return Look(self.run, state, self._progress, self._recent, message, silent, survived)
+        running = state["state"] == "running" and state.get("host") == os.uname().nodename
+        found = read_health(state["session"]) if running and state.get("session") else None
+        workers, warned = found["ranks"] if found else (), read_warnings(self.run)
+        return Look(self.run, state, self._progress, self._recent, message, silent, survived, warned, workers)
 
     def _events(self) -> None:
         folder = self.run / "events"
@@ -158,6 +168,7 @@ def as_dict(look: Look) -> dict[str, Any]:
                    "predicted": (look.state.get("memory") or {}).get("predicted")},
         "recent": _recent(look.recent), "recoveries": list(look.recoveries),
         "ettr": _ettr(look), "ettr_last_hour": _ettr(look, 3600.0),
+        "workers": list(look.workers), "warnings": list(look.warnings),
         "message": look.message,
     }  # fmt: skip
 
@@ -200,14 +211,49 @@ def drawn(look: Look, width: int) -> RenderableType:
         divisions = [(name, seconds / found.whole) for name, seconds in found.parts.items()]
         parts += [Text(title, "dim"), *divided(divisions, width, FIXED), Text()]
         parts += [_ranks(found, width)] if len(found.ranks) > 1 else []
+    if look.workers:
+        parts.append(_workers(look.workers))
     if look.recoveries:
         whole, hour, newest = _ettr(look), _ettr(look, 3600.0), format.survived(look.recoveries[-1])
         shares = f"{whole:.1%} of the time effective, {hour:.1%} in the last hour" if whole and hour else ""
         count = format.count(len(look.recoveries), "failure")
         parts.append(Text.assemble(("survived  ", "dim"), f"{count}, the last: {newest}; {shares}"))
+        parts.append(Text("          " + first_line(look.recoveries[-1]), no_wrap=True, overflow="ellipsis"))
+    for warning in look.warnings[-WARNED:]:
+        line = f"{warning['kind']}: {first_line(warning)}"
+        parts.append(Text.assemble(("warning   ", "yellow"), line, no_wrap=True, overflow="ellipsis"))
     if look.message:
         parts.append(Text.assemble(("log  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
+
+
+def first_line(finding: Mapping[str, Any]) -> str:
+    """Return the sentence of a verdict, without the stacks that may follow it."""
+    return str(finding.get("evidence", "")).partition("\n")[0]
+
+
+def _workers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Draw a line for each rank: call and operation, signs of life, memory and cores."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
+    for row in rows[:RANKS]:
+        beat, work = row.get("heartbeat_age"), row.get("progress_age")
+        doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
+        place = ": ".join(dict.fromkeys(doing)) or "between calls"
+        alive = f"alive {beat:.1f} s ago" if beat is not None else str(row["state"])
+        late = row["state"] not in LIVING or (beat is not None and beat > LATE)
+        still = f", no progress for {format.timed(work)}" if work is not None and work > LATE else ""
+        used = [format.size(row["memory"])] if row.get("memory") else []
+        used += [f"{row['cores']:.1f} cores"] if row.get("cores") is not None else []
+        state = "" if row["state"] in LIVING else f"{row['state']}, "
+        colour = "red" if late else "yellow" if still else "dim"
+        grid.add_row(
+            Text(f"rank {row['rank']}", "dim"), Text(place), Text(f"{state}{alive}{still}", colour), ", ".join(used)
+        )
+    if len(rows) > RANKS:
+        grid.add_row(Text(f"and {len(rows) - RANKS} more", "dim"))
+    return Group(grid, Text())
 
 
 def _title(look: Look) -> Text:

@@ -158,6 +158,10 @@ class LocalBackend:
     def life(self, rank: int) -> tuple[int, int]:
         return self.watch.board.life(rank)
 
+    def pids(self) -> dict[int, int]:
+        """Return rank -> process."""
+        return {link.rank: link.pid for link in self.links}
+
     @property
     def scratch(self) -> str:
         return str(self.folder.scratch)

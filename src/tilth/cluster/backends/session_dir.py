@@ -83,6 +83,11 @@ class SessionDir:
         """Address at which a worker answers control messages."""
         return str(self.path / f"control-{rank}")
 
+    @property
+    def health(self) -> Path:
+        """Health of the workers, written every second."""
+        return self.path / "health.json"
+
     def remove(self) -> None:
         """Remove it with its contents; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -14,9 +14,10 @@ from tilth.trace.spans import SHOWN, opened
 
 SLOT = 512
 """Bytes per worker: begin of the call (float64, monotonic seconds), length of its name (uint16), the name; at the end
-the open spans of the thread that executes calls (``SHOWN``) and its signs of life (uint64, uint64)."""
+the open spans of the thread that executes calls (``SHOWN``) and its signs of life (uint64, uint64) and when each last
+grew (float64, monotonic seconds)."""
 _HEAD = struct.Struct("<dH")
-_COUNTS = struct.Struct("<QQ")
+_COUNTS = struct.Struct("<QQdd")
 _TAIL = SHOWN.size + _COUNTS.size
 LONGEST = SLOT - _HEAD.size - _TAIL
 """Bytes of a call's name."""
@@ -64,12 +65,20 @@ class StatusBoard:
 
     def beat(self, rank: int, work: int, beats: int) -> None:
         """Set the signs of life of a worker: two numbers that grow, with its work and with time."""
-        _COUNTS.pack_into(self._map, (rank + 1) * SLOT - _COUNTS.size, work, beats)
+        at, now = (rank + 1) * SLOT - _COUNTS.size, time.monotonic()
+        before, _, beat, since = _COUNTS.unpack_from(self._map, at)
+        _COUNTS.pack_into(self._map, at, work, beats, now, since if work == before and beat else now)
 
     def life(self, rank: int) -> tuple[int, int]:
         """Return the signs of life of a worker."""
-        work, beats = _COUNTS.unpack_from(self._map, (rank + 1) * SLOT - _COUNTS.size)
+        work, beats, _, _ = _COUNTS.unpack_from(self._map, (rank + 1) * SLOT - _COUNTS.size)
         return int(work), int(beats)
+
+    def ages(self, rank: int) -> tuple[float, float] | None:
+        """Return the seconds since a worker was last known to run, and to get on with its work; None before that."""
+        _, _, beat, since = _COUNTS.unpack_from(self._map, (rank + 1) * SLOT - _COUNTS.size)
+        now = time.monotonic()
+        return (now - beat, now - since) if beat else None
 
     def clear(self, rank: int) -> None:
         """Forget a worker that was lost."""

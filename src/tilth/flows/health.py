@@ -1,0 +1,59 @@
+"""Health of a run: what the watches of its workers warn of is logged between two steps, and kept in its folder."""
+
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.controller.cluster import Cluster
+from tilth.core.errors import StorageError
+from tilth.flows.callbacks import Callback, RunView
+from tilth.guard.health import HealthWatch
+from tilth.guard.verdict import Verdict
+from tilth.runs.directory import RunDir
+
+
+class RunHealth(Callback):
+    """Watches the workers of a run on this machine from its first step to its end; a context manager.
+
+    A warning is written at once, so that it is there if the next step never comes.
+    """
+
+    def __init__(self, cluster: Cluster, directory: RunDir) -> None:
+        self._backend, self._directory = cluster.backend, directory
+        self._found: SimpleQueue[Verdict] = SimpleQueue()
+        self._open = ExitStack()
+        self._step = 0
+
+    def __enter__(self) -> "RunHealth":
+        if isinstance(self._backend, LocalBackend):
+            self._directory.update(session=str(self._backend.folder.path))
+            self._open.enter_context(HealthWatch(self._backend, self._directory.path, self._report))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()
+
+    def _report(self, verdict: Verdict) -> None:
+        """Keep a verdict; called by the thread that watches."""
+        self._found.put(verdict)
+        record = {"step": self._step, "kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        try:
+            self._directory.note_finding({**record, "details": verdict.details})
+        except StorageError as error:  # it is logged by the next step at the latest
+            self._found.put(Verdict("storage", (), f"a warning could not be written: {error}"))
+
+    def on_run_start(self, run: RunView) -> None:
+        """Count steps from here."""
+        self._step = run.state.step
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Log what was found since the last step."""
+        self._step = step
+        while True:
+            try:
+                verdict = self._found.get_nowait()
+            except Empty:
+                return
+            run.say(f"warning: {verdict.kind}: {verdict.evidence}")

@@ -1,0 +1,46 @@
+"""Warnings of watches in a run: in its log, its folder and its report, and its workers' health while it runs."""
+
+import pytest
+
+from tests.flows import tiny
+from tilth.flows.callbacks import Callback
+from tilth.guard import health
+from tilth.guard.verdict import Verdict
+from tilth.runs.readers import read_state, read_warnings
+from tilth.ui.top import RunWatcher, as_dict
+
+pytestmark = pytest.mark.dist
+
+
+class Look(Callback):
+    """Look at the run as ``tilth top`` does, between two steps."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, run, step, metrics):
+        self.found.append(as_dict(RunWatcher(run.directory.path).look()))
+
+
+def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
+    told = []
+
+    def look(self, now, wall):
+        rows = health.states(self._backend.watch.board, self._backend.pids())
+        self._write({"time": wall, "ranks": rows, "warnings": []})
+        told.append(1)
+        return [Verdict("disk", (), "/data is nearly full", {"left": 1})] if len(told) == 1 else []
+
+    monkeypatch.setattr(health.HealthWatch, "look", look)
+    monkeypatch.setattr(health, "EVERY", 0.05)
+    seen, looked = tiny.Recorder(), Look()
+    ours = tiny.run(tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2}), callbacks=[seen, looked])
+    assert "warning: disk: /data is nearly full" in seen.messages
+    (warning,) = read_warnings(ours.directory)
+    assert (warning["kind"], warning["details"]) == ("disk", {"left": 1})
+    assert "warning: disk: /data is nearly full" in (ours.directory / "report.html").read_text()
+    workers = looked.found[-1]["workers"]
+    assert [row["rank"] for row in workers] == [0, 1] and looked.found[-1]["warnings"] == [warning]
+    assert all(row["heartbeat_age"] is not None and row["state"] != "gone" for row in workers)
+    assert not as_dict(RunWatcher(ours.directory).look())["workers"]  # it has ended
+    assert read_state(ours.directory)["session"]
