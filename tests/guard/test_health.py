@@ -58,7 +58,7 @@ def test_limits_of_disk_files_and_clock_are_warned_of_once(tmp_path, monkeypatch
         watch = HealthWatch(cluster.backend, tmp_path, lambda verdict: None)
         usage = type("Usage", (), {"free": 1, "total": 1000})
         monkeypatch.setattr(health.shutil, "disk_usage", lambda at: usage)
-        monkeypatch.setattr(health.resource, "prlimit", lambda pid, what: (10, 10))
+        monkeypatch.setattr(health.resource, "prlimit", lambda pid, what: (1, 1))
         found = watch.look(0.0, 0.0)
         assert {one.kind for one in found} == {"disk", "files"}
         assert next(one for one in found if one.kind == "files").ranks == (0,)
