@@ -397,6 +397,10 @@ def test_a_function_of_ones_own_may_check_too():
 def test_all_names_are_in_the_list():
     assert {s.partition(":")[0] for s in verifier_specs()} == {
         "addition",
+        "calculator",
+        "https",
+        "json",
+        "math_equal",
         "countdown",
         "sorting",
         "chain",

@@ -13,6 +13,7 @@ import numbers
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -92,7 +93,7 @@ class Weighted:
     @staticmethod
     def _score(name: str, function: Reward, prompt: str, completion: str, info: dict[str, Any]) -> Score:
         try:
-            result = function(prompt, completion, info)
+            result = called(function, prompt, completion, info)
         except BaseException as error:
             error.add_note(f"in reward {name}")  # for ``describe``
             raise
@@ -234,6 +235,19 @@ def _parts_of(spec: str | Mapping[str, float] | Reward) -> list[Any]:
     if isinstance(spec, Mapping):
         return [builtin(name) for name in spec]
     return [builtin(spec) if isinstance(spec, str) else spec]
+
+
+def called(function: Reward, prompt: str, completion: str, info: dict[str, Any]) -> Any:
+    """Call a reward function; wait for the result of an ``async`` one in this process's event loop."""
+    result = function(prompt, completion, info)
+    return _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+@cache
+def _loop() -> Any:
+    import asyncio  # only where a function is async: reward processes start fast
+
+    return asyncio.new_event_loop()
 
 
 def normalise(result: Any) -> Score:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from tilth.config.imports import end_uncollected, uncollected
 from tilth.core.errors import RewardError
-from tilth.rewards.functions import Reward, Weighted, describe, load_reward, normalise
+from tilth.rewards.functions import Reward, Weighted, called, describe, load_reward, normalise
 
 PLACES = 1 << 20
 """Exceeds the number of items in a chunk."""
@@ -154,7 +154,7 @@ def score_chunk(
 def score_item(function: Reward, item: Item) -> tuple[float | None, dict[str, float], str, str]:
     """Call the function once; return (value or None, parts, reason, status) whatever it raises or returns."""
     try:
-        value, parts, reason = normalise(function(*item))
+        value, parts, reason = normalise(called(function, *item))
     except BaseException as error:  # noqa: BLE001  (a call that exits or is cancelled loses only its own reward)
         return None, {}, describe(error), "error"
     return value, parts, reason, "ok" if value is not None else "invalid"

@@ -6,16 +6,21 @@ A verifier scores completions and, by ``check``, the answer in the data. An unus
 missing; an unusable answer is bad data, reported before a run.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
+from tilth.rewards.endpoint import Endpoint
 
 Info = Mapping[str, Any]
 """Columns of a prompt's record other than the prompt."""
@@ -184,7 +189,86 @@ def missing(info: Info) -> str:
     return "there is no answer" if info.get("answer") is None else ""
 
 
-_VERIFIERS: dict[str, Any] = {"exact": Exact(), "gsm8k": Gsm8k()}
+# ---- mathematics and JSON, by libraries ----
+
+
+@dataclass(frozen=True)
+class MathEquivalence:
+    """1.0 if the completion's last expression equals that of ``info["answer"]`` as mathematics (library math-verify).
+
+    LaTeX and plain expressions, sets, intervals, equations: ``\\frac{1}{2}`` is 0.5. Needs the extra ``rewards``.
+    """
+
+    decides: ClassVar[bool] = True
+
+    def __call__(self, prompt: str, completion: str, info: Info) -> float:
+        found = self._parse(completion)
+        return float(bool(found) and _library("math_verify").verify(self._gold(info), found, timeout_seconds=None))
+
+    def _gold(self, info: Info) -> list[Any]:
+        answer = answer_of(info)
+        bare = re.search(r"[0-9\\=+*/^]", answer)  # not a sentence, whose words would be symbols
+        return self._parse(answer) or (self._parse(f"${answer}$") if bare else [])
+
+    @staticmethod
+    def _parse(text: str) -> list[Any]:
+        """Parse without the library's alarm: the pool limits a call's time."""
+        found: list[Any] = _library("math_verify").parse(text, parsing_timeout=None)
+        return found
+
+    def check(self, info: Info) -> str:
+        """Check that the answer has an expression."""
+        return missing(info) or ("" if self._gold(info) else "the answer has no mathematical expression")
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """1.0 if the completion is JSON that a schema allows (library jsonschema), else 0.0; ``format``: 1 if it is JSON.
+
+    path: of a file with the schema. Raises RewardError if it cannot be read or is none. Needs the extra ``rewards``.
+    """
+
+    path: str
+    decides: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._validator()
+
+    def _validator(self) -> Any:
+        library = _library("jsonschema")
+        try:
+            schema = json.loads(Path(self.path).read_text("utf-8"))
+            kind = library.validators.validator_for(schema)
+            kind.check_schema(schema)
+        except (OSError, ValueError, library.exceptions.SchemaError) as error:
+            first = str(error).partition("\n")[0]
+            message = f"reward 'json:{self.path}': the file holds no JSON schema: {first}"
+            raise RewardError(message, key="json.schema") from None
+        return kind(schema)
+
+    def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
+        try:
+            value = json.loads(completion)
+        except (ValueError, RecursionError):
+            return {"reward": 0.0, "format": 0.0}
+        return {"reward": float(self._validator().is_valid(value)), "format": 1.0}
+
+    def check(self, info: Info) -> str:
+        """Accept any record: a schema needs no answer."""
+        return ""
+
+
+@cache
+def _library(name: str) -> Any:
+    """Import a library of the extra ``rewards``; RewardError if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        message = f"this reward needs the library {name.replace('_', '-')}: pip install '.[rewards]' in Tilth's folder"
+        raise RewardError(message, key=name) from None
+
+
+_VERIFIERS: dict[str, Any] = {"exact": Exact(), "gsm8k": Gsm8k(), "math_equal": MathEquivalence()}
 
 
 def verifier_names() -> list[str]:
@@ -195,11 +279,17 @@ def verifier_names() -> list[str]:
 def verifier_specs() -> list[str]:
     """Return the forms of names of built-in verifiers, with options after a colon."""
     names = verifier_names()
-    return [*names, *(f"{name}:CREDIT" for name in names if hasattr(builtin(name), "partial")), "regex:PATTERN"]
+    return [
+        *names,
+        *(f"{name}:CREDIT" for name in names if hasattr(builtin(name), "partial")),
+        "json:SCHEMA.json",
+        "regex:PATTERN",
+        "https://HOST/PATH",
+    ]
 
 
 def builtin(spec: str) -> Any | None:
-    """Return the verifier of a name such as ``gsm8k``, ``countdown:0.1``, ``regex:####``; None for another name.
+    """Return the verifier of a name such as ``gsm8k``, ``countdown:0.1``, ``regex:####``, or of a URL; None: no such.
 
     The number after the colon is ``partial``, the reward of a well-formed wrong answer in [0, 1). Raises RewardError
     for an invalid number or pattern.
@@ -207,6 +297,10 @@ def builtin(spec: str) -> Any | None:
     name, colon, option = spec.partition(":")
     if colon and name == "regex":
         return Regex(option)
+    if colon and name == "json":
+        return JsonSchema(option)
+    if name in ("http", "https") and option.startswith("//"):
+        return Endpoint(spec)
     found: Any = task_of(name).reward if name in shipped_tasks() else _VERIFIERS.get(name)
     if not colon or not hasattr(found, "partial"):
         return None if colon else found
