@@ -22,7 +22,7 @@ AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class HttpReward:
     """Asks an HTTP endpoint: POST of JSON {prompt, completion, info}, answered by a number or a dict with ``reward``.
 
     Requests that may succeed later are repeated; ``reward.timeout`` limits the whole call. Raises RewardError, which

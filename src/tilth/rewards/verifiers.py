@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
-from tilth.rewards.endpoint import Endpoint
+from tilth.rewards.endpoint import HttpReward
 
 Info = Mapping[str, Any]
 """Columns of a prompt's record other than the prompt."""
@@ -300,7 +300,7 @@ def builtin(spec: str) -> Any | None:
     if colon and name == "json":
         return JsonSchema(option)
     if name in ("http", "https") and option.startswith("//"):
-        return Endpoint(spec)
+        return HttpReward(spec)
     found: Any = task_of(name).reward if name in shipped_tasks() else _VERIFIERS.get(name)
     if not colon or not hasattr(found, "partial"):
         return None if colon else found
