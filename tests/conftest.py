@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=order)
     groups = {item.nodeid: ("ray", "pool")[order(item)] for item in items if order(item) < 2}
     Path(config.workerinput["groups"]).write_text(json.dumps(groups))
+
+
+@pytest.fixture(scope="session")
+def ray_here():
+    """One Ray for all tests that need one: starting it takes seconds. A fleet without an address joins it."""
+    if find_spec("ray") is None:  # not importorskip: how Ray listens is settled when it is imported
+        pytest.skip("Ray is not installed (pip install '.[ray]')")
+    from tilth.cluster.backends.ray_connect import connect, import_ray
+
+    before = dict(os.environ)
+    ray = import_ray()
+    assert connect(ray, 8, "")  # room for two fleets at a time
+    yield ray
+    ray.shutdown()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.errors import raises
-from tilth.cluster.backends import ray as backend
-from tilth.cluster.backends.ray import _knock, connect
+from tilth.cluster.backends import ray_connect as backend
+from tilth.cluster.backends.ray_connect import _knock, connect
 from tilth.core.errors import RecipeError
 
 
@@ -126,7 +126,7 @@ def test_a_ray_answers_to_the_knock(ray_here):
 
 
 BROKEN = """
-from tilth.cluster.backends.ray import import_ray
+from tilth.cluster.backends.ray_connect import import_ray
 from tilth.core.errors import RecipeError
 from tilth.cluster.controller.cluster import open_cluster
 import_ray()

@@ -52,7 +52,7 @@ class Harm(Callback):
         if step in self.at and step not in self.done:
             self.done.append(step)
             rank, number, seconds = self.at[step]
-            pid = run.policy._dispatch.backend.links[rank].pid
+            pid = run.policy._dispatch.backend.probe(rank).pid
             threading.Timer(seconds, os.kill, (pid, number)).start()
 
 
@@ -83,10 +83,17 @@ def plain(tmp_path_factory):
     return run
 
 
-def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_path, plain):
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def backend(request):
+    if request.param == "ray":
+        request.getfixturevalue("ray_here")
+    return {"local": {}, "ray": {"cluster": {"backend": "ray", "workers": 2}}}[request.param]
+
+
+def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_path, plain, backend):
     harm = Harm({2: (1, signal.SIGKILL, 0.0), 4: (1, signal.SIGSTOP, 0.0), 8: (0, signal.SIGKILL, 0.05)})
     seen = tiny.Recorder()
-    sections = {**FSDP, "guard": {"hang_after": 4.0}}
+    sections = {**FSDP, "guard": {"hang_after": 4.0, "spares": int(bool(backend))}, **backend}
     ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, seen])
 
     assert_same_run(ours, plain(FSDP))

@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> None:
 
 def check_cluster(recipe: Recipe) -> None:
     """Raise ``RecipeError`` if workers, pools and layouts contradict each other or other keys."""
-    for rule in (_roles, _workers, _pools, _search, _fill, _divided, _limits, _rollback, _profile):
+    for rule in (_roles, _workers, _pools, _search, _fill, _divided, _limits, _rollback, _spares, _profile):
         for error in rule(recipe):
             raise error
 
@@ -333,6 +333,14 @@ def _rollback(recipe: Recipe) -> _Errors:
         why = f"cluster.backend = {backend!r} has none" if g.restarts else "guard.restarts = 0 allows none"
         message = f"guard.on_nan = 'rollback' is a recovery, and {why}"
         yield RecipeError(f"{message}; use guard.on_nan = 'skip' or 'stop'", key="guard.on_nan")
+
+
+def _spares(recipe: Recipe) -> _Errors:
+    g, backend = recipe.guard, recipe.cluster.backend
+    if g.spares and (backend != "ray" or not g.restarts):
+        why = "guard.restarts = 0 uses none" if backend == "ray" else f"cluster.backend = {backend!r} has none"
+        way = "guard.spares=0" if backend == "ray" else "guard.spares=0 or cluster.backend=ray"
+        yield RecipeError(f"guard.spares = {g.spares}: {why}; use {way}", key="guard.spares")
 
 
 def _profile(recipe: Recipe) -> _Errors:

@@ -442,6 +442,11 @@ class GuardConfig(Section):
     restarts: Count = Field(
         8, description="recoveries within an hour, each from the last committed step; 0: the first failure ends the run"
     )
+    spares: Count = Field(
+        0,
+        description="workers of the ray backend that have started and wait: one takes the place of a worker that is "
+        "lost, or of one whose node is; a local worker is forked in a fraction of a second instead",
+    )
     hang_after: float = Field(
         120.0, gt=0, description="seconds without progress after which a worker in a call is taken to hang"
     )

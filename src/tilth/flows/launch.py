@@ -347,7 +347,8 @@ def _cluster(recipe: Recipe) -> Cluster:
     """Start the workers of ``[cluster]``, which happens while the data is being read."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    cluster = open_cluster(c.backend, sum(pools(recipe).values()), timeout=c.timeout, address=c.address, gpus=gpus)
+    workers, spares = sum(pools(recipe).values()), recipe.guard.spares
+    cluster = open_cluster(c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares)
     cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts))
     return cluster
 

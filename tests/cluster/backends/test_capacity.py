@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises
 from tilth.cluster.backends import capacity, local
 from tilth.cluster.backends.capacity import MORE_ROOM, PER_CORE, WORKER, check_room, most_workers
-from tilth.cluster.backends.ray import connect
+from tilth.cluster.backends.ray_connect import connect
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.controller.cluster import open_cluster

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tilth.cluster.backends.capacity import patience
-from tilth.cluster.backends.ray import Node, RayBackend, _knock, connect, import_ray, nodes_of, spread
+from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.backends.ray_actors import interface_for
+from tilth.cluster.backends.ray_connect import Node, _knock, connect, import_ray, nodes_of, spread
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, RecipeError, StorageError, WorkerLost
@@ -157,13 +158,16 @@ class TestWithRay:
 
     def open(self):
         cluster = open_cluster("ray", 2, timeout=60.0)
-        self.backend, self.folder = cluster.backend, Path(self.ray.get(cluster.backend._machines[0].folder.remote()))
+        self.backend, self.folder = (
+            cluster.backend,
+            Path(self.ray.get(cluster.backend._machines[0].agent.folder.remote())),
+        )
         assert isinstance(self.backend, RayBackend) and self.folder.stat().st_mode & 0o777 == 0o700
         return cluster
 
     def assert_gone(self, *others):
         until = time.monotonic() + 10
-        while left := [pid for pid in (*self.backend._pids, *others) if running(pid)]:
+        while left := [pid for pid in (*[process.pid for process in self.backend._processes], *others) if running(pid)]:
             assert time.monotonic() < until, f"still there: {left}"
             time.sleep(0.02)
         assert not self.folder.exists()
@@ -242,7 +246,9 @@ class TestWithRay:
                 and probe.state in ("running", "sleeping")
                 and "Current thread" in probe.stack
             )
-            os.kill(self.ray.get(self.backend._machines[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            os.kill(
+                self.ray.get(self.backend._machines[0].agent.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL
+            )
             with raises(StorageError, "big"):
                 cluster.store.get(handle)
             self.backend.close(kill=True)

@@ -3,11 +3,12 @@
 Both are plain classes, which ``backends.ray`` turns into actors; Ray is imported when one of them runs.
 """
 
+import importlib
 import os
 import pickle
-import socket
+import select
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,18 +17,23 @@ from typing import Any
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import Probe
+from tilth.cluster.backends.base import MEMORY_RAN_OUT, Probe
 from tilth.cluster.backends.probe import NodeProbe, show_stacks
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import column_key, column_of
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
+from tilth.cluster.worker.fork_server import AHEAD
+from tilth.cluster.worker.life import publish_life
 from tilth.cluster.worker.local_worker import encoded
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import StorageError
+from tilth.core.memory import oom_kills
 from tilth.trace.spans import span
 
+EVERY = 0.25
+"""Seconds for which a NodeAgent waits for the end of a worker, and so between two reports of signs of life."""
 GONE = 5.0
 """Seconds for processes to vanish; the system frees their memory first."""
 
@@ -38,21 +44,22 @@ class NodeAgent:
     It owns its columns in Ray's object store, so they outlive the worker that put them.
     """
 
-    def __init__(self, workers: int) -> None:
-        self._folder = SessionDir.create()
+    def __init__(self, name: str, workers: int) -> None:
+        """name: of the session directory, equal on all machines; another agent of this machine may have it already."""
+        try:
+            self._folder = SessionDir.create(name)
+        except StorageError:
+            if SessionDir.find(name) is None:
+                raise
+            self._folder = SessionDir.create()
         self._watch = NodeProbe(self._folder, workers)
+        self._kills = oom_kills()
         self._lock = threading.Lock()
         self._columns: dict[str, tuple[Any, int]] = {}  # reference, bytes
 
     def folder(self) -> str:
         """Return the path of the session directory on this node."""
         return str(self._folder.path)
-
-    def free_port(self) -> int:
-        """Return a free port."""
-        with socket.socket() as door:
-            door.bind(("", 0))
-            return int(door.getsockname()[1])
 
     def keep(self, key: str, column: Jagged, nbytes: int) -> None:
         """Take ownership of a column."""
@@ -81,8 +88,31 @@ class NodeAgent:
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         return control.ask(self._folder.control(rank), rank, role, method, arguments)
 
-    def ending(self, rank: int, pid: int, how: str) -> str:
+    def watch(self, workers: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], dict[int, str]]:
+        """Wait a moment, until a worker ends; return the signs of life by rank, and how workers ended by process id.
+
+        workers: process id -> rank.
+        """
+        gone = _ended(workers, EVERY)
+        lives = {rank: self._watch.board.life(rank) for rank in workers.values()}
+        return lives, {pid: self.ending(workers[pid], pid) for pid in gone}
+
+    def ending(self, rank: int, pid: int) -> str:
+        """Describe how a worker was lost. Only its parent, which is Ray's, learns the signal."""
+        how, now = "has died", oom_kills()
+        if self._kills is not None and now is not None and now > self._kills:
+            how += f" {MEMORY_RAN_OUT}the kernel has killed {now - self._kills} processes since the run began)"
         return self._watch.ending(rank, pid, how)
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """Kill workers with their children, also stopped ones, which do not react to Ray."""
+        reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+
+    def vacate(self, workers: Mapping[int, int]) -> None:
+        """Wait until killed workers are gone, and forget them. workers: process id -> rank."""
+        psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], GONE)
+        for rank in workers.values():
+            self._watch.board.clear(rank)
 
     def end(self, pids: Sequence[int], kill: bool) -> None:
         """Wait for the workers, kill those that stay (kill: all, at once) and their children, remove the directory."""
@@ -94,26 +124,47 @@ class NodeAgent:
         self._folder.remove()
 
 
-class RayWorker:
-    """Process of one rank: executes calls in order, one at a time."""
+def _ended(pids: Iterable[int], seconds: float) -> list[int]:
+    """Wait until one of these processes has ended, or for some seconds; return those that have."""
+    files, gone = dict[int, int](), list[int]()
+    poll = select.poll()
+    try:
+        for pid in pids:
+            try:
+                files[file := os.pidfd_open(pid)] = pid
+            except ProcessLookupError:
+                gone.append(pid)
+                continue
+            poll.register(file, select.POLLIN)
+        return gone + [files[file] for file, _ in poll.poll(0 if gone else 1000 * seconds)]
+    finally:
+        for file in files:
+            os.close(file)
 
-    def __init__(
-        self, rank: int, workers: int, local_rank: int, init_method: str, timeout: float, folder: str, store: "RayStore"
-    ) -> None:
+
+class RayWorker:
+    """Process of one rank, which it gets by ``begin``: executes calls in order, one at a time. Without: a spare."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
+
+    def warm(self) -> None:
+        """Import what roles need."""
+        for name in AHEAD:
+            importlib.import_module(name)
+
+    def begin(self, rank: int, workers: int, init_method: str, timeout: float, folder: str, store: "RayStore") -> int:
+        """Become the worker of a rank; return the process id. Ray shows each worker its own GPU alone."""
         place = SessionDir(Path(folder))
         _print_to(place.log(rank))
         show_stacks(place.stack(rank))
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         if interface := interface_for(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        note = partial(StatusBoard(place.board).mark, rank)
-        self._host = Executor(
-            rank, workers, store, local_rank=local_rank, init_method=init_method, timeout=timeout, note=note
-        )
+        board = StatusBoard(place.board)
+        note = partial(board.mark, rank)
+        self._host = Executor(rank, workers, store, init_method=init_method, timeout=timeout, note=note)
         control.serve(place.control(rank), self._host.control)
-
-    def pid(self) -> int:
-        """Return the process id, once the worker is ready."""
+        publish_life(partial(board.beat, rank))
         return os.getpid()
 
     def answer(self, data: bytes) -> bytes:
@@ -147,17 +198,23 @@ def _own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def agent_name(session: str, home: int) -> str:
+    """Return the name under which Ray finds the agent of a node."""
+    return f"tilth-{session}-{home}"
+
+
 class RayStore:
     """Payload in Ray's object store: a column is owned by the NodeAgent of its node and read from any node.
 
-    machines: NodeAgent actors; home: index of this process's node; writer: makes keys unique.
+    session: of the backend; home: number of this process's node; writer: makes keys unique; homes: returns the numbers
+    of all living nodes, for the controller.
     """
 
-    def __init__(self, machines: Sequence[Any], home: int, writer: str) -> None:
+    def __init__(self, session: str, home: int, writer: str, homes: Callable[[], Iterable[int]] = tuple) -> None:
         self.lease = ""
-        self._machines = list(machines)
-        self._home = home
-        self._writer = writer
+        self._homes = homes
+        self._session, self._home, self._writer = session, home, writer
+        self._agents: dict[int, Any] = {}
         self._numbers = count()
 
     def put(self, column: str, data: Jagged) -> Handle:
@@ -177,22 +234,33 @@ class RayStore:
             return Jagged(column.values.copy(), column.offsets.copy())
 
     def release(self, lease: str) -> None:
-        self._all([machine.release.remote(f"{home}/{lease}~") for home, machine in enumerate(self._machines)])
+        self._all("release", lambda home: (f"{home}/{lease}~",))
 
     def held(self) -> dict[str, int]:
-        tables = self._all([machine.held.remote() for machine in self._machines])
+        tables = self._all("held", lambda home: ())
         return {key: nbytes for table in tables if table is not None for key, nbytes in table.items()}
 
     def _ask(self, key: str, method: str, *args: Any) -> Any:
-        machine = self._machines[int(key.partition("/")[0])]
-        return _resolved(getattr(machine, method).remote(*args), key)
+        try:
+            agent = self._agent(int(key.partition("/")[0]))
+        except ValueError:  # so Ray reports a name that is none
+            raise StorageError(f"payload column {key} is lost with its node", key=column_of(key)) from None
+        return _resolved(getattr(agent, method).remote(*args), key)
 
-    def _all(self, references: Sequence[Any]) -> list[Any]:
+    def _agent(self, home: int) -> Any:
+        import ray
+
+        if home not in self._agents:
+            self._agents[home] = ray.get_actor(agent_name(self._session, home))
+        return self._agents[home]
+
+    def _all(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> list[Any]:
         """Return the answers of the NodeAgents; None for one that is gone with its columns."""
         import ray
 
-        answers = []
-        for reference in references:
+        answers: list[Any] = []
+        asked = [getattr(self._agent(home), method).remote(*arguments(home)) for home in self._homes()]
+        for reference in asked:
             try:
                 answers.append(ray.get(reference))
             except ray.exceptions.RayActorError:

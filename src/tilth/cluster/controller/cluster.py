@@ -229,14 +229,18 @@ def open_cluster(
     address: str = "",
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
+    spares: int = 0,
 ) -> Cluster:
     """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: decides what a failure does. Raises RecipeError for a backend that is not declared, is not
-    installed or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
+    GPU of its own. policy: decides what a failure does. spares: of a backend that has them. Raises RecipeError for a
+    backend that is not declared, is not installed or cannot have this many workers, PluginError for a declared class
+    that is no backend or cannot start.
     """
-    return Cluster(_backend(backend, workers, timeout=timeout, address=address, gpus=gpus), timeout, policy)
+    more = {"spares": spares} if spares else {}
+    made = _backend(backend, workers, timeout=timeout, address=address, gpus=gpus, **more)
+    return Cluster(made, timeout, policy)
 
 
 def _backend(name: str, workers: int, **options: Any) -> Backend:
