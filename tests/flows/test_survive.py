@@ -153,8 +153,8 @@ def test_a_run_that_may_not_recover_ends_at_the_first_failure(tmp_path):
 def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, plain, monkeypatch):
     repair, damaged = Cluster.repair, []
 
-    def damage(self, lost, quiet):
-        gone = repair(self, lost, quiet)
+    def damage(self, lost, quiet, evicted):
+        gone = repair(self, lost, quiet, evicted)
         for path in Path(self.repairable.scratch).rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
@@ -205,9 +205,9 @@ def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypat
     cluster = SimpleNamespace(
         groups=groups,
         make=make,
-        repair=lambda lost, seconds: list(lost),
+        repair=lambda lost, seconds, evicted: list(lost),
         dispatch=SimpleNamespace(failed=None),
-        repairable=SimpleNamespace(scratch=""),
+        repairable=SimpleNamespace(scratch="", nodes=lambda: ({}, ())),
     )
     monkeypatch.setattr(Survival, "_begin_attempt", lambda *_: None)
     monkeypatch.setattr(Survival, "prepare", lambda _: None)

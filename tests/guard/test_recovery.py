@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tilth.cluster.backends.base import MEMORY_RAN_OUT
 from tilth.core import errors
-from tilth.guard.recovery import WINDOW, Recovery, verdict_of
+from tilth.guard.recovery import EVICTS, WINDOW, Nodes, Recovery, verdict_of
 from tilth.guard.verdict import Verdict
 
 
@@ -60,6 +60,53 @@ def test_a_step_that_is_not_finite_goes_back_twice_and_then_ends_the_run():
 def test_corruption_that_comes_back_replaces_the_workers_that_differ():
     recovery, verdict = Recovery(8), failed(errors.ReplicaMismatch, key="policy.copies", ranks=(1,))
     assert [recovery.decide(verdict, 4, float(i)).step for i in range(3)] == ["retry", "replace", "stop"]
+
+
+TWO = Nodes({0: "a", 1: "a", 2: "b", 3: "b"}, ("a", "b"))
+
+
+def decided(*failures, nodes=TWO, seconds=1.0):
+    """Actions on (kind, ranks, step), one after the other."""
+    recovery = Recovery(100)
+    verdicts = [(Verdict(kind, ranks, "it", {"key": "policy.update"}), step) for kind, ranks, step in failures]
+    return [recovery.decide(v, step, i * seconds, nodes) for i, (v, step) in enumerate(verdicts)]
+
+
+def test_a_node_whose_workers_crash_at_several_steps_is_evicted_with_all_its_workers():
+    *first, last = decided(("crash", (2,), 1), ("hang", (3,), 5), ("crash", (2, 3), 9))
+    assert EVICTS == 3 and [(one.step, one.evict) for one in first] == [("replace", "")] * 2
+    assert (last.step, last.ranks, last.evict) == ("replace", (2, 3), "b")
+
+
+def test_a_symptom_is_not_mapped_to_a_node():
+    same_step = [("crash", (2,), 4), ("hang", (2,), 4), ("crash", (3,), 4)]
+    both_nodes = [("crash", (rank,), step) for step, rank in enumerate((0, 2, 0, 2, 0, 2, 2))]
+    across = [("crash", (1, 2), step) for step in range(5)]
+    for failures in (same_step, both_nodes, across):
+        assert not any(action.evict for action in decided(*failures)), failures
+    thrice = [("crash", (2,), step) for step in range(3)]
+    assert not decided(*thrice, nodes=Nodes(TWO.of, ("a",)))[-1].evict  # nowhere to go
+    assert not decided(*thrice, nodes=Nodes())[-1].evict  # one machine
+    assert not decided(*thrice, seconds=WINDOW)[-1].evict
+    assert decided(*thrice)[-1].evict == "b"
+
+
+@given(
+    st.sampled_from(["error", "storage", "out-of-memory", "corruption", "not-finite", "slow", "odd-machine"]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30),
+)
+def test_what_a_program_does_evicts_no_node(kind, failures):
+    assert not any(action.evict for action in decided(*((kind, (rank,), step) for rank, step in failures)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=30))
+def test_at_most_one_node_is_suspected_and_it_fails_more_than_the_others(failures):
+    for count, action in enumerate(decided(*(("crash", (rank,), step) for rank, step in failures)), 1):
+        if action.evict:
+            steps = {node: {s for r, s in failures[:count] if TWO.of[r] == node} for node in "ab"}
+            other = "ab".replace(action.evict, "")
+            assert len(steps[action.evict]) >= EVICTS and len(steps[other]) <= 1
+            assert action.ranks == ((0, 1) if action.evict == "a" else (2, 3))
 
 
 KINDS = st.sampled_from(["crash", "hang", "error", "corruption", "storage", "not-finite", "out-of-memory"])

@@ -18,7 +18,7 @@ from tilth.config.roles import ROLES
 from tilth.core.errors import TilthError
 from tilth.flows.build import RunParts
 from tilth.guard.diagnosis import diagnosed
-from tilth.guard.recovery import Action, Recovery, verdict_of
+from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
 from tilth.runs.directory import REWARD_LOG, RunDir
@@ -39,6 +39,8 @@ class Survival:
         self._lost, self._new, self._failed = set[int](), set[int](), set[str]()
         """Of recoveries that another failure broke off: workers to replace, new workers and roles that failed, whose
         roles are not made again yet."""
+        self._evicted = set[int]()
+        """Those of the workers to replace whose nodes are given up."""
 
     def recover(self, error: TilthError, step: int) -> Action:
         """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
@@ -50,7 +52,8 @@ class Survival:
             if self.cluster.dispatch.failed is not None:  # its policy has ended it
                 raise error
             began, verdict = time.monotonic(), self._judge(error)
-            action = self.recovery.decide(verdict, step, began)
+            nodes = NOWHERE if self.cluster.repairable is None else Nodes(*self.cluster.repairable.nodes())
+            action = self.recovery.decide(verdict, step, began, nodes)
             if verdict is None or action.step == "stop":
                 if verdict is not None and verdict.details.get("culprits"):
                     self.say(_first_line(verdict, step))
@@ -72,8 +75,14 @@ class Survival:
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         self.say(_first_line(verdict, step))
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
-        replaced = self.cluster.repair(self._lost, SETTLE)
+        if action.evict:
+            self.say(
+                f"node {action.evict} is given up: its workers failed at {EVICTS} steps, and those of others did not"
+            )
+            self._evicted.update(action.ranks)
+        replaced = self.cluster.repair(self._lost, SETTLE, self._evicted)
         self._lost.clear()
+        self._evicted.clear()
         self._new.update(replaced)
         self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
         for group in self.cluster.groups:
@@ -92,6 +101,7 @@ class Survival:
         seconds = round(time.monotonic() - began, 3)
         facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
         facts |= {"action": action.step, "details": verdict.details}
+        facts |= {"evicted": action.evict} if action.evict else {}
         self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
         recorder.conclude()
         recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)

@@ -6,7 +6,8 @@ worker that is dead or hangs is replaced, and what happens again at the same ste
 help. A user's error never replaces a worker.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,6 +55,9 @@ UNGATED = ("logits", "snapshot")
 ROLLBACKS = 2
 """Times that a run goes back to a checkpoint because of such errors."""
 
+EVICTS = 3
+"""Steps at which workers of one node crash or hang, within an hour, before the node is evicted."""
+
 Step = Literal["retry", "replace", "rollback", "stop"]
 OnNan = Literal["skip", "rollback", "stop"]
 
@@ -71,11 +75,43 @@ def verdict_of(error: BaseException) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Action:
-    """Decision about one failure. ranks: workers to replace; why: what ends the run."""
+    """Decision about one failure. ranks: workers to replace; why: what ends the run; evict: the node of these workers,
+    which is not used again."""
 
     step: Step
     ranks: tuple[int, ...] = ()
     why: str = ""
+    evict: str = ""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where workers run. movable: nodes whose workers find a place on others."""
+
+    of: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> node."""
+    movable: Collection[str] = ()
+
+    def blamed(self, verdict: Verdict) -> str:
+        """Return the node that all workers at fault are on, if they crashed or hang; "" otherwise.
+
+        No error of a program, nor memory that it exhausts, says anything about a node.
+        """
+        found = {self.of.get(rank, "") for rank in verdict.ranks}
+        return found.pop() if verdict.kind in ("crash", "hang") and len(found) == 1 else ""
+
+
+NOWHERE = Nodes()
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A failure."""
+
+    at: float
+    step: int
+    verdict: Verdict
+    node: str
 
 
 @dataclass
@@ -87,9 +123,9 @@ class Recovery:
 
     restarts: int
     on_nan: OnNan = "skip"
-    _past: list[tuple[float, int, Verdict]] = field(default_factory=list)
+    _past: list[_Past] = field(default_factory=list)
 
-    def decide(self, verdict: Verdict | None, step: int, now: float) -> Action:
+    def decide(self, verdict: Verdict | None, step: int, now: float, nodes: Nodes = NOWHERE) -> Action:
         """Return what to do about a failure of this step, and remember it. now: seconds of a clock that only grows."""
         if verdict is None:
             return Action("stop", why="it would be the same again")
@@ -98,14 +134,17 @@ class Recovery:
         gated = verdict.kind == "not-finite" and verdict.details.get("key") not in UNGATED
         if gated and (why := self._refuse_rollback(verdict)):
             return Action("stop", why=why)
-        alike = [v for _, at, v in self._past if at == step and _same_cause(v, verdict)]
-        recent = [at for at, _, _ in self._past if now - at < WINDOW]
-        corrupt = verdict.kind == "corruption" and any(v.kind == "corruption" for _, _, v in self._past)
-        self._past.append((now, step, verdict))
+        alike = [past for past in self._past if past.step == step and _same_cause(past.verdict, verdict)]
+        recent = [past for past in self._past if now - past.at < WINDOW]
+        corrupt = verdict.kind == "corruption" and any(past.verdict.kind == "corruption" for past in self._past)
+        here = _Past(now, step, verdict, nodes.blamed(verdict))
+        self._past.append(here)
         if not gated and len(alike) >= REPEATS.get(verdict.kind, 1):
             return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
         if len(recent) >= self.restarts:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
+        if here.node in nodes.movable and _suspect([*recent, here]) == here.node:
+            return Action("replace", tuple(r for r, node in nodes.of.items() if node == here.node), evict=here.node)
         if verdict.kind in ("crash", "hang", "out-of-memory", "slow", "odd-machine") and verdict.ranks:
             return Action("replace", verdict.ranks)
         if corrupt and verdict.ranks:  # the first time may be chance
@@ -118,8 +157,19 @@ class Recovery:
             return 'guard.on_nan = "stop"'
         if verdict.details.get("key") not in GATED:
             return "the weights that training began with are not finite"
-        times = sum(v.kind == "not-finite" and v.details.get("key") in GATED for _, _, v in self._past)
+        verdicts = [past.verdict for past in self._past]
+        times = sum(v.kind == "not-finite" and v.details.get("key") in GATED for v in verdicts)
         return f"the run has gone back to a checkpoint {times} times" if times >= ROLLBACKS else ""
+
+
+def _suspect(failures: Sequence[_Past]) -> str:
+    """Return the one node with failures at ``EVICTS`` steps, if no other has them at more than one; else "".
+
+    What fails again at one step is in the program or its data; what fails on many nodes is not theirs either.
+    """
+    steps = Counter(node for node, _ in {(past.node, past.step) for past in failures if past.node})
+    first, *others = [*steps.most_common(2), ("", 0)]
+    return first[0] if first[1] >= EVICTS and others[0][1] <= 1 else ""
 
 
 def _same_cause(one: Verdict, other: Verdict) -> bool:

@@ -29,8 +29,8 @@ def join(rank: int, workers: int, init_method: str, timeout: float, device: str 
     """Join the world of ``workers`` processes as number ``rank``; does nothing if this process has joined already.
 
     Does not wait for the others: on gloo two processes connect at their first communication, so a role can work on some
-    workers before the others join. init_method: where torch.distributed meets: file://..., or tcp://... of a store that is there already; timeout:
-    seconds for one collective.
+    workers before the others join. init_method: where torch.distributed meets: file://..., or tcp://... of a store that
+    is there already; timeout: seconds for one collective.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, workers):

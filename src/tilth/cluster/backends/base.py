@@ -1,7 +1,7 @@
 """Protocol and messages of a backend: N workers that execute calls in order, and a payload store."""
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -172,11 +172,14 @@ class RepairableBackend(Backend, Protocol):
     def kill(self, ranks: Iterable[int]) -> None:
         """Kill these workers at once with the processes that their roles have started."""
 
-    def replace(self, ranks: Sequence[int]) -> None:
+    def replace(self, ranks: Sequence[int], evicted: Collection[int] = ()) -> None:
         """Kill these workers, if they live, and start others in their place; return when they are ready.
 
-        Raises WorkerLost if one does not start.
+        evicted: those whose nodes are not used again. Raises WorkerLost if one does not start.
         """
+
+    def nodes(self) -> tuple[Mapping[int, str], Collection[str]]:
+        """Return rank -> node, and the nodes whose workers find a place on others: none if there is one node."""
 
     @property
     def scratch(self) -> str:

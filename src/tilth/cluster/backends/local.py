@@ -170,7 +170,10 @@ class LocalBackend:
         pids = [self.links[rank].pid for rank in ranks]
         reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
 
-    def replace(self, ranks: Sequence[int]) -> None:
+    def nodes(self) -> tuple[Mapping[int, str], Collection[str]]:
+        return {}, ()
+
+    def replace(self, ranks: Sequence[int], evicted: Collection[int] = ()) -> None:
         if not ranks:
             return
         if launched := [rank for rank in ranks if rank not in self._processes]:

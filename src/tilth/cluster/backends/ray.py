@@ -9,7 +9,7 @@ import secrets
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -225,7 +225,7 @@ class RayBackend:
         if refusal(machine.node):
             self._dead.add(machine.node.id)
         ranks = ", ".join(str(process.rank) for process in there)
-        self._lose(there, f"lost with its node {machine.node.address} (ranks {ranks}): {why}")
+        self._lose(there, f"lost with its node {_title(machine.node)}, ranks {ranks}: {why}")
 
     def _lose(self, processes: Sequence[Process], how: str) -> None:
         """Fail the calls of processes that were lost together."""
@@ -262,11 +262,24 @@ class RayBackend:
             self._ray.wait(asked, num_returns=len(asked), timeout=LOOK)
         self._end_actors([process.actor for process in processes])
 
-    def replace(self, ranks: Sequence[int]) -> None:
+    def nodes(self) -> tuple[Mapping[int, str], Collection[str]]:
+        on = {process.rank: process.machine.node for process in self._processes}
+        busy = Counter(on.values())
+        room = {node: node.room - busy[node] for node in self._nodes()}  # spares take a part of it
+        movable = [
+            _title(node)
+            for node, count in busy.items()
+            if sum(left for other, left in room.items() if other != node) >= count
+        ]
+        return {rank: _title(node) for rank, node in on.items()}, movable
+
+    def replace(self, ranks: Sequence[int], evicted: Collection[int] = ()) -> None:
         if not ranks:
             return
         self.kill(ranks)
         self._vacate([self._processes[rank] for rank in ranks])
+        for machine in {self._processes[rank].machine for rank in evicted}:
+            self._give_up(machine)
         found: dict[int, Process] = {}
         try:
             for rank in ranks:
@@ -280,6 +293,16 @@ class RayBackend:
             for rank, process in found.items():
                 self._processes[rank] = process
         self._refill()
+
+    def _give_up(self, machine: Machine) -> None:
+        """Use a node no more: end what runs there."""
+        spares = [spare for spare in self._spares if spare.machine is machine]
+        with self._lock:
+            self._dead.add(machine.node.id)
+            self._machines = [one for one in self._machines if one is not machine]
+            self._spares = [spare for spare in self._spares if spare.machine is not machine]
+        self._ray.wait([machine.agent.end.remote(self._pids_on(machine), True)], timeout=2 * LOOK)
+        self._end_actors([machine.agent, *(spare.actor for spare in spares)])
 
     def _staying(self, ranks: Sequence[int]) -> list[Process]:
         return [process for process in self._processes if process.rank not in ranks]
@@ -305,7 +328,7 @@ class RayBackend:
         node = max(left, key=lambda node: (left[node], node.id == lost.machine.node.id), default=None)
         if node is None or left[node] < 1:
             raise WorkerLost(
-                f"the node {lost.machine.node.address} is lost, and no other has room for rank {lost.rank}; with "
+                f"the node {_title(lost.machine.node)} is lost, and no other has room for rank {lost.rank}; with "
                 f"guard.spares={self._on_one_node()} the ranks of a node find a place (guard.spares = {self.spares})",
                 key="guard.spares",
             )
@@ -395,6 +418,11 @@ class RayBackend:
         """Let Ray end actors; a stopped process does not react."""
         for actor in actors:
             self._ray.kill(actor)
+
+
+def _title(node: Node) -> str:
+    """Return the name of a node in messages; several may have one address."""
+    return f"{node.address} ({node.id[:8]})"
 
 
 def _lost(process: Process, call: Call, ranks: tuple[int, ...]) -> WorkerLost:

@@ -66,10 +66,11 @@ class Cluster:
             self.dispatch.hang_after = hang_after
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
-    def repair(self, lost: Collection[int], quiet: float) -> list[int]:
+    def repair(self, lost: Collection[int], quiet: float, evicted: Collection[int] = ()) -> list[int]:
         """Bring the workers back to work after a failed call; return those that were replaced, in order.
 
-        lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end.
+        lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end;
+        evicted: those of them whose nodes are given up too.
         Those of the others that still have calls when none has ended for ``quiet`` seconds are replaced too: they may
         wait for one that has left the collective with an error. Payload is freed. Every role with a
         replaced worker must be made again (``make``). Raises WorkerLost if a worker cannot be replaced.
@@ -82,7 +83,7 @@ class Cluster:
         self.dispatch.settle(LEAVE)
         self.dispatch.forget()
         self.store.clear()
-        backend.replace(sorted(gone))
+        backend.replace(sorted(gone), evicted)
         return sorted(gone)
 
     @property
