@@ -199,6 +199,9 @@ def test_wrong_words_and_values(overrides, message):
             [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],
             "rollout.layout.cp = 2, but the rollout engine takes dp, ep and tp only; set it to 1",
         ),
+        (["guard.spares=2"], "guard.spares = 2: cluster.backend = 'inline' has none; use guard.spares=0 or "),
+        (["guard.spares=2", LOCAL], "guard.spares = 2: cluster.backend = 'local' has none; use guard.spares=0 or "),
+        (["guard.spares=1", "cluster.backend=ray", "guard.restarts=0"], "guard.restarts = 0 uses none"),
     ],
 )
 def test_contradictions_say_what_would_work(overrides, message):

@@ -26,7 +26,7 @@ from tests.errors import raises
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.backends.ray_actors import interface_for
-from tilth.cluster.backends.ray_connect import Node, _knock, connect, import_ray, nodes_of, spread
+from tilth.cluster.backends.ray_connect import Node, _knock, connect, import_ray, nodes_of, place_spares, spread
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, RecipeError, StorageError, WorkerLost
@@ -55,6 +55,18 @@ def test_a_cluster_too_small_says_what_it_has():
     with raises(RecipeError, "cluster.workers") as raised:
         spread([1], 3, "GPUs")
     assert "1 GPUs on 1 node " in str(raised.value)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 12))
+def test_spares_wait_where_most_room_is_left(left, spares):
+    if sum(left) < spares:
+        with raises(RecipeError, "guard.spares"):
+            place_spares(left, spares, 4)
+        return
+    places = place_spares(left, spares, 4)
+    rest = [room - places.count(i) for i, room in enumerate(left)]
+    assert len(places) == spares and min(rest) >= 0
+    assert not places or max(rest) <= min(rest[i] for i in places) + 1  # level, where some went
 
 
 def test_nodes_are_the_living_ones_with_what_a_worker_needs():
