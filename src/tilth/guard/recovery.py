@@ -86,7 +86,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where workers run. movable: nodes whose workers find a place on others."""
+    """Places of workers. movable: nodes whose workers find a place on others."""
 
     of: Mapping[int, str] = field(default_factory=dict)
     """Rank -> node."""
