@@ -259,14 +259,17 @@ def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | Non
     if texts is not None or prompts is None:
         return texts or ()
     train, _ = prompts.split(recipe.data.holdout)
-    return (_whole(p) for p in train)
+    return (_whole(p, named=bool(recipe.data.template)) for p in train)
 
 
-def _whole(prompt: Prompt) -> str:
-    """Return everything that is said in a prompt and its answer."""
-    asked = [turn["content"] for turn in prompt.messages]
-    text = "\n\n".join(asked[:-1] if prompt.messages and prompt.messages[-1]["role"] == "assistant" else asked)
-    return f"{text if asked else prompt.text}{prompt.answer or ''}"
+def _whole(prompt: Prompt, *, named: bool) -> str:
+    """Return all that is said in a prompt and its answer. named: with the roles, as a chat template writes them."""
+    turns = list(prompt.messages)
+    if turns and turns[-1]["role"] == "assistant":
+        turns[-1] = {"role": "assistant", "content": prompt.answer or ""}
+    if named and turns:
+        return "".join(f"{turn['role']}\n{turn['content']}\n" for turn in turns)
+    return "\n\n".join(turn["content"] for turn in turns) if turns else f"{prompt.text}{prompt.answer or ''}"
 
 
 # ---- the model folder of a run ----

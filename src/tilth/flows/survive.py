@@ -21,7 +21,7 @@ from tilth.guard.diagnosis import diagnosed
 from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
-from tilth.runs.directory import REWARD_LOG, RunDir
+from tilth.runs.directory import OBSERVATIONS, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
 
 SETTLE = 0.5
@@ -125,6 +125,9 @@ class Survival:
         if reward is not None:
             reward.ready()
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
+        rollout = self.parts.roles.rollout
+        if rollout is not None and self.parts.recipe.rollout.environment:
+            rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
 
 
 def _first_line(verdict: Verdict, step: int) -> str:

@@ -116,7 +116,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if r.environment:
         pool = EnvironmentPool(r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins)
         player = Player(engine, template, tokenizer, pool, Limits(r.turns, recipe.model.context))
-    return RolloutWorker(engine, template, r, context.store, player)
+    return RolloutWorker(engine, template, r, context.store, player, context.rank)
 
 
 def _engine(

@@ -4,6 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
 from tilth.data.template import Template
+from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import INFO, OUTCOME, TURNS, texts, to_batch
 from tilth.rollout.episodes import Player, Wanted
@@ -33,9 +35,12 @@ class RolloutWorker:
         section: RolloutSection,
         store: Store,
         player: Player | None = None,
+        rank: int = 0,
     ) -> None:
         self.engine, self.template, self.section, self.store = engine, template, section, store
         self.player = player
+        self.rank = rank
+        self._journals: Path | None = None
         self._failures: dict[int, dict[str, Any]] = {}
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
@@ -94,10 +99,14 @@ class RolloutWorker:
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # as in ``generate``
             self._asked = asked["id"].tolist()
+            if self._journals is not None:
+                about = f"version {self.engine.version}, {params}"
+                player.pool.keep(ObservationJournal(self._journals, self._asked, about))
             try:
                 found = player.play(wanted, params)
             finally:
                 self._asked = ()
+                player.pool.keep(None)
             trajectories = [one.trajectory for one in found]
             written = sum(t.completion_length for t in trajectories)
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
@@ -113,6 +122,11 @@ class RolloutWorker:
         if CORRECT in names:
             batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})
         return batch
+
+    @transfer(split="all", gather="first")
+    def journal_to(self, folder: str) -> None:
+        """Keep what environments say in a folder of this rank below this one, for a step that runs again."""
+        self._journals = Path(folder) / f"rank-{self.rank}"
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:

@@ -47,6 +47,8 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
+OBSERVATIONS = "observations"
+"""Folder of what environments said in the newest calls."""
 REWARD_LOG = "reward.log"
 """Output of the reward function: the newest 8 to 16 MB, the older part in ``reward.log.1``."""
 

@@ -1,0 +1,89 @@
+"""Task word_game: find a word of three letters by guesses, each answered letter by letter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from tilth.config.tasks import Task
+from tilth.data.columns import Prompt
+from tilth.data.computed import Computed
+from tilth.envs.environment import Environment, Message
+from tilth.rewards.verifiers import Exact
+
+WORDS = tuple("".join(letters) for letters in product("bdg", "aeio", "knt"))
+"""36 words, of which any may be the secret."""
+GUESSES = 6
+FIRST = "?"
+
+
+def marks(guess: str, secret: str) -> str:
+    """Return a letter for each of a guess: g in its place, y elsewhere in the word, x not in it."""
+    return "".join("g" if a == b else "y" if a in secret else "x" for a, b in zip(guess, secret))
+
+
+class WordGamePrompts(Computed):
+    """``game 17``: a secret word each, and a worked game whose guesses ignore what was said half of the time."""
+
+    def __len__(self) -> int:
+        return 20_000
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the game of an index."""
+        drawn = random.Random(f"word game {index}")
+        secret, turns, left = drawn.choice(WORDS), [{"role": "user", "content": FIRST}], list(WORDS)
+        for _ in range(GUESSES):
+            guess = drawn.choice(left if drawn.random() < 0.5 else WORDS)
+            said = marks(guess, secret)
+            left = [word for word in left if marks(guess, word) == said]
+            turns += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
+            if guess == secret:
+                break
+        return Prompt(index, f"game {index}", turns[-2]["content"], {"answer": secret}, tuple(turns[:-1]))
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of each prompt."""
+        return (f"game {index}" for index in range(len(self)))
+
+    def sizes(self) -> Any:
+        """Return bytes of each text, int64 [n]."""
+        import numpy as np
+
+        return np.fromiter(map(len, self.texts()), np.int64, len(self))
+
+    def alphabet(self) -> str:
+        """Return the letters of words and marks, and digits."""
+        return "".join(sorted(set("".join(WORDS) + f"gyx{FIRST} 0123456789ame")))
+
+    def fingerprint(self) -> str:
+        """Return the task and its size."""
+        return f"word game of {len(WORDS)} words"
+
+
+class WordGame(Environment):
+    """Marks each guess; the reward falls with the number of guesses, and is 0 without the word."""
+
+    describes_tools = False
+
+    def reset(self, info: dict[str, Any]) -> list[Message]:
+        """Begin with a question mark."""
+        self.secret, self.guesses, self.found = info["answer"], 0, False
+        return [{"role": "user", "content": FIRST}]
+
+    def step(self, message: Message) -> tuple[list[Message], bool]:
+        """Mark a guess."""
+        guess = message["content"].strip()
+        self.guesses += 1
+        self.found = guess == self.secret
+        said = marks(guess, self.secret) if guess in WORDS else "no word"
+        return [{"role": "user", "content": said}], self.found or self.guesses >= GUESSES
+
+    def reward(self) -> dict[str, float]:
+        """Return 1 for the first guess, a tenth less for each further one, 0 without the word."""
+        value = 1.0 - 0.1 * (self.guesses - 1) if self.found else 0.0
+        return {"reward": value, "correct": float(self.found)}
+
+
+TASK = Task(WordGamePrompts, Exact(), environment=WordGame)
