@@ -33,15 +33,9 @@ class WordGamePrompts(Computed):
     def prompt(self, index: int) -> Prompt:
         """Return the game of an index."""
         drawn = random.Random(f"word game {index}")
-        secret, turns, left = drawn.choice(WORDS), [{"role": "user", "content": FIRST}], list(WORDS)
-        for _ in range(GUESSES):
-            guess = drawn.choice(left if drawn.random() < 0.5 else WORDS)
-            said = marks(guess, secret)
-            left = [word for word in left if marks(guess, word) == said]
-            turns += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
-            if guess == secret:
-                break
-        return Prompt(index, f"game {index}", turns[-2]["content"], {"answer": secret}, tuple(turns[:-1]))
+        secret = drawn.choice(WORDS)
+        turns = _game(drawn, secret)
+        return Prompt(index, f"game {index}", secret, {"answer": secret}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
         """Yield the text of each prompt."""
@@ -60,6 +54,20 @@ class WordGamePrompts(Computed):
     def fingerprint(self) -> str:
         """Return the task and its size."""
         return f"word game of {len(WORDS)} words"
+
+
+def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
+    """Return a game that finds the word; half of its guesses are among the words that are left."""
+    while True:
+        turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
+        for _ in range(GUESSES):
+            guess = drawn.choice(left if drawn.random() < 0.5 else WORDS)
+            turns.append({"role": "assistant", "content": guess})
+            if guess == secret:
+                return turns
+            said = marks(guess, secret)
+            left = [word for word in left if marks(guess, word) == said]
+            turns.append({"role": "user", "content": said})
 
 
 class WordGame(Environment):
