@@ -1,128 +1,64 @@
 """Runs that survive: faults at random moments of real runs, and whether their ends are those of an undisturbed run.
 
-    python benchmarks/faults.py [--quick] [--json PATH] [--rows 1,3,6] [--faults N] [--workers 2,4] [--seed N]
+    python benchmarks/faults.py [--quick] [--json PATH] [--rows 1,3,6] [--only TEXT] [--seeds N] [--workers 4]
+                                [--seed N] [--keep FOLDER] [--torchft PYTHON] [--nvrx PYTHON]
 
-The rows are those of the fault matrix in docs/benchmarks.md. Each run is a process of its own with PER_RUN faults, one
-after another, at a random time after random steps; nothing is tried twice. Detected: the verdict has the right kind and
-names the right rank; seconds from the fault to the verdict, and to the moment when the run goes on. Equal: weights,
-optimizer state, metrics and trajectories of the whole run are those of the undisturbed run, bit for bit. Left:
-processes, session directories in shared memory, and temporary files that outlive the run. Row 0: ``torchrun`` with
---max-restarts and a plain loop that keeps no state, ranks killed in the same way.
+The rows are those of the fault matrix in docs/benchmarks.md (``faults_rows.py``). Each seed is one fault at a random
+time after a random step, or at a named moment; some of them happen in one run, one after another. Each run is a process
+of its own, and nothing is tried twice. Right: the verdict has the right kind and names the right rank. Seconds are from
+the fault to the verdict, and to the moment when the run goes on. Equal: weights, optimizer state, metrics and
+trajectories of the whole run are those of the undisturbed run, bit for bit. Left: processes (and so ports), session
+directories and files in shared memory, and temporary files that outlive the run.
+
+Row 5 makes one rank slow in the second half of a run, and compares what the trace says that costs with what it did
+cost. Row 0 is what others do with the same faults (``faults_rivals.py``): ``torchrun``, and torchft and NVRx, each by
+the interpreter of an environment that has it:
+
+    python3.11 -m venv /tmp/torchft && /tmp/torchft/bin/pip install torchft-nightly torch
+    python3.11 -m venv /tmp/nvrx && /tmp/nvrx/bin/pip install nvidia-resiliency-ext==0.4.1 torch
+
+Some rows need the right to make cgroups or to mount a file system; without it they are left out, and that is said.
 """
 
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from driver import benchmark_parser, write_rows
+from faults_rivals import rivals
+from faults_rows import QUICK, ROWS, SLOW, Row
+from faults_run import MEMORY_GROUPS, MOUNT
 
+from tilth.analysis.events import load
+from tilth.analysis.run_whatif import analyse
 from tilth.runs.readers import read_metrics, read_trajectories
 
 HANG_AFTER = 3.0
-LIMIT = 240.0
+LIMIT = 300.0
 """Seconds for a run."""
-PER_RUN = 4
+MOST = 4
+"""Faults in a run at most, for which its length has room."""
+SLOW_STEPS = 24
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
-MOMENTS = (
-    "forward", "backward", "reduce", "optimizer", "policy.save", "save.background", "policy.snapshot", "decode",
-    "rollout.update_weights", "policy.load",
-)  # fmt: skip
-Fault = dict[str, Any]
+Spec = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kind of fault. draw: faults of one run from (random, workers, steps); kinds: of verdicts that are right, ()
-    if no recovery may happen; fallback: the same command is called with it."""
-
-    number: int
-    name: str
-    draw: Callable[[random.Random, int, list[int]], list[Fault]]
-    kinds: tuple[str, ...]
-    named: bool = True
-    prepare: Callable[[Path, random.Random], None] | None = None
-    """Called before the command is started again after the controller was killed."""
-
-
-def _each(*kinds: str, **more: Any) -> Callable[[random.Random, int, list[int]], list[Fault]]:
-    """Faults of these kinds in turn, on random ranks at random times of the step after."""
-
-    def draw(rng: random.Random, workers: int, steps: list[int]) -> list[Fault]:
-        at = [rng.choice(MOMENTS)] if more.get("at") else [""]
-        return [
-            {"after": step, "delay": rng.uniform(0.0, 0.3), "kind": rng.choice(kinds), "rank": rng.randrange(workers),
-             "workers": workers, "at": at[0] if not more.get("at") else rng.choice(MOMENTS[:-1])}
-            for step in steps
-        ]  # fmt: skip
-
-    return draw
-
-
-def _while_restoring(rng: random.Random, workers: int, steps: list[int]) -> list[Fault]:
-    """Kill one rank, and another one while it loads its state."""
-    found = []
-    for step in steps:
-        first, second = rng.sample(range(workers), 2)
-        found.append({"after": step, "delay": 0.0, "kind": "kill", "rank": second, "at": "policy.load"})
-        found.append({"after": step, "delay": 0.2, "kind": "kill", "rank": first})
-    return found
-
-
-def _damage(folder: Path, rng: random.Random) -> None:
-    """Damage the newest checkpoint: a byte, the end, or a whole file is lost."""
-    newest = max(folder.glob("runs/*/checkpoints/step-*"), default=None)
-    if newest is None:
-        return
-    file = rng.choice(sorted(newest.glob("*.safetensors")))
-    way = rng.choice(("byte", "end", "file"))
-    if way == "file":
-        file.unlink()
-        return
-    data = bytearray(file.read_bytes())
-    if way == "byte":
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    file.write_bytes(data[: len(data) // 2] if way == "end" else data)
-
-
-ROWS = [
-    Row(1, "a rank is killed", _each("kill"), ("crash",)),
-    Row(1, "all ranks are killed", _each("kill-all"), ("crash",), named=False),
-    Row(1, "the controller is killed, same command again", _each("kill-controller"), ()),
-    Row(2, "a rank is killed at a named moment", _each("kill", at=True), ("crash",)),
-    Row(2, "a second rank is killed while state is restored", _while_restoring, ("crash",)),
-    Row(3, "a rank is stopped", _each("stop"), ("hang",)),
-    Row(3, "a rank loops without end", _each("busy"), ("hang",)),
-    Row(3, "a rank holds the GIL", _each("gil"), ("hang",)),
-    Row(6, "NaN in a weight of one rank", _each("nan"), ("not-finite", "corruption"), named=False),
-    Row(7, "a bit of a weight of one rank flips", _each("flip"), ("corruption",), named=False),
-    Row(8, "checkpoint damaged, controller killed", _each("kill-controller"), (), prepare=_damage),
-    Row(9, "a rank's writes fail", _each("disk-full"), ("storage",)),
-    Row(11, "the kernel kills a rank that exceeds its memory", _each("oom-kill"), ("out-of-memory",)),
-    Row(12, "a process of the reward is killed", _each("kill-reward"), ()),
-    Row(14, "any of kill, stop, busy, GIL, exception", _each("kill", "stop", "busy", "gil", "exception"),
-        ("crash", "hang", "error"), named=False),
-    Row(15, "no fault: all processes stand still 4 s", _each("freeze"), ()),
-    Row(15, "no fault: the controller stands still 4 s", _each("freeze-controller"), ()),
-    Row(15, "no fault: a reward takes 4 s", _each("slow-reward"), ()),
-    Row(15, "no fault: garbage collections", _each("collect"), ()),
-]  # fmt: skip
-
-
-def recipe(folder: Path, workers: int, steps: int) -> dict[str, Any]:
-    """A run of some seconds: one-digit addition, FSDP over all workers."""
-    return {
+def recipe(folder: Path, workers: int, steps: int, keys: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A run of some seconds: one-digit addition, FSDP over all workers. keys: others, by section."""
+    made: dict[str, Any] = {
         "seed": 3,
         "model": {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "context": 16},
         "data": {"source": "addition", "digits": 1, "holdout": 0.2},
@@ -135,6 +71,7 @@ def recipe(folder: Path, workers: int, steps: int) -> dict[str, Any]:
         "guard": {"hang_after": HANG_AFTER, "restarts": 50},
         "run": {"dir": str(folder / "runs"), "eval_every": 5, "eval_prompts": 16, "save_every": 3},
     }
+    return {**made, **{section: {**made[section], **more} for section, more in keys.items()}}
 
 
 @dataclass
@@ -144,15 +81,28 @@ class Trial:
     events: list[dict[str, Any]] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     directory: Path | None = None
+    ended: dict[str, Any] = field(default_factory=dict)
+    """As ``numbers`` has it: a mounted folder is gone."""
     left: list[str] = field(default_factory=list)
     error: str = ""
 
 
-def carry_out(folder: Path, spec: dict[str, Any], row: Row | None, rng: random.Random) -> Trial:
+def carry_out(folder: Path, spec: Spec, row: Row | None, rng: random.Random) -> Trial:
     """Run a spec to its end; the command is called again when its process was killed."""
-    folder.mkdir(parents=True)
+    (folder / "tmp").mkdir(parents=True)
     (folder / "spec.json").write_text(json.dumps({**spec, "fallback": False}))
-    (folder / "tmp").mkdir()
+    mount = folder / MOUNT if row is not None and row.mount else None
+    if mount is not None and row is not None:
+        mount.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={row.mount}m", "tmpfs", mount], check=True)
+    try:
+        return _called(folder, spec, row, rng)
+    finally:
+        if mount is not None:
+            subprocess.run(["umount", "-l", mount], check=True)
+
+
+def _called(folder: Path, spec: Spec, row: Row | None, rng: random.Random) -> Trial:
     token = str(folder / "token")
     env = {**os.environ, "TILTH_FAULTS": token, "TMPDIR": str(folder / "tmp")}
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch keeps it for other processes
@@ -173,7 +123,10 @@ def carry_out(folder: Path, spec: dict[str, Any], row: Row | None, rng: random.R
             if row is not None and row.prepare is not None:
                 row.prepare(folder, rng)
                 (folder / "spec.json").write_text(json.dumps({**spec, "fallback": True}))
-    return _finished(trial, folder, token)
+    trial = _finished(trial, folder, token)
+    if trial.directory is not None:
+        trial.ended = numbers(trial.directory)
+    return trial
 
 
 def _finished(trial: Trial, folder: Path, token: str) -> Trial:
@@ -185,7 +138,7 @@ def _finished(trial: Trial, folder: Path, token: str) -> Trial:
         trial.error = event["error"] if event["what"] == "failed" else trial.error
         if event["what"] == "session" and Path(event["path"]).exists():
             trial.left.append(event["path"])
-    for file in folder.glob("runs/*/recoveries.jsonl"):
+    for file in [*folder.glob("runs/*/recoveries.jsonl"), *folder.glob(f"{MOUNT}/runs/*/recoveries.jsonl")]:
         trial.recoveries = [json.loads(line) for line in file.read_text().splitlines()]
     until = time.monotonic() + 2.0
     while (found := _running(token)) and time.monotonic() < until:
@@ -193,7 +146,7 @@ def _finished(trial: Trial, folder: Path, token: str) -> Trial:
     trial.left += [f"process {process.pid}" for process in found]
     for process in found:
         process.kill()
-    trial.left += [str(file) for file in (folder / "tmp").iterdir()]
+    trial.left += [str(file) for file in (folder / "tmp").iterdir()] + _shared_memory(trial.events)
     if trial.directory is None and not trial.error:
         trial.error = "no end was written"
     return trial
@@ -211,18 +164,29 @@ def _running(token: str) -> list[psutil.Process]:
     return found
 
 
-def same(ours: Path, plain: Path) -> str:
+def _shared_memory(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Files in shared memory that carry the number of a process of this run, as libomp's."""
+    ours = {str(pid) for event in events for pid in event.get("pids", ())}
+    return [str(file) for file in Path("/dev/shm").iterdir() if ours.intersection(file.name.split("_"))]
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """What must be equal in two runs, by name."""
+    kept = [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(run)]
+    return {
+        "weights or optimizer state": {
+            file.name: file.read_bytes() for file in max(run.glob("checkpoints/step-*")).glob("*.safetensors")
+        },
+        "metrics": json.dumps(kept, sort_keys=True),
+        "trajectories": read_trajectories(run).sort_by("id"),
+    }
+
+
+def differs(ours: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return what differs between two runs, "" if nothing does."""
-    files = [{file.name: file.read_bytes() for file in max(run.glob("checkpoints/step-*")).glob("*.safetensors")}
-             for run in (ours, plain)]  # fmt: skip
-    if files[0] != files[1]:
-        return "weights or optimizer state"
-    rows = [[{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(run)]
-            for run in (ours, plain)]  # fmt: skip
-    if json.dumps(rows[0], sort_keys=True) != json.dumps(rows[1], sort_keys=True):
-        return "metrics"
-    a, b = (read_trajectories(run).sort_by("id") for run in (ours, plain))
-    return "" if a.num_rows and a.equals(b) else "trajectories"
+    if not ours or not other:
+        return "there is nothing to compare with"
+    return next((name for name in ours if ours[name] != other[name]), "")
 
 
 def measured(trial: Trial, row: Row) -> dict[str, Any]:
@@ -231,7 +195,7 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
     faults = [event for event in trial.events if event["what"] == "fault" and event["number"] not in missed]
     messages = [event for event in trial.events if event["what"] == "message"]
     verdicts = [event for event in messages if event["text"].startswith("after step")]
-    resumed = [event for event in messages if event["text"].startswith("going on after")]
+    resumed = [event for event in messages if event["text"].startswith("going on ")]
     right, detect, pause, unmatched = 0, list[float](), list[float](), list(faults)
     for recovery, verdict, onward in zip(trial.recoveries, verdicts, resumed):
         before = [one for one in unmatched if one["time"] <= verdict["time"]]
@@ -242,13 +206,24 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
         right += 1
         detect.append(verdict["time"] - named[-1]["time"])
         pause.append(onward["time"] - named[-1]["time"])
+    for fault in list(unmatched) if row.told else []:
+        if told := _told(messages, row.told, fault["time"]):
+            right += 1
+            detect.append(told - fault["time"])
     if "kill-controller" in {fault["kind"] for fault in faults}:
         pause = [_next_step(trial, fault["time"]) - fault["time"] for fault in faults]
     steps = [event["step"] for event in trial.events if event["what"] == "step"]
     return {
         "faults": len(faults), "missed": len(missed), "right": right, "recoveries": len(trial.recoveries),
-        "detect": detect, "pause": pause, "again": len(steps) - len(set(steps)),
+        "false": 0 if row.kinds or row.told else len(trial.recoveries), "detect": detect, "pause": pause,
+        "again": len(steps) - len(set(steps)), "kinds": [one["kind"] for one in trial.recoveries],
     }  # fmt: skip
+
+
+def _told(messages: Sequence[dict[str, Any]], pattern: str, after: float) -> float:
+    """Return the time of the first message that fits, 0 without one."""
+    fits = (e["time"] for e in messages if e["time"] > after and re.search(pattern, e["text"]))
+    return float(next(fits, 0.0))
 
 
 def _next_step(trial: Trial, after: float) -> float:
@@ -262,31 +237,108 @@ def _steps(rng: random.Random, count: int) -> tuple[list[int], int]:
         step += rng.randint(1, 2)
         found.append(step)
         step += 1
-    return found, 3 * PER_RUN + 3
+    return found, 3 * MOST + 3
 
 
-def measure(row: Row, workers: int, faults: int, seed: int, root: Path, plain: Path) -> dict[str, Any]:
-    """Run a row."""
-    found, equal, errors, left, runs = list[dict[str, Any]](), 0, list[str](), list[str](), 0
-    while runs * PER_RUN < faults:
-        rng = random.Random(f"{seed}-{row.name}-{workers}-{runs}")
-        steps, length = _steps(rng, min(PER_RUN, faults - runs * PER_RUN))
-        folder = root / f"{ROWS.index(row)}-{workers}-{runs}"
-        spec = {"recipe": recipe(folder, workers, length), "faults": row.draw(rng, workers, steps)}
-        trial = carry_out(folder, spec, row, rng)
-        differs = trial.error or same(trial.directory or plain, plain)
-        equal += not differs
-        errors += [differs.partition("\n")[0][:200]] if differs else []
-        left += trial.left
-        found.append(measured(trial, row))
-        runs += 1
-    return _summary(row, workers, runs, found, equal, errors, left)
+class Bench:
+    """What all rows share. plain: ends of undisturbed runs, made when a row needs one."""
+
+    def __init__(self, root: Path, seeds: int, seed: int) -> None:
+        self.root, self.seeds, self.seed = root, seeds, seed
+        self.plain: dict[str, Mapping[str, Any]] = {}
+
+    def undisturbed(self, row: Row, workers: int) -> Mapping[str, Any]:
+        """Return the end of a run without a fault."""
+        name = f"plain-{workers}-{json.dumps(row.keys, sort_keys=True)}"
+        if name not in self.plain:
+            folder = self.root / f"plain-{len(self.plain)}"
+            spec = {"recipe": recipe(folder, workers, _steps(random.Random(0), 0)[1], row.keys), "faults": []}
+            trial = carry_out(folder, spec, None, random.Random(0))
+            if trial.error:
+                sys.exit(f"the undisturbed run fails: {trial.error}\n{(folder / 'log').read_text()[-2000:]}")
+            self.plain[name] = trial.ended
+        return self.plain[name]
+
+    def measure(self, row: Row, workers: int) -> dict[str, Any]:
+        """Run a row."""
+        workers = row.workers or workers
+        plain = self.undisturbed(row, workers) if row.equal == "plain" else {}
+        found, equal, errors, left, runs = list[dict[str, Any]](), 0, list[str](), list[str](), 0
+        while runs * row.per_run < self.seeds:
+            folder = self.root / f"{ROWS.index(row)}-{workers}-{runs}"
+            rng = random.Random(f"{self.seed}-{row.name}-{workers}-{runs}")
+            steps, length = _steps(rng, min(row.per_run, self.seeds - runs * row.per_run))
+            faults = row.draw(rng, workers, steps, runs * row.per_run)
+            trial = self._carried_out(row, workers, length, folder, faults, rng)
+            other = plain
+            if row.equal == "twin" and not trial.error:
+                moved = [{**fault, "rank": (fault["rank"] + 1) % workers} for fault in faults]
+                twin = folder.with_name(f"{folder.name}-twin")
+                other = self._carried_out(row, workers, length, twin, moved, rng).ended
+            wrong = trial.error or differs(trial.ended, other)
+            equal += not wrong
+            errors += [wrong.partition("\n")[0][:200]] if wrong else []
+            left += trial.left
+            found.append(measured(trial, row))
+            runs += 1
+        return _summary(row.number, row.name, workers, runs, found, equal, errors, left)
+
+    def _carried_out(
+        self, row: Row, workers: int, length: int, folder: Path, faults: list[Spec], rng: random.Random
+    ) -> Trial:
+        place = folder / MOUNT if row.mount else folder
+        return carry_out(folder, {"recipe": recipe(place, workers, length, row.keys), "faults": faults}, row, rng)
+
+    def slow(self, workers: int, number: int) -> dict[str, Any]:
+        """Make a rank slow in the second half of a run: seconds of a step before and with it, and those that the trace
+        says it would take without."""
+        rng = random.Random(f"{self.seed}-slow-{workers}-{number}")
+        rank, half, folder = rng.randrange(workers), SLOW_STEPS // 2, self.root / f"slow-{workers}-{number}"
+        fault = {"after": half, "delay": 0.0, "kind": "slow", "rank": rank, "at": ""}
+        keys = {"run": {"eval_every": 1000, "save_every": 1000}}
+        trial = carry_out(folder, {"recipe": recipe(folder, workers, SLOW_STEPS, keys), "faults": [fault]}, None, rng)
+        if trial.directory is None:
+            return {"error": trial.error}
+        before, during = range(half // 2, half + 1), range(half + 3, SLOW_STEPS + 1)
+        events = load(trial.directory)
+        seconds = [
+            statistics.median(events.duration[events.op.is_("step") & np.isin(events.step, np.array(window))] * 1e-9)
+            for window in (before, during)
+        ]
+        findings = analyse(trial.directory, during)[2].findings
+        named = [f for f in findings if f.kind == "slow-worker" and {"rank": rank}.items() <= dict(f.where[0]).items()]
+        without = named[0].seconds if named else None
+        return {"off": seconds[0], "on": seconds[1], "without": without, "left": trial.left}
+
+
+def slow_row(bench: Bench, workers: int) -> dict[str, Any]:
+    """Row 5: the cost of a slow rank by the trace, against that measured in the same run."""
+    found = [bench.slow(workers, number) for number in range(-(-bench.seeds // MOST))]
+    named = [one for one in found if one.get("without") is not None]
+    costs = [(one["on"] - one["without"], one["on"] - one["off"]) for one in named]
+    errors = [one["error"] for one in found if "error" in one]
+    made = _summary(SLOW, "a rank takes 0.1 s longer for a pass", workers, len(found), [], 0, errors, [])
+    made |= {"faults": len(found), "right": len(named)}
+    if costs:
+        made["cost_trace"] = round(statistics.median(cost for cost, _ in costs), 3)
+        made["cost_measured"] = round(statistics.median(cost for _, cost in costs), 3)
+        made["cost_error"] = round(statistics.median(abs(a / b - 1) for a, b in costs if b > 0), 3)
+    return made
 
 
 def _summary(
-    row: Row, workers: int, runs: int, found: Sequence[dict[str, Any]], equal: int, errors: list[str], left: list[str]
+    number: int,
+    name: str,
+    workers: int,
+    runs: int,
+    found: Sequence[dict[str, Any]],
+    equal: int,
+    errors: list[str],
+    left: list[str],
 ) -> dict[str, Any]:
-    totals = {key: sum(one[key] for one in found) for key in ("faults", "missed", "right", "recoveries", "again")}
+    totals = {
+        key: sum(one[key] for one in found) for key in ("faults", "missed", "right", "recoveries", "false", "again")
+    }
     seconds = {
         f"{name}_{how}": round(value, 2)
         for name in ("detect", "pause")
@@ -294,97 +346,82 @@ def _summary(
         for how, value in (("median", statistics.median(values)), ("max", max(values)))
     }
     return {
-        "row": row.number, "fault": row.name, "workers": workers, "runs": runs, **totals, **seconds, "equal": equal,
-        "left": len(left), "errors": errors, "what_is_left": left, "load": round(os.getloadavg()[0], 1),
+        "row": number, "fault": name, "workers": workers, "runs": runs, **totals, **seconds, "equal": equal,
+        "kinds": [kind for one in found for kind in one["kinds"]], "left": len(left), "errors": errors,
+        "what_is_left": left, "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
-
-
-def torchrun(workers: int, faults: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill ranks of a plain loop under torchrun; seconds from each kill to the next step of all ranks."""
-    rng, path = random.Random(seed), root / f"torchrun-{workers}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}",
-               f"--max-restarts={faults}", str(Path(__file__).with_name("faults_torchrun.py")), str(path)]  # fmt: skip
-    pause, errors = list[float](), list[str]()
-    with open(f"{path}.log", "ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        try:
-            last = _stepped(process, path, 0.0)
-            for _ in range(faults):
-                time.sleep(rng.uniform(0.2, 0.6))
-                victim = rng.choice(_newest(path))
-                begin = time.monotonic()
-                os.kill(victim["pid"], signal.SIGKILL)
-                last = _stepped(process, path, begin, not_from=victim["pid"])
-                pause.append(last - begin)
-        except TimeoutError as error:
-            errors.append(str(error))
-        finally:
-            process.kill()
-            process.wait()
-            for one in _newest(path):
-                with suppress(ProcessLookupError):
-                    os.kill(one["pid"], signal.SIGKILL)
-    row = Row(0, "torchrun: a rank is killed", _each("kill"), ())
-    found = [{"faults": len(pause) + len(errors), "missed": 0, "right": 0, "recoveries": len(pause), "again": 0,
-              "detect": [], "pause": pause}]  # fmt: skip
-    return _summary(row, workers, 1, found, 0, errors, [])
-
-
-def _newest(path: Path) -> list[dict[str, Any]]:
-    """The newest line of each rank that has written one."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({row["rank"]: row for row in rows}.values())
-
-
-def _stepped(process: subprocess.Popen[bytes], path: Path, after: float, not_from: int = 0) -> float:
-    """Return the time of the first step after this time, of processes that are new. TimeoutError: there is none."""
-    until = time.monotonic() + 120.0
-    while time.monotonic() < until and process.poll() is None:
-        found = _newest(path)
-        if found and all(row["time"] > after and row["pid"] != not_from for row in found):
-            return min(float(row["time"]) for row in found)
-        time.sleep(0.01)
-    raise TimeoutError(f"no step within 120 s; torchrun's exit code: {process.poll()}")
 
 
 def show(made: dict[str, Any]) -> None:
     """Print a row."""
-    seconds = ", ".join(f"{key} {made[key]} s" for key in made if key.startswith(("detect_", "pause_")))
+    if "why" in made:
+        print(f"{made['row']:2} {made['fault']}: left out, {made['why']}", flush=True)
+        return
+    seconds = ", ".join(f"{key} {made[key]} s" for key in made if key.startswith(("detect_", "pause_", "cost_")))
+    kinds = ", ".join(f"{made['kinds'].count(kind)} {kind}" for kind in sorted(set(made["kinds"])))
     print(
         f"{made['row']:2} {made['fault']}, {made['workers']} workers: {made['faults']} faults, "
-        f"{made['recoveries']} recoveries, {made['right']} right, equal {made['equal']} of {made['runs']}, "
+        f"{made['recoveries']} recoveries ({kinds}), {made['right']} right, equal {made['equal']} of {made['runs']}, "
         f"steps again {made['again']}, left {made['left']}; {seconds} {'; '.join(made['errors'])}",
         flush=True,
     )
 
 
-def main() -> None:
-    parser = benchmark_parser(__doc__, "rows 1 and 3, three faults in one run, two workers")
-    parser.add_argument("--rows", default="", help="numbers of rows, as 1,3; default: all")
-    parser.add_argument("--faults", type=int, default=20, help="faults of each row")
-    parser.add_argument("--workers", default="2", help="numbers of workers, as 2,4")
+def missing(row: Row, root: Path) -> str:
+    """Return why a row cannot be run here, "" if it can."""
+    if row.number == 11 and not os.access(MEMORY_GROUPS, os.W_OK):
+        return f"{MEMORY_GROUPS} cannot be written"
+    if row.mount:
+        (root / "probe").mkdir(exist_ok=True)
+        done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root / "probe"], capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr.strip()
+        subprocess.run(["umount", root / "probe"], check=True)
+    return ""
+
+
+def arguments() -> Any:
+    """Return the options, with the numbers of rows as ``numbers``."""
+    parser = benchmark_parser(__doc__, f"two workers, 3 seeds of: {', '.join(QUICK)}")
+    parser.add_argument("--rows", default="", help="numbers of rows, as 1,3; default: all; 0: the rivals")
+    parser.add_argument("--only", default="", help="text in the name of a row")
+    parser.add_argument("--seeds", type=int, default=20, help="faults of each row")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder for the runs, which stays")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="interpreter of an environment with torchft")
+    parser.add_argument("--nvrx", default="", metavar="PYTHON", help="and with nvidia-resiliency-ext")
     given = parser.parse_args()
-    numbers = {int(number) for number in given.rows.split(",") if number} or {0, *(row.number for row in ROWS)}
-    chosen = [row for row in ROWS if row.number in numbers]
+    given.numbers = {int(number) for number in given.rows.split(",") if number}
+    given.numbers = given.numbers or {0, SLOW, *(row.number for row in ROWS)}
     if given.quick:
-        chosen, given.faults, given.workers = [ROWS[0], ROWS[5]], 3, "2"
-    made = list[dict[str, Any]]()
-    with tempfile.TemporaryDirectory(prefix="tilth-faults-") as root:
-        for workers in map(int, given.workers.split(",")):
-            folder = Path(root) / f"plain-{workers}"
-            spec = {"recipe": recipe(folder, workers, _steps(random.Random(0), 0)[1]), "faults": []}
-            plain = carry_out(folder, spec, None, random.Random(0))
-            if plain.directory is None:
-                sys.exit(f"the undisturbed run fails: {plain.error}\n{(folder / 'log').read_text()[-2000:]}")
-            for row in chosen:
-                made.append(measure(row, workers, given.faults, given.seed, Path(root), plain.directory))
-                show(made[-1])
-                write_rows(given.json, made)
-            if 0 in numbers and not given.quick:
-                made.append(torchrun(workers, min(given.faults, 5), given.seed, Path(root)))
-                show(made[-1])
-                write_rows(given.json, made)
+        given.seeds, given.workers = 3, 2
+    return given
+
+
+def measurements(given: Any, root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows that were asked for."""
+    bench = Bench(root, given.seeds, given.seed)
+    for row in ROWS:
+        if row.number not in given.numbers or given.only not in row.name or (given.quick and row.name not in QUICK):
+            continue
+        if why := missing(row, root):
+            yield {"row": row.number, "fault": row.name, "why": why}
+        else:
+            yield bench.measure(row, given.workers)
+    if SLOW in given.numbers and not given.only and not given.quick:
+        yield slow_row(bench, given.workers)
+    if 0 in given.numbers and not given.quick:
+        yield from rivals({"torchft": given.torchft, "NVRx": given.nvrx}, min(given.seeds, 5), given.seed, root)
+
+
+def main() -> None:
+    given, made = arguments(), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="tilth-faults-") as temporary:
+        for row in measurements(given, given.keep or Path(temporary)):
+            made.append(row)
+            show(row)
+            write_rows(given.json, made)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,17 @@ import psutil
 
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.config.imports import end_uncollected, uncollected
-from tilth.guard.inject import inject, pid_of, session_of
+from tilth.guard.inject import HOUR, inject, pid_of, session_of
 
 with uncollected():
     from tilth.api import run_recipe
     from tilth.config.load import from_dict
-    from tilth.core.errors import TilthError
+    from tilth.core.errors import DataError, TilthError
     from tilth.flows.callbacks import Callback, RunView
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+MOUNT = "mount"
+"""Folder in the folder of a run: a small file system of its own, if its row needs one."""
 FROZEN = 4.0
 """Seconds that a frozen process stands still before it goes on."""
 
@@ -70,7 +72,8 @@ class Drills(Callback):
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Start the faults that are due."""
-        self.log("step", step=step)
+        pids = [os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))]
+        self.log("step", step=step, pids=pids, not_finite=metrics.get("steps/not_finite", 0))
         for number, fault in [one for one in self.left if one[1]["after"] <= step]:
             self.left.remove((number, fault))
             threading.Thread(target=self._strike, args=(number, fault), daemon=True).start()
@@ -82,7 +85,9 @@ class Drills(Callback):
         facts = {"number": number, **{k: v for k, v in fault.items() if k != "delay"}}
         try:
             if fault.get("at"):
-                _wait_for_end(inject(self.session, kind, rank, fault["at"]))
+                pid = inject(self.session, kind, rank, fault["at"])
+                if kind == "kill":
+                    _wait_for_end(pid)
                 self.log("fault", **facts)
                 return
             self.log("fault", **facts)
@@ -148,6 +153,45 @@ def _collect(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
         gc.collect()
 
 
+def _change_clocks(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Set the wall clocks of the controller and of all workers an hour ahead, for what reads them by ``time.time``."""
+    plain = time.time
+    setattr(time, "time", lambda: plain() + HOUR)  # noqa: B010 - a function of a module
+    for one in range(fault["workers"]):
+        inject(session, "clock", one)
+
+
+def _load(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Let twice as many processes as there are cores compute for some seconds."""
+    loop = f"import time; e = time.monotonic() + {FROZEN}\nwhile time.monotonic() < e: pass"
+    for _ in range(2 * (os.cpu_count() or 1)):
+        subprocess.Popen([sys.executable, "-c", loop], start_new_session=True)
+
+
+def _fill(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Fill the run's own file system for some seconds."""
+    big = mount_of() / "big"
+    with suppress(OSError), open(big, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    time.sleep(FROZEN)
+    big.unlink()
+
+
+def _read_only(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Lock the run's own file system against writing for some seconds, as far as open files allow it."""
+    for way in ("ro", "rw"):
+        done = subprocess.run(["mount", "-o", f"remount,{way}", mount_of()], capture_output=True, text=True)
+        if done.returncode:
+            raise DataError(done.stderr.strip(), key="mount")
+        time.sleep(FROZEN)
+
+
+def mount_of() -> Path:
+    """Return the run's own file system."""
+    return Path(sys.argv[1]) / MOUNT
+
+
 OURS = {
     "kill-all": _all,
     "kill-controller": _controller,
@@ -157,6 +201,10 @@ OURS = {
     "freeze-controller": _freeze_controller,
     "slow-reward": _slow_reward,
     "collect": _collect,
+    "clocks": _change_clocks,
+    "load": _load,
+    "fill": _fill,
+    "read-only": _read_only,
 }
 """Faults beside those of ``tilth guard inject``."""
 

@@ -20,6 +20,7 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.core.errors import DataError, WorkerLost
 from tilth.flows.callbacks import Callback
 from tilth.guard import inject
+from tilth.parallel.dims import ParallelDims
 from tilth.roles.state import Learner
 from tilth.runs.directory import RECOVERIES, RunDir
 from tilth.trace.spans import span
@@ -37,12 +38,13 @@ def session():
 def executor(session):
     """What a fault sees of a worker that trains four weights."""
     learner = Learner.__new__(Learner)
-    learner.engine = SimpleNamespace(model=torch.nn.Linear(2, 2, bias=False))
+    parameters = dict(torch.nn.Linear(2, 2, bias=False).named_parameters())
+    learner.engine = SimpleNamespace(optimizers=SimpleNamespace(parameters=parameters))
     return SimpleNamespace(rank=1, store=FolderStore(session.payload, "1"), roles={"policy": learner})
 
 
 def weight(executor):
-    return executor.roles["policy"].engine.model.weight.detach().flatten()
+    return executor.roles["policy"].engine.optimizers.parameters["weight"].detach().flatten()
 
 
 def test_a_fault_strikes_once_at_the_begin_of_its_operation_and_leaves_the_spans_as_they_were(session, executor):
@@ -75,6 +77,44 @@ def test_weights_become_nan_or_differ_in_one_bit(session, executor):
         values.append(float(weight(executor)[0]))
     assert math.isfinite(values[0]) and values[:2] != [values[1]] * 2 and values[1] == before[0]
     assert math.isnan(weight(executor)[0]) and torch.equal(weight(executor)[1:], before[1:])
+
+
+def test_gradients_become_nan_or_differ_in_one_bit_where_there_are_some(session, executor):
+    (parameter,) = executor.roles["policy"].engine.optimizers.parameters.values()
+    with raises(DataError, "--at"), span("call"):
+        inject.strike(executor, "nan-gradient", "optimizer", session.key.hex())
+        with span("optimizer"):
+            pass
+    parameter.grad = torch.ones(2, 2)
+    for kind, first in (("flip-gradient", 1.5), ("nan-gradient", float("nan"))):
+        inject.strike(executor, kind, "optimizer", session.key.hex())
+        with span("optimizer"):
+            pass
+        assert str(parameter.grad.flatten().tolist()) == str([first, 1.0, 1.0, 1.0])
+
+
+def test_a_slow_rank_stays_slow_and_a_clock_jumps(session, executor, monkeypatch):
+    plain, slept = span.__enter__, []
+    monkeypatch.setattr(span, "__enter__", plain)
+    monkeypatch.setattr(inject.time, "time", inject.time.time)
+    monkeypatch.setattr(inject.time, "sleep", slept.append)
+    for kind in ("slow", "pause", "clock"):
+        before = inject.time.time()
+        inject.strike(executor, kind, "call", session.key.hex())
+        with span("call"):
+            pass
+    for op in ("forward", "backward", "forward"):
+        with span(op):
+            pass
+    assert slept == [inject.PAUSE, inject.SLOWER, inject.SLOWER]
+    assert inject.HOUR <= inject.time.time() - before < inject.HOUR + 60
+
+
+def test_a_collective_alone_needs_ranks_with_other_rows(session, executor):
+    executor.roles["policy"].grid = ParallelDims.alone()
+    inject.strike(executor, "collective", "call", session.key.hex())
+    with raises(DataError, "--rank"), span("call"):
+        pass
 
 
 def test_a_worker_refuses_a_fault_without_its_key(session, executor):

@@ -487,7 +487,7 @@ guard = _group("guard", "Find who stopped, slowed or falsified a job.")
 @command("guard_inject:drill", guard, "inject")
 def guard_inject(
     run: RunArgument,
-    kind: Annotated[str, Argument(metavar="KIND", help="kill, stop, busy, gil, exception, nan, flip, disk-full, oom")],
+    kind: Annotated[str, Argument(metavar="KIND", help="kill, stop, busy, gil, block, slow, nan, flip ...: see below")],
     rank: Annotated[int, Option(help="worker that it happens to")] = 0,
     after: Annotated[float, Option(min=0.0, help="seconds to wait before")] = 0.0,
     at: Annotated[str, Option(metavar="MOMENT", help="begin of an operation or a call: optimizer, policy.update")] = "",
@@ -495,8 +495,10 @@ def guard_inject(
 ) -> None:
     """Let a fault happen to a worker of one's own active run on this machine, as a drill.
 
-    busy, gil: its thread loops, or holds the GIL, for ever. nan, flip: in one weight. disk-full: its writes fail from
-    then on. oom: an allocation too large for any machine. Keys of --json: kind, rank, pid, time.
+    kill, stop: signals. busy, gil, block: its thread loops, holds the GIL, or reads, for ever. pause: it sleeps 4 s.
+    slow: its forward passes take longer from then on. exception. collective: one that no other rank calls. nan, flip:
+    in one weight. nan-gradient, flip-gradient: in one gradient (--at optimizer). disk-full: its writes fail from then
+    on. oom: an allocation too large for any machine. clock: an hour ahead. Keys of --json: kind, rank, pid, time.
     """
 
 

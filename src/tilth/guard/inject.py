@@ -1,7 +1,7 @@
 """Faults for drills on one's own running cluster: ``inject`` acts from another process, ``strike`` inside a worker.
 
 Nothing of it is in a run that nobody asks: a worker imports this module when a control message with its session's key
-asks for a fault, and only then ``span.__enter__`` is replaced, until the fault has struck once.
+asks for a fault, and only then ``span.__enter__`` is replaced, until the fault has struck once (``slow``: for good).
 """
 
 import ctypes
@@ -12,13 +12,15 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tilth.cluster.backends.control import ask
@@ -33,6 +35,11 @@ from tilth.trace.spans import span
 
 CALL = "call"
 """Default moment: the next call of the worker."""
+PAUSE = 4.0
+"""Seconds of ``pause``."""
+SLOWER = 0.1
+"""Seconds that ``slow`` adds to each forward pass."""
+HOUR = 3600.0
 _FOREVER = 1 << 20
 _MOST = 1 << 52
 _PEER = struct.Struct("3i")
@@ -161,6 +168,44 @@ def _hold_gil(_: Executor) -> None:
     ctypes.PyDLL(None).sleep(_FOREVER)  # a PyDLL keeps the GIL during the call
 
 
+def _block(_: Executor) -> None:
+    """Read from a pipe to which nobody writes, as from a file system that does not answer."""
+    os.read(os.pipe()[0], 1)
+
+
+def _pause(_: Executor) -> None:
+    time.sleep(PAUSE)
+
+
+def _slow(_: Executor) -> None:
+    """Make every further forward pass of this process longer."""
+    plain = span.__enter__
+
+    def entered(self: span) -> span:
+        opened = plain(self)
+        if self.op == "forward":
+            time.sleep(SLOWER)
+        return opened
+
+    _set_enter(entered)
+
+
+def _change_clock(_: Executor) -> None:
+    """Set the wall clock of this process an hour ahead (for what reads it by ``time.time``)."""
+    plain = time.time
+    setattr(time, "time", lambda: plain() + HOUR)  # noqa: B010 - a function of a module
+
+
+def _call_alone(executor: Executor) -> None:
+    """Call a collective that no other rank calls, in the group of the data ranks of a role that trains."""
+    for role in executor.roles.values():
+        axes = role.grid.mesh.over("rows") if isinstance(role, Learner) else ()
+        if isinstance(role, Learner) and (group := role.grid.group(*axes)) is not None:
+            dist.all_reduce(torch.ones(7), group=group)
+            return
+    raise DataError(f"rank {executor.rank} has no group of ranks with other rows to call a collective in", key="--rank")
+
+
 def _raise(_: Executor) -> NoReturn:
     raise InjectedFault("injected by a drill")
 
@@ -174,26 +219,43 @@ def _no_disk(_: Executor) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def _parameters(executor: Executor) -> Iterator[Tensor]:
+    """Yield this worker's parts of the parameters that its roles train."""
+    for role in executor.roles.values():
+        yield from role.engine.optimizers.parameters.values() if isinstance(role, Learner) else ()
+
+
 def _weight(executor: Executor) -> Tensor:
     """Return the elements of this worker's part of the first weight of a role that trains. Raises DataError."""
-    for role in executor.roles.values():
-        for parameter in role.engine.model.parameters() if isinstance(role, Learner) else ():
-            local = parameter.detach()
-            local = local.to_local() if hasattr(local, "to_local") else local
-            if local.numel():
-                return local.view(-1)
+    for parameter in _parameters(executor):
+        if parameter.numel():
+            return parameter.detach().view(-1)
     raise DataError(f"rank {executor.rank} trains nothing, so it has no weight to change", key="--rank")
 
 
-def _not_a_number(executor: Executor) -> None:
-    _weight(executor)[0] = float("nan")
+def _gradient(executor: Executor) -> Tensor:
+    """Return the elements of this worker's part of the first gradient that is there. Raises DataError."""
+    for parameter in _parameters(executor):
+        if parameter.grad is not None and parameter.numel():
+            return parameter.grad.view(-1)
+    raise DataError(f"rank {executor.rank} has no gradient now; use --at optimizer", key="--at")
 
 
-def _flip(executor: Executor) -> None:
+def _put_nan(found: Callable[[Executor], Tensor]) -> Callable[[Executor], None]:
+    def put(executor: Executor) -> None:
+        found(executor)[0] = float("nan")
+
+    return put
+
+
+def _flip(found: Callable[[Executor], Tensor]) -> Callable[[Executor], None]:
     """Flip the highest bit of the fraction: the value changes by at most half, and stays finite."""
-    weight = _weight(executor)[:1]
-    raw = weight.view(torch.uint8)
-    raw[raw.numel() - 2] ^= 0x40
+
+    def flip(executor: Executor) -> None:
+        raw = found(executor)[:1].view(torch.uint8)
+        raw[raw.numel() - 2] ^= 0x40
+
+    return flip
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -202,8 +264,15 @@ FAULTS: Mapping[str, Fault] = {
     "busy": Fault("a Python loop without end in the thread that trains", _busy),
     "gil": Fault("a C call that holds the GIL and does not return", _hold_gil),
     "exception": Fault("an exception in a role's call", _raise),
-    "nan": Fault("NaN in one weight of this rank", _not_a_number),
-    "flip": Fault("another bit in one weight of this rank", _flip),
+    "nan": Fault("NaN in one weight of this rank", _put_nan(_weight)),
+    "nan-gradient": Fault("NaN in one gradient of this rank; use --at optimizer", _put_nan(_gradient)),
+    "flip": Fault("another bit in one weight of this rank", _flip(_weight)),
+    "flip-gradient": Fault("another bit in one gradient of this rank; use --at optimizer", _flip(_gradient)),
+    "block": Fault("a read that never returns, in the thread that trains", _block),
+    "pause": Fault(f"the thread that trains sleeps {PAUSE:g} s", _pause),
+    "slow": Fault(f"every further forward pass takes {SLOWER:g} s longer", _slow),
+    "collective": Fault("a collective that no other rank calls; use --at reduce", _call_alone),
+    "clock": Fault("the wall clock of the worker jumps an hour ahead (simulated)", _change_clock),
     "disk-full": Fault("all writes of the worker to files fail (simulated)", _no_disk),
     "oom": Fault("an allocation that no machine has room for", _exhaust),
 }
