@@ -104,10 +104,11 @@ def nvrx(folder: Path, rank: int, ranks: int, port: int) -> None:
 
     def train(call: inprocess.CallWrapper | None = None) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        store = dist.PrefixStore(str(call.iteration if call else 0), store)
+        own_store = dist.PrefixStore(str(call.iteration if call else 0), store)
         own, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=store, rank=own, world_size=size)
-        made or made.append(Loop(folder, rank))
+        dist.init_process_group("gloo", store=own_store, rank=own, world_size=size)
+        if not made:
+            made.append(Loop(folder, rank))
         try:
             plain(made[0])
         finally:

@@ -7,9 +7,11 @@ import torch
 
 from tests.errors import raises
 from tilth.checkpoint import Group, open_checkpoint
+from tilth.checkpoint.copies import AtRest, Copies
 from tilth.checkpoint.memory import MemorySaver, publish
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh
+from tilth.plan.layout import nested
 
 
 def group(values):
@@ -81,3 +83,27 @@ def test_without_room_it_is_a_storage_error(tmp_path, state, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with raises(StorageError, "snapshot"):
         MemorySaver().take(tmp_path, 0, {"policy": group(state)}, 0)
+
+
+@pytest.mark.parametrize("name, byte, bit", [("a", 0, 0), ("a", 47, 7), ("b", 3, 5)])
+def test_any_bit_that_changes_after_a_snapshot_is_found(tmp_path, state, name, byte, bit):
+    state["a"] = torch.arange(24.0).view(4, 6)[:, ::2] if bit == 5 else state["a"]  # not contiguous
+    groups, saver, rest = {"policy": group(state)}, MemorySaver(), AtRest(Copies(0))
+    assert rest.changed(groups) == []
+    saver.take(tmp_path, 0, groups, 0)
+    rest.remember(groups, saver.newest)
+    assert rest.changed(groups) == []
+    state[name].view(-1).view(torch.uint8)[byte] ^= 1 << bit
+    assert rest.changed(groups) == [f"policy/{name}"]
+    rest.forget()
+    assert rest.changed(groups) == []
+
+
+def test_what_other_ranks_hold_too_is_left_to_the_comparison_of_copies(tmp_path, state):
+    mesh = Mesh.of({"dp": 2})
+    both = Group(dict(state), {name: nested(mesh, tuple(t.shape), {}) for name, t in state.items()})
+    saver, rest = MemorySaver(), AtRest(Copies(0))
+    saver.take(tmp_path, 0, {"policy": both}, 0)
+    rest.remember({"policy": both}, saver.newest)
+    state["a"] += 1
+    assert rest.changed({"policy": both}) == []

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.flows import tiny
-from tests.flows.test_survive import LOCAL, assert_same_run, recoveries
+from tests.flows.test_survive import FSDP, LOCAL, assert_same_run, recoveries
+from tilth.guard.inject import inject
 
 pytestmark = pytest.mark.dist
 FLIPS = """
@@ -52,3 +53,23 @@ def test_a_flipped_bit_is_found_and_leaves_no_trace(tmp_path):
         ("corruption", [0, 1], "replace"),
     ]
     assert "model.norm.weight" in found[0]["evidence"] and [one["step"] for one in found] == [5, 9]
+
+
+class Drill(tiny.Recorder):
+    """Flip a bit of one worker's weights before the update of the next step."""
+
+    def on_step_end(self, run, step, metrics):
+        super().on_step_end(run, step, metrics)
+        if step == 8 and len(self.records) == 8:
+            inject(run.policy._dispatch.backend.folder, "flip", 1, at="policy.update")
+
+
+def test_a_bit_that_flips_between_two_steps_is_found_without_any_copy_and_names_its_worker(tmp_path):
+    plain = tiny.run(tiny.recipe(tmp_path / "plain", **FSDP))
+    ours = tiny.run(tiny.recipe(tmp_path / "ours", **FSDP), callbacks=[Drill()])
+    assert_same_run(ours, plain)
+    found = recoveries(ours.directory)
+    assert [(one["kind"], one["ranks"], one["action"], one["step"]) for one in found] == [
+        ("corruption", [1], "retry", 8)
+    ]
+    assert "other bits" in found[0]["evidence"]

@@ -56,7 +56,8 @@ class WeightMismatch(TilthError):
 
 
 class ReplicaMismatch(TilthError):
-    """Copies of a tensor on different workers, which must be equal bit for bit, differ at the end of a step."""
+    """Copies of a tensor on different workers, which must be equal bit for bit, differ at the end of a step; or a
+    tensor has changed between two steps."""
 
 
 class LogprobMismatch(TilthError):

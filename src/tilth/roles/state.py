@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
-from tilth.checkpoint.copies import Copies
+from tilth.checkpoint.copies import AtRest, Copies
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
-from tilth.core.errors import CheckpointError, NonFiniteError, StorageError
+from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, measured_flops
 
+NAMED = 4
+"""Most tensors that a message names."""
 Groups = dict[str, Group]
 """Groups of tensors of a checkpoint: this worker's pieces, and their layouts."""
 
@@ -44,6 +46,7 @@ class Stateful:
         self._saver = Saver()
         self._memory = MemorySaver()
         self._copies = Copies(self.grid.rank)
+        self._at_rest = AtRest(self._copies)
         self._part = f"{self.grid.rank:05d}" if len(self.grid.mesh) > 1 else ""
         """This worker's part in the names of its files; "" if it is alone."""
 
@@ -84,8 +87,10 @@ class Stateful:
         check_finite(groups)
         with span("checksums"):
             digests = self._copies.digests(groups)
+        self._at_rest.forget()
         try:
             reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, self._part)
+            self._at_rest.remember(groups, self._memory.newest)
         except StorageError as error:
             return StateCopy([], {}, str(error), digests)
         return StateCopy(reports, self.position(), "", digests)
@@ -103,7 +108,21 @@ class Stateful:
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         """Load a checkpoint of any layout. CheckpointError."""
+        self._at_rest.forget()
         read_state(path, self.groups(), self.sharded)
+
+    def check_at_rest(self) -> None:
+        """Raise ReplicaMismatch if a tensor is another one than in the snapshot, although nothing has changed it.
+
+        The state may change afterwards.
+        """
+        with span("checksums"):
+            found = self._at_rest.changed(self.groups())
+        self._at_rest.forget()
+        if found:
+            names = ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+            message = f"{names}: other bits than at the end of the last step, although nothing has written to them"
+            raise ReplicaMismatch(message, key="at_rest")
 
 
 def check_finite(groups: Groups) -> None:
@@ -130,6 +149,7 @@ class Learner(Stateful):
         super().__init__(engine.sharded)
         self.engine = engine
         self._names = model, optimizer
+        engine.before_update = self.check_at_rest
 
     def groups(self) -> Groups:
         (model, optimizer), layouts = self._names, self.sharded.layouts
@@ -157,12 +177,14 @@ class Learner(Stateful):
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
         """Start a phase: fresh optimizer state, its peak learning rate, length of schedule in optimizer steps."""
+        self._at_rest.forget()
         self.engine.begin(lr, total_steps)
 
     @transfer(split="all", gather="first", patient=True)
     def adopt(self, path: str) -> None:
         """Load the optimizer state from another run's checkpoint, of any layout. CheckpointError."""
         name = self._names[1]
+        self._at_rest.forget()
         read_state(path, {name: self.groups()[name]}, self.sharded)
 
     @transfer(split="all", gather="first")
@@ -176,6 +198,7 @@ class Learner(Stateful):
 
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
+        self._at_rest.forget()
         read_state(path, self.groups(), self.sharded)
         self.engine.restore(position)
 

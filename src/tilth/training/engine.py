@@ -166,6 +166,8 @@ class TrainEngine:
         self._left_out = 0
         self.steps = 0
         self.updates = 0
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before each optimizer step."""
         self.compile_seconds = 0.0
         if compile:
             model.compile()
@@ -222,6 +224,7 @@ class TrainEngine:
         0: not known). names: int64 [n] each, which name rows in messages. Raises NonFiniteError (see ``on_nan``),
         TokenCountError if a token was used twice or not at all.
         """
+        self.before_update()
         self.sharded.begin()
         self._forget()
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
