@@ -59,7 +59,7 @@ def measure(name: str, sequences: int) -> dict[str, object]:
     for way, routing in ways.items():
         logprobs = packed_logprobs(model, tokens, mask, max_tokens=4096, routing=routing)
         apart = np.abs(logprobs - said)[mask == 1]
-        row |= {f"{way} mean": float(apart.mean()), f"{way} max": float(apart.max())}
+        row |= {f"{way}_mean": float(apart.mean()), f"{way}_max": float(apart.max())}
     return row
 
 

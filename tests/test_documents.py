@@ -60,7 +60,7 @@ COSTLY = ("cluster.backend=local", "cluster.backend=ray", "torchrun", "tilth doc
 CODES = {"tilth ckpt verify runs/mine --all": 1, "tilth ckpt diff runs/mine@120 runs/mine": 1}
 """Exit codes of commands that find something."""
 
-SHAPE = ["model.hidden=16", "model.layers=1", "model.heads=2", "model.kv_heads=2"]
+SHAPE = ["model.hidden=16", "model.layers=2", "model.heads=2", "model.kv_heads=2"]
 SMALL = ["supervised.steps=3", "supervised.batch=8", "supervised.check_every=3", "rollout.prompts=4", "rollout.group=2",
          "rollout.max_tokens=8", "run.eval_prompts=8", "run.save_every=1", "run.keep=99", "run.keep_every=1",
          "train.threads=1"]  # fmt: skip

@@ -43,7 +43,7 @@ def mine(kind: str) -> bool:
 
 def follow(host: ModuleType) -> None:
     """Know the rank and the step of each call."""
-    run = host.Host._run
+    run = host.Executor._run
 
     def _run(self: Any, call: Any) -> Any:
         State.rank, State.step = self.rank, call.step
@@ -51,7 +51,7 @@ def follow(host: ModuleType) -> None:
             State.heap = [[i] for i in range(CAUSE["objects"])]
         return run(self, call)
 
-    host.Host._run = _run
+    host.Executor._run = _run
 
 
 def slowed(work: Callable[..., Any], seconds: Callable[..., float]) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ def assert_same_run(ours, plain):
     assert tiny.same(tiny.numbers(ours.directory), tiny.numbers(plain.directory))
     assert tiny.weights(ours.directory) == tiny.weights(plain.directory)
     a, b = (read_trajectories(run.directory).sort_by("id") for run in (ours, plain))
-    assert a.num_rows and a.equals(b)
+    assert a.num_rows and [name for name in a.column_names if not a[name].equals(b[name])] == []
 
 
 @pytest.fixture(scope="module")

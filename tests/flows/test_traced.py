@@ -14,7 +14,7 @@ from tilth.runs.readers import read_metrics, read_state
 from tilth.trace import Recorder, recorder
 from tilth.trace.writer import PartWriter
 
-COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"}
 SECTIONS = {"algorithm": {"minibatches": 2, "kl_coef": 0.05}}
 THREE = {
     "cluster": {"backend": "local", "pools": {"learn": 2, "speak": 1}},
@@ -62,7 +62,8 @@ def test_workers_tell_every_communication_and_nothing_changes(tmp_path, monkeypa
     seen: dict = defaultdict(dict)
     for e in events:
         if e["op"] in COLLECTIVES:
-            seen[e["detail"], e["seq"]][e["rank"]] = (e["op"], e["bytes"], e["role"], e["step"])
+            size = 0 if e["op"] == "all_to_all" else e["bytes"]  # of which each rank sends its own
+            seen[e["detail"], e["seq"]][e["rank"]] = (e["op"], size, e["role"], e["step"])
             top = e
             while top["parent"] >= 0:
                 top = by_id[e["rank"], top["parent"]]
@@ -70,7 +71,9 @@ def test_workers_tell_every_communication_and_nothing_changes(tmp_path, monkeypa
     for (detail, _), members in seen.items():
         assert sorted(members) == sorted(map(int, detail.split(","))) and len(set(members.values())) == 1
     kinds = Counter((detail, next(iter(members.values()))[2]) for (detail, _), members in seen.items())
-    assert set(kinds) == {("0,1", "policy"), ("0,1", "relay"), ("0,2", "relay")} and min(kinds.values()) > 3
+    assert (
+        set(kinds) == {("0,1", "policy"), ("0,1", "weight_sync"), ("0,1,2", "weight_sync")} and min(kinds.values()) > 3
+    )
     numbers = defaultdict(list)
     for detail, number in seen:
         numbers[detail].append(number)
