@@ -40,6 +40,7 @@ def run_recipe(
     and sections whose values may have changed. fallback: resume from the newest valid checkpoint if the newest one is
     damaged. Raises TilthError (bad input, a broken invariant) and Interrupted.
     """
+    from tilth.analysis.slow_rank import SlowRankWatch
     from tilth.flows.callbacks import checked
     from tilth.rewards.fingerprint import fingerprint
     from tilth.ui.track import tracking
@@ -55,7 +56,7 @@ def run_recipe(
             name,
             _material(recipe, prompts, function),
             pool,
-            [*callbacks, *trackers],
+            [*callbacks, *trackers, SlowRankWatch()],
             reward=fingerprint(function) if function else "",
             allow=allow,
             fallback=fallback,

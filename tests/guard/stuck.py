@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tilth.cluster.protocol import transfer
 from tilth.cluster.worker.context import Context
+from tilth.parallel.comm import all_reduce
 from tilth.parallel.dims import ParallelDims, join
 from tilth.trace.spans import span
 
@@ -42,6 +43,19 @@ class Stuck:
             with span("optimizer"):
                 dist.all_reduce(x[:2], group=self.group)
         return int(x[0])
+
+
+class Sleeper(Stuck):
+    """Sleeps in each pass, one rank twice as long, and meets the others after the passes."""
+
+    @transfer("all", "all")
+    def update(self, slow: int, seconds: float) -> int:
+        for i in range(2):
+            for op, times in (("forward", 1), ("backward", 2)):
+                with span(op, micro_batch=i):
+                    time.sleep(seconds * times * (2 if self.rank == slow else 1))
+        all_reduce(torch.ones(4), self.group)
+        return self.rank
 
 
 def _stop() -> None:

@@ -18,10 +18,11 @@ DEPTH = 64
 two files: its events are then in the files before the one with its end."""
 
 
-def recent(run: str | Path) -> tuple[Events | None, range]:
+def recent(run: str | Path, least: int = 1) -> tuple[Events | None, range]:
     """Return the newest events of every rank of the newest attempt, and the steps that all of them have written.
 
-    run: its folder, or that of its events. None if nothing was written yet; the range may be empty.
+    run: its folder, or that of its events. least: steps to read if DEPTH files have as many. None if nothing was written
+    yet; the range may be empty.
     """
     folder = events_folder(run)
     ranks = [_Files(paths) for paths in _parts(folder).values()]
@@ -35,7 +36,7 @@ def recent(run: str | Path) -> tuple[Events | None, range]:
         events = from_table(table, read_rounds(folder, attempt, since))
         cut = {int(rank.tables[0]["rank"][0].as_py()) for rank in ranks if rank.tables and not rank.whole}
         steps = told(events, cut)
-        if len(steps) or depth >= DEPTH or all(rank.ended for rank in ranks):
+        if len(steps) >= least or depth >= DEPTH or all(rank.ended for rank in ranks):
             return events, steps
         depth *= 2
 
