@@ -21,7 +21,7 @@ two files: its events are then in the files before the one with its end."""
 def recent(run: str | Path, least: int = 1) -> tuple[Events | None, range]:
     """Return the newest events of every rank of the newest attempt, and the steps that all of them have written.
 
-    run: its folder, or that of its events. least: steps to read if DEPTH files have as many. None if nothing was written
+    run: its folder, or that of its events. least: steps to read, if DEPTH files hold them. None if nothing was written
     yet; the range may be empty.
     """
     folder = events_folder(run)
