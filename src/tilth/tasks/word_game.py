@@ -57,11 +57,11 @@ class WordGamePrompts(Computed):
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
-    """Return a game that finds the word; half of its guesses are among the words that are left."""
+    """Return a game that finds the word; four of five guesses are among the words that are left."""
     while True:
         turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
         for _ in range(GUESSES):
-            guess = drawn.choice(left if drawn.random() < 0.5 else WORDS)
+            guess = drawn.choice(left if drawn.random() < 0.8 else WORDS)
             turns.append({"role": "assistant", "content": guess})
             if guess == secret:
                 return turns
