@@ -306,3 +306,18 @@ def test_embedded_numbers_cannot_end_the_script():
     assert "<" not in embed(["</script>"]) and json.loads(embed(["</script>&"])) == ["</script>&"]
     with pytest.raises(ValueError):
         embed(float("nan"))
+
+
+def test_turns_of_an_episode_are_folded():
+    from tilth.ui.samples import _turns
+
+    row = {
+        "tokens": [1, 2, 3, 4, 5, 6], "logprobs": [0.0, 0.0, -1.0, 0.0, 0.0, -2.0],
+        "segments": [{"role": "user", "start": 0}, {"role": "assistant", "start": 2}, {"role": "tool", "start": 3},
+                     {"role": "assistant", "start": 5}],
+    }  # fmt: skip
+    found = _turns(row, 2, 6, lambda ids: [f"<{i}>" for i in ids])
+    assert [(turn["role"], turn["text"], len(turn["tokens"])) for turn in found] == [
+        ("", "", 1), ("tool", "<4><5>", 0), ("", "", 1),
+    ]  # fmt: skip
+    assert len(_turns(row, 2, 4, lambda ids: [f"<{i}>" for i in ids])) == 2

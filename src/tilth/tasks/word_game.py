@@ -25,7 +25,7 @@ def marks(guess: str, secret: str) -> str:
 
 
 class WordGamePrompts(Computed):
-    """``game 17``: a secret word each, and a worked game whose guesses ignore what was said half of the time."""
+    """``game 17``: a secret word each, and a worked game whose guesses ignore now and then what was said."""
 
     def __len__(self) -> int:
         return 20_000

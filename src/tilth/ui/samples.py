@@ -105,12 +105,27 @@ def _sample(row: Row, pieces: Pieces) -> Row:
     start = row["prompt_length"] or 0
     ids = (row["tokens"] or [])[start:]
     shown = ids[:TOKENS] if row["logprobs"] else []
-    tokens = zip(pieces(shown), shown, (row["logprobs"] or [])[start:])
     return {
         "kind": format.verdict(row), "reward": reward, "title": f"reward {reward}{parts}",
-        "tokens": [_token(*token) for token in tokens], "more": len(ids) - len(shown),
+        "turns": _turns(row, start, start + len(shown), pieces), "more": len(ids) - len(shown),
         "text": _cut(row["text"] or "", 1500), "cut": row["finish"] == "length",
     }  # fmt: skip
+
+
+def _turns(row: Row, start: int, end: int, pieces: Pieces) -> list[Row]:
+    """Return the parts of a sample: the policy's tokens in colours, and between them what its environment said."""
+    known = [(s["role"], s["start"]) for s in row.get("segments") or []] or [("assistant", start)]
+    borders = [*(at for _, at in known), end]
+    found = []
+    for (role, at), after in zip(known, borders[1:]):
+        a, b = max(at, start), min(after, end)
+        ids = row["tokens"][a:b] if a < b else []
+        if role == "assistant" and ids:
+            tokens = [_token(*token) for token in zip(pieces(ids), ids, row["logprobs"][a:b])]
+            found.append({"tokens": tokens, "role": "", "text": ""})
+        elif ids:
+            found.append({"tokens": [], "role": role, "text": _cut("".join(pieces(ids)), 1500), "count": len(ids)})
+    return found
 
 
 def _token(text: str, token: int, logprob: float) -> tuple[str, str, str, int]:
