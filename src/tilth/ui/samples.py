@@ -116,7 +116,7 @@ def _turns(row: Row, start: int, end: int, pieces: Pieces) -> list[Row]:
     """Return the parts of a sample: the policy's tokens in colours, and between them what its environment said."""
     known = [(s["role"], s["start"]) for s in row.get("segments") or []] or [("assistant", start)]
     borders = [*(at for _, at in known), end]
-    found = []
+    found: list[Row] = []
     for (role, at), after in zip(known, borders[1:]):
         a, b = max(at, start), min(after, end)
         ids = row["tokens"][a:b] if a < b else []
