@@ -310,6 +310,8 @@ class Machines:
         for rank in ranks:
             self.processes[rank].die()
 
+    files = None
+
     def nodes(self) -> Any:
         return {}, ()
 
@@ -432,7 +434,9 @@ class Controller:
         self.reward = self.cluster.group("reward", "tests.guard.simulation:Reward", kwargs, Mesh.of({}, (1,)))
         self.reward.__dict__["print_to"] = lambda path: None
         stateful = {"policy": self.policy}
-        self.roles = SimpleNamespace(policy=self.policy, reward=self.reward, stateful_roles=lambda: stateful)
+        self.roles = SimpleNamespace(
+            policy=self.policy, reward=self.reward, rollout=None, writer=None, stateful_roles=lambda: stateful
+        )
 
     def run(self) -> None:
         guard = SimpleNamespace(restarts=8, on_nan="skip")

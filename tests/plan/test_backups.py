@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
-from tilth.plan.backups import backup_ranks
+from tilth.plan.backups import backup_ranks, peers
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 
@@ -92,3 +92,17 @@ def test_one_machine_and_a_rank_without_one():
         backup_ranks(Mesh.of({"dp": 4}), dict.fromkeys(range(4), 0))
     with raises(ArgumentError, "machines"):
         backup_ranks(Mesh.of({"dp": 4}), {0: 1})
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 8))
+def test_each_rank_has_a_peer_on_another_machine_if_there_is_one(where, own):
+    mesh, machines = Mesh.of({"dp": min(own, len(where))}), dict(enumerate(where))
+    found = peers(mesh, machines)
+    assert set(found) == {rank for rank in mesh.ranks if len(set(where)) > 1}
+    assert all(machines[rank] != machines[peer] for rank, peer in found.items())
+
+
+def test_even_machines_are_paired_as_before():
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    machines = machines_of(mesh, 2)
+    assert peers(mesh, machines) == backup_ranks(mesh, machines)

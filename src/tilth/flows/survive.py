@@ -35,7 +35,10 @@ class Survival:
         self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
         able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
         self.recovery = Recovery(self.restarts if able is not None else 0, parts.recipe.guard.on_nan)
-        self.snapshots = Snapshots(Path(able.scratch)) if able is not None and able.scratch and self.restarts else None
+        self.snapshots: Snapshots | None = None
+        if able is not None and able.scratch and self.restarts:
+            writer = 0 if parts.roles.writer is None else parts.roles.writer.mesh.ranks[0]
+            self.snapshots = Snapshots(Path(able.scratch), able.files, cluster.workers, writer)
         self._lost, self._new, self._failed = set[int](), set[int](), set[str]()
         """Of recoveries that another failure broke off: workers to replace, new workers and roles that failed, whose
         roles are not made again yet."""

@@ -9,10 +9,12 @@ from typing import Any
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import SLOTS, publish
+from tilth.cluster.backends.base import Copied, NodeFiles
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.errors import CheckpointError, ReplicaMismatch, StorageError
 from tilth.core.layout import Mesh
 from tilth.guard.checksums import compare, differing, shortened
+from tilth.plan.backups import peers
 from tilth.trace.spans import span
 
 
@@ -33,11 +35,18 @@ class Snapshots:
     They cost the copy of each role's state once a step, and twice its memory on the machine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: NodeFiles | None = None, workers: int = 1, writer: int = 0) -> None:
+        """files: for copies on other nodes, if there are several; workers: of the run; writer: rank that writes rows of
+        trajectories."""
         self.folder = folder
+        self.files, self.workers, self.writer = files, workers, writer
+        self.copied = Copied(0, 0.0, "")
+        """Copies of the last snapshot but one."""
         self._taken: list[_Taken] = []
         """Oldest first."""
         self._restored: Path | None = None
+        self._published: _Taken | None = None
+        """Snapshot that it was made of."""
 
     @property
     def spill(self) -> Path:
@@ -51,6 +60,9 @@ class Snapshots:
         ReplicaMismatch if copies that must be equal differ: then too the last one stays, whose copies were equal.
         objects: as a checkpoint's, but for the roles' positions, which come with their states.
         """
+        if self.files is not None:  # they read the slot that the step after it overwrites
+            with span("snapshot.copies", step=step):
+                self.copied = self.files.wait()
         slot = (self._taken[-1].slot + 1) % SLOTS if self._taken else 0
         self._taken = [taken for taken in self._taken if taken.slot != slot]
         reports, positions = list[Report](), dict[str, Any]()
@@ -64,31 +76,67 @@ class Snapshots:
                 positions[name] = found[0].position
         positions = {role: position for role, position in positions.items() if position}
         self._taken.append(_Taken(step, slot, reports, {**objects, "positions": positions}, mesh))
-        if self._restored is not None:
-            shutil.rmtree(self._restored.parent, ignore_errors=True)
-            self._restored = None
+        if self.files is not None:
+            self._begin_copies(self.files, self._taken[-1], roles)
+        self.discard()
+
+    def _begin_copies(self, files: NodeFiles, taken: _Taken, roles: Mapping[str, WorkerGroup]) -> None:
+        """Begin to copy each rank's files to a node whose workers share no parallel group with it, if there is one."""
+        machines = {rank: files.node(rank) for rank in range(self.workers)}
+        places: dict[str, tuple[int, int]] = {}
+        for role in roles.values():
+            to = peers(role.mesh, machines)
+            own = {report.file: report.rank for report in taken.reports if report.file and report.rank in to}
+            places |= {f"slot-{taken.slot}/{file}": (rank, to[rank]) for file, rank in own.items()}
+        files.begin(places, {self.spill.name: self.writer})
 
     def newest(self) -> Checkpoint | None:
         """Return the newest snapshot as a checkpoint; None if there is none that can be used."""
+        if self._restored is not None and self._published is not None and self.files is not None:
+            self._try(self._published)  # by now another node may be new
         while self._restored is None and self._taken:
-            taken = self._taken.pop()
-            root = self.folder / "restored"
-            root.mkdir(exist_ok=True)
-            try:
-                slots = [self.folder / f"slot-{taken.slot}"]
-                self._restored = publish(root, taken.step, slots, taken.reports, taken.objects, taken.mesh)
-            except (CheckpointError, StorageError):
-                continue
+            self._try(self._taken.pop())
         return None if self._restored is None else open_checkpoint(self._restored)
+
+    def _try(self, taken: _Taken) -> None:
+        """Make a checkpoint of a snapshot, on every node, if all of it is there."""
+        made, self._restored = self._restored, None
+        root, slot = self.folder / "restored", self.folder / f"slot-{taken.slot}"
+        root.mkdir(exist_ok=True)
+        try:
+            if self.files is not None:
+                self._gather(self.files, taken)
+            made = made or publish(root, taken.step, [slot], taken.reports, taken.objects, taken.mesh)
+            if self.files is not None:
+                self._share(self.files, made, slot)
+        except (CheckpointError, StorageError):
+            shutil.rmtree(root, ignore_errors=True)
+            return
+        self._restored, self._published = made, taken
+
+    def _gather(self, files: NodeFiles, taken: _Taken) -> None:
+        """Give every node the files of a snapshot, and the writer its rows."""
+        self.copied = files.wait()
+        files.gather(f"slot-{taken.slot}/{name}" for name in sorted({report.file for report in taken.reports} - {""}))
+        files.scatter(self.spill.name, [self.writer])
+
+    def _share(self, files: NodeFiles, published: Path, slot: Path) -> None:
+        """Make the checkpoint on the other nodes too."""
+        there = {path.name: path for path in published.iterdir()}
+        links = {name: f"{slot.name}/{name}" for name in there if (slot / name).exists()}
+        plain = {name: path.read_bytes() for name, path in there.items() if name not in links}
+        files.share(str(published.relative_to(self.folder)), plain, links)
 
     def clear(self) -> None:
         """Forget all snapshots: the run goes back to an earlier state."""
         self._taken, self._restored = [], None
 
     def discard(self) -> None:
-        """Forget the snapshot that ``newest`` returned, which could not be loaded: it returns the one before it."""
+        """Forget the checkpoint that ``newest`` returned: if it could not be loaded, the next is the one before it."""
         if self._restored is not None:
             shutil.rmtree(self._restored.parent, ignore_errors=True)
+            if self.files is not None:
+                self.files.remove(self._restored.parent.name)
         self._restored = None
 
 

@@ -2,6 +2,7 @@
 section 6)."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -34,6 +35,22 @@ def backup_ranks(mesh: Mesh, machines: Mapping[int, int]) -> dict[int, int]:
         if found is not None:
             return {mesh.ranks[place]: mesh.ranks[peer] for place, peer in enumerate(found)}
     raise AssertionError("ranks of machines that have at most half of them can be matched")
+
+
+def peers(mesh: Mesh, machines: Mapping[int, int]) -> dict[int, int]:
+    """Return, for each rank of a mesh, the rank to whose machine a copy of its state goes; {} on one machine.
+
+    machines: rank -> its machine, of all workers. As ``backup_ranks`` decides; where it cannot, since a machine has
+    most of the ranks, the workers of other machines get copies in turn.
+    """
+    own = {rank: machines[rank] for rank in mesh.ranks}
+    if 2 * max(Counter(own.values()).values()) <= len(mesh):
+        return backup_ranks(mesh, own)
+    found = {}
+    for turn, rank in enumerate(mesh.ranks):
+        if others := [other for other in sorted(machines) if machines[other] != own[rank]]:
+            found[rank] = others[turn % len(others)]
+    return found
 
 
 def _groups(mesh: Mesh, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

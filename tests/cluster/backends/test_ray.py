@@ -27,6 +27,7 @@ from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.backends.ray_actors import interface_for
 from tilth.cluster.backends.ray_connect import Node, _knock, connect, import_ray, nodes_of, place_spares, spread
+from tilth.cluster.backends.ray_watch import is_lost
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, RecipeError, StorageError, WorkerLost
@@ -77,6 +78,21 @@ def test_nodes_are_the_living_ones_with_what_a_worker_needs():
     ]
     assert nodes_of(rows, gpus=False) == [Node("a", "10.0.0.1", 4), Node("c", "10.0.0.3", 3)]
     assert [node.room for node in nodes_of(rows, gpus=True)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("why", "silent", "lost"),
+    [
+        (ConnectionRefusedError(), 0.5, False),  # it has just answered
+        (ConnectionRefusedError(), 1.5, True),
+        (TimeoutError(), 9.0, False),
+        (TimeoutError(), 11.0, True),
+        (None, 11.0, False),  # a busy machine
+        (None, 61.0, True),
+    ],
+)
+def test_when_a_node_is_lost(why, silent, lost):
+    assert is_lost(silent, Node("a", "10.0.0.1", 4, 1), lambda node: why) == lost
 
 
 def test_ray_missing(monkeypatch):

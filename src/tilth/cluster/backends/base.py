@@ -130,6 +130,42 @@ class Probe:
     """(operation, micro_batch) of the open spans of its call, the outermost first; (): none, or unknown."""
 
 
+class Copied(NamedTuple):
+    """Copies of files on other nodes. seconds: of the slowest node; problem: why some are not there, or ""."""
+
+    nbytes: int
+    seconds: float
+    problem: str
+
+
+class NodeFiles(Protocol):
+    """Files of the scratch folders of several nodes, each of which has one under the same path."""
+
+    def node(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+
+    def begin(self, files: Mapping[str, tuple[int, int]], mirrored: Mapping[str, int]) -> None:
+        """Begin to copy files: name -> (rank that has it, rank whose node gets it).
+
+        mirrored: folder -> rank that writes it; the controller's node gets its files, and loses those that are gone.
+        """
+
+    def wait(self) -> Copied:
+        """Wait for the copies that ``begin`` began."""
+
+    def gather(self, files: Iterable[str]) -> None:
+        """Give every node these files. StorageError if one was lost with its nodes."""
+
+    def scatter(self, folder: str, ranks: Collection[int]) -> None:
+        """Give the nodes of these ranks the files of a folder of the controller's node."""
+
+    def share(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
+        """Make a folder on every other node: files with these bytes, and links to files of its scratch folder."""
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder on every other node."""
+
+
 class Backend(Protocol):
     """N workers. Each executes its calls in order of submission, one at a time, and answers control messages meanwhile.
 
@@ -183,7 +219,11 @@ class RepairableBackend(Backend, Protocol):
 
     @property
     def scratch(self) -> str:
-        """Folder in shared memory that outlives workers, on each machine of the cluster; "": none."""
+        """Folder in shared memory that outlives workers, under this path on each node and here; "": none."""
+
+    @property
+    def files(self) -> NodeFiles | None:
+        """Files of the scratch folders; None if there is one node."""
 
 
 class PickledKwargs:

@@ -170,6 +170,10 @@ class LocalBackend:
         pids = [self.links[rank].pid for rank in ranks]
         reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
 
+    @property
+    def files(self) -> None:
+        return None
+
     def nodes(self) -> tuple[Mapping[int, str], Collection[str]]:
         return {}, ()
 

@@ -19,7 +19,8 @@ from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.ray_actors import NodeAgent, RayStore, RayWorker, agent_name
 from tilth.cluster.backends.ray_connect import Node, connect, first_line, import_ray, nodes_of, place_spares, spread
-from tilth.cluster.backends.ray_watch import Machine, NodeWatch, Process, refusal
+from tilth.cluster.backends.ray_files import RayFiles
+from tilth.cluster.backends.ray_watch import Machine, NodeWatch, Process, unreachable
 from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
 START = 120.0
@@ -58,6 +59,7 @@ class RayBackend:
         self._lock = threading.RLock()
         self._encoded: tuple[Call | None, int, Any] = None, 0, b""
         self._meeting: Any = None
+        self._several = False
         self._watch: NodeWatch | None = None
         self._closed = False
         self._started = connect(self._ray, workers, address, spares)
@@ -74,7 +76,9 @@ class RayBackend:
         on = spread([node.room for node in nodes], self.workers, what)
         left = [node.room - on.count(i) for i, node in enumerate(nodes)]
         waiting = place_spares(left, self.spares, self.workers, what)
-        machines = {i: self._machine(nodes[i]) for i in sorted({*on, *waiting})}
+        self._several = len(nodes) > 1
+        ours = [i for i, node in enumerate(nodes) if node.id == here and self._several]  # for copies of snapshots
+        machines = {i: self._machine(nodes[i]) for i in sorted({*on, *waiting, *ours})}
         self._machines = list(machines.values())
         for machine, folder in zip(
             self._machines, self._wait_for([one.agent.folder.remote() for one in self._machines])
@@ -211,8 +215,9 @@ class RayBackend:
                     found[process.machine][process.pid] = process.rank
         return found
 
-    def _died(self, pid: int, how: str) -> None:
-        self._lose([process for process in self._processes if process.pid == pid], how)
+    def _died(self, machine: Machine, pid: int, how: str) -> None:
+        there = [process for process in self._processes if process.machine is machine and process.pid == pid]
+        self._lose(there, how)
 
     def _gone(self, machine: Machine, why: str) -> None:
         """Give up a node whose agent does not answer, with all processes there."""
@@ -222,7 +227,7 @@ class RayBackend:
             self._machines = [one for one in self._machines if one is not machine]
             self._spares = [spare for spare in self._spares if spare.machine is not machine]
             there = [process for process in self._processes if process.machine is machine]
-        if refusal(machine.node):
+        if unreachable(machine.node) is not None:
             self._dead.add(machine.node.id)
         ranks = ", ".join(str(process.rank) for process in there)
         self._lose(there, f"lost with its node {_title(machine.node)}, ranks {ranks}: {why}")
@@ -247,10 +252,25 @@ class RayBackend:
 
     @property
     def scratch(self) -> str:
+        folders = {machine.folder for machine in self._machines}
+        return f"{folders.pop()}/scratch" if len(folders) == 1 and self._here() is not None else ""
+
+    @property
+    def files(self) -> RayFiles | None:
+        here = self._here()
+        if not self._several or here is None:
+            return None
+        return RayFiles(self._ray, self._holders, lambda rank: self._processes[rank].machine, lambda: here)
+
+    def _here(self) -> Machine | None:
+        """Return the machine of this process, if it has an agent."""
         here = self._ray.get_runtime_context().get_node_id()
-        there = [process.machine for process in self._processes]
-        alone = there[0].node.id == here and all(machine is there[0] for machine in there)
-        return f"{there[0].folder}/scratch" if alone else ""
+        return next((machine for machine in self._machines if machine.node.id == here), None)
+
+    def _holders(self) -> list[Machine]:
+        """Return the living nodes that hold snapshots: those of workers, and this one."""
+        used = {process.machine for process in self._processes} | {self._here()}
+        return [machine for machine in self._machines if machine in used]
 
     def kill(self, ranks: Iterable[int]) -> None:
         processes = [self._processes[rank] for rank in ranks]

@@ -8,17 +8,20 @@ import os
 import pickle
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from tilth.cluster.backends import control
 from tilth.cluster.backends.base import MEMORY_RAN_OUT, Probe
 from tilth.cluster.backends.probe import NodeProbe, show_stacks
+from tilth.cluster.backends.scratch import Scratch
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import column_key, column_of
@@ -34,6 +37,8 @@ from tilth.trace.spans import span
 
 EVERY = 0.25
 """Seconds for which a NodeAgent waits for the end of a worker, and so between two reports of signs of life."""
+ANSWER = 20.0
+"""Seconds for a piece of a file from another node."""
 GONE = 5.0
 """Seconds for processes to vanish; the system frees their memory first."""
 
@@ -53,6 +58,7 @@ class NodeAgent:
                 raise
             self._folder = SessionDir.create()
         self._watch = NodeProbe(self._folder, workers)
+        self._scratch = Scratch(self._folder.scratch)
         self._kills = oom_kills()
         self._lock = threading.Lock()
         self._columns: dict[str, tuple[Any, int]] = {}  # reference, bytes
@@ -114,6 +120,30 @@ class NodeAgent:
         for rank in workers.values():
             self._watch.board.clear(rank)
 
+    def read(self, name: str, offset: int) -> tuple[np.ndarray, int, int]:
+        return self._scratch.read(name, offset)
+
+    def listing(self, folder: str) -> dict[str, tuple[int, int]]:
+        return self._scratch.listing(folder)
+
+    def fetch(self, sources: Mapping[str, Any]) -> tuple[int, float]:
+        """Copy files of other nodes; return bytes and seconds. sources: name -> agent of the node."""
+        began = time.monotonic()
+        nbytes = sum(self._scratch.fetch(name, partial(_read, agent)) for name, agent in sources.items())
+        return nbytes, time.monotonic() - began
+
+    def mirror(self, folder: str, source: Any) -> tuple[int, float]:
+        """Make a folder equal to that of another node; return bytes and seconds."""
+        began = time.monotonic()
+        nbytes = self._scratch.mirror(folder, _found(source.listing.remote(folder)), partial(_read, source))
+        return nbytes, time.monotonic() - began
+
+    def make(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
+        self._scratch.make(folder, files, links)
+
+    def remove(self, folder: str) -> None:
+        self._scratch.remove(folder)
+
     def end(self, pids: Sequence[int], kill: bool) -> None:
         """Wait for the workers, kill those that stay (kill: all, at once) and their children, remove the directory."""
         workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -122,6 +152,22 @@ class NodeAgent:
         psutil.wait_procs(left, GONE)
         self._watch.board.close()
         self._folder.remove()
+
+
+def _found(reference: Any) -> Any:
+    """Return the answer of another node's agent. StorageError if there is none."""
+    import ray
+
+    try:
+        return ray.get(reference, timeout=ANSWER)
+    except ray.exceptions.RayError as error:
+        message = f"another node does not give a file: {str(error).strip().splitlines()[-1]}"
+        raise StorageError(message, key="snapshot") from None
+
+
+def _read(agent: Any, name: str, offset: int) -> tuple[np.ndarray, int, int]:
+    found: tuple[np.ndarray, int, int] = _found(agent.read.remote(name, offset))
+    return found
 
 
 def _ended(pids: Iterable[int], seconds: float) -> list[int]:

@@ -13,7 +13,9 @@ from tilth.cluster.backends.base import Call, Reply
 from tilth.cluster.backends.ray_connect import Node, first_line
 
 SILENT = 10.0
-"""Seconds without an answer of a node's agent after which the node is taken to be lost."""
+"""Seconds without an answer of a node's agent after which a node that cannot be reached is taken to be lost."""
+DEAF = 60.0
+"""Those after which a node is, whose own process can be reached: its agent may wait for a core."""
 LATE = 1.0
 """Seconds without an answer after which the node's own process is asked whether it lives."""
 KNOCK = 1.0
@@ -47,13 +49,22 @@ class Process:
     """In flight."""
 
 
-def refusal(node: Node) -> str:
-    """Return why Ray's process of a node takes no connection; "" if it does."""
+def unreachable(node: Node) -> OSError | None:
+    """Return why Ray's process of a node takes no connection: ConnectionRefusedError if it is not there."""
     try:
         socket.create_connection((node.address, node.port), KNOCK).close()
     except OSError as error:
-        return str(error)
-    return ""
+        return error
+    return None
+
+
+def is_lost(silent: float, node: Node, ask: Callable[[Node], OSError | None] = unreachable) -> bool:
+    """Return True if a node is lost whose agent has not answered for ``silent`` seconds."""
+    if silent <= LATE:
+        return False
+    why = ask(node)
+    limit = LATE if isinstance(why, ConnectionRefusedError) else SILENT if why is not None else DEAF
+    return silent > limit
 
 
 class NodeWatch:
@@ -61,15 +72,15 @@ class NodeWatch:
 
     Ray reports most deaths within milliseconds too, but those of a node only after many seconds.
 
-    workers: machine -> (process id -> rank), read before each question. died(process id, how) and
-    gone(machine, why) are called from the thread.
+    workers: machine -> (process id -> rank), read before each question. died(machine, process
+    id, how) and gone(machine, why) are called from the thread.
     """
 
     def __init__(
         self,
         ray: ModuleType,
         workers: Callable[[], Mapping[Machine, Mapping[int, int]]],
-        died: Callable[[int, str], None],
+        died: Callable[[Machine, int, str], None],
         gone: Callable[[Machine, str], None],
     ) -> None:
         self._ray, self._workers, self._died, self._gone = ray, workers, died, gone
@@ -105,7 +116,7 @@ class NodeWatch:
         try:
             lives, dead = self._ray.get(reference)
         except self._ray.exceptions.ActorUnavailableError as error:
-            if refusal(machine.node):
+            if isinstance(unreachable(machine.node), ConnectionRefusedError):
                 self._gone(machine, first_line(error))
             self._over.wait(PAUSE)  # else a connection broke: it is asked again
         except self._ray.exceptions.RayError as error:
@@ -114,12 +125,12 @@ class NodeWatch:
             self._heard[machine] = time.monotonic()
             self.lives.update(lives)
             for pid, how in dead.items():
-                self._died(pid, how)
+                self._died(machine, pid, how)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         for reference, machine in list(self._asked.items()):
             silent = now - self._heard[machine]
-            if silent > SILENT or (silent > LATE and refusal(machine.node)):
+            if is_lost(silent, machine.node):
                 del self._asked[reference]
                 self._gone(machine, f"no answer for {silent:.1f} s")
