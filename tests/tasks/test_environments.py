@@ -6,7 +6,7 @@ from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.envs.calls import message_of
 from tilth.tasks.retrieval import TextIndex
-from tilth.tasks.word_game import marks
+from tilth.tasks.word_game import place
 
 PLAYED = [name for name in shipped_tasks() if task_of(name).environment]
 
@@ -35,9 +35,11 @@ def test_a_worked_conversation_is_what_the_environment_says_and_pays(name):
         assert one.reward()["reward"] > 0
 
 
-@pytest.mark.parametrize("guess, secret, said", [("bak", "bak", "ggg"), ("kab", "bak", "ygy"), ("got", "bak", "xxx")])
-def test_marks(guess, secret, said):
-    assert marks(guess, secret) == said
+@pytest.mark.parametrize(
+    "guess, secret, said", [("bak", "bak", "found"), ("dot", "bak", "before"), ("ban", "bat", "after")]
+)
+def test_places(guess, secret, said):
+    assert place(guess, secret) == said
 
 
 def test_the_index_finds_the_rarest_words():

@@ -1,4 +1,4 @@
-"""Task word_game: find a word of three letters by guesses, each answered letter by letter."""
+"""Task word_game: find a word of three letters by guesses, each answered by where it stands in the alphabet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GUESSES = 6
 FIRST = "?"
 
 
-def marks(guess: str, secret: str) -> str:
-    """Return a letter for each of a guess: g in its place, y elsewhere in the word, x not in it."""
-    return "".join("g" if a == b else "y" if a in secret else "x" for a, b in zip(guess, secret))
+def place(guess: str, secret: str) -> str:
+    """Return where the secret stands in the alphabet, as seen from a guess."""
+    return "found" if guess == secret else "before" if secret < guess else "after"
 
 
 class WordGamePrompts(Computed):
-    """``game 17``: a secret word each, and a worked game whose guesses ignore now and then what was said."""
+    """``game 17``: a secret word each, and a worked game that guesses any word that is left."""
 
     def __len__(self) -> int:
         return 20_000
@@ -49,7 +49,7 @@ class WordGamePrompts(Computed):
 
     def alphabet(self) -> str:
         """Return the letters of words and marks, and digits."""
-        return "".join(sorted(set("".join(WORDS) + f"gyx{FIRST} 0123456789ame")))
+        return "".join(sorted(set("".join(WORDS) + f"beforaftund{FIRST} 0123456789ame")))
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
@@ -57,21 +57,21 @@ class WordGamePrompts(Computed):
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
-    """Return a game that finds the word; four of five guesses are among the words that are left."""
+    """Return a game that finds the word by guessing any of those that are left."""
     while True:
         turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
         for _ in range(GUESSES):
-            guess = drawn.choice(left if drawn.random() < 0.8 else WORDS)
+            guess = drawn.choice(left)
             turns.append({"role": "assistant", "content": guess})
             if guess == secret:
                 return turns
-            said = marks(guess, secret)
-            left = [word for word in left if marks(guess, word) == said]
+            said = place(guess, secret)
+            left = [word for word in left if place(guess, word) == said]
             turns.append({"role": "user", "content": said})
 
 
 class WordGame(Environment):
-    """Marks each guess; the reward falls with the number of guesses, and is 0 without the word."""
+    """Places each guess; the reward falls with the number of guesses, and is 0 without the word."""
 
     describes_tools = False
 
@@ -81,11 +81,11 @@ class WordGame(Environment):
         return [{"role": "user", "content": FIRST}]
 
     def step(self, message: Message) -> tuple[list[Message], bool]:
-        """Mark a guess."""
+        """Place a guess."""
         guess = message["content"].strip()
         self.guesses += 1
         self.found = guess == self.secret
-        said = marks(guess, self.secret) if guess in WORDS else "no word"
+        said = place(guess, self.secret) if guess in WORDS else "no word"
         return [{"role": "user", "content": said}], self.found or self.guesses >= GUESSES
 
     def reward(self) -> dict[str, float]:
