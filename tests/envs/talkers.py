@@ -74,3 +74,19 @@ class Wide(tilth.Environment):
     def fall(self) -> dict:
         """Raise."""
         raise KeyError("k")
+
+
+class Sums(tilth.Environment):
+    """Asks three sums in turn, each after another time."""
+
+    def reset(self, info):
+        self.said = []
+        return [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message):
+        time.sleep(0.01 * (len(message["content"]) % 3))
+        self.said.append(message["content"])
+        return [{"role": "user", "content": f"{len(self.said)}+1="}], len(self.said) > 2
+
+    def reward(self):
+        return sum(len(said) for said in self.said) % 3

@@ -22,7 +22,14 @@ PPO = {
     "algorithm": {"advantage": "gae", "steps": 4, "minibatches": 2, "epochs": 2, "lam": 0.9},
     "critic": {"steps": 3, "lr": 5e-3},
 }
-FLOWS = {"grpo": {}, "ppo": PPO}
+EPISODES = {
+    "model": {"context": 32},
+    "rollout": {"environment": f"{Path(__file__).parents[1] / 'envs' / 'talkers.py'}:Sums", "turns": 4,
+                "stop": ["0", "2", "4", "+", "="]},
+    "train": {"parity": True},
+}  # fmt: skip
+"""Parity: an answer may come sooner or later, and no number may depend on it."""
+FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES}
 POINTS = {
     "generating": (Engine, "poll"),
     "training": (Optimizers, "step"),

@@ -90,6 +90,20 @@ def test_killed_at_twenty_random_moments_one_after_another(tmp_path, whole):
 
 
 @pytest.mark.slow
+def test_episodes_killed_at_ten_random_moments(tmp_path):
+    """Each attempt dies in the middle of a step's episodes; what environments had said is not asked again."""
+    code, said = finish(child(tmp_path / "whole", flow="episodes"))
+    assert code == 0, said
+    dice = random.Random(1)
+    for _ in range(10):
+        code, said = finish(child(tmp_path / "killed", "generating", dice.randint(5, 40), "episodes"))
+        assert code == -signal.SIGKILL, said
+    code, said = finish(child(tmp_path / "killed", flow="episodes"))
+    assert code == 0, said
+    assert_same_run(tmp_path / "killed", tmp_path / "whole" / "tiny-001")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", ["sft", "pretrain"])
 def test_a_supervised_flow_that_was_killed_goes_on_bit_for_bit(tmp_path, flow):
     code, said = finish(child(tmp_path / "whole", flow=flow))
