@@ -59,7 +59,7 @@ class RayBackend:
         self._lock = threading.RLock()
         self._encoded: tuple[Call | None, int, Any] = None, 0, b""
         self._meeting: Any = None
-        self._several = False
+        self._several, self._node = False, ""
         self._watch: NodeWatch | None = None
         self._closed = False
         self._started = connect(self._ray, workers, address, spares)
@@ -71,7 +71,8 @@ class RayBackend:
 
     def _open(self) -> None:
         """Start agents, workers and spares."""
-        what, here = "GPUs" if self.gpus else "CPUs", self._ray.get_runtime_context().get_node_id()
+        what = "GPUs" if self.gpus else "CPUs"
+        here = self._node = str(self._ray.get_runtime_context().get_node_id())
         nodes = sorted(self._nodes(), key=lambda node: (node.id != here, node.address, node.id))
         on = spread([node.room for node in nodes], self.workers, what)
         left = [node.room - on.count(i) for i, node in enumerate(nodes)]
@@ -264,8 +265,7 @@ class RayBackend:
 
     def _here(self) -> Machine | None:
         """Return the machine of this process, if it has an agent."""
-        here = self._ray.get_runtime_context().get_node_id()
-        return next((machine for machine in self._machines if machine.node.id == here), None)
+        return next((machine for machine in self._machines if machine.node.id == self._node), None)
 
     def _holders(self) -> list[Machine]:
         """Return the living nodes that hold snapshots: those of workers, and this one."""
