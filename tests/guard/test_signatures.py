@@ -2,8 +2,8 @@
 
 import pytest
 
-from tilth.guard.signatures import SIGNATURES, classify
-from tilth.guard.verdict import KINDS
+from tilth.guard.signatures import SIGNATURES, classify, with_cause
+from tilth.guard.verdict import KINDS, Verdict
 
 TRACE = 'Traceback (most recent call last):\n  File "/app/train.py", line 12, in <module>\n    main()\n'
 CASES = [
@@ -76,3 +76,33 @@ def test_every_row_is_of_a_known_class_and_is_used():
     seen = {classify(text).details["sentence"] for text, _, _ in CASES}
     missing = {row.sentence for row in SIGNATURES} - seen
     assert not missing
+
+
+def caused(kind, text):
+    found = with_cause(Verdict(kind, (2,), text, {"key": "policy.update"}))
+    return found.kind, found.details.get("cause", {}).get("layer"), found
+
+
+def test_the_cause_is_in_the_first_line_and_what_the_code_raised_stays_an_error():
+    kind, layer, found = caused("error", "role policy, rank 2, update: KeyError: 'x'\n" + TRACE + "KeyError: 'x'")
+    assert (kind, layer, found.ranks) == ("error", "user", (2,))
+    assert found.evidence.splitlines()[0].endswith("; cause: the code raised an exception (user)")
+
+
+def test_an_error_of_a_device_is_a_crash_and_one_of_the_network_blames_nobody():
+    device = "role policy, rank 2, update: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert caused("error", device)[:2] == ("crash", "device")
+    peer = "role policy, rank 2, update: RuntimeError: [pair.cc:553] Connection closed by peer"
+    assert caused("error", peer)[:2] == ("error", "network")
+
+
+def test_a_dead_worker_s_log_tells_memory_from_a_crash():
+    lost = "rank 2, update: the worker (process 7) was killed by SIGABRT; its log ends:\n    {}"
+    assert caused("crash", lost.format("terminate called after throwing std::bad_alloc"))[0] == "out-of-memory"
+    assert caused("crash", lost.format("double free or corruption"))[:2] == ("crash", "host")
+    assert caused("crash", "rank 2, update: the worker (process 7) was killed by SIGKILL between calls")[1] is None
+
+
+def test_a_verdict_that_has_its_own_evidence_stays():
+    hang = Verdict("hang", (1,), "rank 1 stopped\n  KeyError: 'x'")
+    assert with_cause(hang) is hang

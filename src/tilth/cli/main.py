@@ -502,6 +502,16 @@ def guard_inject(
     """
 
 
+@command("guard_check:check", guard, "check")
+def guard_check(as_json: JsonOption = False) -> None:
+    """Test this machine for two seconds: bits of products, compute and memory rates, transfers over loopback.
+
+    Exit code 1 if products of equal matrices differ or bytes do not arrive; rates are only told, and a busy machine has
+    lower ones. Keys of --json: sound, compute (GFLOP/s of a thread), memory, loopback (GB/s), unequal (products),
+    failed (pairs), odd_peers (that failed in both pairings), seconds.
+    """
+
+
 @command("guard:locate", guard, "locate")
 def guard_locate(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="dumps, one file a rank, named ...RANK")],
@@ -553,9 +563,11 @@ def top(
 ) -> None:
     """Watch a run of another process: steps, rates, curves, activity of each rank.
 
-    Reads only files of the run. Keys of --json: run, state, attempt, step, phase, phase_step, phase_steps, seconds,
-    left, silent (since the last step), loss, reward, accuracy, reward_heldout, tokens_per_second, time, memory, recent
-    (first, last, parts, ranks: shares of the newest steps), message.
+    Reads only files of the run, and of its session on this machine. Keys of --json: run, state, attempt, step, phase,
+    phase_step, phase_steps, seconds, left, silent (since the last step), loss, reward, accuracy, reward_heldout,
+    tokens_per_second, time, memory, recent (first, last, parts, ranks: shares of the newest steps), workers (rank, pid,
+    state, call, operation, heartbeat_age, progress_age, memory, cores), recoveries, warnings, ettr, ettr_last_hour,
+    message.
     """
 
 

@@ -6,19 +6,23 @@ disk if not. A training loop does not know of it: ``launch`` begins its phase ag
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.roles import ROLES
 from tilth.core.errors import TilthError
 from tilth.flows.build import RunParts
 from tilth.guard.diagnosis import diagnosed
+from tilth.guard.node_check import check_node, second_time
 from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
+from tilth.guard.signatures import with_cause
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
 from tilth.runs.directory import OBSERVATIONS, REWARD_LOG, RunDir
@@ -39,6 +43,7 @@ class Survival:
         if able is not None and able.scratch and self.restarts:
             writer = 0 if parts.roles.writer is None else parts.roles.writer.mesh.ranks[0]
             self.snapshots = Snapshots(Path(able.scratch), able.files, cluster.workers, writer)
+        self._replaced = Counter[int]()
         self._lost, self._new, self._failed = set[int](), set[int](), set[str]()
         """Of recoveries that another failure broke off: workers to replace, new workers and roles that failed, whose
         roles are not made again yet."""
@@ -73,10 +78,18 @@ class Survival:
     def _judge(self, error: TilthError) -> Verdict | None:
         """Return the verdict on an error, with what the living workers know."""
         verdict = verdict_of(error)
-        return None if verdict is None else diagnosed(verdict, error, self.cluster)
+        return None if verdict is None else with_cause(diagnosed(verdict, error, self.cluster))
+
+    def _check_node(self, verdict: Verdict) -> Verdict:
+        """Test this machine before one of its workers is replaced again, and add the result to the verdict."""
+        found = check_node()
+        self.say(f"{'' if found.sound else 'warning: '}this machine: {found.sentence()}")
+        return replace(verdict, details={**verdict.details, "node": found.as_dict()})
 
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         self.say(_first_line(verdict, step))
+        if isinstance(self.cluster.backend, LocalBackend) and second_time(self._replaced, action.ranks):
+            verdict = self._check_node(verdict)
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
         if action.evict:
             self.say(
@@ -87,6 +100,7 @@ class Survival:
         self._lost.clear()
         self._evicted.clear()
         self._new.update(replaced)
+        self._replaced.update(replaced)
         self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
         for group in self.cluster.groups:
             if not _is_kept(group, self._new, self._failed):

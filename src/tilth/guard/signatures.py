@@ -75,6 +75,29 @@ _USER = re.compile(
 """Exceptions that nothing but code raises: the last one of a log counts before all that follows from it."""
 
 
+CAUSED = ("crash", "error", "out-of-memory")
+"""Kinds of verdicts whose cause a log or an exception may tell."""
+
+
+def with_cause(verdict: Verdict) -> Verdict:
+    """Return a verdict with the cause that its evidence, a log's end or an exception, shows: layer, sentence and line.
+
+    An exception that a device raised is a crash of the worker, whose context of the device is lost; all other kinds
+    stay, so that an error of the user's code never replaces a worker, and one that others' deaths caused blames nobody.
+    """
+    first, line, rest = verdict.evidence.partition("\n")
+    found = (classify(rest) or classify(first)) if verdict.kind in CAUSED else None
+    if found is None:
+        return verdict
+    kind, layer = verdict.kind, str(found.details["layer"])
+    if kind == "error" and (found.kind, layer) == ("crash", "device"):
+        kind = "crash"
+    if kind == "crash" and found.kind == "out-of-memory":
+        kind = "out-of-memory"
+    evidence = f"{first}; cause: {found.details['sentence']} ({layer}){line}{rest}"
+    return Verdict(kind, verdict.ranks, evidence, {**verdict.details, "cause": dict(found.details)})
+
+
 def classify(text: str, rank: int | None = None) -> Verdict | None:
     """Return the failure that a log's end or an exception's text shows; None if no signature is in it.
 

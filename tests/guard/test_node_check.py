@@ -1,0 +1,60 @@
+"""Tests of a machine: what is wrong for certain is found, with the end of a transfer that is at fault."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tilth.cli.main import app
+from tilth.guard import node_check
+from tilth.guard.node_check import NodeCheck, check_node, odd_peers, pairings, second_time, verdict_on
+
+
+def test_a_healthy_machine_is_sound_within_the_budget():
+    found = check_node(0.2)
+    assert found.sound and found.compute > 0 and found.memory > 0 and found.loopback > 0
+    assert verdict_on(found) is None and found.sentence().startswith("nothing is wrong")
+
+
+def test_other_bits_of_a_product_are_a_verdict(monkeypatch):
+    products = iter([b"right", b"right", b"wrong", *[b"right"] * 100_000])
+    monkeypatch.setattr(node_check, "_product", lambda made: next(products))
+    found = check_node(0.05)
+    assert found.unequal == 1 and verdict_on(found).kind == "corruption" and verdict_on(found).ranks == ()
+
+
+@pytest.mark.parametrize("wrong", ["flipped", "short"])
+def test_bytes_that_do_not_arrive_are_found(monkeypatch, wrong):
+    send = node_check._send
+
+    def broken(there, data):
+        send(there, (data[:-1] + bytes([data[-1] ^ 1])) if wrong == "flipped" else data[:-100])
+        there.shutdown(1)
+
+    monkeypatch.setattr(node_check, "_send", broken)
+    found = check_node(0.05)
+    assert len(found.failed) == 4 and not found.sound
+
+
+def test_two_pairings_tell_which_end_fails():
+    both = pairings(4)
+    assert both == [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
+    for bad in range(4):
+        failed = tuple(pair for pairing in both for pair in pairing if bad in pair)
+        assert odd_peers(failed) == (bad,)
+        text = NodeCheck(1.0, 1.0, 1.0, 0, failed, 0.1).sentence()
+        assert f"({bad} in both pairings)" in text
+    assert odd_peers([(0, 1)]) == ()
+
+
+def test_only_a_worker_that_was_replaced_before_asks_for_the_tests():
+    assert second_time({1: 1}, (1, 2)) and not second_time({1: 1}, (0, 2)) and not second_time({}, ())
+
+
+def test_the_command_ends_with_1_for_a_machine_that_is_not_sound(monkeypatch):
+    found = CliRunner().invoke(app, ["guard", "check", "--json"])
+    assert found.exit_code == 0 and json.loads(found.stdout)["sound"]
+    products = iter(np.arange(1e6))
+    monkeypatch.setattr(node_check, "_product", lambda made: next(products))
+    assert CliRunner().invoke(app, ["guard", "check"]).exit_code == 1
