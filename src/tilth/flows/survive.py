@@ -88,7 +88,7 @@ class Survival:
 
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
         self.say(_first_line(verdict, step))
-        if isinstance(self.cluster.backend, LocalBackend) and second_time(self._replaced, action.ranks):
+        if second_time(self._replaced, action.ranks) and isinstance(self.cluster.backend, LocalBackend):
             verdict = self._check_node(verdict)
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
         if action.evict:
