@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tilth.flows.build import Dataset
     from tilth.flows.callbacks import Callback
     from tilth.flows.launch import RunResult
+    from tilth.guard.supervisor import Inherited
     from tilth.rewards.process_pool import RewardPool
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
@@ -33,12 +34,14 @@ def run_recipe(
     reward: Spec | None = None,
     allow: Sequence[str] = (),
     fallback: bool = False,
+    handed: "Inherited | None" = None,
 ) -> "RunResult":
     """Run a recipe to its end, or resume its newest unfinished run, and write ``report.html``.
 
     prompts and reward replace the recipe's own; callbacks of plugins and trackers of run.track are added. allow: keys
     and sections whose values may have changed. fallback: resume from the newest valid checkpoint if the newest one is
-    damaged. Raises TilthError (bad input, a broken invariant) and Interrupted.
+    damaged. handed: what a supervisor hands to this process. Raises TilthError (bad input, a broken invariant) and
+    Interrupted.
     """
     from tilth.analysis.slow_rank import SlowRankWatch
     from tilth.flows.callbacks import checked
@@ -60,6 +63,7 @@ def run_recipe(
             reward=fingerprint(function) if function else "",
             allow=allow,
             fallback=fallback,
+            handed=handed,
         )
     from tilth.ui.report import write_report
 

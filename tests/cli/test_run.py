@@ -143,7 +143,7 @@ def behind(monkeypatch, tmp_path):
         stops=[],
     )
 
-    def run_recipe(recipe, *, name, callbacks, allow, fallback):
+    def run_recipe(recipe, *, name, callbacks, allow, fallback, handed):
         seen.asked, seen.how = (recipe, name, callbacks), (list(allow), fallback)
         if isinstance(seen.outcome, BaseException):
             raise seen.outcome

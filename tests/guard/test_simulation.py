@@ -105,16 +105,16 @@ def begins_anew(monkeypatch):
 def prefers_an_old_snapshot(monkeypatch):
     """A snapshot that is older than the checkpoint on disk is used."""
 
-    def restore(run, remake):
+    def restore(run, remake, *, fallback=False):
         kept = run.snapshots.newest()
         if kept is None:
-            launch._restore(run, fallback=False)
+            launch._restore_from_disk(run, fallback=False)
             return
         launch._load(kept, run.roles, run.directory)
         run.restore(kept.objects["progress"])
         run.directory.rewind(run.state.step)
 
-    monkeypatch.setattr(launch, "_restore_again", restore)
+    monkeypatch.setattr(launch, "_restore", restore)
 
 
 def leaves_the_lock(monkeypatch):

@@ -1,5 +1,6 @@
 """Snapshots in memory: what is refused, what goes on without one."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from tests.errors import raises
 from tilth.checkpoint import Group
-from tilth.core.errors import NonFiniteError, StorageError
-from tilth.core.layout import Mesh
+from tilth.checkpoint.memory import MemorySaver
+from tilth.core.errors import CheckpointError, NonFiniteError, StorageError
+from tilth.core.layout import Layout, Mesh
 from tilth.flows.run import Run
 from tilth.guard.recovery import Recovery, verdict_of
 from tilth.guard.snapshots import Snapshots
@@ -36,6 +38,36 @@ def test_a_rank_without_room_leaves_the_last_snapshot(tmp_path):
         assert [taken.step for taken in snapshots._taken] == [1]
     snapshots.take({"policy": role}, 4, {}, Mesh.of({}))
     assert [taken.step for taken in snapshots._taken] == [1, 4]
+
+
+def test_the_next_controller_has_the_snapshots_of_the_one_that_was_killed(tmp_path):
+    tensors = {"w": torch.arange(6.0), "n": torch.ones(2, dtype=torch.int64)}
+    group = Group(tensors, {name: Layout.single(tensor.shape) for name, tensor in tensors.items()})
+    mesh, kept = Mesh.of({"dp": 1}), Snapshots(tmp_path)
+
+    class Saver:
+        mesh, saver = Mesh.of({"dp": 1}), MemorySaver()
+
+        def snapshot(self, folder, slot):
+            reports = self.saver.take(Path(folder), slot, {"model": group}, 0)
+            return [StateCopy(reports, {"at": slot})]
+
+    for step in (1, 2, 3):
+        tensors["w"] += 1
+        kept.take({"policy": Saver()}, step, {"progress": {"step": step, "x": 0.1}}, mesh)
+    assert kept.newest().step == 3  # a checkpoint of this process, which the next one makes again
+    after = Snapshots(tmp_path)
+    found = after.newest()
+    found.verify()
+    assert (found.step, found.objects) == (3, {"progress": {"step": 3, "x": 0.1}, "positions": {"policy": {"at": 0}}})
+    torn = next((tmp_path / "slot-0").iterdir())
+    torn.write_bytes(bytes(torn.stat().st_size))  # links of one file
+    with pytest.raises(CheckpointError):
+        found.verify()
+    after.discard()
+    assert after.newest().step == 2
+    after.clear()
+    assert Snapshots(tmp_path).newest() is None
 
 
 def test_a_run_goes_on_without_room_and_says_so_once_until_there_is_room(tmp_path):

@@ -2,7 +2,7 @@
 
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,9 @@ from tilth.cli.groups import Commands, RunFirst
 from tilth.cli.ls import ls
 from tilth.config.imports import end_uncollected
 from tilth.config.roles import resolve
+
+COMMAND = "command"
+"""Object of the context of a process that is nothing but a command, so that it may fork."""
 
 
 def _version(wanted: bool) -> None:
@@ -93,6 +96,7 @@ ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repe
 
 @command("run:train")
 def run(
+    ctx: typer.Context,
     name: RecipeArgument,
     overrides: OverridesArgument = None,
     allow: Annotated[list[str] | None, ALLOW] = None,
@@ -579,4 +583,12 @@ def doctor(as_json: JsonOption = False) -> None:
 def main() -> None:
     """Entry point of the ``tilth`` script."""
     end_uncollected()
-    app()
+    app(obj=COMMAND)
+
+
+def control(handover: Mapping[str, Any]) -> None:
+    """Entry point of a controller that the fork server of a supervisor has forked: the command as it was given."""
+    from tilth.guard.supervisor import Inherited
+
+    end_uncollected()
+    app(obj=Inherited.of(handover))

@@ -1,10 +1,13 @@
 """``tilth run``: train by a recipe with a live view, and print the results at the end."""
 
+import os
 import shlex
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,8 +16,9 @@ import typer
 
 from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
-from tilth.config.load import check_allowed, load_recipe, recipe_name
-from tilth.config.schema import Recipe
+from tilth.config.load import check_allowed, given, load_recipe, recipe_name
+from tilth.config.schema import GuardConfig, Recipe
+from tilth.guard.supervisor import REPLACEABLE, Inherited, Supervisor, block, unblock
 from tilth.runs.signals import Interrupted, ends
 from tilth.ui import format
 from tilth.ui.output import outlived
@@ -28,13 +32,20 @@ WORDS = 5  # words of a document's beginning that the suggested prompt has
 ENOUGH = 512  # prompts that measure accuracy to within some percent; all of addition's would take an hour
 
 
-def train(name: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool) -> None:
-    """Run to the end. Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a
-    line on how to resume; 143 and 129 after SIGTERM and SIGHUP before and after the steps."""
+def train(
+    ctx: typer.Context, name: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool
+) -> None:
+    """Run to the end; where workers can be replaced, as the supervisor of the process that does.
+
+    Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a line on how to resume;
+    143 and 129 after SIGTERM and SIGHUP before and after the steps.
+    """
     with outlived(), _terminable():
-        check_allowed(allow)
-        recipe = _launched(name, overrides)
-        result = _watched(recipe, recipe_name(name), allow, fallback=fallback)
+        if ctx.obj and not isinstance(ctx.obj, Inherited) and (restarts := _restarts(name, overrides)):
+            raise typer.Exit(_supervised(restarts, partial(_launched, name, overrides, allow)))
+        recipe = _launched(name, overrides, allow)
+        handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
+        result = _watched(recipe, recipe_name(name), allow, handed, fallback=fallback)
         typer.echo("\n".join(closing(recipe, name, result.summary, result.directory, result.report)))
 
 
@@ -66,21 +77,50 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise Terminated(signal.Signals(number).name)
 
 
-def _launched(name: str, overrides: Sequence[str]) -> Recipe:
+def _restarts(name: str, overrides: Sequence[str]) -> int:
+    """Return ``guard.restarts`` if the run is supervised, else 0: its workers cannot be replaced, or a mistake in it
+    must be told first."""
+    if sys.platform != "linux" or job_size() > 1 or threading.current_thread() is not threading.main_thread():
+        return 0
+    found = given(name, overrides)
+    cluster, guard = found.get("cluster"), found.get("guard", {})
+    if not isinstance(cluster, dict) or not isinstance(guard, dict) or cluster.get("backend") not in REPLACEABLE:
+        return 0
+    restarts = guard.get("restarts", GuardConfig().restarts)
+    return restarts if isinstance(restarts, int) else 0
+
+
+def _supervised(restarts: int, check: Callable[[], object]) -> int:
+    """Supervise the run and return its exit code. check: loads the recipe, in a process of its own."""
+    block()
+    try:
+        if child := os.fork():
+            return Supervisor(restarts).run(child)
+    finally:
+        unblock()
+    check()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _launched(name: str, overrides: Sequence[str], allow: Sequence[str]) -> Recipe:
     """Load the recipe in the controller; a process that a launcher started as a worker ends in here."""
+    check_allowed(allow)
     recipe = load_recipe(name, overrides, job_size())
     enter_job(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)
     return recipe
 
 
-def _watched(recipe: Recipe, name: str, allow: Sequence[str], *, fallback: bool) -> "RunResult":
+def _watched(
+    recipe: Recipe, name: str, allow: Sequence[str], handed: Inherited | None, *, fallback: bool
+) -> "RunResult":
     # Nothing here may import torch before run_recipe does: the processes that score start first, and without it.
     from tilth.api import run_recipe
     from tilth.ui.live import Live
 
     live = Live(recipe)
     try:
-        return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback)
+        return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback, handed=handed)
     except Interrupted as stopped:
         live.stop()
         typer.echo(str(stopped), err=True)

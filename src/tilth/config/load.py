@@ -39,19 +39,27 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), launched: int 
     launched: processes that torchrun or Slurm started: the number of workers if the recipe sets none.
     """
     path = recipe_path(name_or_path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read recipe {path}: {error}", key=path.name) from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"recipe {path} is not TOML: {error}", key=f"{path.name}.syntax") from None
-    over = parse_overrides(overrides)
+    data, over = _read(path), parse_overrides(overrides)
     try:
         return _checked(path, data, over, launched)
     except (RecipeError, PluginError) as error:
         if path.parent == SHIPPED or _sets(over, error.key):
             raise
         raise type(error)(f"{path}: {error}", key=error.key) from None
+
+
+def given(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a recipe and overrides set, unchecked, without importing its plugins."""
+    return _merge(_read(recipe_path(name_or_path)), parse_overrides(overrides))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read recipe {path}: {error}", key=path.name) from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"recipe {path} is not TOML: {error}", key=f"{path.name}.syntax") from None
 
 
 def _checked(path: Path, data: Mapping[str, Any], over: Mapping[str, Any], launched: int) -> Recipe:

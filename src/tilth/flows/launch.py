@@ -15,6 +15,7 @@ import torch
 from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, open_checkpoint, record_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
+from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.plugins import Declaration, call_declared, declared
@@ -50,6 +51,7 @@ from tilth.flows.supervised import preference, supervised
 from tilth.flows.survive import Survival
 from tilth.flows.workers import threads
 from tilth.guard.snapshots import Snapshots
+from tilth.guard.supervisor import Death, Inherited
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import RunDir, summarise
@@ -121,19 +123,21 @@ def launch(
     reward: str = "",
     allow: Sequence[str] = (),
     fallback: bool = False,
+    handed: Inherited | None = None,
 ) -> RunResult:
     """Run a recipe to its end, in a new directory or resuming its newest unfinished run.
 
     pool: None if nothing is generated. reward: fingerprint of the reward function; a run resumes only with the same
     reward, data and template. allow: keys whose values may have changed. fallback: resume from the newest valid
-    checkpoint if the newest one is damaged.
+    checkpoint if the newest one is damaged. handed: what a supervisor hands to this process.
     """
     check_algorithm(recipe)
     note = ""
     if recipe.cluster.search:
         recipe, note = with_found_layouts(recipe, material)
     data = material.fingerprint()
-    who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow))
+    folder = Path(handed.run) if handed and handed.run else None
+    who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow), folder)
     who.check_name()
     if recipe.run.checkpoints:
         _check_place(recipe.run.checkpoints)
@@ -143,20 +147,23 @@ def launch(
         warned.append(text)
         notify(callbacks, "on_message", text)
 
-    with _add_hints(), machine(recipe), _cluster(recipe) as cluster:
+    with _add_hints(), machine(recipe), _cluster(recipe, handed) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(count_seen(recipe, parts.heldout))
         parts.notes.extend(passed_over(who, name))
         with (
-            RunDir.create(recipe, name, who.inputs, who.allow) as directory,
+            RunDir.create(recipe, name, who.inputs, who.allow, folder) as directory,
             _recorded(directory, cluster.rank, callbacks),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):
+            if handed is not None:
+                handed.enter(directory.path)
             for text in warned:
                 directory.log(text)
             directory.update(data=data)
-            run = _train(parts, cluster, directory, callbacks, fallback=fallback)
+            death = handed.death if handed else None
+            run = _train(parts, cluster, directory, callbacks, fallback=fallback, death=death)
             directory.end("finished")
             summary = summarise(directory.path)
             for line in cluster.close():
@@ -166,7 +173,13 @@ def launch(
 
 
 def _train(
-    parts: RunParts, cluster: Cluster, directory: RunDir, callbacks: Sequence[Callback], *, fallback: bool
+    parts: RunParts,
+    cluster: Cluster,
+    directory: RunDir,
+    callbacks: Sequence[Callback],
+    *,
+    fallback: bool,
+    death: Death | None = None,
 ) -> Run:
     """Make the run, restore it, and run its phases to their end and its last checkpoint, whatever fails meanwhile."""
 
@@ -186,7 +199,9 @@ def _train(
         make = partial(_run, parts, cluster, directory, [_Clocks(cluster), health, *callbacks, profiling], stop, say)
         run = make(survival.snapshots)
         _announce(run, parts)
-        _restore(run, fallback=fallback)
+        _restore(run, survival.remake, fallback=fallback)
+        if death is not None:
+            survival.note(death)
         notify(run.callbacks, "on_run_start", run)
         failed: TilthError | None = None
         whole, back = run, False  # the last run that was restored; True: to a checkpoint, also after another failure
@@ -198,7 +213,7 @@ def _train(
                     if back:
                         _roll_back(run, whole.sampler.position())
                     else:
-                        _restore_again(run, survival.remake)
+                        _restore(run, survival.remake)
                 whole, back = run, False
                 _complete(run, profiling)
                 return run
@@ -225,15 +240,29 @@ def _complete(run: Run, profiling: Profiling) -> None:
         run.secure()
 
 
-def _restore_again(run: Run, remake: Callable[[], None]) -> None:
-    """Return to the newest state that a failure has left: in memory, or a newer one or the only one on disk.
+def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False) -> None:
+    """Return to the newest state that a failure has left, in memory or on disk, or to the run's beginning.
 
     remake: makes roles anew that have loaded a part of a damaged state.
     """
+    directory = run.directory
+    if _load_from_memory(run, remake):
+        step = run.state.step
+        directory.rewind(step)
+        directory.accept()
+        if directory.resumed:
+            run.say(f"continuing after step {step}, from memory")
+        return
+    _restore_from_disk(run, fallback=fallback)
+
+
+def _load_from_memory(run: Run, remake: Callable[[], None]) -> bool:
+    """Load the newest snapshot; False if there is none that can be used, or the disk has a newer state."""
     while run.snapshots is not None and (kept := run.snapshots.newest()) is not None:
         if kept.step < run.directory.saved:  # its snapshot has failed
-            break
+            return False
         try:
+            _check_own(kept, run.directory)
             _load(kept, run.roles, run.directory)
         except CheckpointError as error:
             run.say(f"the state of step {kept.step} in memory cannot be used: {error}")
@@ -241,9 +270,8 @@ def _restore_again(run: Run, remake: Callable[[], None]) -> None:
             remake()
             continue
         run.restore(kept.objects["progress"])
-        run.directory.rewind(run.state.step)
-        return
-    _restore(run, fallback=False)
+        return True
+    return False
 
 
 def _roll_back(run: Run, drawn: Mapping[str, int]) -> None:
@@ -254,7 +282,7 @@ def _roll_back(run: Run, drawn: Mapping[str, int]) -> None:
     """
     if run.snapshots is not None:
         run.snapshots.clear()
-    _restore(run, fallback=False)
+    _restore_from_disk(run, fallback=False)
     left = {name: now - run.state.drawn.get(name, 0) for name, now in drawn.items()}
     run.state.drawn |= drawn
     what = ", ".join(f"{count} {name}" for name, count in left.items() if count)
@@ -343,12 +371,14 @@ def _earlier(who: Identity, name: str) -> Path | None:
     return folder / MODEL_FOLDER if folder and latest(checkpoints_of(folder)) else None
 
 
-def _cluster(recipe: Recipe) -> Cluster:
-    """Start the workers of ``[cluster]``, which happens while the data is being read."""
+def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:
+    """Start the workers of ``[cluster]``. Those of this machine keep their states where a supervisor has them."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     workers, spares = sum(pools(recipe).values()), recipe.guard.spares
     cluster = open_cluster(c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares)
+    if handed is not None and isinstance(cluster.backend, LocalBackend):
+        cluster.backend.scratch = handed.folder
     cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts))
     return cluster
 
@@ -442,7 +472,7 @@ def _announce(run: Run, parts: RunParts) -> None:
         run.say(line)
 
 
-def _restore(run: Run, *, fallback: bool) -> None:
+def _restore_from_disk(run: Run, *, fallback: bool) -> None:
     """Return to the newest checkpoint of the run, or to its beginning."""
     directory = run.directory
     newest = _newest(run, fallback=fallback)

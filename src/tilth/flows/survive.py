@@ -24,6 +24,7 @@ from tilth.guard.node_check import check_node, second_time
 from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
 from tilth.guard.signatures import with_cause
 from tilth.guard.snapshots import Snapshots
+from tilth.guard.supervisor import Death
 from tilth.guard.verdict import Verdict
 from tilth.runs.directory import OBSERVATIONS, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
@@ -123,6 +124,13 @@ class Survival:
         recorder.conclude()
         recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)
         self.trace()
+
+    def note(self, death: Death) -> None:
+        """Record that the run has survived the death of its former controller."""
+        seconds = round(time.monotonic() - death.at, 3)
+        facts = {"kind": "controller", "ranks": [], "evidence": death.evidence, "action": "replace", "replaced": []}
+        self.directory.survive({"step": death.step, **facts, "seconds": seconds, "lost": round(death.lost, 3)})
+        self.say(f"going on after step {death.step} with a new controller, {seconds:.1f} s later")
 
     def trace(self) -> None:
         """Record the spans of the workers in this attempt."""

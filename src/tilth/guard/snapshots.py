@@ -1,5 +1,11 @@
-"""Snapshots of a run in shared memory, from the controller's side: one at each committed step, two slots in turn."""
+"""Snapshots of a run in shared memory, from the controller's side: one at each committed step, two slots in turn.
 
+On one machine an index beside the slots lists the complete ones, so that the next controller has them when this one is
+killed.
+"""
+
+import json
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +34,18 @@ class _Taken:
     objects: Mapping[str, Any]
     mesh: Mesh
 
+    def dump(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        reports = [report.model_dump(mode="json") for report in self.reports]
+        kept = {"step": self.step, "slot": self.slot, "objects": self.objects}
+        return {**kept, "reports": reports, "mesh": self.mesh.to_json()}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "_Taken":
+        """Return it from its JSON."""
+        reports = [Report.model_validate(report) for report in values["reports"]]
+        return cls(values["step"], values["slot"], reports, values["objects"], Mesh.from_json(values["mesh"]))
+
 
 class Snapshots:
     """Newest states of a run in a folder of shared memory, which workers write and outlives them.
@@ -36,17 +54,24 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path, files: NodeFiles | None = None, workers: int = 1, writer: int = 0) -> None:
-        """files: for copies on other nodes, if there are several; workers: of the run; writer: rank that writes rows of
-        trajectories."""
-        self.folder = folder
+        """folder: empty, or with the snapshots of a controller that was killed; files: for copies on other nodes, if
+        there are several; workers: of the run; writer: rank that writes rows of trajectories."""
+        self.folder, self._index = folder, folder / "index.json"
         self.files, self.workers, self.writer = files, workers, writer
         self.copied = Copied(0, 0.0, "")
         """Copies of the last snapshot but one."""
-        self._taken: list[_Taken] = []
+        there = json.loads(self._index.read_bytes()) if self._index.exists() else []
+        self._taken = [_Taken.of(values) for values in there]
         """Oldest first."""
         self._restored: Path | None = None
         self._published: _Taken | None = None
         """Snapshot that it was made of."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    @property
+    def _root(self) -> Path:
+        """Folder of the checkpoint that ``newest`` makes."""
+        return self.folder / "restored"
 
     @property
     def spill(self) -> Path:
@@ -79,6 +104,7 @@ class Snapshots:
         if self.files is not None:
             self._begin_copies(self.files, self._taken[-1], roles)
         self.discard()
+        self._write_index()
 
     def _begin_copies(self, files: NodeFiles, taken: _Taken, roles: Mapping[str, WorkerGroup]) -> None:
         """Begin to copy each rank's files to a node whose workers share no parallel group with it, if there is one."""
@@ -101,7 +127,7 @@ class Snapshots:
     def _try(self, taken: _Taken) -> None:
         """Make a checkpoint of a snapshot, on every node, if all of it is there."""
         made, self._restored = self._restored, None
-        root, slot = self.folder / "restored", self.folder / f"slot-{taken.slot}"
+        root, slot = self._root, self.folder / f"slot-{taken.slot}"
         root.mkdir(exist_ok=True)
         try:
             if self.files is not None:
@@ -130,6 +156,21 @@ class Snapshots:
     def clear(self) -> None:
         """Forget all snapshots: the run goes back to an earlier state."""
         self._taken, self._restored = [], None
+        self._write_index()
+
+    def _write_index(self) -> None:
+        """Write the index in one piece. StorageError without room: it then lists earlier snapshots, whose checksums
+        tell whether they are still there."""
+        if self.files is not None:
+            return
+        new = self._index.with_suffix(".new")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps([taken.dump() for taken in self._taken]))
+            os.replace(new, self._index)
+        except OSError as error:
+            message = f"no room for the index of the snapshots in {self.folder}: {error.strerror}"
+            raise StorageError(message, key="snapshot") from error
 
     def discard(self) -> None:
         """Forget the checkpoint that ``newest`` returned: if it could not be loaded, the next is the one before it."""

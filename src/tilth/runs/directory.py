@@ -85,13 +85,19 @@ class RunDir:
 
     @classmethod
     def create(
-        cls, recipe: Recipe, name: str, inputs: Mapping[str, str] | None = None, allow: tuple[str, ...] = ()
+        cls,
+        recipe: Recipe,
+        name: str,
+        inputs: Mapping[str, str] | None = None,
+        allow: tuple[str, ...] = (),
+        folder: Path | None = None,
     ) -> "RunDir":
         """Open the unfinished run that this recipe resumes, or a new one: see ``identity.claim``.
 
-        inputs: key -> fingerprint of data, reward and models; allow: keys whose values may have changed.
+        inputs: key -> fingerprint of data, reward and models; allow: keys whose values may have changed; folder: as of
+        ``Identity``.
         """
-        who = Identity(recipe, inputs or {}, allow)
+        who = Identity(recipe, inputs or {}, allow, folder)
         path, lock = claim(who, name)
         try:
             return cls(path, who, name, lock)
@@ -195,15 +201,25 @@ class RunDir:
         record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long
         the recovery took. The time since the last commit is added as ``lost``.
         """
-        lines, lost = Lines(self.path / RECOVERIES), time.monotonic() - self._committed - float(record["seconds"])
-        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record, "lost": round(max(lost, 0.0), 3)}))
-        lines.close()
+        lost, now = time.monotonic() - self._committed - float(record["seconds"]), _now()
+        self._survived({"attempt": self.attempt, **record, "lost": round(max(lost, 0.0), 3)})
         self._committed = time.monotonic()
-        ended = {"ended": _now(), "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
         before, self.attempt = self._state["attempts"], self.attempt + 1
         self.changes = {}
-        attempts = [*before[:-1], before[-1] | ended, self._attempt(_now())]
+        attempts = [*before[:-1], before[-1] | _recovered(record, now), self._attempt(now)]
         self.update(attempt=self.attempt, attempts=attempts)
+
+    def survive(self, record: Mapping[str, Any]) -> None:
+        """Record that this attempt goes on where the former one's controller was killed. record: as of
+        ``recover``, with ``lost``."""
+        *earlier, before, current = self._state["attempts"]
+        self._survived({"attempt": before["attempt"], **record})
+        self.update(attempts=[*earlier, before | _recovered(record, current["started"]), current])
+
+    def _survived(self, record: Mapping[str, Any]) -> None:
+        lines = Lines(self.path / RECOVERIES)
+        lines.append(to_json({"time": _now(), **record}))
+        lines.close()
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Store the plan; its ``memory_peak`` is the predicted peak memory."""
@@ -302,6 +318,11 @@ class RunDir:
         replace(self.path / "metrics_schema.json", (to_json(schema()) + "\n").encode())
         self.update()
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
+
+
+def _recovered(record: Mapping[str, Any], ended: str) -> dict[str, Any]:
+    """Return how an attempt ended from which the run recovered."""
+    return {"ended": ended, "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
 
 
 def _last_step(path: Path) -> int:

@@ -33,6 +33,8 @@ class Identity:
     """Key -> fingerprint of the data, the reward function, a template's file, the models that paths lead to."""
     allow: tuple[str, ...] = ()
     """Keys and sections whose values may have changed (``--allow``)."""
+    folder: Path | None = None
+    """Of the run that a former controller of this command began; None: ``claim`` finds the run."""
 
     @property
     def digest(self) -> str:
@@ -115,6 +117,8 @@ def claim(who: Identity, name: str) -> tuple[Path, Lock]:
     StorageError if it is named. RecipeError if the named run is finished or another one.
     """
     root = Path(who.recipe.run.dir)
+    if who.folder is not None:
+        return _named(who.folder, who)
     with writing(root):
         make_folder(root)
     if who.recipe.run.name:
@@ -125,8 +129,8 @@ def claim(who: Identity, name: str) -> tuple[Path, Lock]:
 def find(who: Identity, name: str) -> Path | None:
     """Return the folder that ``claim`` would resume; None if it would make a new one."""
     root = Path(who.recipe.run.dir)
-    if who.recipe.run.name:
-        path = root / who.recipe.run.name
+    if who.folder is not None or who.recipe.run.name:
+        path = who.folder or root / who.recipe.run.name
         return path if (path / "run.json").exists() and who.same(path, read_state(path)) else None
     found = _unfinished(root, name, who) if root.is_dir() else None
     if found is None:
@@ -139,7 +143,7 @@ def passed_over(who: Identity, name: str) -> list[str]:
     """Return a log line on the newest unfinished run of the same recipe if ``claim`` makes a new one, since something
     that the recipe only names has changed: a plugin, the reward, data."""
     root = Path(who.recipe.run.dir)
-    if who.recipe.run.name or not root.is_dir():
+    if who.folder is not None or who.recipe.run.name or not root.is_dir():
         return []
     for _, path in reversed(_runs(root, name)):
         try:

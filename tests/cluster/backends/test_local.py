@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tilth.cluster.backends.fork_server import fork_server
-from tilth.cluster.backends.local import LocalBackend, _how_ended, environment
+from tilth.cluster.backends.local import LocalBackend, environment, how_ended
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
@@ -472,5 +472,5 @@ def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_
 )
 def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
     monkeypatch.setattr("tilth.cluster.backends.local.oom_kills", lambda: now)
-    assert said in _how_ended(-signal.SIGKILL, before)
-    assert "memory" not in _how_ended(-signal.SIGTERM, before) + _how_ended(3, before)
+    assert said in how_ended(-signal.SIGKILL, before)
+    assert "memory" not in how_ended(-signal.SIGTERM, before) + how_ended(3, before)

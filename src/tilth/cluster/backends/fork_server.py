@@ -47,42 +47,70 @@ class StartedWorker:
             raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
 
 
-class ForkServer:
-    """One fork server, which lives as long as this process."""
+class ServerProcess:
+    """The process of a fork server, which lives as long as its owner.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    socket: the owner's end; kept: folder of a supervisor, whose controllers stay in its session.
+    """
+
+    def __init__(self, environment: Mapping[str, str], kept: str = "") -> None:
         """environment: in which libraries are loaded."""
-        self.key = _key(environment)
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server"]
+        self.socket, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server", *([kept] if kept else [])]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
-                env=dict(environment),
-                start_new_session=True,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+                start_new_session=not kept,
             )
-        self._socket, self._lock = ours, threading.Lock()
+
+    def ending(self) -> str:
+        """Describe how it ended, with the end of its output."""
+        self._log.seek(0)
+        text = self._log.read()[-TAIL:].decode(errors="replace").strip()
+        how = f"ended with exit code {self.process.wait()}"
+        return f"the fork server of the workers (process {self.process.pid}) {how}; its output ends:\n{text}"
+
+    def close(self) -> None:
+        """End the server; its workers go on."""
+        with suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ForkServer:
+    """A fork server as one controller sees it. process: None if its supervisor owns it."""
+
+    def __init__(
+        self, environment: Mapping[str, str], connection: socket.socket, process: ServerProcess | None = None
+    ) -> None:
+        """environment: in which libraries were loaded."""
+        self.key = _key(environment)
+        self._socket, self._process, self._lock = connection, process, threading.Lock()
+        self.alive = True
+        """True while it answers."""
         self._started: SimpleQueue[StartedWorker | None] = SimpleQueue()
         self._living: dict[int, StartedWorker] = {}
         threading.Thread(target=self._read, name="fork-server", daemon=True).start()
-
-    @property
-    def alive(self) -> bool:
-        """True while it answers."""
-        return self._process.poll() is None
 
     def start(self, request: Mapping[str, Any]) -> StartedWorker | None:
         """Start a worker; None if the server has ended, or does not answer."""
         with self._lock:
             try:
                 self._socket.sendall(json.dumps(request).encode() + b"\n")
-                return self._started.get(timeout=patience(START))
+                found = self._started.get(timeout=patience(START))
             except (OSError, Empty):
-                return None
+                found = None
+            self.alive = found is not None
+            return found
 
     def _read(self) -> None:
         """Read what the server reports; afterwards nobody knows how its workers end."""
@@ -94,26 +122,21 @@ class ForkServer:
                     self._started.put(worker)
                 else:
                     self._living.pop(message["ended"]).ended.set_result(message["code"])
+        self.alive = False
         for worker in self._living.values():
             worker.ended.set_result(None)
         self._started.put(None)
 
     def ending(self) -> str:
-        """Describe how it ended, with the end of its output."""
-        self._log.seek(0)
-        text = self._log.read()[-TAIL:].decode(errors="replace").strip()
-        how = f"ended with exit code {self._process.wait()}"
-        return f"the fork server of the workers (process {self._process.pid}) {how}; its output ends:\n{text}"
+        """Describe how it ended."""
+        return self._process.ending() if self._process is not None else "the fork server of the supervisor has ended"
 
     def close(self) -> None:
-        """End the server; its workers go on."""
+        """Leave the server, and end it if this process owns it; its workers go on."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.close()
 
 
 _servers: list[ForkServer] = []
@@ -143,14 +166,19 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
             _servers.remove(one)
             one.close()
     if not _servers:
-        _servers.append(ForkServer({**environment, "OMP_NUM_THREADS": "1"}))
+        process = ServerProcess(environment)
+        _servers.append(ForkServer(environment, process.socket, process))
     return _servers[0]
 
 
+def join(connection: socket.socket, environment: Mapping[str, str]) -> None:
+    """Use a server that a supervisor owns. environment: as of ``fork_server``."""
+    _servers.append(ForkServer(environment, connection))
+
+
 def _key(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name != "OMP_NUM_THREADS"
-    }
+    each = ("OMP_NUM_THREADS", "PYTHONPATH")  # a worker's own
+    return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name not in each}
 
 
 @atexit.register

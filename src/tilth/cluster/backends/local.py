@@ -51,6 +51,7 @@ class LocalBackend:
         _check(workers, gpus, start is None)
         self.workers = workers
         self.folder = folder or SessionDir.create()
+        self.scratch = str(self.folder.scratch)
         self.store = FolderStore(self.folder.payload, "controller")
         self.links: list[WorkerConnection] = []
         self.watch = self._watch()
@@ -94,7 +95,7 @@ class LocalBackend:
             pipe.write(f"{line}\n".encode())
             pipe.flush()
         except BrokenPipeError:
-            self._report_reaper(_how_ended(self._reaper.wait()))
+            self._report_reaper(how_ended(self._reaper.wait()))
 
     def _report_reaper(self, how: str) -> None:
         if not self._reaper_lost:
@@ -162,10 +163,6 @@ class LocalBackend:
         """Return rank -> process."""
         return {link.rank: link.pid for link in self.links}
 
-    @property
-    def scratch(self) -> str:
-        return str(self.folder.scratch)
-
     def kill(self, ranks: Iterable[int]) -> None:
         pids = [self.links[rank].pid for rank in ranks]
         reaper.kill(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
@@ -201,7 +198,7 @@ class LocalBackend:
         if process is not None:
             try:
                 code = process.wait(END)
-                how = how if code is None else _how_ended(code, self._kills)
+                how = how if code is None else how_ended(code, self._kills)
             except subprocess.TimeoutExpired:
                 how = "has closed its connection"
         pid = process.pid if process is not None else self.links[rank].pid
@@ -272,7 +269,7 @@ def _start_reaper(folder: SessionDir) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment(1), start_new_session=True)
 
 
-def _how_ended(code: int, kills: int | None = None) -> str:
+def how_ended(code: int, kills: int | None = None) -> str:
     """Describe how a process ended. kills: out-of-memory kills of the kernel at its start."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -1,0 +1,163 @@
+"""The supervisor of a controller: real commands whose controller, or who themselves, are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.test_whole import ENVIRONMENT, TILTH
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.test_survive import assert_same_run
+from tests.patience import patience
+from tilth.config.load import load_recipe
+from tilth.core.errors import WorkerLost
+from tilth.flows.launch import RunResult
+from tilth.guard import supervisor
+from tilth.guard.supervisor import Death, Inherited, Supervisor
+from tilth.runs.directory import RECOVERIES
+from tilth.runs.readers import read_metrics, read_state, summarise
+
+PLUGIN = str(Path(__file__).with_name("supervised.py"))
+RECIPE = [
+    *("model.hidden=16", "model.layers=1", "model.heads=2", "model.ffn=32", "data.digits=1", "supervised.steps=2"),
+    *("supervised.batch=16", "rollout.prompts=4", "rollout.group=4", "rollout.max_tokens=4", "algorithm.steps=6"),
+    *("run.eval_prompts=8", "run.eval_every=0", "run.save_every=100", "train.threads=1", "algorithm.drop_flat=false"),
+    *("cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2", "run.name=a", f'plugins=["{PLUGIN}"]'),
+]
+
+
+def start(folder, *more, deaths=""):
+    (folder / "deaths").write_text(deaths)
+    arguments = [*TILTH, "run", "addition-grpo", *RECIPE, *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        arguments, cwd=folder, env={**ENVIRONMENT, "DEATHS": str(folder / "deaths")}, start_new_session=True, **pipes
+    )
+
+
+def recoveries(folder):
+    return [json.loads(line) for line in (folder / "runs/a" / RECOVERIES).read_text().splitlines()]
+
+
+def wait_for_step(folder, process, step):
+    until = time.monotonic() + patience(60)
+    while not any(record["step"] >= step for record in read_metrics(folder / "runs/a")):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.05)
+
+
+def assert_nothing_left(folder, processes):
+    psutil.wait_procs(processes, timeout=patience(10))
+    assert not [one for one in processes if one.is_running()]
+    until, scratch = time.monotonic() + patience(10), Path((folder / "scratch").read_text())
+    while scratch.parent.exists():
+        assert time.monotonic() < until, list(scratch.rglob("*"))
+        time.sleep(0.05)
+
+
+@pytest.mark.dist
+def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_same_bits(tmp_path, monkeypatch):
+    with start(tmp_path, deaths="4 7") as process:
+        _, errors = process.communicate(timeout=patience(120))
+        assert process.returncode == 0, errors
+    assert_nothing_left(tmp_path, [])
+    first, second = recoveries(tmp_path)
+    assert (first["kind"], first["step"], second["step"]) == ("controller", 4, 7)
+    assert first["seconds"] > 0 and "SIGKILL" in first["evidence"] and errors.count("another one goes on") == 2
+    log = (tmp_path / "runs/a/log.txt").read_text()
+    assert log.count("from memory") == 2  # there is no checkpoint on disk
+    attempts = read_state(tmp_path / "runs/a")["attempts"]
+    assert [one["state"] for one in attempts] == ["recovered", "recovered", "finished"]
+    assert [one["from_step"] for one in attempts] == [0, 3, 6]  # it dies before the snapshot of its step
+    assert [one["kind"] for one in summarise(tmp_path / "runs/a")["recoveries"]] == ["controller"] * 2
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    monkeypatch.chdir(plain)
+    monkeypatch.setenv("DEATHS", str(plain / "deaths"))
+    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", RECIPE), name="addition-grpo")
+    assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_controller_that_dies_twice_after_one_step_ends_the_run(tmp_path):
+    with start(tmp_path, deaths="3 3") as process:
+        _, errors = process.communicate(timeout=patience(120))
+    assert process.returncode == 2 and "it has happened 2 times at this step" in errors
+    assert_nothing_left(tmp_path, [])
+    with start(tmp_path) as process:  # the same command goes on
+        _, errors = process.communicate(timeout=patience(120))
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_is_left_of_a_supervisor_that_is_killed(tmp_path, stopped):
+    with start(tmp_path, "algorithm.steps=500") as process:
+        wait_for_step(tmp_path, process, 3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5  # fork server, controller, its reaper, two workers
+        if stopped:
+            os.kill(read_state(tmp_path / "runs/a")["pid"], signal.SIGSTOP)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert_nothing_left(tmp_path, family)
+    assert read_state(tmp_path / "runs/a")["state"] == "interrupted"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_run_with_everything_saved(tmp_path, number):
+    with start(tmp_path, "algorithm.steps=500") as process:
+        wait_for_step(tmp_path, process, 3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=patience(60))
+        assert process.returncode == 130 and "everything is saved" in errors
+        assert_nothing_left(tmp_path, family)
+
+
+@pytest.mark.dist
+def test_a_mistake_in_the_recipe_is_told_as_ever(tmp_path):
+    with start(tmp_path, "policy.layout.fsdp=3") as process:
+        _, errors = process.communicate(timeout=patience(60))
+    assert process.returncode == 2 and "policy.layout" in errors and errors.count("error") == 1
+
+
+def test_two_deaths_after_one_step_are_hopeless(tmp_path, monkeypatch):
+    one = Supervisor(8)
+    one._scratch = tmp_path
+    handed = Inherited(str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    handed.enter(tmp_path)
+    again = one._after(-signal.SIGKILL)
+    assert (again.run, again.death.step) == (str(tmp_path), 2) and again.death.lost >= 0
+    assert Inherited.of(json.loads(json.dumps(asdict(again)))) == again
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    assert one._after(-signal.SIGSEGV).death.step == 3
+    with raises(WorkerLost, "guard.controller"):
+        one._after(-signal.SIGSEGV)
+
+
+def test_more_deaths_than_restarts_end_the_run(tmp_path):
+    one = Supervisor(1)
+    one._scratch = tmp_path
+    Inherited(str(tmp_path)).enter(tmp_path)
+    assert one._after(-signal.SIGKILL).death == Death(pytest.approx(time.monotonic(), abs=5), 0, 0.0, *_words())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    with raises(WorkerLost, "guard.controller"):
+        one._after(-signal.SIGKILL)
+
+
+def _words():
+    return (f"the controller {supervisor.how_ended(-signal.SIGKILL, supervisor.oom_kills())}",)
