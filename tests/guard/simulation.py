@@ -437,11 +437,7 @@ class Controller:
         self.reward.__dict__["print_to"] = lambda path: None
         stateful = {"policy": self.policy}
         self.roles = SimpleNamespace(
-<<<<<<< HEAD
             policy=self.policy, reward=self.reward, rollout=None, writer=None, stateful_roles=lambda: stateful
-=======
-            policy=self.policy, reward=self.reward, rollout=None, stateful_roles=lambda: stateful
->>>>>>> bacd7774 (Have a rollout in the simulated roles)
         )
 
     def run(self) -> None:
