@@ -44,6 +44,7 @@ def test_a_look_shows_call_operation_and_age_also_of_a_stopped_worker(tmp_path):
         )  # fmt: skip
         assert stopped["heartbeat_age"] > 0.5 and stopped["progress_age"] >= stopped["heartbeat_age"]
         assert waits["state"] != "stopped" and waits["call"] == "policy.update"
+        assert [row["rank"] for row in watch.workers] == [0, 1] and watch.workers[0]["memory"] == waits["memory"]
         assert waits["memory"] > 1e6 and waits["cores"] >= 0 and found["time"] == 1.0
         os.kill(stopped["pid"], signal.SIGKILL)
     finally:

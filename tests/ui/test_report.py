@@ -17,7 +17,7 @@ from tilth.core.errors import DataError, StorageError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, summarise
 from tilth.ui.html import embed, render, text_of
-from tilth.ui.report import headline, write_report
+from tilth.ui.report import _workers, headline, write_report
 from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of
 
 VOID = {"meta", "br", "link", "img"}
@@ -321,3 +321,10 @@ def test_turns_of_an_episode_are_folded():
         ("", "", 1), ("tool", "<4><5>", 0), ("", "", 1),
     ]  # fmt: skip
     assert len(_turns(row, 2, 4, lambda ids: [f"<{i}>" for i in ids])) == 2
+
+
+def test_the_report_has_each_worker_that_was_watched():
+    rows = [{"rank": 0, "memory": 2.0**30, "cores": 0.5}, {"rank": 1, "memory": 2.0**29, "cores": 0.25}]
+    (first, _), (second, text) = _workers({"workers": rows})
+    assert (first, second) == ("rank 0", "rank 1") and "0.25 cores" in text
+    assert _workers({}) == []

@@ -1,6 +1,6 @@
 """Health of a run: what the watches of its workers warn of is logged between two steps, and kept in its folder."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -25,15 +25,19 @@ class RunHealth(Callback):
         self._found: SimpleQueue[Verdict] = SimpleQueue()
         self._open = ExitStack()
         self._step = 0
+        self._watch: HealthWatch | None = None
 
     def __enter__(self) -> "RunHealth":
         if isinstance(self._backend, LocalBackend):
             self._directory.update(session=str(self._backend.folder.path))
-            self._open.enter_context(HealthWatch(self._backend, self._directory.path, self._report))
+            self._watch = self._open.enter_context(HealthWatch(self._backend, self._directory.path, self._report))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.close()
+        if self._watch is not None and self._watch.workers:
+            with suppress(StorageError):  # the run's own error, or its last write, tells of the disk
+                self._directory.update(workers=self._watch.workers)
 
     def _report(self, verdict: Verdict) -> None:
         """Keep a verdict; called by the thread that watches."""

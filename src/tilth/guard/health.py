@@ -10,6 +10,7 @@ import resource
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +47,9 @@ class HealthWatch:
         self._leak, self._clock = LeakWatch(), ClockWatch()
         self._memory, self._disk, self._files = ShareWatch("memory"), ShareWatch("disk"), ShareWatch("files", 0.2, 0.3)
         self._warned: list[Row] = []
+        self.workers: list[Row] = []
+        """For each rank the most memory in bytes, and the mean of cores in use, over all looks."""
+        self._counted = Counter[int]()
         self._looks = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
@@ -81,8 +85,19 @@ class HealthWatch:
         rows = states(self._backend.watch.board, pids)
         for row in rows:
             row |= self._samples.newest(row["rank"])
+            self._count(row)
         self._write({"time": wall, "ranks": rows, "warnings": self._warned[-20:]})
         return [verdict for verdict in found if verdict is not None]
+
+    def _count(self, row: Row) -> None:
+        """Add a look at one rank to ``workers``."""
+        if "memory" not in row or "cores" not in row:
+            return
+        rank = row["rank"]
+        self.workers += [{"rank": at, "memory": 0.0, "cores": 0.0} for at in range(len(self.workers), rank + 1)]
+        mine, self._counted[rank] = self.workers[rank], self._counted[rank] + 1
+        mine["memory"] = max(mine["memory"], row["memory"])
+        mine["cores"] += (row["cores"] - mine["cores"]) / self._counted[rank]
 
     def _memories(self, now: float) -> list[Verdict | None]:
         room = host_memory()

@@ -77,6 +77,7 @@ def page(seen: Seen) -> str:
         spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
         times=_times(seen), plan=seen.plan, planned=_plan(seen), memory=memory, steps=seen.summary["steps"],
+        workers=_workers(seen.state),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
         data=embed([data for _, data in figures] + more), style=Markup(text_of("page.css")), script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -88,6 +89,13 @@ def _findings(run: Path) -> list[Record]:
     survived = [(one, f"survived: {format.survived(one)}: {first_line(one)}") for one in read_recoveries(run)]
     warned = [(one, f"warning: {one['kind']}: {first_line(one)}") for one in read_warnings(run)]
     return [{"step": one["step"], "text": text} for one, text in [*survived, *warned]]
+
+
+def _workers(state: Record) -> list[tuple[str, str]]:
+    """Return memory and cores of each rank of a run that was watched (``guard.health``)."""
+    rows = state.get("workers") or []
+    used = [f"{format.size(row['memory'])} at most, {row['cores']:.2f} cores on average" for row in rows]
+    return [(f"rank {row['rank']}", text) for row, text in zip(rows, used)]
 
 
 def headline(summary: Mapping[str, Any]) -> Markup:
