@@ -29,8 +29,8 @@ def join(rank: int, workers: int, init_method: str, timeout: float, device: str 
     """Join the world of ``workers`` processes as number ``rank``; does nothing if this process has joined already.
 
     Does not wait for the others: on gloo two processes connect at their first communication, so a role can work on some
-    workers before the others join. init_method: where torch.distributed meets: file://..., or tcp://... of a store that
-    is there already; timeout: seconds for one collective.
+    workers before the others join. init_method: where torch.distributed meets (file://..., tcp://...); timeout: seconds
+    for one collective.
     """
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, workers):
@@ -40,12 +40,7 @@ def join(rank: int, workers: int, init_method: str, timeout: float, device: str 
     elif workers > 1:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         limit = _limits["group"] = timedelta(seconds=timeout)
-        if init_method.startswith("tcp://"):  # by itself torch waits for all processes there
-            host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=limit)
-        else:
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=workers, timeout=limit)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=workers, timeout=limit)
 
 
 def leave() -> None:

@@ -206,6 +206,8 @@ class RayWorker:
         show_stacks(place.stack(rank))
         if interface := interface_for(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if init_method.startswith("tcp:"):  # torch's name for a store that is there already: rank 0 makes none
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         board = StatusBoard(place.board)
         note = partial(board.mark, rank)
         self._host = Executor(rank, workers, store, init_method=init_method, timeout=timeout, note=note)
