@@ -1,0 +1,157 @@
+"""Run programs in a sandbox: limits, outcomes, and the process that they are forked from."""
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import tilth
+from tilth.sandbox.kernel import SandboxError
+
+BOOT = (
+    "import json, sys; path, door = json.loads(sys.argv.pop()); sys.path[1:1] = path; "
+    "from tilth.sandbox.zygote import main; main(door)"
+)
+START = 30.0
+"""Seconds for the first process to be ready."""
+SPARE = 5.0
+"""Seconds for the answer of a program whose time is over."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one program.
+
+    seconds: of wall time. cpu: seconds of each process, in whole ones. memory: bytes of address space of each process.
+    processes: threads too. files: bytes of all files in /work, and in /tmp. output: bytes of stdout and stderr.
+    """
+
+    seconds: float = 5.0
+    cpu: float = 5.0
+    memory: int = 512 << 20
+    processes: int = 16
+    files: int = 16 << 20
+    output: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise SandboxError(f"sandbox limit {name} = {value!r}; it must be above 0", key=f"sandbox.{name}")
+
+
+@dataclass(frozen=True)
+class SandboxOutcome:
+    """Outcome of a program. state: ok, error (exit code not 0), or limit; then ``limit`` is the one it broke."""
+
+    state: str
+    limit: str
+    code: int
+    """Exit code; 128 + N after signal N."""
+    stdout: str
+    stderr: str
+    seconds: float
+    cpu: float
+    """Processor seconds of all its processes that it waited for."""
+
+
+class Sandbox:
+    """Runs Python programs that nobody trusts. Threads may share one.
+
+    Raises SandboxError if the kernel does not give what it needs: then nothing is run.
+    """
+
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+        ours, theirs = socket.socketpair()
+        path = [str(Path(tilth.__file__).parents[1])]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", BOOT, json.dumps([path, theirs.fileno()])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._door, self._lock = ours, threading.Lock()
+        self._closed = weakref.finalize(self, _end, self._process, ours, os.getpid())
+        ours.settimeout(START)
+        try:
+            problem = "" if ours.recv(1) == b"\0" else ours.recv(4096).decode() or "its first process ended"
+        except TimeoutError:
+            problem = f"its first process is not ready within {START:g} s"
+        if not problem and (found := self.run("print(6 * 7)")).stdout != "42\n":
+            problem = found.stderr.strip().rpartition("\n")[2] or f"a first program ended with {found.state}"
+        if problem:
+            self.close()
+            raise SandboxError(f"no sandbox on this machine: {problem}; programs are not run without", key="sandbox")
+
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> SandboxOutcome:
+        """Execute Python source with these texts as files in its working directory. SandboxError if it cannot be run.
+
+        What it does cannot be seen by a later program: each has its own file system, processes and network.
+        """
+        names = files or {}
+        if wrong := [name for name in names if name.startswith("/") or ".." in Path(name).parts]:
+            raise SandboxError(f"file {wrong[0]!r} is not below the working directory", key="sandbox.files")
+        chosen = limits or self.limits
+        request = json.dumps(
+            {"program": program, "stdin": stdin, "files": dict(names), "limits": asdict(chosen)}
+        ).encode()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs, self._lock:
+                try:
+                    socket.send_fds(self._door, [b"\0"], [theirs.fileno()])
+                except OSError as error:
+                    raise SandboxError(f"the sandbox has ended: {error}", key="sandbox.ended") from None
+            ours.settimeout(chosen.seconds + SPARE)
+            try:
+                ours.sendall(struct.pack("<Q", len(request)) + request)
+                size = struct.unpack("<Q", _exactly(ours, 8))[0]
+                return SandboxOutcome(**json.loads(_exactly(ours, size)))
+            except OSError as error:
+                raise SandboxError(f"the sandbox does not answer: {error}", key="sandbox.answer") from None
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        self._closed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _exactly(guest: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = guest.recv(min(1 << 20, size - len(found)))
+        if not part:
+            raise ConnectionResetError("it ended without an outcome")
+        found += part
+    return bytes(found)
+
+
+def _end(process: subprocess.Popen[bytes], door: socket.socket, owner: int) -> None:
+    if os.getpid() == owner:
+        door.close()
+        process.kill()
+        process.wait()

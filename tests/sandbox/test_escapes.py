@@ -1,0 +1,119 @@
+"""What a program can do on this machine, it cannot do in the sandbox."""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.sandbox.escapes import ESCAPES
+from tilth.sandbox.kernel import SandboxError
+from tilth.sandbox.run import Sandbox, SandboxLimits
+
+LIMITS = SandboxLimits(seconds=1.0, cpu=1, memory=400 << 20, processes=16, files=16 << 20, output=1 << 20)
+CALLS = platform.machine() == "x86_64"
+"""Numbers of system calls in the attempts are those of this machine."""
+NEEDS_ROOT = {
+    "write where programs are", "write beside the folder", "make a device", "climb out of a new root", "become root",
+    "mount",
+    "another's namespace", "the clock", "the host's name", "a higher priority", "write a setting of the kernel",
+    "read another's environment", "take another's descriptor", "trace another process", "read another's memory", "bpf",
+    "performance counters", "the kernel's log", "raise a limit",
+}  # fmt: skip
+"""What an ordinary user cannot do outside either."""
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="sandboxes are Linux's")]
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        made = Sandbox(LIMITS)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    """A victim, a server, a secret and so on: values for the names in attempts."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "secret").write_text("secret")
+    (folder / "shared").mkdir()
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    server = socket.create_server(("127.0.0.1", 0))
+    server.listen(16)
+    abstract = socket.socket(socket.AF_UNIX)
+    abstract.bind(f"\0tilth-{os.getpid()}")
+    abstract.listen(4)
+    key = 0x7000 + os.getpid() % 4096
+    libc = __import__("ctypes").CDLL(None)
+    shared = libc.shmget(key, 4096, 0o1666)
+    read, write = os.pipe()
+    os.set_inheritable(read, True)
+    yield {
+        "PID": victim.pid, "PORT": server.getsockname()[1], "SECRET": folder / "secret", "NAME": f"tilth-{os.getpid()}",
+        "KEY": key, "FD": read, "SHARED": folder / "shared",
+    }  # fmt: skip
+    victim.kill()
+    victim.wait()
+    for one in (server, abstract):
+        one.close()
+    libc.shmctl(shared, 0, None)
+    os.close(read)
+    os.close(write)
+
+
+def attempt(name, scene, shared):
+    program = ESCAPES[name]
+    for word, value in {**scene, "SHARED": shared}.items():
+        program = program.replace(word, str(value)) if word != "FD" else program.replace("FD in", f"{value} in")
+    return program
+
+
+def outside(program, scene, folder, seconds=20):
+    environment = {**os.environ, "TILTH_TOKEN": "secret"}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds,
+        pass_fds=(scene["FD"],),
+    ).stdout  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in ESCAPES if n != "outlive the program"])
+def test_an_attempt_succeeds_outside_and_not_inside(sandbox, scene, tmp_path, name):
+    if not CALLS and "libc" in ESCAPES[name]:
+        pytest.skip("numbers of system calls of x86_64")
+    said = [outside(attempt(name, scene, tmp_path), scene, tmp_path) for _ in range(1 + name.startswith("leave"))]
+    if os.geteuid() == 0 or name not in NEEDS_ROOT:
+        assert "ESCAPED" in said[-1] or name in UNUSUAL
+    for _ in range(2):  # the second finds what the first has left
+        found = sandbox.run(attempt(name, scene, "/tmp"))
+        assert "ESCAPED" not in found.stdout and found.state != "ok", found
+
+
+UNUSUAL = {
+    "another's namespace",
+    "bpf",
+    "performance counters",
+    "userfaultfd",
+    "io_uring",
+    "the keyring",
+    "the kernel's log",
+}
+"""What a host may forbid everybody."""
+
+
+def test_nothing_outlives_the_program(sandbox, scene, tmp_path):
+    outside(attempt("outlive the program", scene, tmp_path), scene, tmp_path)
+    time.sleep(1.5)
+    assert (tmp_path / "late").exists()
+    began = time.monotonic()
+    found = sandbox.run(attempt("outlive the program", scene, "/tmp"))
+    assert found.stdout == "LATER\n" and time.monotonic() - began < 0.8
+
+
+def test_there_are_enough():
+    assert len(ESCAPES) >= 40 and len(NEEDS_ROOT - set(ESCAPES)) == 0

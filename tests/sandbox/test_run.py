@@ -1,0 +1,86 @@
+"""A sandbox runs programs and says what became of them."""
+
+import sys
+import threading
+
+import pytest
+
+from tests.errors import raises
+from tilth.rewards.functions import load_reward
+from tilth.sandbox.kernel import SandboxError
+from tilth.sandbox.run import Sandbox, SandboxLimits
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="sandboxes are Linux's")]
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        made = Sandbox(SandboxLimits(seconds=2.0, cpu=1))
+    except SandboxError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+PROGRAMS = [
+    ("print('a'); import sys; print('b', file=sys.stderr)", "ok", "", 0),
+    ("import sys; sys.exit(7)", "error", "", 7),
+    ("raise ValueError", "error", "", 1),
+    ("import os; os.abort()", "error", "", 134),
+    ("while True: pass", "limit", "cpu", 152),
+    ("import time; time.sleep(9)", "limit", "seconds", 137),
+    ("x = bytearray(1 << 30)", "limit", "memory", 78),
+    ("open('f', 'wb').write(bytes(20 << 20))", "error", "", 1),
+    ("print('x' * (2 << 20))", "limit", "output", 137),
+    ("(", "error", "", 1),
+]
+
+
+@pytest.mark.parametrize("program, state, limit, code", PROGRAMS)
+def test_what_became_of_a_program(sandbox, program, state, limit, code):
+    found = sandbox.run(program)
+    assert (found.state, found.limit, found.code) == (state, limit, code), found
+
+
+def test_input_and_files(sandbox):
+    found = sandbox.run("print(input(), open('d/a').read(), __name__)", stdin="x\n", files={"d/a": "é"})
+    assert found.stdout == "x é __main__\n" and not found.stderr
+    with raises(SandboxError, "sandbox.files"):
+        sandbox.run("", files={"../a": ""})
+    with raises(SandboxError, "sandbox.memory"):
+        SandboxLimits(memory=0)
+
+
+def test_programs_side_by_side(sandbox):
+    found = {}
+    work = [
+        threading.Thread(target=lambda i=i: found.update({i: sandbox.run(f"print({i})").stdout})) for i in range(12)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert found == {i: f"{i}\n" for i in range(12)}
+
+
+def test_a_sandbox_that_has_ended_says_so():
+    try:
+        made = Sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    made._process.kill()
+    made._process.wait()
+    with pytest.raises(SandboxError):
+        made.run("print(1)")
+    made.close()
+    made.close()
+
+
+def test_unit_tests_judge_a_program(sandbox):
+    judge, tests = load_reward("unit_tests"), {"tests": "assert double(4) == 8"}
+    assert judge("", "Sure:\n```python\ndef double(x):\n    return 2 * x\n```", tests)["reward"] == 1.0
+    assert judge("", "def double(x): return x", tests) == {"reward": 0.0, "correct": 0.0, "format": 1.0}
+    assert judge("", "import os; os._exit(0)", tests)["reward"] == 0.0
+    assert judge("", "def double(x", tests)["format"] == 0.0
+    assert judge.check({}) and judge.check({"tests": "("}) and not judge.check(tests)
