@@ -39,7 +39,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program, state, limit, code", PROGRAMS)
 def test_what_became_of_a_program(sandbox, program, state, limit, code):
-    found = sandbox.run(program)
+    found = sandbox.run(program, limits=SandboxLimits(seconds=0.5 if "sleep" in program else 60.0, cpu=1))
     assert (found.state, found.limit, found.code) == (state, limit, code), found
 
 
