@@ -96,9 +96,9 @@ def test_an_error_of_a_device_is_a_crash_and_one_of_the_network_blames_nobody():
     assert caused("error", peer)[:2] == ("error", "network")
 
 
-def test_a_dead_worker_s_log_tells_memory_from_a_crash():
+def test_a_dead_worker_s_log_tells_the_cause_and_its_kind_stays():
     lost = "rank 2, update: the worker (process 7) was killed by SIGABRT; its log ends:\n    {}"
-    assert caused("crash", lost.format("terminate called after throwing std::bad_alloc"))[0] == "out-of-memory"
+    assert caused("crash", lost.format("terminate called after throwing std::bad_alloc"))[:2] == ("crash", "memory")
     assert caused("crash", lost.format("double free or corruption"))[:2] == ("crash", "host")
     assert caused("crash", "rank 2, update: the worker (process 7) was killed by SIGKILL between calls")[1] is None
 
@@ -106,3 +106,9 @@ def test_a_dead_worker_s_log_tells_memory_from_a_crash():
 def test_a_verdict_that_has_its_own_evidence_stays():
     hang = Verdict("hang", (1,), "rank 1 stopped\n  KeyError: 'x'")
     assert with_cause(hang) is hang
+
+
+def test_what_ray_guesses_of_a_dead_worker_is_no_cause():
+    lost = "rank 1, update: the worker (process 7) has died; its log ends:\n    (raylet) A worker died. {} SIGSEGV"
+    assert caused("crash", lost.format("Some common causes include: (1) the OOM killer, (2)"))[1] is None
+    assert caused("crash", lost.format("It was ended by"))[1] == "host"

@@ -79,6 +79,10 @@ CAUSED = ("crash", "error", "out-of-memory")
 """Kinds of verdicts whose cause a log or an exception may tell."""
 
 
+GUESSES = "Some common causes include"
+"""In Ray's lines about a worker that died, which name every cause that there is."""
+
+
 def with_cause(verdict: Verdict) -> Verdict:
     """Return a verdict with the cause that its evidence, a log's end or an exception, shows: layer, sentence and line.
 
@@ -86,14 +90,13 @@ def with_cause(verdict: Verdict) -> Verdict:
     stay, so that an error of the user's code never replaces a worker, and one that others' deaths caused blames nobody.
     """
     first, line, rest = verdict.evidence.partition("\n")
-    found = (classify(rest) or classify(first)) if verdict.kind in CAUSED else None
+    told = "\n".join(text for text in rest.splitlines() if GUESSES not in text)
+    found = (classify(told) or classify(first)) if verdict.kind in CAUSED else None
     if found is None:
         return verdict
     kind, layer = verdict.kind, str(found.details["layer"])
     if kind == "error" and (found.kind, layer) == ("crash", "device"):
         kind = "crash"
-    if kind == "crash" and found.kind == "out-of-memory":
-        kind = "out-of-memory"
     evidence = f"{first}; cause: {found.details['sentence']} ({layer}){line}{rest}"
     return Verdict(kind, verdict.ranks, evidence, {**verdict.details, "cause": dict(found.details)})
 
