@@ -401,6 +401,7 @@ def test_all_names_are_in_the_list():
         "https",
         "json",
         "math_equal",
+        "code_sandbox",
         "retrieval",
         "unit_tests",
         "word_game",
