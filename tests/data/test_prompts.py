@@ -166,7 +166,10 @@ def test_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "hint"),
-    [("additon", "did you mean the task addition?"), ("/x/y.jsonl", "tasks are addition, calculator, chain, code_sandbox")],
+    [
+        ("additon", "did you mean the task addition?"),
+        ("/x/y.jsonl", "tasks are addition, calculator, chain, code_sandbox"),
+    ],
 )
 def test_neither_task_nor_file(source, hint):
     with raises(DataError, "data.source") as caught:

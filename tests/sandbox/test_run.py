@@ -84,3 +84,11 @@ def test_unit_tests_judge_a_program(sandbox):
     assert judge("", "import os; os._exit(0)", tests)["reward"] == 0.0
     assert judge("", "def double(x", tests)["format"] == 0.0
     assert judge.check({}) and judge.check({"tests": "("}) and not judge.check(tests)
+
+
+def test_sources_may_lie_where_the_root_would_be_built(tmp_path):
+    from tilth.sandbox.zygote import ROOTS, _root
+
+    assert _root([f"{ROOTS[0]}/python", "/usr"]) != ROOTS[0]
+    with raises(SandboxError, "sandbox.root"):
+        _root([f"{folder}/x" for folder in ROOTS])

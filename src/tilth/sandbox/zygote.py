@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from tilth.sandbox import kernel
 
-ROOT = "/tmp"
-"""Where the empty file system is built: any folder, which it hides."""
+ROOTS = ("/mnt", "/media", "/srv", "/opt", "/var", "/tmp", "/home")
+"""Folders in which the empty file system may be built: it hides one of them."""
 NOBODY = 65534
 SHARED = ("/usr", "/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -82,34 +82,43 @@ def _enter() -> None:
     kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     places = [*SHARED, sys.base_prefix, *(path for path in sys.path if "zip" not in path and os.path.isdir(path))]
     opened = [(path, os.path.realpath(path)) for path in dict.fromkeys(places) if os.path.exists(path)]
-    kernel.mount("tmpfs", ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    root = _root([path for path, _ in opened])
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     bound = list[str]()
     for path, real in sorted(opened, key=lambda pair: len(pair[0])):
         if any(path.startswith(f"{other}/") for other in bound) or not path.startswith("/"):
             continue
         if os.path.islink(path) and real.startswith("/usr/"):
-            os.makedirs(os.path.dirname(f"{ROOT}{path}"), exist_ok=True)
-            os.symlink(os.readlink(path), f"{ROOT}{path}")
+            os.makedirs(os.path.dirname(f"{root}{path}"), exist_ok=True)
+            os.symlink(os.readlink(path), f"{root}{path}")
             continue
-        _place(path, os.path.isdir(path))
-        kernel.bind(path, f"{ROOT}{path}")
+        _place(f"{root}{path}", os.path.isdir(path))
+        kernel.bind(path, f"{root}{path}")
         bound.append(path)
     for device in DEVICES:
-        _place(device, False)
-        kernel.mount(device, f"{ROOT}{device}", "", kernel.MS_BIND)
+        _place(f"{root}{device}", False)
+        kernel.mount(device, f"{root}{device}", "", kernel.MS_BIND)
     for folder in ("/proc", "/tmp", WORK):
-        os.makedirs(f"{ROOT}{folder}", exist_ok=True)
+        os.makedirs(f"{root}{folder}", exist_ok=True)
     # A user who is not root may mount a proc only where he sees one; that of each program covers this one.
-    kernel.mount("/proc", f"{ROOT}/proc", "", kernel.MS_BIND | kernel.MS_REC)
-    kernel.pivot_root(ROOT)
+    kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.pivot_root(root)
     kernel.mount(
         "", "/", "", kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m"
     )
 
 
-def _place(path: str, folder: bool) -> None:
+def _root(sources: list[str]) -> str:
+    """Return a folder that holds nothing of what is to be seen."""
+    for folder in ROOTS:
+        if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in sources):
+            return folder
+    message = f"each of {', '.join(ROOTS)} is missing or holds a part of Python"
+    raise kernel.SandboxError(message, key="sandbox.root")
+
+
+def _place(place: str, folder: bool) -> None:
     """Make an empty place to mount on."""
-    place = f"{ROOT}{path}"
     os.makedirs(place if folder else os.path.dirname(place), exist_ok=True)
     if not folder:
         open(place, "x").close()
