@@ -348,7 +348,7 @@ def _summary(
     return {
         "row": number, "fault": name, "workers": workers, "runs": runs, **totals, **seconds, "equal": equal,
         "kinds": [kind for one in found for kind in one["kinds"]], "left": len(left), "errors": errors,
-        "what_is_left": left, "load": round(os.getloadavg()[0], 1),
+        "what_is_left": left, "load": round(os.getloadavg()[0], 1), "hang_after": HANG_AFTER,
     }  # fmt: skip
 
 

@@ -70,9 +70,9 @@ def while_restoring(rng: random.Random, workers: int, steps: list[int], first: i
 
 
 def damage(folder: Path, rng: random.Random) -> None:
-    """Damage the newest checkpoint: a byte, the end, or a whole file is lost."""
-    newest = max(folder.glob("runs/*/checkpoints/step-*"), default=None)
-    if newest is None:
+    """Damage the newest checkpoint of several: a byte, the end, or a whole file is lost."""
+    *older, newest = [None, *sorted(folder.glob("runs/*/checkpoints/step-*"))]
+    if newest is None or len(older) < 2:
         return
     file = rng.choice(sorted(newest.glob("*.safetensors")))
     way = rng.choice(("byte", "end", "file"))
@@ -97,7 +97,7 @@ ROWS = [
     Row(3, "a rank reads and never gets an answer", each("block"), ("hang",)),
     Row(4, "a collective that no other rank calls", each("collective", at=("reduce",)), ("collective",), per_run=1),
     Row(6, "NaN in a weight of one rank", each("nan"), ("not-finite", "corruption"), named=False),
-    Row(6, "NaN in a gradient of one rank", each("nan-gradient", at=("optimizer",)), (), told="not finite",
+    Row(6, "NaN in a gradient of one rank", each("nan-gradient", at=("optimizer",)), (), told="left out",
         equal="twin"),
     Row(7, "a bit of a weight of one rank flips", each("flip"), ("corruption",)),
     Row(7, "a bit of a gradient of one rank flips", each("flip-gradient", at=("optimizer",)), ("corruption",)),

@@ -29,6 +29,16 @@ def test_the_table_and_its_json(tmp_path):
     assert rows["the recipe's settings"] > rows["without snapshots in memory"] > 0
     text = call("--trace", path, "--trace-nodes", 8).stdout
     assert "ETTR" in text
+    measured = [
+        {"fault": "a rank is killed", "detect_median": 0.25, "pause_median": 1.5},
+        {"fault": "a rank is stopped", "detect_median": 4.0, "hang_after": 3.0},
+    ]
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    words = ("--trace", path, "--trace-nodes", 8, "--measured", tmp_path / "measured.json", "guard.hang_after=60")
+    policy = json.loads(call(*words, "--json").stdout)["policy"]
+    assert (policy["detect"], policy["restart"], policy["hang_after"]) == (0.25, 1.25, 61.0)
+    found = call("--trace", path, "--trace-nodes", 8, "--measured", path)
+    assert (found.exit_code, "--measured" in found.output or "faults.py" in found.output) == (2, True)
 
 
 def test_a_trace_that_is_none(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import ArgumentError
-from tilth.guard.replay import DualPhase, failed_groups
+from tilth.guard.replay import DualPhase, Outcome, failed_groups, judge
 
 SIZES = [(m, n) for n in range(1, 13) for m in range(1, n + 1)]
 
@@ -45,3 +45,46 @@ def test_groups_larger_than_their_number_are_refused():
             DualPhase(m, n)
     with raises(ArgumentError, "second"):
         DualPhase(2, 3).candidates([0], [3])
+
+
+@pytest.mark.parametrize("machines, least, sizes", [(1, 1, (1, 1)), (2, 1, (1, 2)), (4, 1, (1, 4)), (9, 1, (3, 3)),
+                                                    (16, 2, (4, 4)), (16, 4, (4, 4)), (6, 1, (2, 3))])  # fmt: skip
+def test_groups_are_large_while_there_are_three_of_them(machines, least, sizes):
+    plan = DualPhase.of(machines, least)
+    assert (plan.size, plan.groups) == sizes
+
+
+def test_machines_that_cannot_be_grouped_are_refused():
+    for machines, least in ((4, 4), (3, 2)):
+        with raises(ArgumentError, "ranks"):
+            DualPhase.of(machines, least)
+
+
+def judged(plan, faulty, recorded=None, finite=True, twice=True):
+    """The verdict if these machines compute other bits, each its own."""
+
+    def outcomes(groups, wrong):
+        return [Outcome(f"wrong {set(g) & wrong}" if set(g) & wrong else "right", finite, "rows 3") for g in groups]
+
+    ranks = [10 + x for x in plan.machines]
+    second = outcomes(plan.second(), set(faulty) if twice else set())
+    return judge(plan, outcomes(plan.first(), set(faulty)), second, ranks, recorded)
+
+
+@pytest.mark.parametrize("plan", [DualPhase(1, 3), DualPhase(2, 3), DualPhase(3, 4)])
+def test_the_ranks_of_a_device_that_computes_wrongly_are_named(plan):
+    for x in plan.machines:
+        verdict = judged(plan, [x])
+        assert (verdict.kind, verdict.ranks, verdict.details["cause"]) == ("corruption", (10 + x,), "device")
+    once = judged(plan, [2], twice=False)
+    assert 12 in once.ranks and not once.details["again"]
+
+
+def test_data_records_and_ties():
+    plan = DualPhase(2, 3)
+    data = judged(plan, [], finite=False)
+    assert (data.kind, data.details["cause"], "rows 3" in data.evidence) == ("not-finite", "data", True)
+    assert judged(plan, []) is None and judged(plan, [], recorded=True) is None
+    assert judged(plan, [], recorded=False).details["cause"] == "device"
+    tie = judge(DualPhase(1, 2), [Outcome("a"), Outcome("b")], [Outcome("a"), Outcome("b")], [0, 1], None)
+    assert tie.ranks == (0, 1) and not tie.details["majority"]

@@ -11,7 +11,7 @@ from tilth.cli.tables import new_table, show
 from tilth.config.load import load_recipe
 from tilth.core.errors import RecipeError
 from tilth.plan.faults import DAY, FaultTrace, read_trace, scaled
-from tilth.plan.survival import MECHANISMS, SurvivalPolicy, Survived, standby, switched_off
+from tilth.plan.survival import MECHANISMS, SurvivalPolicy, Survived, measured, standby, switched_off
 from tilth.plan.survival import simulate as survive
 
 INTERVALS = (1, 6, 60)
@@ -25,6 +25,7 @@ def simulate(
     overrides: Sequence[str] = (),
     nodes: int | None = None,
     spares: int | None = None,
+    measurements: Path | None = None,
     *,
     trace_nodes: int,
     step: float,
@@ -48,6 +49,7 @@ def simulate(
         without="shrink" if without == "shrink" else "wait",
         **seconds,
     )
+    policy = policy if measurements is None else measured(measurements, policy)
     rows = [(about, survive(faults, changed, seed)) for about, changed in _variants(policy)]
     if as_json:
         print(json.dumps(_as_object(faults, probability, enough, policy, rows), indent=1))
@@ -103,7 +105,7 @@ def _parts(
     return [
         f"{faults.nodes} nodes, {days:.0f} days, {count} incidents: one every {24 * days / count:.1f} hours",
         f"a node has a fault with {100 * probability:.3f} % a day; {enough} spares are enough for 99 % of days",
-        f"assumed: {_words(policy)}",
+        f"{_words(policy)}",
         "",
         new_table(*columns, right=columns[1:], rows=cells),
     ]

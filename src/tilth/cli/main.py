@@ -528,6 +528,23 @@ def guard_locate(
     """
 
 
+@command("guard_replay:replay", guard, "replay")
+def guard_replay(
+    run: RunArgument,
+    step: Annotated[int, Option(min=1, help="step to replay")],
+    ranks: Annotated[str, Option(help="workers to replay on, as 0,1,3; default: all")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Replay a step of a stored run on groups of its workers: did a device or the data make what was wrong?
+
+    From the newest checkpoint before the step, on this machine, in a copy of the run's folder; every worker twice, in
+    two groupings, and all of them once in the run's own layout. Keys of --json: step, checkpoint, ranks, verdict (kind,
+    ranks, evidence, details; null: nothing is wrong), recorded (the run's metrics came back), outcomes (of each group:
+    bits, finite, about).
+    """
+
+
+MEASURED = Option("--measured", metavar="FILE", help="JSON of benchmarks/faults.py, for detect, hangs and restart")
 TRACE = Option("--trace", metavar="FILE", help="faults of nodes, in InfiniteHBD's JSON")
 
 
@@ -545,6 +562,7 @@ def guard_simulate(
     spares: Annotated[int | None, Option(min=0, help="warm spares; default: enough for 99 % of days")] = None,
     wake: Annotated[float, Option(min=0.0, help="seconds until a spare stands in")] = 5.0,
     cold: Annotated[float, Option(min=0.0, help="seconds to start another node; inf: repaired ones only")] = 600.0,
+    measurements: Annotated[Path | None, MEASURED] = None,
     without: Annotated[str, Option(help="where there is no node: wait, or shrink")] = "wait",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -552,7 +570,8 @@ def guard_simulate(
     """Simulate the effective training time (ETTR) of a recipe under a trace of faults.
 
     Beside its own settings (run.save_every, guard.hang_after): other intervals of checkpoints, spares and detection
-    times, and each mechanism switched off. The seconds of the options are assumptions: set those that you measured.
+    times, and each mechanism switched off. The seconds of the options are assumptions; --measured replaces those of
+    detection and restart by medians of ranks that were killed and stopped.
     Keys of --json: nodes, days, incidents, probability (of a fault of a node in a day), standby (spares for 99 % of
     days), policy, rows (about, ettr, worst_hour, from_disk, stops, lost: cause -> seconds).
     """

@@ -4,14 +4,16 @@ ETTR is productive time over wall time. Steps that are computed again are not pr
 productive in proportion. Time is continuous and all random numbers come from a seed, so a call has one result.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from tilth.core.errors import ArgumentError
+from tilth.core.errors import ArgumentError, DataError
 from tilth.plan.faults import FaultTrace, Incident, incidents
 
 HOUR = 3600.0
@@ -239,6 +241,28 @@ def standby(nodes: int, probability: float, quantile: float = 0.99) -> int:
         if below >= quantile:
             return k
     return nodes
+
+
+KILLED, STOPPED = "a rank is killed", "a rank is stopped"
+"""Rows of ``benchmarks/faults.py`` with the seconds that ``measured`` takes."""
+
+
+def measured(path: Path, policy: SurvivalPolicy) -> SurvivalPolicy:
+    """Return the policy with seconds that were measured. path: JSON rows of ``benchmarks/faults.py``.
+
+    detect, restart: medians of a rank that is killed. hang_after: longer by what a stopped rank was seen later than its
+    limit. Raises DataError for a file without these.
+    """
+    try:
+        rows = {row["fault"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
+        killed, stopped = rows[KILLED], rows[STOPPED]
+        detect, pause = float(killed["detect_median"]), float(killed["pause_median"])
+        late = float(stopped["detect_median"]) - float(stopped["hang_after"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        message = f"{path} has no measured seconds ({error!r}): it must be the JSON of benchmarks/faults.py --rows 1,3"
+        raise DataError(message, key="--measured") from error
+    hang_after = policy.hang_after + max(late, 0.0)
+    return replace(policy, detect=detect, restart=max(pause - detect, 0.0), hang_after=hang_after)
 
 
 MECHANISMS: Mapping[str, Mapping[str, float | bool]] = {
