@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import ArgumentError
-from tilth.guard.replay import DualPhase, Outcome, failed_groups, judge
+from tilth.guard.replay import DualPhase, GroupResult, failed_groups, judge
 
 SIZES = [(m, n) for n in range(1, 13) for m in range(1, n + 1)]
 
@@ -64,7 +64,7 @@ def judged(plan, faulty, recorded=None, finite=True, twice=True):
     """The verdict if these machines compute other bits, each its own."""
 
     def outcomes(groups, wrong):
-        return [Outcome(f"wrong {set(g) & wrong}" if set(g) & wrong else "right", finite, "rows 3") for g in groups]
+        return [GroupResult(f"wrong {set(g) & wrong}" if set(g) & wrong else "right", finite, "rows 3") for g in groups]
 
     ranks = [10 + x for x in plan.machines]
     second = outcomes(plan.second(), set(faulty) if twice else set())
@@ -86,5 +86,7 @@ def test_data_records_and_ties():
     assert (data.kind, data.details["cause"], "rows 3" in data.evidence) == ("not-finite", "data", True)
     assert judged(plan, []) is None and judged(plan, [], recorded=True) is None
     assert judged(plan, [], recorded=False).details["cause"] == "device"
-    tie = judge(DualPhase(1, 2), [Outcome("a"), Outcome("b")], [Outcome("a"), Outcome("b")], [0, 1], None)
+    tie = judge(
+        DualPhase(1, 2), [GroupResult("a"), GroupResult("b")], [GroupResult("a"), GroupResult("b")], [0, 1], None
+    )
     assert tie.ranks == (0, 1) and not tie.details["majority"]

@@ -28,7 +28,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, NonFiniteError, TilthError
 from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.model import MODEL_FOLDER
-from tilth.guard.replay import DualPhase, Outcome, judge
+from tilth.guard.replay import DualPhase, GroupResult, judge
 from tilth.guard.verdict import Verdict
 from tilth.runs.readers import checkpoints_of, read_metrics, read_state
 from tilth.runs.signals import Interrupted
@@ -53,7 +53,7 @@ class Replay:
     ranks: tuple[int, ...]
     verdict: Verdict | None
     recorded: bool | None
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    outcomes: Mapping[str, GroupResult] = field(default_factory=dict)
     """By phase and ranks of a group."""
 
 
@@ -75,9 +75,9 @@ def replay(
     if chosen[0] < 0 or chosen[-1] >= workers:
         raise DataError(f"--ranks {ranks}: this run has workers 0 to {workers - 1}", key="--ranks")
     plan = DualPhase.of(len(chosen), _least(recipe))
-    found: dict[str, Outcome] = {}
+    found: dict[str, GroupResult] = {}
 
-    def outcome(title: str, group: tuple[int, ...], made: Recipe) -> Outcome:
+    def outcome(title: str, group: tuple[int, ...], made: Recipe) -> GroupResult:
         given = _again(run, made, before, step, group, run_recipe, watch(group))
         found[f"{title}: {', '.join(map(str, group))}"] = given
         return given
@@ -158,7 +158,7 @@ def shrunk(recipe: Recipe, workers: int) -> Recipe:
 def _again(
     run: Path, recipe: Recipe, before: int, step: int, group: tuple[int, ...], run_recipe: RunRecipe,
     callbacks: Sequence[Callback],
-) -> Outcome:  # fmt: skip
+) -> GroupResult:  # fmt: skip
     """Resume a copy of the run, and stop after the step."""
     with tempfile.TemporaryDirectory(prefix="tilth-replay-") as root:
         made, problem = recipe.dump(), None
@@ -170,9 +170,9 @@ def _again(
             except Interrupted:
                 pass
             except NonFiniteError as error:
-                problem = Outcome(type(error).__name__, False, _first_line(error))
+                problem = GroupResult(type(error).__name__, False, _first_line(error))
             except TilthError as error:
-                problem = Outcome(f"{type(error).__name__} [{error.key}]", about=_first_line(error), error=True)
+                problem = GroupResult(f"{type(error).__name__} [{error.key}]", about=_first_line(error), error=True)
         return problem or _outcome(copy, step)
 
 
@@ -230,7 +230,7 @@ def _only(group: Sequence[int]) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def _outcome(copy: Path, step: int) -> Outcome:
+def _outcome(copy: Path, step: int) -> GroupResult:
     """Return what a replay came to. about: begins with the metrics of the step, as ``_record`` has them."""
     record = _record(copy, step)
     digest = hashlib.blake2b(record.encode(), digest_size=8)
@@ -243,7 +243,7 @@ def _outcome(copy: Path, step: int) -> Outcome:
     finite = not found.get("steps/not_finite") and all(
         math.isfinite(value) for value in found.values() if isinstance(value, float)
     )
-    return Outcome(digest.hexdigest(), finite, f"{record} {said}".strip())
+    return GroupResult(digest.hexdigest(), finite, f"{record} {said}".strip())
 
 
 def _record(run: Path, step: int) -> str:

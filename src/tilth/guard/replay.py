@@ -18,7 +18,7 @@ MAJORITY = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GroupResult:
     """Result of one group's replay. bits: of state and metrics after the step, equal for equal computation."""
 
     bits: str
@@ -89,7 +89,11 @@ def failed_groups(groups: Collection[Collection[int]], faulty: Collection[int]) 
 
 
 def judge(
-    plan: DualPhase, first: Sequence[Outcome], second: Sequence[Outcome], ranks: Sequence[int], recorded: bool | None
+    plan: DualPhase,
+    first: Sequence[GroupResult],
+    second: Sequence[GroupResult],
+    ranks: Sequence[int],
+    recorded: bool | None,
 ) -> Verdict | None:
     """Decide between device and data by the outcomes of both phases; None if nothing is wrong.
 
