@@ -1,5 +1,6 @@
 """A sandbox runs programs and says what became of them."""
 
+import contextlib
 import sys
 import threading
 
@@ -92,3 +93,32 @@ def test_sources_may_lie_where_the_root_would_be_built(tmp_path):
     assert _root([f"{ROOTS[0]}/python", "/usr"]) != ROOTS[0]
     with raises(SandboxError, "sandbox.root"):
         _root([f"{folder}/x" for folder in ROOTS])
+
+
+def test_it_outlives_the_thread_that_made_it():
+    made = []
+
+    def make():
+        with contextlib.suppress(SandboxError):
+            made.append(Sandbox())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if not made:
+        pytest.skip("no sandbox on this machine")
+    with made[0] as one:
+        assert one.run("print(1)").stdout == "1\n"
+
+
+def test_threads_share_the_sandbox_of_unit_tests(sandbox):
+    judge, found = load_reward("unit_tests"), []
+    work = [
+        threading.Thread(target=lambda: found.append(judge("", "x = 1", {"tests": "assert x"})["reward"]))
+        for _ in range(8)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert found == [1.0] * 8

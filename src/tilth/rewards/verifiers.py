@@ -16,6 +16,7 @@ from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Protocol
 
 from tilth.config.plugins import shipped_tasks
@@ -229,9 +230,17 @@ class UnitTests:
         return ""
 
 
-@cache
+_one_sandbox = Lock()
+
+
 def _sandbox() -> Sandbox:
     """Return the sandbox of this process. SandboxError if this machine allows none."""
+    with _one_sandbox:  # a cache alone would make one for each of several threads, and drop all but one in use
+        return _made_sandbox()
+
+
+@cache
+def _made_sandbox() -> Sandbox:
     return Sandbox()
 
 
