@@ -1,6 +1,7 @@
 """When checkpoints are made, one at a time, and what becomes of a run whose checkpoints fail."""
 
 import errno
+import threading
 import time
 from types import SimpleNamespace
 
@@ -54,7 +55,10 @@ def made(tmp_path):
         keeper, said, noted = Keeper(), [], []
         recipe = tiny.recipe(tmp_path, run=run)
         directory = SimpleNamespace(
-            checkpoints=str(tmp_path / "kept"), note_checkpoint=lambda *what: noted.append(what), log=said.append
+            checkpoints=str(tmp_path / "kept"),
+            note_checkpoint=lambda *what: noted.append(what),
+            log=said.append,
+            saved=0,
         )
         return Saving(recipe, directory, {"policy": keeper}, Metrics(), said.append), keeper, said
 
@@ -130,35 +134,65 @@ def test_when_a_checkpoint_is_due(made, monkeypatch):
     assert not never.due(5)
 
 
-def test_failures_are_told_and_too_many_in_a_row_stop_the_run(made, tmp_path):
-    one, keeper, said = made(save_failures=2)
-    save(one, 1)
-    keeper.refuse = ["write of model.safetensors failed: No space left on device"] * 2
-    save(one, 2)
-    save(one, 3)
-    assert len(said) == 2 and one.failed == 2
-    assert (
-        "checkpoint of step 2 failed (1 in a row; the run stops after 2 more)" in said[0] and "No space left" in said[0]
-    )
+def test_a_save_that_fails_is_tried_again_until_it_succeeds_and_told_once(made, tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(saving, "time", clock)
+    one, keeper, said = made(save_every=4)
     save(one, 4)
     one.finish()
-    assert one.failed == 0 and steps(tmp_path / "kept") == [1, 4]  # it is a row only without a success between
-    keeper.refuse = ["full"] * 3
-    save(one, 5)
-    save(one, 6)
-    with raises(StorageError, "step-000007"):
-        save(one, 7)
-    assert said[-1] == "the checkpoint of step 7 failed, 3 in a row: full"
-    assert steps(tmp_path / "kept") == [1, 4] or steps(tmp_path / "kept") == [4]
-    assert one.metrics.values()["save/failed"] == 5.0
+    keeper.refuse = ["write of model.safetensors failed: No space left on device"] * 6
+    tries = []
+    for step in range(8, 60):
+        clock.now += 0.1
+        if one.due(step):
+            tries.append(step)
+            save(one, step)
+            one.finish()
+        if not keeper.refuse and not one.wanted:
+            break
+    assert tries[:3] == [8, 9, 11] and one.failed == 0
+    assert len(said) == 2 and "tried again" in said[0] and "No space left" in said[0] and "after 6 that" in said[1]
+    assert steps(tmp_path / "kept") == [4, tries[-1]] and one.metrics.values()["save/failed"] == 6.0
 
 
-def test_with_no_failure_allowed_the_first_one_stops_the_run(made):
-    one, keeper, said = made(save_failures=0)
-    keeper.refuse = ["full"]
-    with raises(StorageError, "step-000001"):
-        save(one, 1)
-    assert said == ["the checkpoint of step 1 failed, 1 in a row: full"]
+def test_due_checkpoints_that_fail_in_a_row_stop_the_run_where_the_recipe_says_so(made, tmp_path):
+    one, keeper, said = made(save_every=4, save_failures=1)
+    save(one, 4)
+    keeper.refuse = ["full"] * 4
+    for step in (8, 9, 10):  # tries between two that are due do not count
+        save(one, step)
+    with raises(StorageError, "step-000012"):
+        save(one, 12)
+    assert said[-1] == "the checkpoint of step 12 failed, 2 in a row: full" and steps(tmp_path / "kept") == [4]
+
+
+def test_a_save_that_is_due_does_not_wait_for_a_slow_disk(made, tmp_path, monkeypatch):
+    going = threading.Event()
+    monkeypatch.setattr(saving, "NEXT", 0.2)
+    monkeypatch.setattr(stages, "stage", lambda name, path: going.wait(60) if name == "write" else None)
+    one, _, said = made(save_every=4)
+    for step in (4, 8, 9):
+        save(one, step)
+    assert one.wanted and not said
+    going.set()
+    one.finish()
+    save(one, 10)
+    one.finish()
+    assert steps(tmp_path / "kept") == [4, 10] and not one.wanted
+
+
+def test_a_place_of_checkpoints_that_is_gone_is_not_made_anew(made, tmp_path):
+    one, _, said = made()
+    save(one, 4)
+    one.finish()
+    one.directory.saved = 4
+    (tmp_path / "kept").rename(tmp_path / "away")
+    save(one, 8)
+    assert "is its disk mounted?" in said[0] and not (tmp_path / "kept").exists()
+    (tmp_path / "away").rename(tmp_path / "kept")
+    save(one, 9)
+    one.finish()
+    assert steps(tmp_path / "kept") == [4, 9]
 
 
 @pytest.mark.parametrize("stage", ["checksum", "write", "sync", "report", "manifest", "publish"])

@@ -149,7 +149,8 @@ def test_what_it_answers_does_not_grow_with_the_tokens(store, writer, tokens):
 def test_files_of_before_there_were_segments_are_read_with_none(store, writer, tmp_path):
     writer.add(scored(store), 1)
     writer.commit(1)
-    path = writer.files.flush()
+    writer.flush()
+    (path,) = tmp_path.rglob("*.parquet")
     pq.write_table(pq.read_table(path).drop_columns(["mask", "segments"]), path)
     old = read_trajectories(tmp_path)
     assert old.schema == COLUMNS and old["mask"].null_count == old["segments"].null_count == 3

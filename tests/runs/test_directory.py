@@ -20,6 +20,7 @@ from tests.errors import raises
 from tilth.config.load import from_dict, load_recipe
 from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
 from tilth.data import trajectories as trajectories_module
+from tilth.runs import directory as directory_module
 from tilth.runs import files
 from tilth.runs.directory import RunDir, read_metrics, read_state, read_trajectories, summarise
 from tilth.runs.files import Lines, Lock, read_lines, replace, to_json
@@ -307,24 +308,29 @@ def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_one_named_error_and_loses_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_it_has_room_again(tmp_path, monkeypatch):
+    said = []
     with RunDir.create(recipe(tmp_path), "demo") as run:
+        run.say = said.append
         commit(run, 1)
-        run.flush()
+        assert not run.flush()
         before = read_state(run.path)
-        commit(run, 2)
         with monkeypatch.context() as m:
             m.setattr(pq, "write_table", full)
-            with raises(StorageError, "steps-000002-000002.parquet"):
-                run.flush()
-        with monkeypatch.context() as m:
             m.setattr(os, "replace", full)
-            with raises(StorageError, "run.json"):
-                run.update(note="x")
-            assert read_state(run.path) == before
-        assert not [p for p in run.path.rglob(".*")]
-        run.flush()
-        assert read_trajectories(run.path)["step"].to_pylist() == [1, 1, 2, 2]
+            commit(run, 2)
+            run.update(note="x")
+            run.update(note="y")
+            assert run.flush()["reason"] == os.strerror(errno.ENOSPC)
+            commit(run, 3, 4)
+            assert len([text for text in said if "run.json" in text]) == 1
+            assert read_state(run.path) == before and [m["step"] for m in read_metrics(run.path)] == [1, 2]
+        run.end("finished")
+        assert any("can be written again" in text for text in said)
+    assert not [p for p in run.path.rglob(".*")]
+    assert [m["step"] for m in read_metrics(run.path)] == [1, 2, 3, 4]
+    assert read_trajectories(run.path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert read_state(run.path)["note"] == "y" and read_state(run.path)["storage"] == []
 
 
 def test_a_line_that_does_not_fit_is_taken_back(tmp_path, monkeypatch):
@@ -364,7 +370,19 @@ def test_a_path_that_is_a_file(tmp_path):
         RunDir.create(recipe(tmp_path), "demo")
 
 
+def test_a_disk_full_to_the_end_of_its_patience_is_an_error_that_names_what_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_module, "PATIENCE", 0.3)
+    with monkeypatch.context() as m, raises(StorageError, "run.json") as caught:
+        with RunDir.create(recipe(tmp_path), "demo") as run:
+            commit(run, 1)
+            m.setattr(os, "replace", full)
+            run.end("finished")
+    assert "Lost are" in str(caught.value) and "run.json (1)" in str(caught.value)
+    assert [m["step"] for m in read_metrics(run.path)] == [1]
+
+
 def test_a_disk_full_to_the_end_still_releases_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_module, "SLOW", 0.1)
     with monkeypatch.context() as m, raises(StorageError, "step-000001"):
         with RunDir.create(recipe(tmp_path), "demo") as run:
             m.setattr(os, "replace", full)

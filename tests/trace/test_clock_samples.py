@@ -109,19 +109,28 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         RoundsFile(tmp_path / "events", 0)
 
 
-def test_a_full_disk_ends_the_writing_and_nothing_else(tmp_path):
-    class Full(io.StringIO):
-        def write(self, text):
-            raise OSError(28, "No space left on device")
+def test_a_disk_that_is_full_for_a_while_loses_no_round(tmp_path):
+    class Full(io.FileIO):
+        room = 30
 
-    file = RoundsFile(tmp_path, 0)
-    file._file.close()
-    file._file = Full()
-    file.add({0: [(1, 2, 3)]})
-    file.add({0: [(1, 2, 3)]})
-    file.close()
-    file.close()
-    assert read_rounds(tmp_path, 0) == {}
+        def write(self, data):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            took = super().write(data[: self.room])
+            self.room -= took
+            return took
+
+    file, plain = RoundsFile(tmp_path, 0), RoundsFile(tmp_path, 1)
+    file._file = full = Full(rounds_path(tmp_path, 0), "a")
+    for number in range(4):
+        full.room = max(full.room, 1000 * (number == 2))
+        for one in (file, plain):
+            one.introduce({0: origin()}) if not number else one.add({0: [(number, 2, 3)]})
+        if number == 1:
+            assert rounds_path(tmp_path, 0).stat().st_size == 30
+    for one in (file, plain, file):
+        one.close()
+    assert rounds_path(tmp_path, 0).read_text() == rounds_path(tmp_path, 1).read_text()
 
 
 def test_origin_says_where_the_events_of_this_process_begin(tmp_path, monkeypatch):

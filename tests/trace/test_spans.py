@@ -277,6 +277,20 @@ def test_an_amount_that_is_no_number_is_none_and_ends_no_run(tmp_path, wrong):
     assert rows == [(0, 0, 0.0, 0), (0, 0, 0.0, 0), (3, 4, 5.0, 6)]
 
 
+def test_events_wait_for_a_disk_that_comes_back(tmp_path):
+    recorder.start(tmp_path / "events", interval=60)
+    for number in range(3):
+        with span(f"a{number}"):
+            pass
+        if number < 2:
+            (tmp_path / "events").rename(tmp_path / "away") if not number else None
+            with pytest.raises(StorageError):
+                recorder.flush()
+    (tmp_path / "away").rename(tmp_path / "events")
+    assert recorder.conclude() == "" and not recorder.dropped
+    assert read_events(tmp_path)["op"].to_pylist() == ["a0", "a1", "a2"]
+
+
 def test_what_could_not_be_written_is_told_in_a_line_and_hides_no_error(tmp_path):
     def lost():
         with span("a"):

@@ -389,7 +389,9 @@ class RunConfig(Section):
     save_every: Positive = Field(25, description="steps between two checkpoints")
     save_minutes: Rate = Field(10.0, description="minutes after which a step ends with a checkpoint anyway; 0: never")
     save_background: bool = Field(True, description="train on while a copy in host memory is written")
-    save_failures: Count = Field(2, description="consecutive failed saves before the run stops; each is reported")
+    save_failures: Count = Field(
+        0, description="due checkpoints in a row that may fail before the run stops; 0: any number, with new tries"
+    )
     grace: float = Field(
         60.0,
         gt=0,

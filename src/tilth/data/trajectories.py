@@ -1,15 +1,20 @@
 """Trajectories of a run as Parquet files, each of a range of committed steps: ``steps-000001-000025.parquet``."""
 
+import errno
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, StorageError
 from tilth.core.files import atomic_write, make_folder, rename, writing
+from tilth.core.write_queue import SLOW, Trouble, WriteQueue
 
 COLUMNS = pa.schema(
     [
@@ -63,48 +68,84 @@ class TrajectoryFiles:
     """Write trajectories of committed steps; rows that were added but not committed are never written.
 
     spill: folder in shared memory for committed rows that are in no file yet, so that the next writer has them
-    (``rewind``) if this process dies; None: they are lost.
+    (``rewind``) if this process dies; None: they are lost. Rows that the disk refuses wait.
     """
 
     def __init__(self, folder: Path, spill: Path | None = None) -> None:
         self.folder, self.spill = folder, spill
         self._open: list[pa.Table] = []
         self._committed: list[pa.Table] = []
-        for needed in (folder, spill):
-            if needed is not None:
-                with writing(needed):
-                    make_folder(needed)
+        self._queue, self._writing, self._lock = WriteQueue(), Lock(), Lock()
+        if spill is not None:
+            with writing(spill):
+                make_folder(spill)
 
     def add(self, table: pa.Table) -> None:
         """Add rows of the current step."""
         self._open.append(conform(table))
 
-    def commit(self, step: int) -> None:
-        """Commit a step and drop added rows of other steps; rows are written by ``flush``, or beyond PART_BYTES."""
+    def commit(self, step: int) -> Trouble:
+        """Commit a step and drop added rows of other steps; rows are written by ``flush``, or beyond PART_BYTES.
+
+        Return what cannot be written now. StorageError if too much waits."""
         added, self._open = self._open, []
         kept = [table.filter(pc.equal(table["step"], step)) for table in added]
         new = [table for table in kept if len(table)]
-        self._committed += new
-        if self.spill is not None and new:
-            path = self.spill / f"step-{step:06d}.arrow"
-            with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), COLUMNS) as out:
-                for table in new:
-                    out.write_table(table)
-        if sum(t.nbytes for t in self._committed) > PART_BYTES:
-            self.flush()
+        new = self._spill(step, new) if self.spill is not None and new else new
+        with self._lock:
+            self._committed += new
+            nbytes = sum(t.nbytes for t in self._committed)
+        if nbytes > PART_BYTES:
+            self._queue.put(self.folder, self._write_committed, nbytes, newest=True)
+        return self._queue.status()
 
-    def flush(self) -> Path | None:
-        """Write committed rows as one more file; on StorageError the rows stay for the next call."""
-        if not self._committed:
-            return None
-        path = self._write(pa.concat_tables(self._committed))
-        self._committed = []
-        for spilled in self._spilled():
-            spilled.unlink()
-        return path
+    def _spill(self, step: int, tables: list[pa.Table]) -> list[pa.Table]:
+        """Put rows into shared memory and return them from there; without room they are in this process only."""
+        assert self.spill is not None
+        path = self.spill / f"step-{step:06d}.arrow"
+        try:
+            with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), COLUMNS) as out:
+                for table in tables:
+                    out.write_table(table)
+        except StorageError:
+            return tables
+        return [pa.ipc.open_file(pa.memory_map(str(path))).read_all()]
+
+    def flush(self, seconds: float = SLOW) -> Trouble:
+        """Write committed rows as one more file; return what cannot be written within these seconds, and waits."""
+        with self._lock:
+            nbytes = sum(t.nbytes for t in self._committed)
+        if nbytes:
+            self._queue.put(self.folder, self._write_committed, nbytes, newest=True)
+        return self._queue.settle(seconds)
+
+    def close(self) -> None:
+        """Write nothing any more; rows that are not written are in ``spill``."""
+        self._queue.close()
+        with self._writing:
+            self._committed = []
 
     def _spilled(self) -> list[Path]:
         return sorted(self.spill.glob("step-*.arrow")) if self.spill is not None else []
+
+    def _write_committed(self) -> None:
+        """Write what is committed now, except rows that a file has already."""
+        with self._writing:
+            with self._lock:
+                tables = list(self._committed)
+            if not self.folder.parent.is_dir():  # a disk that is not mounted is not written to
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
+            make_folder(self.folder)
+            written = max((last for _, last, _ in _parts(self.folder)), default=0)
+            new = [table for table in tables if pc.max(table["step"]).as_py() > written]
+            if new:
+                self._write(pa.concat_tables(new))
+            with self._lock:
+                del self._committed[: len(tables)]
+            last = max((pc.max(table["step"]).as_py() for table in tables), default=0)
+            for spilled in self._spilled():
+                if _step(spilled) <= last:
+                    spilled.unlink()
 
     def _write(self, table: pa.Table) -> Path:
         first, last = (f(table["step"]).as_py() for f in (pc.min, pc.max))
@@ -115,27 +156,32 @@ class TrajectoryFiles:
                 pq.write_table(table, temporary, compression="zstd")
                 rename(temporary, target)
             except OSError:
-                temporary.unlink(missing_ok=True)
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
                 raise
         return target
 
     def rewind(self, step: int) -> None:
         """Drop all rows of later steps; a file with earlier rows too is rewritten before it is removed."""
-        self._open, self._committed = [], []
-        written = max((last for _, last, _ in _parts(self.folder)), default=0)
-        for spilled in self._spilled():
-            if not written < int(spilled.stem.removeprefix("step-")) <= step:
-                spilled.unlink()
-            else:
-                self._committed.append(pa.ipc.open_file(pa.memory_map(str(spilled))).read_all())
-        for first, last, path in _parts(self.folder):
-            if last <= step:
-                continue
-            if first <= step:
-                table = read_part(path)
-                self._write(table.filter(pc.less_equal(table["step"], step)))
-            with writing(path):
-                path.unlink()
+        with self._writing, self._lock:
+            self._open, self._committed = [], []
+            for spilled in self._spilled():
+                if _step(spilled) > step:
+                    spilled.unlink()
+                else:
+                    self._committed.append(pa.ipc.open_file(pa.memory_map(str(spilled))).read_all())
+            for first, last, path in _parts(self.folder):
+                if last <= step:
+                    continue
+                if first <= step:
+                    table = read_part(path)
+                    self._write(table.filter(pc.less_equal(table["step"], step)))
+                with writing(path):
+                    path.unlink()
+
+
+def _step(spilled: Path) -> int:
+    return int(spilled.stem.removeprefix("step-"))
 
 
 def _parts(folder: Path) -> list[tuple[int, int, Path]]:

@@ -187,6 +187,7 @@ def _train(
         directory.log(text)
         notify(callbacks, "on_message", text)
 
+    directory.say = say
     with (
         _add_hints(directory.path),
         StopRequest(parts.recipe.run.grace) as stop,
@@ -236,7 +237,7 @@ def _complete(run: Run, profiling: Profiling) -> None:
     _phases(run)
     profiling.conclude()
     run.saving.finish()
-    if run.saving.failed:
+    if run.saving.wanted:
         run.secure()
 
 

@@ -5,6 +5,7 @@ written, held-out data is evaluated and a checkpoint is saved where the recipe s
 committed and runs the step again from its start with the same random numbers.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
+from tilth.core.write_queue import PATIENCE, PROMPT, SLOW
 from tilth.flows.callbacks import Callback, notify
 from tilth.flows.group_filters import Keep
 from tilth.flows.heldout import Evaluator
@@ -365,16 +367,23 @@ class Run:
     def save(self) -> None:
         """Begin a checkpoint of everything up to this step; training continues while it is written."""
         with span("save"):
-            self.directory.flush()
-            self.saving.begin(self.state.step, self.checkpoint_objects(), self.state.best, self.policy.mesh)
+            trouble = self.directory.flush(PROMPT if self.saving.wanted else SLOW)
+            step, best = self.state.step, self.state.best
+            self.saving.begin(step, self.checkpoint_objects(), best, self.policy.mesh, trouble)
         self.evaluator.improved = False
 
-    def secure(self) -> None:
-        """Save a checkpoint and wait until it is complete; StorageError if it fails."""
-        self.save()
-        self.saving.finish()
-        if self.saving.failed and self.saving.error is not None:
-            raise self.saving.error
+    def secure(self, seconds: float = PATIENCE) -> None:
+        """Save a checkpoint and wait until it is complete; StorageError if it fails for so long."""
+        until = time.monotonic() + seconds
+        while True:
+            self.saving.finish()
+            self.save()
+            self.saving.finish()
+            if not self.saving.wanted:
+                return
+            if time.monotonic() >= until and self.saving.error is not None:
+                raise self.saving.error
+            time.sleep(self.saving.pause)
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds besides tensors, as JSON.

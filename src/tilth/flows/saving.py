@@ -2,22 +2,28 @@
 
 A save stalls the run only for a copy in host memory. Workers write the copies while training continues, and the
 checkpoint is complete when all have reported (two phases; ByteCheckpoint, arXiv 2407.20143, section 4.2). Workers
-return errors instead of raising them, so that a full disk does not end them.
+return errors instead of raising them, so that a full disk does not end them. A save that fails is tried again after
+one of the next steps.
 """
 
+import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tilth.checkpoint import Commit, abandon_save, begin_save, latest, prune, record_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.stages import StageError
-from tilth.checkpoint.storage import Location
+from tilth.checkpoint.storage import Location, is_url
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import Recipe
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Mesh
+from tilth.core.write_queue import LATEST, SOONEST, Trouble
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import Metrics
 from tilth.trace.spans import span
@@ -25,6 +31,10 @@ from tilth.trace.spans import span
 Say = Callable[[str], None]
 GRACE = 5.0
 """Seconds that a save under way gets when the run fails."""
+NEXT = 10.0
+"""Seconds that the next save waits for the one under way; then training goes on, and it is made after a later step."""
+LOOK = 0.1
+"""Seconds between two looks at a save that is waited for."""
 
 
 class Saving:
@@ -38,7 +48,11 @@ class Saving:
         self.directory, self.stateful_roles, self.metrics, self.say = directory, stateful_roles, metrics, say
         self.root = directory.checkpoints
         self.failed = 0
-        """Consecutive failed saves."""
+        """Consecutive failed saves, those that were tried again included."""
+        self._missed = 0
+        """Checkpoints that were due since the last complete one and failed."""
+        self._again, self._pause = math.inf, SOONEST
+        """When a failed save is tried again, and how long after it failed."""
         self.error: StorageError | CheckpointError | None = None
         """Error of the last failed save."""
         self.then: Callable[[int, str], None] = lambda step, path: None
@@ -49,15 +63,46 @@ class Saving:
         self._began = self._durable = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due at the end of this step, by steps or by minutes."""
+        """True if a checkpoint is due at the end of this step: by steps, by minutes, or after one that failed."""
+        return self._planned(step) or time.monotonic() >= self._again
+
+    @property
+    def wanted(self) -> bool:
+        """True if a checkpoint that was due is not made yet."""
+        return self._again < math.inf
+
+    @property
+    def pause(self) -> float:
+        """Seconds until it is tried again."""
+        return max(0.0, self._again - time.monotonic()) if self.wanted else 0.0
+
+    def _planned(self, step: int) -> bool:
         late = self.section.save_minutes and time.monotonic() - self._began >= 60 * self.section.save_minutes
         return step % self.section.save_every == 0 or bool(late)
 
-    def begin(self, step: int, objects: Mapping[str, Any], best: Mapping[str, Any] | None, mesh: Mesh) -> None:
-        """Start a save after the previous one has ended. A failure is logged; StorageError after too many in a row."""
-        self.finish()
-        self._began, self._step, self._best = time.monotonic(), step, best
+    def begin(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        best: Mapping[str, Any] | None,
+        mesh: Mesh,
+        trouble: Trouble = MappingProxyType({}),
+    ) -> None:
+        """Start a save after the previous one has ended. A failure is logged, and the save is due again soon.
+
+        While a slow disk still takes the previous one, training does not wait longer than ``NEXT``. trouble: what the
+        checkpoint refers to and is not on disk yet. StorageError after too many failures in a row.
+        """
+        if not self._ended(0.0 if self.wanted else NEXT) or trouble.get("slow"):
+            self._again = time.monotonic() + self._pause
+            return
+        self._missed += step != self._step and (self._planned(step) or not self.failed)
+        self._again, self._began, self._step, self._best = math.inf, time.monotonic(), step, best
         try:
+            if trouble:
+                path, reason = trouble["path"], trouble["reason"]
+                raise StorageError(f"{path} is not on disk yet: {reason}", key=Path(path).name)
+            self._check_root()
             folder = begin_save(self.root, step)
             self._snapshot(folder)
         except (StorageError, CheckpointError) as error:
@@ -67,6 +112,23 @@ class Saving:
         self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=self._tidy)
         if not self.section.save_background:
             self.finish()
+
+    def _ended(self, seconds: float) -> bool:
+        """Finish the save under way if it ends within these seconds; return True if there is none any more."""
+        until = time.monotonic() + seconds
+        while self._under_way is not None:
+            with suppress(TimeoutError, StorageError, CheckpointError):  # ``look`` reports the error
+                self._under_way.wait(LOOK)
+            self.look()
+            if time.monotonic() >= until:
+                break
+        return self._under_way is None
+
+    def _check_root(self) -> None:
+        """Raise StorageError if the place of earlier checkpoints is gone: a new folder would hide a missing disk."""
+        if self.directory.saved and not is_url(self.root) and not Path(self.root).is_dir():
+            message = f"{self.root} is not there any more, and it had checkpoints: is its disk mounted?"
+            raise StorageError(message, key="checkpoints")
 
     def look(self) -> None:
         """Finish a save that has ended or failed, without waiting for one that is under way."""
@@ -102,7 +164,10 @@ class Saving:
             self._succeed()
 
     def _succeed(self) -> None:
-        self.failed = 0
+        if self.failed:
+            self.say(f"the checkpoint of step {self._step} is complete, after {self.failed} that failed")
+        self.failed = self._missed = 0
+        self._again, self._pause = math.inf, SOONEST
         self.directory.note_checkpoint(self._step, self._best)
         self.metrics.add("save/seconds", self._durable - self._began)
         self.then(self._step, self._path)
@@ -136,13 +201,16 @@ class Saving:
             prune(self.root, self.section.keep, self.section.keep_every)
 
     def _fail(self, error: StorageError | CheckpointError) -> None:
-        self.failed, self.error = self.failed + 1, error
+        self.failed, known, self.error = self.failed + 1, str(self.error or ""), error
+        self._again, self._pause = time.monotonic() + self._pause, min(2 * self._pause, LATEST)
         self.metrics.add("save/failed", 1.0)
-        if self.failed > self.section.save_failures:
-            self.directory.log(f"the checkpoint of step {self._step} failed, {self.failed} in a row: {error}")
+        if self._missed > self.section.save_failures > 0:
+            self.directory.log(f"the checkpoint of step {self._step} failed, {self._missed} in a row: {error}")
             raise error
-        more = self.section.save_failures - self.failed
-        self.say(
-            f"the checkpoint of step {self._step} failed ({self.failed} in a row; "
-            f"the run stops after {more + 1} more): {error}"
-        )
+        if self.failed == 1 or _reason(known) != _reason(str(error)):
+            self.say(f"the checkpoint of step {self._step} failed, and is tried again: {error}")
+
+
+def _reason(text: str) -> str:
+    """Return a message without its numbers, which differ from step to step."""
+    return re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", text)

@@ -9,6 +9,7 @@ import pyarrow as pa
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.trajectory import ROLES
+from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TrajectoryFiles
 from tilth.roles.experience import FINISHES, texts
@@ -26,18 +27,20 @@ class TrajectoryWriter:
 
     def __init__(self, prompts: PromptSet, store: Store) -> None:
         self.prompts, self.store = prompts, store
-        self.files: TrajectoryFiles
+        self.files: TrajectoryFiles | None = None
 
     @transfer(split="all", gather="first")
     def open(self, folder: str, spill: str = "") -> None:
         """Write into this folder; spill: of ``TrajectoryFiles``, "": none. StorageError."""
+        if self.files is not None:
+            self.files.close()
         self.files = TrajectoryFiles(Path(folder), Path(spill) if spill else None)
 
     @transfer(split="all", gather="first")
     def add(self, batch: Batch, step: int) -> dict[str, Any]:
         """Add the trajectories of the running step; return one of them, cut for the terminal."""
         table = self.table(batch, step)
-        self.files.add(table)
+        self._files().add(table)
         first = table.slice(0, 1).select(["prompt_text", "text", "answer", "reward"]).to_pylist()[0]
         cut = {name: value[:SHOWN] if isinstance(value, str) else value for name, value in first.items()}
         return {"prompt": cut.pop("prompt_text"), **cut}
@@ -45,18 +48,21 @@ class TrajectoryWriter:
     @transfer(split="all", gather="merge")
     def commit(self, step: int) -> dict[str, Any]:
         """Commit the step; see ``TrajectoryFiles.commit``."""
-        self.files.commit(step)
-        return {}
+        return dict(self._files().commit(step))
 
     @transfer(split="all", gather="first", patient=True)
-    def flush(self) -> None:
-        """Make everything committed durable. StorageError."""
-        self.files.flush()
+    def flush(self, seconds: float = SLOW) -> dict[str, Any]:
+        """Make everything committed durable; see ``TrajectoryFiles.flush``."""
+        return dict(self._files().flush(seconds))
 
     @transfer(split="all", gather="first", patient=True)
     def rewind(self, step: int) -> None:
         """Drop all rows of later steps."""
-        self.files.rewind(step)
+        self._files().rewind(step)
+
+    def _files(self) -> TrajectoryFiles:
+        assert self.files is not None, "open comes first"
+        return self.files
 
     def table(self, batch: Batch, step: int) -> pa.Table:
         """Trajectories as rows."""

@@ -13,8 +13,10 @@ import os
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.files import make_folder, writing
+from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, describe, lost
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.runs.environment import environment
 from tilth.runs.files import Lines, Lock, replace, to_json
@@ -49,6 +52,8 @@ State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
 OBSERVATIONS = "observations"
 """Folder of what environments said in the newest calls."""
+RECENT = 8
+"""Steps that a recovery in this process goes back at most, unless to a checkpoint."""
 REWARD_LOG = "reward.log"
 """Output of the reward function: the newest 8 to 16 MB, the older part in ``reward.log.1``."""
 
@@ -73,13 +78,22 @@ class RunDir:
         """How the previous attempt ended; "" if there was none."""
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one resumes from."""
+        self._spent: dict[int, float] = {}
+        """Step -> seconds of run time, of the newest steps."""
         with writing(path):
             make_folder(self.events)
-        self._metrics = Lines(path / "metrics.jsonl")
-        self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"))
-        self._log = Lines(path / "log.txt")
+            make_folder(path / TRAJECTORIES)
+        self._queue = queue = WriteQueue()
+        self._metrics = Lines(path / "metrics.jsonl", queue)
+        self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"), queue=queue)
+        self._log = Lines(path / "log.txt", queue)
         self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
         """Writer of the trajectories: a worker once the roles are built."""
+        self.say: Callable[[str], None] = self.log
+        """Called with a line about trouble of the disk."""
+        self._answer: Mapping[str, Any] = {}
+        """Trouble of the trajectories' disk, as of their last commit."""
+        self._told: list[Trouble] = []
         self._state = self._begin(before)
         self._announce()
 
@@ -124,7 +138,7 @@ class RunDir:
         """Make the recipe of this attempt the run's own, once the attempt has resumed from its checkpoint."""
         digests = [*(d for d in self.digests if d != self.digest), self.digest]
         self.update(digest=self.digest, digests=digests, inputs=self.inputs)
-        replace(self.path / "recipe.toml", dump_toml(self.recipe).encode())
+        replace(self.path / "recipe.toml", dump_toml(self.recipe).encode(), self._queue)
 
     # ---- steps ----
 
@@ -137,27 +151,51 @@ class RunDir:
         keys = {"step": record["step"], "attempt": self.attempt, "phase": record.get("phase", ""), "seconds": seconds}
         written = keys | {k: v for k, v in record.items() if k not in keys}
         self._metrics.append(to_json(written))
-        self.trajectories.commit(record["step"])
+        before, self._answer = self._answer, self.trajectories.commit(record["step"])
+        self._tell(dict(before))
         self.journal.forget(record["step"])
         self._last, self._committed = record["step"], time.monotonic()
+        self._spent = {step: spent for step, spent in self._spent.items() if step > self._last - RECENT}
+        self._spent[self._last] = seconds
         return written
 
-    def flush(self) -> None:
-        """Flush everything committed to disk; to call before a checkpoint is written."""
-        self.trajectories.flush()
+    def _tell(self, elsewhere: Trouble) -> None:
+        """Report trouble that has begun or ended, also in run.json. elsewhere: that of the trajectories."""
+        for text in self._queue.news():
+            self.say(text)
+        others = [one for one in self._told if Path(one["path"]).name == TRAJECTORIES]
+        if elsewhere and not others:
+            self.say(describe(elsewhere))
+        elif others and not elsewhere:
+            self.say(f"{others[0]['path']} can be written again: nothing is missing")
+        now = [one for one in (self._queue.status(), elsewhere) if one]
+        if now != self._told:
+            self._told = now
+            self.update(storage=now)
+
+    def flush(self, seconds: float = SLOW) -> Trouble:
+        """Flush everything committed to disk; to call before a checkpoint is written. Return what cannot be written
+        within these seconds, or at once if the disk refuses."""
+        elsewhere = self._answer = self.trajectories.flush(seconds)
         self._metrics.sync()
+        trouble = self._queue.settle(seconds)
+        self._tell(elsewhere)
+        return trouble or elsewhere
 
     def rewind(self, step: int) -> None:
         """Drop everything after ``step``, the step of the checkpoint (0: everything)."""
         self.trajectories.rewind(step)
+        self._answer = {}
         self.journal.rewind(step)
-        self._metrics.close()
-        path = self.path / "metrics.jsonl"
-        kept = [r for r in read_metrics(self.path) if r["step"] <= step]
-        replace(path, "".join(to_json(r) + "\n" for r in kept).encode())
-        self._metrics = Lines(path)
-        self._last = kept[-1]["step"] if kept else 0
-        self._earlier = kept[-1].get("seconds", 0.0) if kept else 0.0
+        if self._last != step or step not in self._spent:
+            self._metrics.rewrite(lambda record: bool(record["step"] <= step))
+        if step not in self._spent:
+            if trouble := self._queue.settle(PATIENCE):
+                raise lost(trouble, f"the metrics up to step {step} cannot be read")
+            kept = [r for r in read_metrics(self.path) if r["step"] <= step]
+            step, spent = (kept[-1]["step"], kept[-1].get("seconds", 0.0)) if kept else (0, 0.0)
+            self._spent = {step: spent}
+        self._last, self._earlier = step, self._spent[step]
         self._began = time.monotonic()
         now = self._state["attempts"][-1] | {"from_step": step, "from_seconds": self._earlier}
         warnings = [one for one in self._state.get("warnings", []) if one["step"] <= step]
@@ -181,7 +219,7 @@ class RunDir:
     def update(self, **fields: Any) -> None:
         """Set fields of run.json and write it atomically."""
         self._state.update(fields)
-        replace(self.path / "run.json", (to_json(self._state) + "\n").encode())
+        replace(self.path / "run.json", (to_json(self._state) + "\n").encode(), self._queue)
 
     def note_checkpoint(self, step: int, best: Mapping[str, Any] | None) -> None:
         """Record a complete checkpoint; best: the best evaluation among the kept checkpoints."""
@@ -201,8 +239,8 @@ class RunDir:
         record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long
         the recovery took. The time since the last commit is added as ``lost``.
         """
-        lost, now = time.monotonic() - self._committed - float(record["seconds"]), _now()
-        self._survived({"attempt": self.attempt, **record, "lost": round(max(lost, 0.0), 3)})
+        spent, now = time.monotonic() - self._committed - float(record["seconds"]), _now()
+        self._survived({"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
         self._committed = time.monotonic()
         before, self.attempt = self._state["attempts"], self.attempt + 1
         self.changes = {}
@@ -217,9 +255,8 @@ class RunDir:
         self.update(attempts=[*earlier, before | _recovered(record, current["started"]), current])
 
     def _survived(self, record: Mapping[str, Any]) -> None:
-        lines = Lines(self.path / RECOVERIES)
-        lines.append(to_json({"time": _now(), **record}))
-        lines.close()
+        line = to_json({"time": _now(), **record})
+        self._queue.put(self.path / RECOVERIES, partial(_append_line, self.path / RECOVERIES, line), len(line))
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Store the plan; its ``memory_peak`` is the predicted peak memory."""
@@ -232,7 +269,7 @@ class RunDir:
         """
         why = error or why
         self.log(f"attempt {self.attempt} {state} after step {self._last}" + (f": {why}" if why else ""))
-        self.flush()
+        trouble = self._wait(PATIENCE if state == "finished" else SLOW)
         memory = self._state.get("memory") or {"predicted": None}
         last = self._state["attempts"][-1] | {"ended": _now(), "state": state, "why": why}
         self._state.update(
@@ -242,13 +279,29 @@ class RunDir:
             seconds=round(self.seconds, 3),
             memory={**memory, "peak": resident()[1]},
             attempts=[*self._state["attempts"][:-1], last],
+            storage=[],
             **fields,
         )
         self.update()
+        if trouble or (trouble := self._queue.settle(SLOW)):
+            raise lost(trouble, "the run has ended")
         self.update(summary=summarise(self.path))
+        if trouble := self._queue.settle(SLOW):
+            raise lost(trouble, "the run has ended")
+
+    def _wait(self, seconds: float) -> Trouble:
+        """Wait for the disk at the end of the run; return what cannot be written within these seconds."""
+        until, waits = time.monotonic() + seconds, False
+        while (trouble := self.flush(PROMPT)) and time.monotonic() < until:
+            if not waits and seconds > SLOW:
+                self.say(f"waiting {seconds:g} s at most for {trouble['path']}: {trouble['reason']}")
+            waits = True
+            time.sleep(SOONEST)
+        return trouble
 
     def close(self) -> None:
-        """Close the files and release the lock; the state is not changed."""
+        """Close the files and release the lock; the state is not changed. What still waits to be written is lost."""
+        self._queue.close()
         for file in (self._metrics, self.journal, self._log):
             file.close()
         self._lock.release()
@@ -323,6 +376,11 @@ class RunDir:
 def _recovered(record: Mapping[str, Any], ended: str) -> dict[str, Any]:
     """Return how an attempt ended from which the run recovered."""
     return {"ended": ended, "state": "recovered", "why": str(record["evidence"]).partition("\n")[0]}
+
+
+def _append_line(path: Path, line: str) -> None:
+    with closing(Lines(path)) as lines:
+        lines.append(line)
 
 
 def _last_step(path: Path) -> int:

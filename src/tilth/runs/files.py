@@ -1,19 +1,29 @@
 """Atomic writes, append-only JSONL files and the lock of a run; a failed write is a StorageError."""
 
+import errno
 import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import atomic_write, sync, writing
+from tilth.core.write_queue import WriteQueue
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError."""
+def replace(path: Path, data: bytes, queue: WriteQueue | None = None) -> None:
+    """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError.
+
+    queue: where it waits while the disk refuses it, unless a newer one takes its place.
+    """
+    if queue is not None:
+        queue.put(path, partial(replace, path, data), len(data), newest=True)
+        return
     with atomic_write(path, follow=False) as temporary:  # the target of a link is not the run's
         temporary.write_bytes(data)
 
@@ -34,39 +44,105 @@ def _finite(value: Any) -> Any:
 class Lines:
     """An append-only file of lines. Opening it drops an incomplete last line."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, queue: WriteQueue | None = None) -> None:
+        """queue: where writes wait while the disk refuses them; None: they are errors."""
+        self.path, self._queue = path, queue
         if there := path.exists():
             whole = path.read_bytes()
             if whole and not whole.endswith(b"\n"):
                 replace(path, whole[: whole.rfind(b"\n") + 1])
         with writing(path):
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+            self._open(os.O_CREAT)
             if not there:
                 sync(path.parent)
 
+    def _open(self, flags: int = 0) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
+        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._durable = self._end = os.fstat(descriptor).st_size
+        self._torn = self._unsure = False
+
     def append(self, line: str, *, sync: bool = False) -> None:
         """Append a line, durably if ``sync``. StorageError if that fails; the file is then unchanged."""
-        end = self._file.seek(0, os.SEEK_END)
         data = line.encode() + b"\n"
-        with writing(self.path):
-            try:
-                while data:
-                    data = data[self._file.write(data) :]
-                if sync:
-                    os.fsync(self._file.fileno())
-            except OSError:
-                self._file.truncate(end)
-                raise
+        self._do(partial(self._append, data, sync), len(data))
 
     def sync(self) -> None:
         """Flush all lines to disk."""
-        with writing(self.path):
-            os.fsync(self._file.fileno())
+        self._do(self._sync)
+
+    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the lines whose objects ``keep`` refuses."""
+        self._do(partial(self._rewrite, keep))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _do(self, work: Callable[[], None], nbytes: int = 0) -> None:
+        if self._queue is not None:
+            self._queue.put(self.path, work, nbytes)
+            return
+        with writing(self.path):
+            work()
+
+    def _append(self, data: bytes, durably: bool) -> None:
+        """Append bytes to the whole lines, after an earlier try too."""
+        self._find()
+        left = data
+        try:
+            if self._torn:
+                self._file.truncate(self._end)
+                self._torn = False
+            while left:
+                left = left[self._file.write(left) :]
+            if durably:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self._torn = True
+            with suppress(OSError):  # else before the next try
+                self._file.truncate(self._end)
+                self._torn = False
+            raise
+        self._end += len(data)
+        self._durable = self._end if durably else self._durable
+
+    def _sync(self) -> None:
+        """Make all lines durable."""
+        self._find()
+        try:
+            if self._unsure:
+                with open(self.path, "r+b") as file:
+                    file.seek(self._durable)
+                    whole = file.read(self._end - self._durable)
+                    file.seek(self._durable)
+                    file.write(whole)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._unsure = True  # the kernel may forget bytes that it failed to write, unless they are written again
+            raise
+        self._durable, self._unsure = self._end, False
+
+    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        self._find()
+        whole = "".join(to_json(entry) + "\n" for entry in iterate_lines(self.path) if keep(entry))
+        replace(self.path, whole.encode())
+        self._file.close()
+        self._open()
+
+    def _find(self) -> None:
+        """Check that the path still leads to the open file, or open it again. OSError while its disk is not there, or
+        another one is in its place."""
+        there, mine = os.stat(self.path), os.fstat(self._file.fileno())
+        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+            return
+        if there.st_size < self._end:
+            raise OSError(errno.ESTALE, "another file is in its place, with fewer lines", str(self.path))
+        end = self._end
+        self._file.close()
+        self._open()
+        self._torn, self._end = self._end > end, end
+        self._durable = 0
 
 
 def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from tilth.core.batch import Batch
+from tilth.core.write_queue import PROMPT, WriteQueue
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import OUTCOME
-from tilth.runs.files import Lines, iterate_lines, replace, to_json
+from tilth.runs.files import Lines, iterate_lines, to_json
 
 PART = "part/"
 Known = dict[tuple[int, int], dict[str, Any]]
@@ -28,10 +29,10 @@ Known = dict[tuple[int, int], dict[str, Any]]
 class Journal:
     """Journal of one run while this process writes it."""
 
-    def __init__(self, path: Path, reward: str, replay: bool = True) -> None:
-        """reward: identity of the current reward. replay: False to ignore the entries on disk."""
-        self._reward, self._replay = reward, replay
-        self._missing, self._scores = Lines(path / "rewards.jsonl"), Lines(path / "scores.jsonl")
+    def __init__(self, path: Path, reward: str, replay: bool = True, queue: WriteQueue | None = None) -> None:
+        """reward: identity of the current reward. replay: False to ignore the entries on disk. queue: of ``Lines``."""
+        self._reward, self._replay, self._queue = reward, replay, queue
+        self._missing, self._scores = Lines(path / "rewards.jsonl", queue), Lines(path / "scores.jsonl", queue)
         self._known: dict[int, Known] = {}
 
     def known(self, step: int, batch: Batch) -> dict[int, dict[str, Any]]:
@@ -40,7 +41,7 @@ class Journal:
         return {row[0]: known[row] for row in _samples(batch) if row in known}
 
     def write(self, step: int, scored: Batch, failures: Mapping[int, dict[str, Any]]) -> None:
-        """Write new outcomes durably, before they are used.
+        """Write new outcomes durably, before they are used, unless the disk refuses them.
 
         scored: rows with ``reward``, ``outcome`` and parts; failures: trajectory id -> fields of the outcome of each
         missing reward.
@@ -65,7 +66,10 @@ class Journal:
             del self._known[earlier]
 
     def rewind(self, step: int) -> None:
-        """Read the outcomes of this step and later ones from disk."""
+        """Read the outcomes of this step and later ones from disk. While some wait for it, those in memory count."""
+        if self._queue is not None and self._queue.settle(PROMPT):
+            self._known = {known: outcomes for known, outcomes in self._known.items() if known >= step}
+            return
         self._known = {}
         if not self._replay:
             return
@@ -82,10 +86,7 @@ class Journal:
 
     def trim(self, step: int) -> None:
         """Drop the scores of earlier steps from disk. Missing rewards stay, as a record of their reasons."""
-        kept = [entry for entry in iterate_lines(self._scores.path) if entry["step"] >= step]
-        self._scores.close()
-        replace(self._scores.path, "".join(to_json(entry) + "\n" for entry in kept).encode())
-        self._scores = Lines(self._scores.path)
+        self._scores.rewrite(lambda entry: bool(entry["step"] >= step))
 
     def close(self) -> None:
         """Close the files."""

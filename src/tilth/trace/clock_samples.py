@@ -15,8 +15,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,6 +82,10 @@ def rounds_path(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt}-clocks.jsonl"
 
 
+MOST = 1 << 20
+"""Bytes of rounds that wait for a disk which refuses them."""
+
+
 class RoundsFile:
     """The file that the controller appends to. StorageError if it cannot be opened."""
 
@@ -88,7 +93,8 @@ class RoundsFile:
         path = rounds_path(folder, attempt)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO | None = path.open("a", encoding="utf-8")
+            self._file: FileIO | None = FileIO(path, "a")
+            self._waiting = b""
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
@@ -101,16 +107,20 @@ class RoundsFile:
         self._write([{"rank": rank, "rounds": list(rounds)} for rank, rounds in bursts.items()])
 
     def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
+        """Write lines, with those that an earlier call could not write."""
+        self._waiting += "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         if self._file is None:
             return
         try:
-            self._file.write("".join(f"{json.dumps(line)}\n" for line in lines))
-            self._file.flush()
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError:  # a full disk must not end the run: clocks are compared by the rounds so far
-            self._file = None
+            if len(self._waiting) > MOST:
+                self._waiting = self._waiting[: self._waiting.rfind(b"\n", 0, MOST) + 1]
 
     def close(self) -> None:
         """Close; a second call does nothing."""
+        self._write([])
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):  # a full disk must not end the run

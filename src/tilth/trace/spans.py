@@ -329,6 +329,7 @@ class Recorder:
         self._writer: PartWriter | None = None
         self._device: DeviceClock | None = None
         self._held: Taken = []
+        self._times: dict[int, tuple[int, int]] = {}  # of the device, of spans among those held
         self._background: threading.Thread | None = None
         # No threading.Event: a garbage collection inside one of its methods would deadlock on its lock.
         self._wake: SimpleQueue[None] = SimpleQueue()
@@ -434,10 +435,19 @@ class Recorder:
             try:
                 self._take()
                 self._put(self._writer)
+                self._error = self._error if self._lost else None
             except Exception as error:  # noqa: BLE001 - must not end the writer's thread; flush and stop raise it
-                self._lost += sum(len(packed) for _, packed in self._held) // SIZE
-                self._held = []
+                self._drop(CAPACITY)
                 self._error = error if isinstance(error, StorageError) else _unwritten(self._writer.folder, error)
+
+    def _drop(self, keep: int) -> None:
+        """Drop the newest of the events that could not be written; keep: how many stay, to be written later."""
+        kept = Taken()
+        for name, packed in self._held:
+            kept.append((name, packed[: keep * SIZE]))
+            keep -= len(kept[-1][1]) // SIZE
+            self._lost += (len(packed) - len(kept[-1][1])) // SIZE
+        self._held = [(name, packed) for name, packed in kept if packed]
 
     def _take(self) -> None:
         """Take the finished events of each thread, also of ended ones."""
@@ -455,16 +465,17 @@ class Recorder:
 
     def _put(self, writer: "PartWriter") -> None:
         """Write the taken events, except those that wait for a device."""
-        now, later, times = self._held, Taken(), dict[int, tuple[int, int]]()
+        now, later = self._held, Taken()
         if self._device is not None:
             times, waiting = self._device.take()
+            self._times |= times
             now, later = writer.without(now, waiting if self.recording else frozenset())
         if now:
-            writer.write(now, EventNames(_ops.texts(), _details.texts(), _places.texts()), self.dropped, times)
-        self._held = later
+            writer.write(now, EventNames(_ops.texts(), _details.texts(), _places.texts()), self.dropped, self._times)
+        self._held, self._times = later, {}
 
     def flush(self) -> None:
-        """Write all finished spans now. StorageError if this or an earlier write failed, whose events are dropped."""
+        """Write all finished spans now. StorageError if that fails, or if events were dropped before."""
         self._write()
         error, self._error = self._error, None
         if error is not None:
@@ -480,6 +491,7 @@ class Recorder:
         try:
             self.flush()
         finally:
+            self._drop(0)
             self._writer = self._device = None
             self.timed = False
             self._wake = SimpleQueue()

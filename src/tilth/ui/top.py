@@ -168,9 +168,14 @@ def as_dict(look: Look) -> dict[str, Any]:
                    "predicted": (look.state.get("memory") or {}).get("predicted")},
         "recent": _recent(look.recent), "recoveries": list(look.recoveries),
         "ettr": _ettr(look), "ettr_last_hour": _ettr(look, 3600.0),
-        "workers": list(look.workers), "warnings": list(look.warnings),
+        "workers": list(look.workers), "warnings": list(look.warnings), "storage": _storage(look),
         "message": look.message,
     }  # fmt: skip
+
+
+def _storage(look: Look) -> list[dict[str, Any]]:
+    """Return the trouble of the run's disks: ``core.write_queue.Trouble``."""
+    return list(look.state.get("storage") or []) if look.running else []
 
 
 def _ettr(look: Look, window: float = math.inf) -> float | None:
@@ -222,6 +227,9 @@ def drawn(look: Look, width: int) -> RenderableType:
     for warning in look.warnings[-WARNED:]:
         line = f"{warning['kind']}: {first_line(warning)}"
         parts.append(Text.assemble(("warning   ", "yellow"), line, no_wrap=True, overflow="ellipsis"))
+    for trouble in _storage(look):
+        waits = f"{trouble['path']}: {trouble['reason']} since {trouble['since']}; {trouble['bytes']:,} bytes wait"
+        parts.append(Text.assemble(("not written  ", "red"), waits))
     if look.message:
         parts.append(Text.assemble(("log  ", "dim"), look.message, no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
