@@ -151,12 +151,12 @@ class RunDir:
         keys = {"step": record["step"], "attempt": self.attempt, "phase": record.get("phase", ""), "seconds": seconds}
         written = keys | {k: v for k, v in record.items() if k not in keys}
         self._metrics.append(to_json(written))
-        before, self._answer = self._answer, self.trajectories.commit(record["step"])
-        self._tell(dict(before))
-        self.journal.forget(record["step"])
         self._last, self._committed = record["step"], time.monotonic()
         self._spent = {step: spent for step, spent in self._spent.items() if step > self._last - RECENT}
         self._spent[self._last] = seconds
+        before, self._answer = self._answer, self.trajectories.commit(record["step"])
+        self.journal.forget(record["step"])
+        self._tell(dict(before))
         return written
 
     def _tell(self, elsewhere: Trouble) -> None:
