@@ -229,9 +229,8 @@ class RunDir:
 
     def note_finding(self, record: Mapping[str, Any]) -> None:
         """Append a warning of a watch to ``warnings.jsonl``; any thread may call it. Raises StorageError."""
-        lines = Lines(self.path / WARNINGS)
-        lines.append(to_json({"time": _now(), "attempt": self.attempt, **record}))
-        lines.close()
+        line = to_json({"time": _now(), "attempt": self.attempt, **record})
+        self._queue.put(self.path / WARNINGS, partial(_append_line, self.path / WARNINGS, line), len(line))
 
     def recover(self, record: Mapping[str, Any]) -> None:
         """End this attempt, which a failure has ended, and begin the next one in this process.
