@@ -339,7 +339,12 @@ class Run:
             self.save()  # at its end the phase saves anyway
 
     def _keep_in_memory(self, snapshots: Snapshots) -> None:
-        """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one."""
+        """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one.
+
+        The step's trajectories come first: a writer that dies with them would lose rows of a step that is never run
+        again.
+        """
+        self.directory.settle()
         before, self._kept_in_memory = self._kept_in_memory, True
         try:
             snapshots.take(self.roles.stateful_roles(), self.state.step, self._objects(), self.policy.mesh)
