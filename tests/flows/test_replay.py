@@ -77,7 +77,9 @@ def test_a_record_that_does_not_come_back_is_a_fault_that_has_gone(poisoned, tmp
     assert (verdict.kind, verdict.ranks, verdict.details["cause"]) == ("corruption", (), "device")
 
 
-def test_what_cannot_be_replayed_is_refused(poisoned):
+def test_what_cannot_be_replayed_is_refused(poisoned, tmp_path):
+    with raises(DataError, "run.json"):
+        replay(tmp_path, 3, run_recipe)
     with raises(DataError, "--step"):
         replay(poisoned, 99, run_recipe)
     with pytest.raises(DataError, match="nearest are those of steps 2, 4, 6"):

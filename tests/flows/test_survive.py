@@ -194,6 +194,7 @@ def test_failures_while_the_state_is_restored_count_for_their_own_step(tmp_path,
 
 def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypatch):
     """Worker 0 is new, and worker 1 dies before the roles of worker 0 are made."""
+    broken, said = [], []
     groups = [SimpleNamespace(role=role, mesh=Mesh.of({}, [rank])) for role, rank in (("policy", 1), ("loader", 0))]
     failures, made = [WorkerLost("rank 1", key="policy.create")], []
 
@@ -215,5 +216,8 @@ def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypat
     parts = SimpleNamespace(recipe=SimpleNamespace(guard=SimpleNamespace(restarts=8, on_nan="skip")))
     first = WorkerLost("rank 0", key="policy.update")
     first.ranks = (0,)
-    Survival(parts, cluster, None, str).recover(first, 3)
+    directory = SimpleNamespace(break_off=broken.append)
+    Survival(parts, cluster, directory, said.append).recover(first, 3)
     assert made == ["policy", "loader"]
+    assert [(one["ranks"], one["replaced"]) for one in broken] == [((0,), [0])]
+    assert "workers 0, 1 are new" in said[-1]

@@ -96,7 +96,8 @@ def replay(
 
 
 def _recipe(run: Path) -> Recipe:
-    """Return the recipe of a run. DataError for one that cannot be replayed."""
+    """Return the recipe of a run. DataError for one that cannot be replayed, or for a folder that is no run."""
+    read_state(run)
     recipe = load_recipe(str(run / "recipe.toml"))
     if recipe.cluster.backend not in ("local", "inline"):
         raise DataError(

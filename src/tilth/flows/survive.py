@@ -97,30 +97,35 @@ class Survival:
                 f"node {action.evict} is given up: its workers failed at {EVICTS} steps, and those of others did not"
             )
             self._evicted.update(action.ranks)
-        replaced = self.cluster.repair(self._lost, SETTLE, self._evicted)
+        self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
+        replaced: list[int] = []
+        try:
+            self._repair(replaced)
+        except TilthError:
+            self.directory.break_off(_record(verdict, action, step, replaced, began))
+            raise
+        self._begin_attempt(_record(verdict, action, step, replaced, began))
+        self.prepare()
+        new = f"workers {', '.join(map(str, sorted(self._new)))} are new" if self._new else "with the same workers"
+        self._new.clear()
+        self._failed.clear()
+        where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
+        self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
+
+    def _repair(self, replaced: list[int]) -> None:
+        """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``."""
+        replaced += self.cluster.repair(self._lost, SETTLE, self._evicted)
         self._lost.clear()
         self._evicted.clear()
         self._new.update(replaced)
         self._replaced.update(replaced)
-        self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
         for group in self.cluster.groups:
             if not _is_kept(group, self._new, self._failed):
                 self.cluster.make(group)
-        self._begin_attempt(verdict, action, step, replaced, began)
-        self.prepare()
-        self._new.clear()
-        self._failed.clear()
-        new = f"workers {', '.join(map(str, replaced))} are new" if replaced else "with the same workers"
-        where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
-        self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
 
-    def _begin_attempt(self, verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> None:
+    def _begin_attempt(self, record: dict[str, Any]) -> None:
         """Record the recovery; events and metrics belong to the next attempt."""
-        seconds = round(time.monotonic() - began, 3)
-        facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
-        facts |= {"action": action.step, "details": verdict.details}
-        facts |= {"evicted": action.evict} if action.evict else {}
-        self.directory.recover({"step": step, **facts, "replaced": replaced, "seconds": seconds})
+        self.directory.recover(record)
         recorder.conclude()
         recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)
         self.trace()
@@ -153,6 +158,14 @@ class Survival:
         rollout = self.parts.roles.rollout
         if rollout is not None and self.parts.recipe.rollout.environment:
             rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+
+
+def _record(verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> dict[str, Any]:
+    """Return the line of a recovery."""
+    facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+    facts |= {"action": action.step, "details": verdict.details}
+    facts |= {"evicted": action.evict} if action.evict else {}
+    return {"step": step, **facts, "replaced": replaced, "seconds": round(time.monotonic() - began, 3)}
 
 
 def _first_line(verdict: Verdict, step: int) -> str:

@@ -242,13 +242,19 @@ class RunDir:
         record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long
         the recovery took. The time since the last commit is added as ``lost``.
         """
-        spent, now = time.monotonic() - self._committed - float(record["seconds"]), _now()
-        self._survived({"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
-        self._committed = time.monotonic()
+        now = _now()
+        self.break_off(record)
         before, self.attempt = self._state["attempts"], self.attempt + 1
         self.changes = {}
         attempts = [*before[:-1], before[-1] | _recovered(record, now), self._attempt(now)]
         self.update(attempt=self.attempt, attempts=attempts)
+
+    def break_off(self, record: Mapping[str, Any]) -> None:
+        """Record a recovery that another failure broke off; this attempt goes on to the next recovery. record: as of
+        ``recover``."""
+        spent = time.monotonic() - self._committed - float(record["seconds"])
+        self._survived({"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
+        self._committed = time.monotonic()
 
     def survive(self, record: Mapping[str, Any]) -> None:
         """Record that this attempt goes on where the former one's controller was killed. record: as of
