@@ -347,6 +347,7 @@ def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path)
     (tmp_path / "tilth").mkdir()
     (tmp_path / "tilth" / "__init__.py").write_text("raise ImportError('half of an installation')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("OMP_DYNAMIC", "false")  # asks for a new fork server
     with raises(WorkerLost, "cluster.start") as raised:
         LocalBackend(2)
     assert "ended with exit code 1" in str(raised.value)
