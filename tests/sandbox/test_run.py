@@ -1,6 +1,7 @@
 """A sandbox runs programs and says what became of them."""
 
 import contextlib
+import os
 import sys
 import threading
 
@@ -34,6 +35,7 @@ PROGRAMS = [
     ("x = bytearray(1 << 30)", "limit", "memory", 78),
     ("open('f', 'wb').write(bytes(20 << 20))", "error", "", 1),
     ("print('x' * (2 << 20))", "limit", "output", 137),
+    ("import os, time; os.close(1); os.close(2); time.sleep(9)", "limit", "seconds", 137),
     ("(", "error", "", 1),
 ]
 
@@ -49,8 +51,41 @@ def test_input_and_files(sandbox):
     assert found.stdout == "x é __main__\n" and not found.stderr
     with raises(SandboxError, "sandbox.files"):
         sandbox.run("", files={"../a": ""})
+    for name in ("", ".", "a\0"):
+        with raises(SandboxError, "sandbox.files"):
+            sandbox.run("", files={name: ""})
+    with raises(SandboxError, "sandbox.text"):
+        sandbox.run("", stdin="\ud800")
     with raises(SandboxError, "sandbox.memory"):
         SandboxLimits(memory=0)
+
+
+@pytest.mark.parametrize("stdin", ["", "abc", "x" * (1 << 20)])
+def test_a_program_reads_its_input_to_the_end(sandbox, stdin):
+    assert sandbox.run("import sys; print(len(sys.stdin.read()))", stdin=stdin).stdout == f"{len(stdin)}\n"
+
+
+def test_a_program_ends_as_one_of_an_interpreter(sandbox):
+    late = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()\n"
+    found = sandbox.run(f"{late}import atexit; atexit.register(print, 'last'); print('first')")
+    assert found.stdout.split() == ["first", "late", "last"]
+    stored = "import pickle\nclass A: x = 3\nprint(pickle.loads(pickle.dumps(A())).x)"
+    assert sandbox.run(stored).stdout == "3\n"
+    assert (
+        "Ran 1 test"
+        in sandbox.run("import unittest\nclass T(unittest.TestCase):\n    def test(self): pass\nunittest.main()").stderr
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root there is one user")
+def test_a_program_with_many_processes_leaves_others_their_limit(sandbox):
+    forks = "import os, time\nfor i in range(11):\n    if os.fork() == 0: time.sleep(9); os._exit(0)\ntime.sleep(9)"
+    greedy = threading.Thread(target=sandbox.run, args=(forks,), kwargs={"limits": SandboxLimits(seconds=3.0)})
+    greedy.start()
+    while greedy.is_alive():
+        found = sandbox.run(forks.replace("9", "0"))
+        assert found.state == "ok", found
+    greedy.join()
 
 
 def test_programs_side_by_side(sandbox):

@@ -108,8 +108,14 @@ class Sandbox:
         What it does cannot be seen by a later program: each has its own file system, processes and network.
         """
         names = files or {}
-        if wrong := [name for name in names if name.startswith("/") or ".." in Path(name).parts]:
+        parts = {name: Path(name).parts for name in names}
+        if wrong := [n for n, p in parts.items() if not p or p[0] == "/" or ".." in p or "\0" in n]:
             raise SandboxError(f"file {wrong[0]!r} is not below the working directory", key="sandbox.files")
+        for text in (stdin, *names, *names.values()):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise SandboxError(f"the input or a file has no UTF-8: {error}", key="sandbox.text") from None
         chosen = limits or self.limits
         request = json.dumps(
             {"program": program, "stdin": stdin, "files": dict(names), "limits": asdict(chosen)}

@@ -5,7 +5,9 @@ request is a fork in new namespaces: processes, network, mounts, host name, IPC.
 capabilities, under limits and a filter of system calls; a process that it cannot touch waits for it.
 """
 
+import atexit
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -15,8 +17,10 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
+from types import ModuleType
 from typing import Any, NoReturn
 
 from tilth.sandbox import kernel
@@ -24,6 +28,9 @@ from tilth.sandbox import kernel
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/var", "/tmp", "/home")
 """Folders in which the empty file system may be built: it hides one of them."""
 NOBODY = 65534
+FIRST_USER = 0x70000000
+"""Users of programs count up from here by the number of a process: the kernel counts the processes of a user, so that
+programs under one user would use up each other's limit."""
 SHARED = ("/usr", "/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/work"
@@ -153,14 +160,16 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     """Run one program in namespaces of its own and watch it."""
     limits = request["limits"]
     kernel.unshare(kernel.NEWPID | kernel.NEWNET | kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS)
-    pipes = [os.pipe() for _ in range(3)]
-    began = time.monotonic()
+    (read, stdin), (stdout, out), (stderr, err), (ended, alive) = (os.pipe() for _ in range(4))
+    began, user = time.monotonic(), FIRST_USER + os.getpid()
     first = os.fork()  # process 1 of its namespace: when it ends, all others in there are killed
     if first == 0:
-        _first(request, [pipes[0][0], pipes[1][1], pipes[2][1]])
-    for fd in (pipes[0][0], pipes[1][1], pipes[2][1]):
+        for fd in (stdin, stdout, stderr, ended):  # a second holder of stdin would keep its end from the program
+            os.close(fd)
+        _first(request, [read, out, err], user)
+    for fd in (read, out, err, alive):
         os.close(fd)
-    kept, limit = _watch(first, pipes[0][1], pipes[1][0], pipes[2][0], request["stdin"].encode(), limits, began)
+    kept, limit = _watch(ended, stdin, stdout, stderr, request["stdin"].encode(), limits, began)
     if limit:
         os.kill(first, signal.SIGKILL)
     _, status, used = os.wait4(first, 0)
@@ -168,20 +177,23 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(
-    first: int, stdin: int, stdout: int, stderr: int, said: bytes, limits: dict[str, Any], began: float
+    ended: int, stdin: int, stdout: int, stderr: int, said: bytes, limits: dict[str, Any], began: float
 ) -> tuple[dict[int, bytearray], str]:
-    """Feed the program and read what it prints; return that, and the limit that it broke."""
+    """Feed the program and read what it prints; return that, and the limit that it broke.
+
+    ended: closed at its other end by the end of process 1, whatever the program does with its own descriptors.
+    """
     kept = {stdout: bytearray(), stderr: bytearray()}
     for fd in (stdin, stdout, stderr):
         os.set_blocking(fd, False)
     with selectors.DefaultSelector() as selector:
-        for fd in kept:
+        for fd in (*kept, ended):
             selector.register(fd, selectors.EVENT_READ)
         if said:
             selector.register(stdin, selectors.EVENT_WRITE)
         else:
             os.close(stdin)
-        while any(fd in selector.get_map() for fd in kept):
+        while any(fd in selector.get_map() for fd in (*kept, ended)):
             left = began + limits["seconds"] - time.monotonic()
             ready = selector.select(max(0.0, left))
             if not ready and left <= 0:
@@ -199,8 +211,9 @@ def _watch(
                         os.close(stdin)
                     continue
                 part = os.read(fd, 1 << 16)
-                kept[fd] += part
-                if not part:
+                if part:
+                    kept[fd] += part
+                else:
                     selector.unregister(fd)
                 if sum(map(len, kept.values())) > limits["output"]:
                     return kept, "output"
@@ -222,7 +235,7 @@ def _outcome(
     }  # fmt: skip
 
 
-def _first(request: dict[str, Any], fds: list[int]) -> NoReturn:
+def _first(request: dict[str, Any], fds: list[int], user: int) -> NoReturn:
     """Be process 1: mount what belongs to this program alone, start it as nobody, wait for it."""
     code = 1
     try:
@@ -242,7 +255,7 @@ def _first(request: dict[str, Any], fds: list[int]) -> NoReturn:
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         child = os.fork()
         if child == 0:
-            _program(request["program"], limits, fds)
+            _program(request["program"], limits, fds, user)
         for fd in fds:
             os.close(fd)
         code = _wait(child)
@@ -260,7 +273,7 @@ def _wait(child: int) -> int:
             return 128 - code if code < 0 else code
 
 
-def _program(source: str, limits: dict[str, Any], fds: list[int]) -> NoReturn:
+def _program(source: str, limits: dict[str, Any], fds: list[int], user: int) -> NoReturn:
     """Give everything up and execute the program in this process."""
     for place, fd in enumerate(fds):
         os.dup2(fd, place)
@@ -270,7 +283,12 @@ def _program(source: str, limits: dict[str, Any], fds: list[int]) -> NoReturn:
     with contextlib.suppress(PermissionError):  # without root, this user is the only one that there is
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        try:
+            os.setresuid(user, user, user)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a container that has a few users only
+                raise
+            os.setresuid(NOBODY, NOBODY, NOBODY)
     kernel.drop_capabilities()
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
@@ -304,10 +322,11 @@ def _execute(source: str) -> int:
     sys.argv, sys.path[:] = ["program.py"], [WORK, *(path for path in sys.path if "site-packages" not in path)]
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         setattr(sys, name, open(number, mode, encoding="utf-8", errors="replace", closefd=False))  # noqa: SIM115
-    names = {"__name__": "__main__", "__builtins__": __builtins__, "__file__": "program.py"}
+    main = sys.modules["__main__"] = ModuleType("__main__")  # where pickle and unittest look for the program's classes
+    main.__file__ = "program.py"
     code = 0
     try:
-        exec(compile(source, "program.py", "exec"), names)
+        exec(compile(source, "program.py", "exec"), main.__dict__)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
@@ -317,6 +336,8 @@ def _execute(source: str) -> int:
     except BaseException:  # noqa: BLE001 - as an interpreter does
         traceback.print_exc()
         code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does: threads that are no daemons end first
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
