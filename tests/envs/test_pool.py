@@ -53,6 +53,12 @@ def test_episodes_are_apart(pool):
     assert take(pool, 1)[0].value == {"value": 2.0, "parts": {"first": 1.0}, "reason": ""}
 
 
+def test_all_episodes_of_a_process_hang(pool):
+    begin(pool, 0, 1)
+    assert [answer.status for answer in say(pool, e0="hang", e1="hang").values()] == ["timeout", "timeout"]
+    assert contents(begin(pool, 2)[2]) == ["p2"]
+
+
 @pytest.mark.parametrize("said, status", [("raise", "error"), ("bytes", "error"), ("hang", "timeout")])
 def test_one_fails_and_the_others_stay_where_they_are(pool, said, status):
     begin(pool, 0, 1)

@@ -216,7 +216,7 @@ class EnvironmentPool:
         reason = f"{episode.asked.op} took longer than {self.timeout:g} s"
         found = [self._fail(episode, reason, "timeout")]
         child.retiring = True
-        if not child.answers(PING):
+        if child in self._children and not child.answers(PING):  # one that retired already ended with its last episode
             child.kill()
             found += self._lose(child, "")
         self._retire()
