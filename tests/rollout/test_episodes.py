@@ -278,3 +278,34 @@ def test_what_was_computed_is_not_computed_again(tokenizers_of):
     read = sum(int((p.trajectory.mask == 0).sum()) for p in found)
     turns = sum(p.turns for p in found)
     assert one.engine.stats().prefilled_tokens <= read + turns - len(found)
+
+
+def test_text_without_tokens_costs_its_episode_only():
+    """Characters that a tokenizer of characters does not have, at the beginning and in an answer."""
+    tokenizer = Tokenizer.characters("0123456789+=")
+    odd = {(1, 1): Answer(1, "step", {"messages": [{"role": "user", "content": "a b"}], "done": False})}
+
+    class Sums(Talks):
+        def begin(self, episode, info):
+            self.heard[episode] = []
+            text = "why?" if episode == 2 else "1+1="
+            self.waiting.append(
+                Answer(episode, "begin", {"messages": [{"role": "user", "content": text}], "tools": []})
+            )
+
+        def step(self, episode, message):
+            super().step(episode, message)
+            for answer in self.waiting[-1:]:
+                if (episode, len(self.heard[episode])) not in self.odd and answer.op == "step":
+                    answer.value["messages"] = [{"role": "user", "content": "2+2="}]
+
+    one = scripted_plain(tokenizer, Sums(4, odd=odd))
+    params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
+    found = one.play([Wanted(i, {"q": ""}) for i in range(4)], params)
+    assert [p.status for p in found] == ["ok", "error", "error", "ok"] or found[1].reason.endswith("was cut")
+    assert found[2].trajectory.reward is None and "no token" in found[2].reason
+
+
+def scripted_plain(tokenizer, pool):
+    template = make_template("", tokenizer)
+    return Player(Drawn(1, tokenizer.vocab_size, template.stops), template, tokenizer, pool, Limits(4, 200))

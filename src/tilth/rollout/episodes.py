@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Role, Segment, Trajectory
-from tilth.data.template import Template
+from tilth.data.template import Template, TemplateError
 from tilth.envs.calls import message_of
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.protocol import GenerationEngine
@@ -126,18 +127,33 @@ class Player:
 
     def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
         episode.tools = begun["tools"]
-        ids = self.template.begin(begun["messages"], episode.tools)
+        try:
+            ids = self.template.begin(begun["messages"], episode.tools)
+        except DataError as error:
+            self._unreadable(episode, error)
+            return None
         return self._ask(episode, np.asarray(ids, np.int64), params, f"its first messages have {len(ids)} tokens")
 
     def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
         assert episode.last is not None
-        ids = self.template.follow(new, episode.tools, ended=episode.ended) if new else []
+        try:
+            ids = self.template.follow(new, episode.tools, ended=episode.ended) if new else []
+        except DataError as error:
+            self._unreadable(episode, error)
+            return None
         tokens = np.concatenate([episode.last.tokens, np.asarray(ids, np.int64)])
         if ids:
             role: Role = new[0]["role"]
             episode.last = longer(episode.last, tokens, role)
         return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
+
+    def _unreadable(self, episode: Episode, error: DataError) -> None:
+        """End an episode whose environment says what the tokenizer cannot express. A template that cannot work at all
+        ends the run."""
+        if isinstance(error, TemplateError):
+            raise error
+        self._close(episode, {}, str(error), "error")
 
     def _ask(self, episode: Episode, tokens: np.ndarray, params: SamplingParams, what: str) -> Request | None:
         """Return the request for the next turn; without room for a token the episode is cut, and scored as it is."""

@@ -132,6 +132,7 @@ def _place(place: str, folder: bool) -> None:
 
 def _answer(guest: socket.socket) -> NoReturn:
     """Run the program that a request holds and answer with its outcome."""
+    kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)  # with the first process, and so with who asked
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 0
     try:
