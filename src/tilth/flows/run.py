@@ -379,13 +379,16 @@ class Run:
 
     def secure(self, seconds: float = PATIENCE) -> None:
         """Save a checkpoint and wait until it is complete; StorageError if it fails for so long."""
-        until = time.monotonic() + seconds
+        until, told = time.monotonic() + seconds, False
         while True:
             self.saving.finish()
             self.save()
             self.saving.finish()
             if not self.saving.wanted:
                 return
+            if not told and seconds > SLOW:
+                told = True
+                self.say(f"waiting {seconds:g} s at most until a checkpoint can be written: {self.saving.error}")
             if time.monotonic() >= until and self.saving.error is not None:
                 raise self.saving.error
             time.sleep(self.saving.pause)
