@@ -19,7 +19,6 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
-from tests import forked
 from tests.cluster.test_backend_declared import BACKEND
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
@@ -372,7 +371,7 @@ def an_engine(text, monkeypatch):
 
 def an_axis(text, monkeypatch):
     """A new axis, in a process of its own: the table it joins is that of the whole process."""
-    ran = subprocess.run([*forked.python(), "-c", text], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ran.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", text, re.M), ran.stderr
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests import forked
 from tilth.cli.main import app
 
 SMALL = [
@@ -33,7 +32,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "CO
 
 def start(folder, *arguments):
     return subprocess.Popen(
-        [*forked.python(), *TILTH[1:], *map(str, arguments)],
+        [*TILTH, *map(str, arguments)],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

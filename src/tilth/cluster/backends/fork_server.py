@@ -56,10 +56,11 @@ class ServerProcess:
     def __init__(self, environment: Mapping[str, str], kept: str = "") -> None:
         """environment: in which libraries are loaded."""
         self.socket, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server", *([kept] if kept else [])]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
         with theirs:
             self.process = subprocess.Popen(
-                [*command(environment), *([kept] if kept else [])],
+                command,
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
@@ -92,7 +93,7 @@ class ForkServer:
         self, environment: Mapping[str, str], connection: socket.socket, process: ServerProcess | None = None
     ) -> None:
         """environment: in which libraries were loaded."""
-        self.key = loaded_by(environment)
+        self.key = _key(environment)
         self._socket, self._process, self._lock = connection, process, threading.Lock()
         self.alive = True
         """True while it answers."""
@@ -161,7 +162,7 @@ def start_worker(arguments: Sequence[str], environment: Mapping[str, str], log: 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
     """Return the server of this process, a new one if it has none or libraries would load differently."""
     for one in list(_servers):
-        if not one.alive or one.key != loaded_by(environment):
+        if not one.alive or one.key != _key(environment):
             _servers.remove(one)
             one.close()
     if not _servers:
@@ -175,13 +176,7 @@ def join(connection: socket.socket, environment: Mapping[str, str]) -> None:
     _servers.append(ForkServer(environment, connection))
 
 
-def command(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of a fork server that is to run in this environment."""
-    return [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server"]
-
-
-def loaded_by(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read when they are loaded."""
+def _key(environment: Mapping[str, str]) -> dict[str, str]:
     each = ("OMP_NUM_THREADS", "PYTHONPATH")  # a worker's own
     return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name not in each}
 
