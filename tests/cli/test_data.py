@@ -62,7 +62,10 @@ def test_examples_are_those_of_the_run(talks):
     recipe = sft(talks)
     view = look(recipe, 3)
     prompts = load_source(recipe.data)
-    tokenizer = Tokenizer.train([p.text + (p.answer or "") for p in prompts], 300)
+    said = [
+        "".join(f"{turn['role']}\n{turn['content']}\n" for turn in p.messages) or p.text + p.answer for p in prompts
+    ]
+    tokenizer = Tokenizer.train(said, 300)
     examples = supervised(list(prompts), make_template("chatml", tokenizer), 256)
     assert [s.index for s in view.examples] == [0, 1, 2]
     for shown, example in zip(view.examples, examples):

@@ -71,7 +71,7 @@ class Asked:
 class Saved:
     """In place of what makes checkpoints: remembers the steps."""
 
-    failed = 0
+    failed, wanted, error = 0, False, None
 
     def __init__(self, steps, every):
         self.steps, self.every = steps, every
@@ -79,7 +79,7 @@ class Saved:
     def due(self, step):
         return step % self.every == 0
 
-    def begin(self, step, objects, best, mesh):
+    def begin(self, step, objects, best, mesh, trouble=None):
         self.steps.append(step)
 
     def look(self):

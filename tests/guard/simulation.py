@@ -366,6 +366,11 @@ class Folder:
         self._check_owner()
         self.attempt += 1
 
+    def break_off(self, record: dict[str, Any]) -> None:
+        self._check_owner()
+
+    def settle(self) -> None: ...
+
     def _check_owner(self) -> None:
         if self.world.lock is not self.owner:
             raise Violation("two controllers write one run")

@@ -75,6 +75,7 @@ def test_a_run_goes_on_without_room_and_says_so_once_until_there_is_room(tmp_pat
     run = SimpleNamespace(
         _kept_in_memory=True,
         _objects=dict,
+        directory=SimpleNamespace(settle=lambda: None),
         say=said.append,
         state=SimpleNamespace(step=1),
         policy=SimpleNamespace(mesh=Mesh.of({})),

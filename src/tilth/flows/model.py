@@ -266,7 +266,8 @@ def _whole(prompt: Prompt, *, named: bool) -> str:
     """Return all that is said in a prompt and its answer. named: with the roles, as a chat template writes them."""
     turns = list(prompt.messages)
     if turns and turns[-1]["role"] == "assistant":
-        turns[-1] = {"role": "assistant", "content": prompt.answer or ""}
+        turns.pop()
+    turns += [{"role": "assistant", "content": prompt.answer or ""}] if turns else []
     if named and turns:
         return "".join(f"{turn['role']}\n{turn['content']}\n" for turn in turns)
     return "\n\n".join(turn["content"] for turn in turns) if turns else f"{prompt.text}{prompt.answer or ''}"

@@ -8,7 +8,6 @@ missing; an unusable answer is bad data, reported before a run.
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,14 +15,13 @@ from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import Any, ClassVar, Protocol
 
 from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
 from tilth.rewards.endpoint import HttpReward
-from tilth.sandbox.run import Sandbox
+from tilth.rewards.programs import UnitTests
 
 Info = Mapping[str, Any]
 """Columns of a prompt's record other than the prompt."""
@@ -190,58 +188,6 @@ def answer_of(info: Info) -> str:
 def missing(info: Info) -> str:
     """Return a complaint if the data has no answer, else ""."""
     return "there is no answer" if info.get("answer") is None else ""
-
-
-# ---- programs ----
-
-_CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class UnitTests:
-    """1.0 if the completion's program passes ``info["tests"]``, Python that raises otherwise; both run in a sandbox.
-
-    The program is the last fenced block of the completion, or all of it. ``format``: 1 if it compiles.
-    """
-
-    decides: ClassVar[bool] = True
-
-    def __call__(self, prompt: str, completion: str, info: Info) -> dict[str, float]:
-        blocks = _CODE.findall(completion)
-        program = blocks[-1] if blocks else completion
-        try:
-            compile(program, "program.py", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return {"reward": 0.0, "correct": 0.0, "format": 0.0}
-        # Tests are a part of the same program, so that one that exits early must not look as if they had passed.
-        marker = f"passed-{os.urandom(8).hex()}"
-        found = _sandbox().run(f"{program}\n{info['tests']}\nprint({marker!r})")
-        passed = float(found.state == "ok" and found.stdout.endswith(f"{marker}\n"))
-        return {"reward": passed, "correct": passed, "format": 1.0}
-
-    def check(self, info: Info) -> str:
-        """Check that there are tests that compile."""
-        if not isinstance(info.get("tests"), str):
-            return "the record has no column tests with Python source"
-        try:
-            compile(info["tests"], "tests.py", "exec")
-        except (SyntaxError, ValueError) as error:
-            return f"the tests do not compile: {error}"
-        return ""
-
-
-_one_sandbox = Lock()
-
-
-def _sandbox() -> Sandbox:
-    """Return the sandbox of this process. SandboxError if this machine allows none."""
-    with _one_sandbox:  # a cache alone would make one for each of several threads, and drop all but one in use
-        return _made_sandbox()
-
-
-@cache
-def _made_sandbox() -> Sandbox:
-    return Sandbox()
 
 
 # ---- mathematics and JSON, by libraries ----

@@ -9,7 +9,7 @@ from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed
 from tilth.envs.environment import Environment, Message
-from tilth.rewards.verifiers import UnitTests
+from tilth.rewards.programs import UnitTests
 
 STEPS = {"plus": "+", "minus": "-", "times": "*"}
 TRIED = range(5)
@@ -38,9 +38,7 @@ class CodePrompts(Computed):
         for name, number in steps:
             body = f"({body}{STEPS[name]}{number})"
         program = f"def f(x): return {body}"
-        names: dict[str, Any] = {}
-        exec(program, names)
-        tests = "\n".join(f"assert f({x}) == {names['f'](x)}" for x in TRIED)
+        tests = "\n".join(f"assert f({x}) == {_value(steps, x)}" for x in TRIED)
         question = " ".join(f"{name} {number}" for name, number in steps)
         turns = ({"role": "user", "content": question}, {"role": "assistant", "content": program})
         return Prompt(index, question, program, {"answer": program, "tests": tests}, turns)
@@ -62,6 +60,12 @@ class CodePrompts(Computed):
     def fingerprint(self) -> str:
         """Return the task and its size."""
         return f"code of three steps, numbers to {_NUMBERS}"
+
+
+def _value(steps: list[tuple[str, int]], x: int) -> int:
+    for name, number in steps:
+        x = x + number if name == "plus" else x - number if name == "minus" else x * number
+    return x
 
 
 class CodeSandbox(Environment):

@@ -61,6 +61,7 @@ _DECLARED = (
     Op("submit", "frame", "the controller sends a call to its workers; detail, seq: as of the call"),
     Op("await", "wait", "the controller waits for the answers of a call; detail, seq: as of the call"),
     Op("snapshot", "phase", "the copy of the state in memory, from which a run goes on after a failure"),
+    Op("snapshot.copies", "phase", "the snapshot before is on its way to other nodes still"),
     Op("checksums", "compute", "checksums of copies that must be equal"),
     Op("save.wait", "wait", "for the checkpoint before, which is still being written"),
     Op("save.background", "frame", "a checkpoint is written beside the training"),

@@ -201,6 +201,7 @@ def test_processes_whose_clocks_are_wrong_are_put_right(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WRONG.format(worlds=worlds))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("OMP_DYNAMIC", "false")  # asks for a new fork server, which imports that file
     folder = tmp_path / "events"
     with open_cluster("local", 2) as cluster, recorder.to(folder, cluster.rank, 1):
         cluster.trace(folder, 1)
