@@ -6,6 +6,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.api import run_recipe
@@ -15,6 +16,7 @@ from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback
 from tilth.flows.replay import replay, shrunk
 from tilth.guard.inject import inject
+from tilth.training.engine import TrainEngine
 
 POISON = """
 from tilth.training.engine import TrainEngine
@@ -47,7 +49,10 @@ def poisoned(tmp_path_factory):
     """The fifth step of this run is not finite."""
     folder = tmp_path_factory.mktemp("poisoned")
     (folder / "mine.py").write_text(POISON)
-    return saved(folder, plugins=[str(folder / "mine.py")])
+    whole = TrainEngine._passes
+    yield saved(folder, plugins=[str(folder / "mine.py")])
+    TrainEngine._passes = whole  # of which the plugin has made another one, for all tests of this process
+    forget()
 
 
 def test_a_step_that_is_right_comes_back_and_the_run_stays_as_it_was(poisoned):
