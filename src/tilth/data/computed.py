@@ -75,6 +75,12 @@ class Computed:
         """uint32 [n]: hash of each text."""
         return text_hashes(text.encode() for text in self.texts())
 
+    def sizes(self) -> np.ndarray:
+        """int64 [n]: bytes of each text."""
+        import numpy as np
+
+        return np.fromiter((len(text.encode()) for text in self.texts()), np.int64)
+
     def __getstate__(self) -> dict[str, Any]:
         kind = type(self)
         return {k: v for k, v in vars(self).items() if not isinstance(getattr(kind, k, None), cached_property)}

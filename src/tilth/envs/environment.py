@@ -33,8 +33,7 @@ def tool(function: F) -> F:
 class Environment:
     """One episode. Subclass it in a plugin; ``rollout.environment`` is the name of the class in small letters.
 
-    Each method may be ``async``. ``state`` is not shared: every episode has an object of its own, made without
-    arguments.
+    Each method may be ``async``. Every episode has an object of its own, made without arguments.
     """
 
     describes_tools: ClassVar[bool] = True

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
-from tilth.rewards.process import frame
+from tilth.rewards.process import drain, frame
 
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
@@ -311,12 +311,7 @@ class _Child:
 
     def read(self) -> bool:
         """Read what there is; False at the end of the stream."""
-        try:
-            while received := os.read(self.replies, 1 << 20):
-                self._inbox += received
-        except BlockingIOError:
-            return True
-        return False
+        return drain(self.replies, self._inbox)
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the complete messages received so far."""

@@ -166,6 +166,16 @@ def send(stream: BinaryIO, message: tuple[Any, ...]) -> None:
     stream.flush()
 
 
+def drain(fd: int, into: bytearray) -> bool:
+    """Read what there is from a pipe that does not block; False at the end of the stream."""
+    try:
+        while received := os.read(fd, 1 << 20):
+            into += received
+    except BlockingIOError:
+        return True
+    return False
+
+
 def frame(body: bytes) -> bytes:
     """Return a message: 8 bytes of length, then the body."""
     return struct.pack("<Q", len(body)) + body

@@ -36,7 +36,7 @@ import cloudpickle
 from tilth.core.errors import RewardError
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
 from tilth.rewards.prints import Prints
-from tilth.rewards.process import ScoringProgress, frame
+from tilth.rewards.process import ScoringProgress, drain, frame
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
@@ -358,12 +358,7 @@ class Child:
 
     def read(self) -> bool:
         """Read what there is; False at the end of the stream."""
-        try:
-            while received := os.read(self.replies, 1 << 20):
-                self._inbox += received
-        except BlockingIOError:
-            return True
-        return False
+        return drain(self.replies, self._inbox)
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield the complete messages received so far."""

@@ -53,12 +53,6 @@ class CalculatorPrompts(Computed):
             a, b, c = self.numbers(index)
             yield f"({a}*{b})+{c}"
 
-    def sizes(self) -> Any:
-        """Return bytes of each text, int64 [n]."""
-        import numpy as np
-
-        return np.fromiter(map(len, self.texts()), np.int64, len(self))
-
     def alphabet(self) -> str:
         """Return the characters of questions, calls and answers."""
         return "".join(sorted(set("0123456789()*+" + _call("multiply", 0, 0) + _call("add", 0, 0))))

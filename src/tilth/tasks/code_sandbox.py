@@ -47,12 +47,6 @@ class CodePrompts(Computed):
         """Yield the text of each question."""
         return (" ".join(f"{name} {number}" for name, number in self.steps(i)) for i in range(len(self)))
 
-    def sizes(self) -> Any:
-        """Return bytes of each text, int64 [n]."""
-        import numpy as np
-
-        return np.fromiter(map(len, self.texts()), np.int64, len(self))
-
     def alphabet(self) -> str:
         """Return letters, digits and the signs of a program."""
         return "".join(sorted(set("plusminustimesdef return x0123456789+-*(): ")))

@@ -90,12 +90,6 @@ class RetrievalPrompts(Computed):
         """Yield the text of each question."""
         return map(self._question, range(len(self)))
 
-    def sizes(self) -> Any:
-        """Return bytes of each text, int64 [n]."""
-        import numpy as np
-
-        return np.fromiter(map(len, self.texts()), np.int64, len(self))
-
     def alphabet(self) -> str:
         """Return letters and the signs of a call."""
         return "".join(sorted(set("abcdefghijklmnopqrstuvwxyz ?" + json.dumps({"a": {"b": "_"}}) + "</>_")))

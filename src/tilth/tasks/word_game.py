@@ -41,12 +41,6 @@ class WordGamePrompts(Computed):
         """Yield the text of each prompt."""
         return (f"game {index}" for index in range(len(self)))
 
-    def sizes(self) -> Any:
-        """Return bytes of each text, int64 [n]."""
-        import numpy as np
-
-        return np.fromiter(map(len, self.texts()), np.int64, len(self))
-
     def alphabet(self) -> str:
         """Return the letters of words and marks, and digits."""
         return "".join(sorted(set("".join(WORDS) + f"beforaftund{FIRST} 0123456789ame")))
