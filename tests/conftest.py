@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import forked
 from tests.pool import pool
 from tilth.config.imports import uncollected
 
@@ -20,6 +21,7 @@ __all__ = ["pool"]
 settings.register_profile("quick", max_examples=50, deadline=None)  # a busy machine is no failure
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
+forked.fork_servers_too()
 for name in ("COLUMNS", "LINES"):  # GNU readline, which pytest imports, sets them for the processes of -n
     os.environ.pop(name, None)
 

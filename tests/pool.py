@@ -28,6 +28,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.patience import patience
 from tilth.config.imports import uncollected
 
@@ -99,15 +100,8 @@ class Pool:
         environment = {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path])}
         for rank in range(size):
             ours, theirs = Pipe()
-            command = [
-                sys.executable,
-                "-m",
-                "tests.pool",
-                str(theirs.fileno()),
-                str(rank),
-                str(size),
-                self._folder.name,
-            ]
+            command = [*forked.python(), "-m", "tests.pool"]
+            command += [str(theirs.fileno()), str(rank), str(size), self._folder.name]
             log = open(Path(self._folder.name) / f"log-{rank}", "wb")
             with theirs, log:
                 fds = (theirs.fileno(),)

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import tilth
+from tests import forked
 from tests.errors import raises
 from tests.flows import tiny
 from tilth import api
@@ -374,7 +375,7 @@ def test_a_global_or_a_helper_that_changed_is_another_reward(tmp_path):
     def call(weight, helper):
         (tmp_path / "script.py").write_text(SCRIPT.format(weight=weight, sections=sections))
         (tmp_path / "helper.py").write_text(f"def bonus(): return {helper}\n")
-        return subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True).stderr
+        return subprocess.run([*forked.python(), "script.py"], cwd=tmp_path, capture_output=True, text=True).stderr
 
     assert call(0.1, 0.0) == ""
     assert "mine is finished" in call(0.1, 0.0)  # it is the same work

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.scripts import SCRIPTS, benchmarks, script
 
 ROOT = SCRIPTS.parent
@@ -63,7 +64,9 @@ def begun(folder):
     """What ``begin`` found, in a process of its own."""
     call = f"from pathlib import Path; from tests.test_benchmarks import begin; begin(Path({str(folder)!r}))"
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", call], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*forked.python(), "-c", call], env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

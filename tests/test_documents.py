@@ -370,7 +370,7 @@ def an_engine(text, monkeypatch):
 
 
 def an_axis(text, monkeypatch):
-    """A new axis, in a process of its own: the table it joins is that of the whole process."""
+    """A new axis, in a process of its own: recipes have its key if it is declared before they are imported."""
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ran.stdout.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", text, re.M), ran.stderr
 

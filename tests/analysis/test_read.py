@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.errors import raises
 from tests.patience import patience
 from tilth.analysis.read import COLUMNS, attempts, breakdown, parents, parts, read_events, self_times
@@ -224,7 +224,7 @@ def flushed(folder):
 
 def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "src"}
+        [*forked.python(), "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "src"}
     )
     try:
         for _ in range(6):

@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import uuid
 
 import pytest
 import torch
 
+from tests import forked
 from tests.checkpoint.make import group_of, same, tensor
 from tests.checkpoint.saving import die_at, layouts, whole, work
 from tests.checkpoint.stores import Throttled
@@ -172,7 +172,7 @@ def test_one_of_two_ranks_is_killed_while_it_writes(tmp_path):
     folder = begin_save(tmp_path, 2)
     commit = Commit(folder, tmp_path, 2, {"g": range(RANKS)}, {})
     said = map(str, (tmp_path, 2, "write", 2, RANKS, 1, folder))
-    lost = subprocess.Popen([sys.executable, "-m", "tests.checkpoint.saving", *said])
+    lost = subprocess.Popen([*forked.python(), "-m", "tests.checkpoint.saving", *said])
     Saver().write(folder, {"g": group_of(whole(2), layouts(RANKS), 0)}, 0, "0")
     assert lost.wait(timeout=60) == -signal.SIGKILL and not commit.done()
     commit.cancel()

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests import forked
 from tilth.cli.main import app
 from tilth.cli.run import closing
 from tilth.cluster.controller import launcher
@@ -247,7 +248,7 @@ app(["run", "addition-grpo"])
 
 def test_sigterm_while_workers_start_leaves_none():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", STARTING], **pipes) as process:
+    with subprocess.Popen([*forked.python(), "-c", STARTING], **pipes) as process:
         started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=30)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests import forked
 from tilth.cli.main import app
 
 SMALL = [
@@ -32,7 +33,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "CO
 
 def start(folder, *arguments):
     return subprocess.Popen(
-        [*TILTH, *map(str, arguments)],
+        [*forked.python(), *TILTH[1:], *map(str, arguments)],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import forked
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.core.errors import OutOfMemory, RecipeError
@@ -34,7 +35,7 @@ main()
 
 def tilth(mode, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LIMITED, mode, *arguments]
+    command = [*forked.python(), "-c", LIMITED, mode, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 

@@ -5,13 +5,13 @@ import itertools
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests import forked
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.killed import PPO
@@ -42,7 +42,7 @@ def whole(tmp_path_factory):
 
 
 def child(folder, point="none", call=0):
-    command = [sys.executable, "-m", "tests.flows.killed", str(folder), point, str(call), "ppo"]
+    command = [*forked.python(), "-m", "tests.flows.killed", str(folder), point, str(call), "ppo"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 

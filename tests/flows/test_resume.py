@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.killed import POINTS
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def child(folder, point="none", call=0, flow="grpo"):
-    command = [sys.executable, "-m", "tests.flows.killed", str(folder), point, str(call), flow]
+    command = [*forked.python(), "-m", "tests.flows.killed", str(folder), point, str(call), flow]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -55,12 +56,12 @@ AIMS = [(2, "training"), (4, "saving"), (8, "generating")]
 def test_killed_from_outside_and_resumed_each_time(tmp_path, whole, aims):
     """In the middle of an update, of a save and of a generation, wherever the process happens to be in it."""
     tools = benchmark()
-    command = [sys.executable, "-m", "tests.flows.killed", str(tmp_path), "none", "0"]
+    work = ["-m", "tests.flows.killed", str(tmp_path), "none", "0"]
     for step, aim in aims:
-        _, phase = tools.kill(tools.Child(tmp_path, command, "tiny-001"), tools.Moment(step, 0.0, aim))
+        _, phase = tools.kill(tools.Child(tmp_path, [sys.executable, *work], "tiny-001"), tools.Moment(step, 0.0, aim))
         assert aim in phase, f"it ended before it was killed while {aim}"
         assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
-    tools.Child(tmp_path, command, "tiny-001").end()
+    tools.Child(tmp_path, [*forked.python(), *work], "tiny-001").end()
     assert len(read_state(tmp_path / "tiny-001")["attempts"]) == len(aims) + 1
     assert_same_run(tmp_path, whole)
 

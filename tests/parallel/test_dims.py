@@ -1,6 +1,5 @@
 import os
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forked
 from tests.pool import Pool, PoolError
 from tilth.core.layout import Mesh
 from tilth.parallel.dims import ParallelDims, join
@@ -119,7 +119,7 @@ def test_some_processes_of_a_world_work_before_the_others_join(tmp_path):
     """A role on one pool of workers is made before the role on another."""
     code = "import sys; import tilth; from tests.parallel.test_dims import early; early(int(sys.argv[1]), sys.argv[2])"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
+    command = [*forked.python(), "-c", code]
     pair = [
         subprocess.Popen([*command, rank, tmp_path / "meeting"], env=environment, stdout=subprocess.PIPE, text=True)
         for rank in "12"

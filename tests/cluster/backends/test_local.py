@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tilth.cluster.backends.fork_server import fork_server
@@ -36,7 +37,7 @@ class Watched:
     """A cluster of two workers, of which nothing may be left afterwards."""
 
     def __init__(self, timeout):
-        fork_server(environment(2))  # it stays, for the next workers of this process
+        forked.pid(fork_server(environment(2))._process.process)  # it stays, for the next workers of this process
         before = set(psutil.Process().children(recursive=True))  # and other tests' pools
         self.cluster = open_cluster("local", 2, timeout=timeout)
         self.cluster.dispatch.timeout = 60.0  # to make a role takes a while on a busy machine
@@ -259,10 +260,10 @@ time.sleep(600)
 def test_a_killed_controller_leaves_nothing(how):
     """Whatever its workers do: wait, hold the GIL, or are stopped."""
     controller = subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER.replace("HOW", how)], stdout=subprocess.PIPE, text=True, env=environment(2)
+        [*forked.python(), "-c", CONTROLLER.replace("HOW", how)], stdout=subprocess.PIPE, text=True, env=environment(2)
     )
     folder, *pids = controller.stdout.readline().split()
-    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(controller.pid).children()
+    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(forked.pid(controller)).children()
     assert Path(folder).is_dir() and len(processes) >= 6
     time.sleep(0.2)  # the stop or the long call has begun
     controller.kill()
@@ -327,7 +328,9 @@ def started(place):
         "import os, pathlib, tilth.cluster.backends.session_dir as f; "
         f"f._root = lambda: pathlib.Path({str(place)!r}); print(f.SessionDir.create().path, flush=True); os._exit(1)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(1), timeout=60)
+    told = subprocess.run(
+        [*forked.python(), "-c", code], capture_output=True, text=True, env=environment(1), timeout=60
+    )
     return Path(told.stdout.strip())
 
 
@@ -442,12 +445,12 @@ with open_cluster("local", 2, timeout=600.0) as cluster:
 @pytest.mark.parametrize("how, closed", [("pass", 2), ("group.sleep(600)", 0)])
 def test_an_interrupted_controller_leaves_nothing(tmp_path, how, closed):
     """Idle workers close their roles; those that are at work are killed."""
-    program = [sys.executable, "-c", INTERRUPTED.replace("HOW", how), str(tmp_path)]
+    program = [*forked.python(), "-c", INTERRUPTED.replace("HOW", how), str(tmp_path)]
     controller = subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(2)
     )
     folder, *pids = controller.stdout.readline().split()
-    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(controller.pid).children()
+    processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(forked.pid(controller)).children()
     time.sleep(0.3)
     controller.send_signal(signal.SIGINT)
     _, told = controller.communicate(timeout=30)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.errors import raises
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller import launcher
@@ -149,7 +150,7 @@ def test_a_worker_whose_controller_was_ended_before_it_came_ends_by_the_same_sig
     env = environment(**job, SLURM_STEP_NUM_NODES="1", SLURM_PROCID="1")
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + WAITING
     with subprocess.Popen(
-        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*forked.python(), "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout.readline() == "waits\n"
         process.send_signal(number)
@@ -180,13 +181,13 @@ def test_three_processes_of_slurm(how):
     processes = {}
     for rank in (2, 1, 0):
         env = environment(**step, **changes, SLURM_STEP_NUM_NODES="1", SLURM_PROCID=str(rank))
-        command = [sys.executable, "-c", PROGRAM]
+        command = [*forked.python(), "-c", PROGRAM]
         processes[rank] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         time.sleep(0.1)
     out, code = finish(processes[0])
     words = out.split()
-    assert words[:4] == ["workers", "3", "controls", str(processes[0].pid)]
-    assert words[6:] == [str(processes[1].pid), str(processes[2].pid)] and int(words[5]) != processes[0].pid
+    assert words[:4] == ["workers", "3", "controls", str(forked.pid(processes[0]))]
+    assert words[6:] == [str(forked.pid(processes[n])) for n in (1, 2)] and int(words[5]) != forked.pid(processes[0])
     codes = [code, *(finish(processes[rank])[1] for rank in (1, 2))]
     assert codes[0] == bool(how) and (all(codes[1:]) if how == "die" else codes[1:] == [0, 0])
     until = time.monotonic() + 10  # the keeper of a dead controller removes it

@@ -56,11 +56,10 @@ class ServerProcess:
     def __init__(self, environment: Mapping[str, str], kept: str = "") -> None:
         """environment: in which libraries are loaded."""
         self.socket, theirs = socket.socketpair()
-        command = [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server", *([kept] if kept else [])]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
         with theirs:
             self.process = subprocess.Popen(
-                command,
+                [*command(environment), *([kept] if kept else [])],
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
@@ -93,7 +92,7 @@ class ForkServer:
         self, environment: Mapping[str, str], connection: socket.socket, process: ServerProcess | None = None
     ) -> None:
         """environment: in which libraries were loaded."""
-        self.key = _key(environment)
+        self.key = loaded_by(environment)
         self._socket, self._process, self._lock = connection, process, threading.Lock()
         self.alive = True
         """True while it answers."""
@@ -162,7 +161,7 @@ def start_worker(arguments: Sequence[str], environment: Mapping[str, str], log: 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
     """Return the server of this process, a new one if it has none or libraries would load differently."""
     for one in list(_servers):
-        if not one.alive or one.key != _key(environment):
+        if not one.alive or one.key != loaded_by(environment):
             _servers.remove(one)
             one.close()
     if not _servers:
@@ -176,7 +175,13 @@ def join(connection: socket.socket, environment: Mapping[str, str]) -> None:
     _servers.append(ForkServer(environment, connection))
 
 
-def _key(environment: Mapping[str, str]) -> dict[str, str]:
+def command(environment: Mapping[str, str]) -> list[str]:
+    """Return the command of a fork server that is to run in this environment."""
+    return [sys.executable, "-u", "-P", "-m", "tilth.cluster.worker.fork_server"]
+
+
+def loaded_by(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they are loaded."""
     each = ("OMP_NUM_THREADS", "PYTHONPATH")  # a worker's own
     return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT) and name not in each}
 
