@@ -1,25 +1,40 @@
-"""One class name has one meaning in the whole package, and docstrings stand alone."""
+"""One class name has one meaning in the whole package, docstrings stand alone, and no file is long."""
 
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilth"
+MOST = 600
+"""Lines of the longest file."""
+
+
+@cache
+def nodes(text: str) -> list[ast.AST]:
+    """All nodes of a source that have names or docstrings."""
+    found = ast.walk(ast.parse(text))
+    return [node for node in found if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+
+
+def source() -> dict[str, str]:
+    """File of the package -> its text."""
+    return {str(p.relative_to(SOURCE)): p.read_text() for p in SOURCE.rglob("*.py")}
 
 
 def twice(files: dict[str, str]) -> dict[str, list[str]]:
     """Class name -> the files that define it, where there are several."""
     found = defaultdict(list)
     for file, text in files.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(file)
     return {name: where for name, where in found.items() if len(where) > 1}
 
 
 def test_one_class_name_has_one_meaning():
-    assert not twice({str(p.relative_to(SOURCE)): p.read_text() for p in SOURCE.rglob("*.py")})
+    assert not twice(source())
 
 
 def test_a_second_meaning_is_seen():
@@ -32,15 +47,27 @@ SIBLING = re.compile(r"\b(the same of|as above|as there|same as the)\b", re.IGNO
 
 def odd(text):
     """First lines of docstrings that do not begin with a verb or a noun, or that refer to another one."""
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
-    found = [doc for node in nodes if (doc := ast.get_docstring(node))]
+    found = [doc for node in nodes(text) if (doc := ast.get_docstring(node))]
     return [doc.splitlines()[0] for doc in found if ODD.search(doc) or SIBLING.search(doc)]
 
 
 def test_docstrings_say_what_a_thing_is_or_does():
-    assert not {str(p.relative_to(SOURCE)): lines for p in SOURCE.rglob("*.py") if (lines := odd(p.read_text()))}
+    assert not {file: lines for file, text in source().items() if (lines := odd(text))}
 
 
 def test_a_docstring_that_does_not_stand_alone_is_seen():
     text = '"""Rows."""\ndef f():\n    """Whether it is."""\nclass A:\n    """Return x, as above."""\n'
     assert odd(text) == ["Whether it is.", "Return x, as above."]
+
+
+def long(files):
+    """Files of more than MOST lines, with their number."""
+    return {file: lines for file, text in files.items() if (lines := text.count("\n")) > MOST}
+
+
+def test_no_file_is_long():
+    assert not long(source())
+
+
+def test_a_long_file_is_seen():
+    assert long({"a.py": "\n" * MOST, "b.py": "\n" * (MOST + 1)}) == {"b.py": MOST + 1}

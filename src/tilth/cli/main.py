@@ -1,16 +1,12 @@
 """``tilth``: the commands and their options. Each body is a module of its own, imported when the command runs."""
 
-import functools
-import platform
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-import tilth
 from tilth.cli.arguments import (
     AnyArgument,
     AttemptOption,
@@ -32,65 +28,13 @@ from tilth.cli.arguments import (
     WhereArgument,
     keys,
 )
-from tilth.cli.groups import Commands, RunFirst
+from tilth.cli.declare import app, command, group
+from tilth.cli.groups import RunFirst
 from tilth.cli.ls import ls
 from tilth.config.imports import end_uncollected
-from tilth.config.roles import resolve
 
 COMMAND = "command"
 """Object of the context of a process that is nothing but a command, so that it may fork."""
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        try:
-            torch = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            torch = "not installed"
-        typer.echo(f"tilth {tilth.__version__}, torch {torch}, Python {platform.python_version()}")
-        raise typer.Exit
-
-
-def options(
-    version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="versions of tilth, torch and Python")
-    ] = False,
-    plugins: Annotated[
-        list[str] | None,
-        Option("--plugins", metavar="FILE.py", is_eager=True, help="your code that adds commands; repeatable"),
-    ] = None,
-) -> None:
-    """Train language models by reinforcement learning."""
-
-
-app = typer.Typer(
-    cls=Commands, callback=options, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
-
-
-def _group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.TyperGroup) -> typer.Typer:
-    made = typer.Typer(cls=kind, help=text, no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(made, name=name)
-    return made
-
-
-def command(target: str, group: typer.Typer = app, name: str = "") -> Callable[[Callable[..., None]], None]:
-    """Register a command: the function declares its options, ``target`` (module:function of this package) runs it.
-
-    The module is imported when the command runs. Options that are None are left to the target's defaults.
-    """
-
-    def register(declared: Callable[..., None]) -> None:
-        @functools.wraps(declared)
-        def call(**given: Any) -> None:
-            body = resolve(f"tilth.cli.{target}")
-            body(**{option: value for option, value in given.items() if value is not None})
-
-        group.command(name or declared.__name__)(call)
-
-    return register
-
-
 ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=keys)
 
 
@@ -234,7 +178,7 @@ def show(
 
 
 app.command()(ls)
-reward = _group("reward", "Inspect reward functions.")
+reward = group("reward", "Inspect reward functions.")
 REWARD = Argument(
     metavar="REWARD",
     help="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
@@ -260,7 +204,7 @@ def reward_try(
     """
 
 
-env = _group("env", "Try environments of several turns.")
+env = group("env", "Try environments of several turns.")
 
 
 @command("env_try:play", env, "try")
@@ -282,7 +226,7 @@ def env_try(
     """
 
 
-data = _group("data", "Inspect data.")
+data = group("data", "Inspect data.")
 
 
 @command("data:show", data, "show")
@@ -295,7 +239,7 @@ def data_show(
     """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1)."""
 
 
-ckpt = _group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
+ckpt = group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
 
 
 @command("ckpt:ls", ckpt, "ls")
@@ -388,7 +332,7 @@ def ckpt_prune(
     """
 
 
-trace = _group("trace", "Analyse the trace of a run. As in: tilth trace runs/addition-grpo-001 --steps 10:20", RunFirst)
+trace = group("trace", "Analyse the trace of a run. As in: tilth trace runs/addition-grpo-001 --steps 10:20", RunFirst)
 
 
 @command("trace_run:account_of", trace, "RUN")
@@ -485,7 +429,7 @@ def trace_capture(
     """
 
 
-guard = _group("guard", "Find who stopped, slowed or falsified a job.")
+guard = group("guard", "Find who stopped, slowed or falsified a job.")
 
 
 @command("guard_inject:drill", guard, "inject")

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
+from tilth.config.code import keyword_options
 from tilth.config.errors import RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.plugins import ENGINES, declared, keyword_options, task_names
+from tilth.config.plugins import ENGINES, declared, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe, RewardConfig
 from tilth.config.tasks import task_of

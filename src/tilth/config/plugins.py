@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
+from tilth.config.code import describe, is_missing, place
 from tilth.config.errors import PluginError, TilthError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 from tilth.config.open_sets import OPTIMIZERS
@@ -124,7 +125,7 @@ def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T],
             message = f"@tilth.{kind}({name!r}) declares {value!r}, which is no function or class"
             raise PluginError(message, key=f"{kind}.{name}")
         code = inspect.unwrap(value)  # type: ignore[arg-type]
-        found = Declaration(kind, name, value, *_place(code), _IMPORTING[-1] if _IMPORTING else "")
+        found = Declaration(kind, name, value, *place(code), _IMPORTING[-1] if _IMPORTING else "")
         rivals = ("reward", "task") if kind in ("reward", "task") else (kind,)  # a task is a reward too
         before = next((_DECLARED[k][name] for k in rivals if name in _DECLARED[k]), None)  # type: ignore[index]
         if before is not None and before.same_code != found.same_code:
@@ -539,23 +540,6 @@ def _failed(declaration: Declaration, error: BaseException) -> PluginError:
     return PluginError(message, key=f"{declaration.kind}.{declaration.name}")
 
 
-def describe(error: BaseException, file: str = "") -> str:
-    """Describe an exception in one line of at most 300 characters, with the place that raised it.
-
-    file: the code at fault; its innermost line is named even if code that it called raised the error. Syntax errors
-    that Python's importer raises name their line themselves.
-    """
-    message = " ".join(str(error).split())[:200]
-    trace, frames = error.__traceback__, [("<frozen importlib>", 0)]
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    named, line = next((frame for frame in reversed(frames) if frame[0] == file), frames[-1])
-    place = "" if named.startswith("<frozen importlib") else f" at {Path(named).name[-60:]}:{line}"
-    notes = "".join(f" ({note[:100]})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}{': ' + message if message else ''}{place}{notes}"
-
-
 def _import_module(name: str) -> ModuleType:
     if not {"", str(Path.cwd())} & set(sys.path):  # a console script does not see its working directory
         sys.path.append(str(Path.cwd()))
@@ -569,31 +553,3 @@ def _import_module(name: str) -> ModuleType:
             message = f"plugins: no module {error.name!r} on the import path{hint}"  # type: ignore[union-attr]
             raise PluginError(message, key=name) from None
         raise PluginError(f"plugins: importing {name} failed: {describe(error)}", key=f"{name}.import") from error
-
-
-def is_missing(name: str, error: BaseException) -> bool:
-    """True if importing ``name`` failed because it or a package around it does not exist."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    return bool(missing) and f"{name}.".startswith(f"{missing}.")
-
-
-def keyword_options(code: Callable[..., Any]) -> dict[str, Any]:
-    """Return keyword-only argument -> annotation of a function or class: its options."""
-    known = inspect.signature(code, eval_str=True).parameters.values()
-    return {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
-
-
-def source(code: Any) -> str:
-    """Return file and line of a function or class, for error messages."""
-    file, line = _place(inspect.unwrap(code))
-    return f"{Path(file).name}:{line}"
-
-
-def _place(code: Any) -> tuple[str, int]:
-    """Return file and first line of a function or class; ("?", 0) if Python has no source for it."""
-    if inspect.isfunction(code):
-        return code.__code__.co_filename, code.__code__.co_firstlineno
-    try:
-        return inspect.getsourcefile(code) or "?", inspect.getsourcelines(code)[1]
-    except (OSError, TypeError):
-        return "?", 0

@@ -15,8 +15,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
+from tilth.config.code import describe
 from tilth.config.imports import end_uncollected, uncollected
-from tilth.config.plugins import declared, describe, import_file, load_plugins, shipped_tasks
+from tilth.config.plugins import declared, import_file, load_plugins, shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import PluginError, TilthError
 from tilth.envs.environment import Environment, Message

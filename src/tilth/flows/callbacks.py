@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilth.config.plugins import declared_by, describe, source
+from tilth.config.code import describe, source
+from tilth.config.plugins import declared_by
 from tilth.core.errors import PluginError, RecipeError, TilthError
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
-from tilth.config.plugins import Declaration, declared, describe, import_file, is_missing
+from tilth.config.code import describe, is_missing
+from tilth.config.plugins import Declaration, declared, import_file
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Protocol
 from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
-from tilth.rewards.endpoint import HttpReward
 from tilth.rewards.programs import UnitTests
 
 Info = Mapping[str, Any]
@@ -306,6 +305,8 @@ def builtin(spec: str) -> Any | None:
     if colon and name == "json":
         return JsonSchema(option)
     if name in ("http", "https") and option.startswith("//"):
+        from tilth.rewards.endpoint import HttpReward  # HTTP takes a third of the start of a reward process
+
         return HttpReward(spec)
     found: Any = task_of(name).reward if name in shipped_tasks() else _VERIFIERS.get(name)
     if not colon or not hasattr(found, "partial"):

@@ -14,8 +14,9 @@ from pydantic import Field, create_model
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from torch import Tensor
 
+from tilth.config.code import describe
 from tilth.config.flows import SHARED_OPTIONS
-from tilth.config.plugins import Declaration, describe
+from tilth.config.plugins import Declaration
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.errors import PluginError, TilthError
 from tilth.rl.estimators import Advantage, RowAdvantage, Rows, Tokens

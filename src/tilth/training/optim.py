@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tilth.config.code import describe
 from tilth.config.open_sets import OPTIMIZERS
-from tilth.config.plugins import Declaration, declared, describe
+from tilth.config.plugins import Declaration, declared
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Shard

@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tilth.config.code import describe
 from tilth.config.load import dump_toml
 from tilth.config.open_sets import TRACKERS
-from tilth.config.plugins import declared, describe
+from tilth.config.plugins import declared
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.files import atomic_write

@@ -1,0 +1,65 @@
+"""Declare commands: the app with its own options, groups, and how a function becomes a command."""
+
+import functools
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+import tilth
+from tilth.cli.groups import Commands
+from tilth.config.roles import resolve
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "not installed"
+        typer.echo(f"tilth {tilth.__version__}, torch {torch}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="versions of tilth, torch and Python")
+    ] = False,
+    plugins: Annotated[
+        list[str] | None,
+        Option("--plugins", metavar="FILE.py", is_eager=True, help="your code that adds commands; repeatable"),
+    ] = None,
+) -> None:
+    """Train language models by reinforcement learning."""
+
+
+app = typer.Typer(
+    cls=Commands, callback=options, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+def group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.TyperGroup) -> typer.Typer:
+    """Add a group of commands to the app. text: its help."""
+    made = typer.Typer(cls=kind, help=text, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(made, name=name)
+    return made
+
+
+def command(target: str, parent: typer.Typer = app, name: str = "") -> Callable[[Callable[..., None]], None]:
+    """Register a command: the function declares its options, ``target`` (module:function of this package) runs it.
+
+    The module is imported when the command runs. Options that are None are left to the target's defaults.
+    """
+
+    def register(declared: Callable[..., None]) -> None:
+        @functools.wraps(declared)
+        def call(**given: Any) -> None:
+            body = resolve(f"tilth.cli.{target}")
+            body(**{option: value for option, value in given.items() if value is not None})
+
+        parent.command(name or declared.__name__)(call)
+
+    return register
