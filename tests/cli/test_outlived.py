@@ -70,11 +70,13 @@ def finished(tmp_path_factory):
     return folder
 
 
-PRINTS = [["show", "runs/a"], ["show", "runs/a", "--json"], ["ckpt", "ls", "runs/a"], ["trace", "runs/a"],
-          ["top", "runs/a", "--once"], ["layout", "addition-grpo"]]  # fmt: skip
+PRINTS = [["show", "runs/a", "--json"], ["top", "runs/a", "--once"], ["ckpt", "ls", "runs/a"], ["show", "runs/a"],
+          ["trace", "runs/a"], ["layout", "addition-grpo"]]  # fmt: skip
+SOME = [pytest.param(words, marks=[pytest.mark.slow] * (number > 2)) for number, words in enumerate(PRINTS)]
+"""Text at once, a live display, a table; the others print as one of these does."""
 
 
-@pytest.mark.parametrize("command", PRINTS, ids=" ".join)
+@pytest.mark.parametrize("command", SOME, ids=" ".join)
 def test_a_command_that_only_prints_ends_as_by_a_broken_pipe(finished, command):
     with nobody() as out, started(finished, *command, stdout=out) as process:
         _, errors = process.communicate(timeout=60)
@@ -114,11 +116,10 @@ LOCAL = ["cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2"]
 RAY = [*LOCAL, "cluster.backend=ray"]
 INLINE_AND_LOCAL = [pytest.param([], id="inline"), pytest.param(LOCAL, id="local", marks=pytest.mark.dist)]
 WITH_RAY = [pytest.mark.ray, pytest.mark.dist, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not there")]
-ALL = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=WITH_RAY)]
+ALL = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow])]
 RARELY = [
     pytest.param([], id="inline", marks=pytest.mark.slow),
-    INLINE_AND_LOCAL[1],  # a controller and workers: more than inline has
-    pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow]),
+    *ALL[1:],  # a controller and workers: more than inline has
 ]
 
 

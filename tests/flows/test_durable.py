@@ -130,7 +130,7 @@ def whole(tmp_path_factory):
     return go(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("names", ["synced", "all"])
+@pytest.mark.parametrize("names", ["synced", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_power_cut_leaves_a_run_that_goes_on_with_the_same_bits(tmp_path, monkeypatch, whole, names):
     """Around every rename; and it goes on after some of them."""
     (disk_root := tmp_path / "disk").mkdir()

@@ -34,7 +34,8 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(health.HealthWatch, "look", look)
     monkeypatch.setattr(health, "EVERY", 0.05)
     seen, looked = tiny.Recorder(), Look()
-    ours = tiny.run(tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2}), callbacks=[seen, looked])
+    recipe = tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2})
+    ours = tiny.run(recipe, callbacks=[seen, looked], report=True)
     assert "warning: disk: /data is nearly full" in seen.messages
     (warning,) = read_warnings(ours.directory)
     assert (warning["kind"], warning["details"]) == ("disk", {"left": 1})

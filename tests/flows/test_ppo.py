@@ -328,7 +328,9 @@ def stopped(tmp_path_factory):
     return folder / "part", checkpoint(tiny.run(recipe(folder / "whole", **FALLING)).directory, "critic")
 
 
-@pytest.mark.parametrize("forgotten", ["nothing", "critic", "critic_optimizer", "position"])
+@pytest.mark.parametrize(
+    "forgotten", ["nothing", "critic", pytest.param("critic_optimizer", marks=pytest.mark.slow), "position"]
+)
 def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch, forgotten):
     """The comparisons above can fail: resume without a part of the critic, and its weights differ."""
     part, whole = stopped

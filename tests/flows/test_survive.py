@@ -83,7 +83,7 @@ def plain(tmp_path_factory):
     return run
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def backend(request):
     if request.param == "ray":
         request.getfixturevalue("ray_here")
@@ -94,7 +94,7 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_p
     harm = Harm({2: (1, signal.SIGKILL, 0.0), 4: (1, signal.SIGSTOP, 0.0), 8: (0, signal.SIGKILL, 0.05)})
     seen = tiny.Recorder()
     sections = {**FSDP, "guard": {"hang_after": 4.0, "spares": int(bool(backend))}, **backend}
-    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, seen])
+    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, seen], report=True)
 
     assert_same_run(ours, plain(FSDP))
     found = recoveries(ours.directory)

@@ -2,8 +2,10 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import cloudpickle
 import numpy as np
@@ -84,8 +86,10 @@ def close_enough(prompt, completion, info):
     return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
 
 
-def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None):
-    return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts)
+def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None, report=False):
+    """report: write report.html, a tenth of the time."""
+    with nullcontext() if report else patch("tilth.ui.report.write_report"):
+        return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts)
 
 
 TEXTS = [f"{a} and {b} are {a + b}, and {b} and {a} are too" for a in range(12) for b in range(12)]

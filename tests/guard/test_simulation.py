@@ -127,7 +127,7 @@ def leaves_the_lock(monkeypatch):
     [
         keeps_a_torn_slot,
         forgets_the_older_snapshot,
-        forgets_a_rollback,
+        pytest.param(forgets_a_rollback, marks=pytest.mark.slow),
         pytest.param(keeps_what_was_loaded_in_part, marks=pytest.mark.slow),
         keeps_generations,
         never_gives_up,

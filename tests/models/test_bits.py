@@ -66,8 +66,13 @@ def threads(request: pytest.FixtureRequest) -> object:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CONFIGS)
+def alternating() -> list[object]:
+    """Every configuration, in one dtype quickly and in the other one slowly."""
+    pairs = [(i + j, name, d) for i, name in enumerate(CONFIGS) for j, d in enumerate((torch.float32, torch.bfloat16))]
+    return [pytest.param(name, dtype, marks=[pytest.mark.slow] * (place % 2)) for place, name, dtype in pairs]
+
+
+@pytest.mark.parametrize(("name", "dtype"), alternating())
 def test_packed_equals_cached_decoding(name: str, dtype: torch.dtype, threads: int) -> None:
     model = decoder(CONFIGS[name], dtype)
     sequences = list(tokens(LENGTHS).split(LENGTHS))

@@ -73,12 +73,12 @@ def whole(config):
         (16, 64, 64, [], {}),
         (16, 16, 300, [], {}),
         (16, 64, 64, ["train.checkpointing=true"], {"num_layers": 6}),
-        (16, 64, 64, ["train.checkpointing=selective"], {"num_layers": 6}),
+        pytest.param(16, 64, 64, ["train.checkpointing=selective"], {"num_layers": 6}, marks=pytest.mark.slow),
         (16, 16, 300, ["train.checkpointing=selective"], {"num_layers": 6}),
         (16, 64, 64, ["train.precision=bf16"], {}),
         (16, 64, 64, [], {"num_heads": 4, "num_kv_heads": 1}),
         (1000, 64, 64, [], {}),
-        (20_000, 4, 64, [], {}),
+        pytest.param(20_000, 4, 64, [], {}, marks=pytest.mark.slow),
         pytest.param(20_000, 64, 64, [], {}, marks=pytest.mark.slow),  # as the next rows but one thing
         pytest.param(20_000, 64, 64, [], {"tie_embeddings": False}, marks=pytest.mark.slow),
         pytest.param(20_000, 64, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
@@ -88,7 +88,7 @@ def whole(config):
         pytest.param(150_000, 12, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         (16, 64, 64, [], EXPERTS),
         (16, 64, 64, ["train.checkpointing=selective"], {**EXPERTS, "num_layers": 3}),
-        (16, 64, 64, [], {**EXPERTS, "experts_per_token": 3, "expert_size": 48}),
+        pytest.param(16, 64, 64, [], {**EXPERTS, "experts_per_token": 3, "expert_size": 48}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):

@@ -52,7 +52,7 @@ def test_trainer_and_engine_agree_bit_for_bit(config, dtype):
     assert np.array_equal(trained(model, found, parity=True), said(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_a_trajectory_does_not_depend_on_the_batch(dtype):
     """Rows, chunks, preemption, neighbours: not one bit."""
     model = make_model(QWEN3, dtype=dtype, scale=4)

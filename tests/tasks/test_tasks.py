@@ -61,7 +61,10 @@ def test_an_invented_task_trains_and_is_evaluated(tmp_path):
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("local", marks=pytest.mark.dist), pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray])],
+    [
+        pytest.param("local", marks=pytest.mark.dist),
+        pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray, pytest.mark.slow]),
+    ],
 )
 def test_an_invented_task_trains_on_workers_as_in_one_process(tmp_path, backend):
     if backend == "ray":
