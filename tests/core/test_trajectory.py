@@ -101,3 +101,9 @@ def test_version_spans_that_miss_a_chosen_token_or_overlap_are_refused(versions)
     made = Trajectory(3, 0, 0, np.arange(3), np.array([0, 1, 1], np.uint8), np.zeros(3), versions=versions)
     with raises(TrajectoryError, "versions"):
         made.token_versions()
+
+
+@pytest.mark.parametrize("paid", [[(0, 1.0)], [(2, 1.0), (1, 1.0)], [(9, 1.0)], [(1, 1.0), (1, 2.0)]])
+def test_rewards_of_turns_are_at_chosen_tokens_in_order(paid):
+    with raises(TrajectoryError, "turn_rewards"):
+        Trajectory(3, 1, 2, np.arange(3), np.uint8([0, 1, 1]), np.zeros(3, np.float32), turn_rewards=paid)

@@ -4,8 +4,11 @@ import pytest
 
 import tilth
 from tests.envs.talkers import Wide
+from tests.errors import raises
+from tilth.envs import process
 from tilth.envs.calls import message_of
 from tilth.envs.environment import Environment, name_of
+from tilth.envs.process import EnvironmentFault
 
 FUNCTION = {
     "name": "add",
@@ -67,3 +70,18 @@ def test_a_turn_without_a_call_ends_the_episode():
 def test_names():
     assert tilth.Environment is Environment
     assert name_of(type("WordGame", (), {})) == "word_game" and name_of(type("A2B", (), {})) == "a2_b"
+
+
+@pytest.mark.parametrize("reward", [None, "much", float("nan"), {"reward": 1.0, "part": 2.0}, [1.0]])
+def test_a_reward_of_a_turn_is_one_finite_number(reward):
+    with raises(EnvironmentFault, "environment.step.reward"):
+        process._step(([], False, reward))
+
+
+def test_a_step_may_reward_its_turn():
+    assert process._step(("go on", False, 0.5)) == {
+        "messages": [{"role": "user", "content": "go on"}], "done": False, "reward": 0.5
+    }  # fmt: skip
+    assert process._step(("go on", True)) == {"messages": [{"role": "user", "content": "go on"}], "done": True}
+    with raises(EnvironmentFault, "environment.step"):
+        process._step(("go on", True, 1.0, {}))

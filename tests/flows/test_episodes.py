@@ -7,6 +7,7 @@ from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError, RewardError
+from tilth.data.trajectories import read_trajectories
 
 PLUGIN = """
 import tilth
@@ -92,3 +93,28 @@ def test_an_unknown_environment_is_named(tmp_path):
 def test_an_environment_that_never_works_ends_the_run(tmp_path):
     with raises(RewardError, "reward.function"):
         tiny.run(recipe(tmp_path, PLUGIN.replace('endswith("7")', 'endswith("")')), reward=None)
+
+
+PAYS = PLUGIN.replace(
+    'return [{"role": "user", "content": "1+1="}], len(self.said) > 2',
+    'return [{"role": "user", "content": "1+1="}], len(self.said) > 2, len(self.said) / 4',
+)
+
+
+@pytest.mark.parametrize(
+    "how", [{"flow": "ppo", "algorithm": {"advantage": "gae"}}, {"algorithm": {"advantage": "grpo_process"}}]
+)
+def test_rewards_of_turns_are_trained_on_and_written(tmp_path, how):
+    result = tiny.run(recipe(tmp_path, PAYS, **how), reward=None)
+    rows = [row for row in read_trajectories(result.directory).to_pylist() if row["reward"] is not None]
+    assert any(len(row["turn_rewards"]) > 1 for row in rows)
+    for row in rows:
+        assert row["turn_rewards"] == [(k + 1) / 4 for k in range(len(row["turn_rewards"]))]
+        assert len(row["turn_rewards"]) == sum(s["role"] == "assistant" for s in row["segments"])
+
+
+def test_an_estimator_that_reads_no_reward_refuses_those_of_turns(tmp_path):
+    with raises(RecipeError, "algorithm.advantage.turn_rewards"):
+        tiny.run(
+            recipe(tmp_path, PAYS, algorithm={"advantage": "gdpo", "options": {"keys": ["turns_seen"]}}), reward=None
+        )

@@ -239,11 +239,39 @@ def token_estimates(name, rows, **o):
         if name == "reinforce_pp":
             return whitened(returns) if o.get("whiten", True) else returns, returns
         return [[g - row["baselines"] for g in back] for row, back in zip(live, returns)], returns
+    if name == "grpo_process":
+        return [of_turns(row, live, o.get("std", "unbiased")) for row in live], None
     if "optimal" in name:
         return optimal_tokens(live, name.startswith("tir"), o), [to_go(row["tokens"], 1.0) for row in live]
     found = row_estimates(name, rows, **o)
     found = [[a] * len(row["places"]) for a, row in zip(found, live)]
     return whitened(found) if name in ("reinforce_pp_baseline", "gdpo") else found, None
+
+
+def turns_of(row):
+    """Rewards of a row's turns: runs of neighbouring places."""
+    found = []
+    for i, (place, reward) in enumerate(zip(row["places"], row["tokens"])):
+        if not i or place != row["places"][i - 1] + 1:
+            found.append([])
+        found[-1].append(reward)
+    return found
+
+
+def of_turns(row, rows, std):
+    """DeepSeekMath, section 4.1.3, by its definition: a token gets the normalised rewards from its turn on."""
+    everyone = [math.fsum(turn) for r in rows if r["group"] == row["group"] for turn in turns_of(r)]
+    found = []
+    for k, turn in enumerate(turns_of(row)):
+        behind = [math.fsum(later) for later in turns_of(row)[k:]]
+        if len(everyone) == 1:
+            total = behind[0] / (1 + 1e-6)
+        elif max(everyone) == min(everyone):
+            total = 0.0
+        else:
+            total = math.fsum((r - mean(everyone)) / (spread_of(everyone, std) + 1e-6) for r in behind)
+        found += [total] * len(turn)
+    return found
 
 
 def with_critic(rows, gamma, lams, value_lam, o):

@@ -24,6 +24,8 @@ VARIANTS = [
     ("gae", {"whiten": False}),
     ("grpo", {"std": "biased"}),
     ("grpo", {"singleton": "zero"}),
+    ("grpo_process", {}),
+    ("grpo_process", {"std": "biased"}),
     ("grpo_no_std", {}),
     ("rloo", {"singleton": "zero"}),
     ("reinforce_pp_baseline", {}),

@@ -13,12 +13,15 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 1])
 FLAT = GROUPS != 1
 LENGTHS = torch.tensor([1, 2, 4, 2, 3, 5, 1, 1, 3, 2])
 MASK = torch.ones(int(LENGTHS.sum()))
+TURNS = MASK.index_fill(0, torch.tensor([4]), 0.0)
+"""A mask with two turns in the third row."""
 PARTS = {"keys": ("correct", "form")}
 
 # name, options, flat_teaches, reads_reward, relative_to_spread
 TABLE = [
     ("grpo", {}, False, True, True),
     ("grpo", {"std": "biased", "singleton": "zero"}, False, True, True),
+    ("grpo_process", {}, True, True, True),
     ("grpo_no_std", {}, False, True, False),
     ("rloo", {}, False, True, False),
     ("opo", {}, False, True, False),
@@ -63,8 +66,9 @@ def _advantages(name: str, options: dict, rewards: torch.Tensor, seed: int = 0, 
     entry = build("advantages", name, options, Advantage)
     columns = _columns(entry, seed, torch.as_tensor(parts_by))
     groups = GROUPS if "groups" in entry.needs else None
+    mask = TURNS if name == "grpo_process" else MASK
     return rl.estimate(
-        name, rewards=rewards, groups=groups, lengths=LENGTHS, mask=MASK, **columns, **options
+        name, rewards=rewards, groups=groups, lengths=LENGTHS, mask=mask, **columns, **options
     ).advantages
 
 

@@ -29,7 +29,7 @@ def test_names():
     assert set(found["losses"]) == LOSSES and found["losses"][0] == "ppo_clip"
     whole = {"grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "opo", "gpg", "grpo_passk", "gdpo"}
     by_token = {"gae", "vapo", "reinforce_pp", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
-    assert set(found["advantages"]) == whole | by_token | {"distill"}
+    assert set(found["advantages"]) == whole | by_token | {"distill", "grpo_process"}
     sums = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     assert found["aggregations"] == ["token-mean", "token-sum", *sums]
     assert found["kl"] == ["k1", "abs", "k2", "k3", "k1+", "k3+", "abs+"]

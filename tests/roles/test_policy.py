@@ -1,5 +1,7 @@
 """The policy role, called directly: what it adds to a batch, what an update reports, what it refuses."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.rl.metrics import Metric
 from tilth.roles import policy as roles_policy
+from tilth.roles.experience import TURN_REWARDS, put_like
 from tilth.roles.objective import WEIGHT, Objective, alone, check_weight, gather_data_ranks
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
@@ -328,3 +331,35 @@ def test_a_phase_starts_with_fresh_optimizer_state_and_its_own_rate(worker, batc
     assert not any(t.any() for t in worker.engine.optimizers.state_tensors().values())
     assert worker.engine.lr == 5e-3 and worker.engine.steps == 0
     assert worker.compile_seconds() == 0
+
+
+def paid_by_turns(worker):
+    """Experience in three rows whose turns, one to three of them, have rewards; and those rewards for each token."""
+    batch, rng = small.experience(worker).select(np.arange(4)), np.random.default_rng(0)
+    tokens, mask = (column(worker, batch, name) for name in ("tokens", "mask"))
+    turns = np.where(mask.values != 0, rng.normal(size=len(mask.values)), 0.0).astype(np.float32)
+    return put_like(batch, worker.store, TURN_REWARDS, turns, tokens), turns, mask
+
+
+@pytest.mark.parametrize("keys", [{}, {"kl_in": "reward", "kl": "k1", "kl_coef": 0.5}])
+def test_the_tokens_of_a_turn_get_its_reward_and_the_last_one_the_rest(worker, keys):
+    batch, turns, mask = paid_by_turns(worker)
+    whiten = {"options": {"whiten": False}}
+    how = small.algorithm(advantage="reinforce_pp", loss="reinforce", **whiten, **keys)
+    batch = worker.logprobs(batch)
+    reference = column(worker, batch, "old_logprobs").values - 0.25
+    batch = put_like(batch, worker.store, "ref_logprobs", reference.astype(np.float32), mask)
+    found = column(worker, worker.advantages(batch, how), "advantages")
+    for i in range(len(batch)):
+        chosen = np.flatnonzero(mask.row(i))
+        paid = [float(turns[mask.offsets[i] + t]) - (0.125 if keys else 0.0) for t in chosen]
+        paid[-1] += float(batch["reward"][i]) - math.fsum(float(turns[mask.offsets[i] + t]) for t in chosen)
+        to_come = [math.fsum(paid[k:]) for k in range(len(chosen))]
+        np.testing.assert_allclose(found.row(i)[chosen], to_come, atol=1e-5)
+
+
+def test_group_estimators_take_the_sum_of_an_episode(worker):
+    batch, _, _ = paid_by_turns(worker)
+    plain = small.experience(small.policy(worker.store)).select(np.arange(4))
+    found = [column(worker, worker.advantages(one, small.HOW), "advantages").values for one in (batch, plain)]
+    np.testing.assert_allclose(*found, atol=1e-6)

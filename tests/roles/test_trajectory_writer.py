@@ -57,7 +57,7 @@ def test_a_row_tells_everything_of_its_trajectory(store):
         "step": 9, "id": 4, "group": 2, "prompt": 7, "prompt_text": prompt.text, "text": "a", "answer": prompt.answer,
         "tokens": [1, 2, 3], "mask": [0, 0, 1], "prompt_length": 2,
         "segments": [{"role": "user", "start": 0}, {"role": "assistant", "start": 2}],
-        "reward": 0.25, "parts": [("form", 0.5), ("style", 2.0)],
+        "reward": 0.25, "parts": [("form", 0.5), ("style", 2.0)], "turn_rewards": None,
         "finish": "stop", "logprobs": [0.0, 0.0, -0.5], "version": 3,
     }  # fmt: skip
     assert [r["prompt_length"] for r in rows] == [2, 2, 1]
@@ -155,3 +155,13 @@ def test_files_of_before_there_were_segments_are_read_with_none(store, writer, t
     old = read_trajectories(tmp_path)
     assert old.schema == COLUMNS and old["mask"].null_count == old["segments"].null_count == 3
     assert old["tokens"].to_pylist() == [[1, 2, 3], [1, 2, 4, 5, 6], [1, 7]]
+
+
+def test_rewards_of_turns_are_one_for_each_assistant_segment(store):
+    segments = [Segment("user", 0), Segment("assistant", 1), Segment("tool", 3), Segment("assistant", 4)]
+    one = replace(
+        trajectory(4, [1], [3, 3, 3, 3, 3], "a", 1.0), mask=np.uint8([0, 1, 1, 0, 1, 1]), segments=segments,
+        turn_rewards=[(2, 0.25), (5, -0.5)],
+    )  # fmt: skip
+    table, _ = added(store, to_batch([one, trajectory(5, [1], [3], "b", 0.0)], store, by_turn=True), 1)
+    assert table["turn_rewards"].to_pylist() == [[0.25, -0.5], None]

@@ -309,3 +309,42 @@ def test_text_without_tokens_costs_its_episode_only():
 def scripted_plain(tokenizer, pool):
     template = make_template("", tokenizer)
     return Player(Drawn(1, tokenizer.vocab_size, template.stops), template, tokenizer, pool, Limits(4, 200))
+
+
+class Pays(Talks):
+    """Rewards every second turn, and the whole."""
+
+    def step(self, episode, message):
+        super().step(episode, message)
+        turn = len(self.heard[episode])
+        if turn % 2:
+            self.waiting[-1].value["reward"] = float(turn + episode)
+
+
+def drawn(one, count):
+    """Play this many episodes."""
+    params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
+    return one.play([Wanted(i, {"q": f"{i}?"}) for i in range(count)], params)
+
+
+def test_rewards_of_turns_are_at_their_last_tokens(tokenizers_of):
+    """Every segment of the policy against what the environment paid, in an order of its own."""
+    pool = Pays(5)
+    played = drawn(scripted(tokenizers_of["qwen3"], pool), 40)
+    several = 0
+    for one in played:
+        t = one.trajectory
+        chosen = np.flatnonzero(t.mask)
+        ends = [i for i in chosen if i + 1 == len(t.mask) or not t.mask[i + 1]]
+        paid = [float(turn + t.id) if turn % 2 else 0.0 for turn in range(1, one.turns + 1)]
+        assert len(ends) == one.turns == len(pool.heard[t.id])
+        assert {i: r for i, r in zip(ends, paid) if r} == dict(t.turn_rewards)
+        assert t.reward == one.turns + sum(paid) and t.token_rewards().sum() == sum(paid)
+        several += len(t.turn_rewards) > 1
+    assert several > 5
+
+
+def test_a_missing_reward_is_missing_whatever_turns_have_earned(tokenizers_of):
+    pool = Pays(5, odd={(3, 2): Answer(3, "step", None, "as asked", "error")})
+    played = drawn(scripted(tokenizers_of["qwen3"], pool), 6)
+    assert played[3].trajectory.reward is None and played[3].trajectory.turn_rewards

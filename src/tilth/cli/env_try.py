@@ -42,7 +42,7 @@ def _record(info: str) -> dict[str, Any]:
 
 def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_json: bool) -> None:
     pool.begin(0, record)
-    begun = _answer(pool)
+    begun, earned = _answer(pool), 0.0
     said: list[Mapping[str, Any]] = list(begun["messages"])
     if not as_json:
         for schema in begun["tools"]:
@@ -54,12 +54,16 @@ def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_js
         pool.step(0, message)
         found = _answer(pool)
         said += [message, *found["messages"]]
+        earned += found.get("reward", 0.0)
         if not as_json:
             _show(found["messages"])
+            if "reward" in found:
+                typer.echo(f"[reward of the turn {found['reward']:g}]")
         if found["done"]:
             break
     pool.reward(0)
     score = _answer(pool)
+    score["value"] = None if score["value"] is None else score["value"] + earned
     typer.echo(json.dumps({"messages": said, **score}) if as_json else _scored(score))
 
 
@@ -118,6 +122,7 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
             "tokens": t.tokens[a:b].tolist(),
             "mask": t.mask[a:b].tolist(),
             "text": tokenizer.decode(t.tokens[a:b].tolist(), special=True),
+            "reward": sum(reward for at, reward in t.turn_rewards if a <= at < b),
         }
         for segment, (a, b) in zip(t.segments, pairwise(borders))
     ]
@@ -126,5 +131,7 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
         typer.echo(json.dumps({"segments": parts, "finish": t.finish, "turns": played.turns, **score}))
         return
     for part in parts:
-        typer.echo(f"[{part['role']}, {len(part['tokens'])} tokens, {sum(part['mask'])} trained] {part['text']!r}")
+        earned = f", reward {part['reward']:g}" if part["reward"] else ""
+        about = f"{part['role']}, {len(part['tokens'])} tokens, {sum(part['mask'])} trained{earned}"
+        typer.echo(f"[{about}] {part['text']!r}")
     typer.echo(f"{played.turns} turns, {len(t.tokens)} tokens, finish {t.finish}; {_scored(score)}")

@@ -222,7 +222,7 @@ def env_try(
     """Play one episode, by hand or with a model, and print each turn with its tokens and how many are trained.
 
     Keys of --json: value (the reward), parts, reason; by hand messages; with a model segments (role, tokens, mask,
-    text), finish, turns.
+    text, reward), finish, turns.
     """
 
 

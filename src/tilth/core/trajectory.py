@@ -1,6 +1,7 @@
 """One episode of a policy: the unit of experience."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -41,6 +42,9 @@ class Trajectory:
     """In order, without gaps; default: a user segment up to the first chosen token, then an assistant segment."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(first token, policy version) of each span of tokens that one version of the weights made."""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(last token of a turn, its reward), in order, where the environment rewards single turns; ``reward`` has them in
+    it."""
     reward: float | None = None  # None before scoring, and if the reward failed
     finish: Finish = "stop"
     text: str = ""  # the last assistant segment decoded, without the end token
@@ -64,6 +68,9 @@ class Trajectory:
         self._check(bool(ordered), "segments", f"segments at {starts.tolist()} do not tile {tokens} tokens")
         assistant = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
         self._check(not self.mask[~assistant].any(), "mask", "the mask has a token outside of assistant segments")
+        paid = [at for at, _ in self.turn_rewards]
+        good = all(a < b for a, b in pairwise(paid)) and all(0 <= at < tokens and self.mask[at] for at in paid)
+        self._check(good, "turn_rewards", f"rewards of turns at {paid} are not at chosen tokens in order")
 
     def _check(self, good: bool, field: str, message: str) -> None:
         if not good:
@@ -79,6 +86,13 @@ class Trajectory:
     def completion_length(self) -> int:
         """Number of tokens that the policy chose."""
         return int(self.mask.sum())
+
+    def token_rewards(self) -> np.ndarray:
+        """Return the reward of each turn at its last token, float32 [T], 0 elsewhere."""
+        found = np.zeros(len(self.tokens), np.float32)
+        for at, reward in self.turn_rewards:
+            found[at] = reward
+        return found
 
     def token_versions(self) -> np.ndarray:
         """Return the policy version that chose each token, int32 [T], 0 elsewhere. TrajectoryError unless ``versions``

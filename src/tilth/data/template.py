@@ -169,6 +169,8 @@ class ChatTemplate:
         self.name = name
         self._render = _renderer(source, tokenizer.special_tokens, name)
         self.stops = tuple(dict.fromkeys([self._turn_end(), *tokenizer.stop_ids]))
+        self._known: dict[str, tuple[Tools, str]] = {}
+        """The end of an answer -> tools and text of the conversation that was rendered with it last."""
         self._ends = [end for i in self.stops if (end := tokenizer.token(i))]
 
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -193,6 +195,13 @@ class ChatTemplate:
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
+        tail = self._tail(new, tools)
+        end = self._to_end(tail)
+        kept = end if ended else end.removesuffix(self._end_of(end))
+        return self.tokenizer.encode(tail[len(kept) :], special=False)
+
+    def _tail(self, new: Messages, tools: Tools) -> str:
+        """Return the text behind an answer when these messages follow it. Raises TemplateError."""
         alone, text = self._around(new, tools)
         at = text.rfind(_MARK)
         if text[:at] != alone[: alone.rfind(_MARK)]:
@@ -202,10 +211,7 @@ class ChatTemplate:
                 "or take another template",
                 key="template.prefix",
             )
-        tail = text[at + len(_MARK) :]
-        end = self._to_end(tail)
-        kept = end if ended else end.removesuffix(self._end_of(end))
-        return self.tokenizer.encode(tail[len(kept) :], special=False)
+        return text[at + len(_MARK) :]
 
     def _end_of(self, text: str) -> str:
         """The end token that a text ends with."""
@@ -219,14 +225,21 @@ class ChatTemplate:
         asked: list[Mapping[str, Any]] = [{"role": "user", "content": "?"}]
         turn = {"role": "assistant", "content": f"<think>\n?\n</think>\n\n{_MARK}"}
         try:
-            return self._render([*asked, turn], False, tools), self._render([*asked, turn, *new], True, tools)
+            return self._alone([*asked, turn], tools), self._render([*asked, turn, *new], True, tools)
         except TemplateError:
             if new[0]["role"] != "tool":
                 raise
         call = {"id": "tilth0000", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
         asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
         answers = [{**message, "tool_call_id": call["id"]} for message in new]
-        return self._render(asked, False, tools), self._render([*asked, *answers], True, tools)
+        return self._alone(asked, tools), self._render([*asked, *answers], True, tools)
+
+    def _alone(self, messages: Messages, tools: Tools) -> str:
+        """Render one of the two conversations of ``_around`` without what follows; again only for other tools."""
+        answer = messages[-1]["content"]
+        if answer not in self._known or self._known[answer][0] != tools:
+            self._known[answer] = tools, self._render(messages, False, tools)
+        return self._known[answer][1]
 
     def _prompt_pieces(self, messages: Messages) -> list[Piece]:
         """Pieces of a prompt, each as the policy read or generated it, so that its ids are those of training.

@@ -31,6 +31,7 @@ COLUMNS = pa.schema(
         ("prompt_length", pa.int32()),  # tokens before the first one that the policy chose
         ("reward", pa.float32()),  # null: missing
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward
+        ("turn_rewards", pa.list_(pa.float32())),  # of each assistant segment; null: the environment has none
         ("finish", pa.string()),
         ("logprobs", pa.list_(pa.float32())),  # of the rollout engine; 0 on the prompt
         ("version", pa.int32()),

@@ -53,8 +53,9 @@ class Environment:
         """
         return info.get("messages") or [{"role": "user", "content": info["prompt"]}]
 
-    def step(self, message: Message) -> tuple[Sequence[Message], bool]:
-        """Answer a message of the policy: further messages, and True if the episode is over.
+    def step(self, message: Message) -> tuple[Sequence[Message], bool] | tuple[Sequence[Message], bool, float]:
+        """Answer a message of the policy: further messages, True if the episode is over, and the turn's reward where
+        turns have one. It goes to the tokens of that turn, and is a part of the episode's reward.
 
         Default: call the tools that it names; the episode is over when it names none.
         """
@@ -62,7 +63,10 @@ class Environment:
         return found, not found
 
     def reward(self) -> Any:
-        """Return the episode's reward, as a reward function does: a number, or a dict with ``reward`` and its parts."""
+        """Return the episode's reward, as a reward function does: a number, or a dict with ``reward`` and its parts.
+
+        The rewards of its turns are added to it; an environment that rewards turns alone returns 0.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method reward")
 
     def call_tools(self, message: Message) -> list[Message]:

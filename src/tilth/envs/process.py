@@ -103,11 +103,24 @@ def _answer(environment: Environment, asked: Asked) -> Any:
         tools = [one.schema for one in environment.tools().values()] if environment.describes_tools else []
         return {"messages": _messages(_awaited(environment.reset(asked.argument)), "reset"), "tools": tools}
     if asked.op == "step":
-        found = _awaited(environment.step(asked.argument))
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise EnvironmentFault(f"step returned {found!r:.80}, not (messages, done)", key="environment.step")
-        return {"messages": _messages(found[0], "step"), "done": bool(found[1])}
+        return _step(_awaited(environment.step(asked.argument)))
     return normalise(_awaited(environment.reward()))._asdict()
+
+
+def _step(found: Any) -> dict[str, Any]:
+    """Check what a step returned: messages, whether the episode is over and, of an environment that rewards turns, the
+    turn's reward."""
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        message = f"step returned {found!r:.80}, not (messages, done) or (messages, done, reward)"
+        raise EnvironmentFault(message, key="environment.step")
+    answer = {"messages": _messages(found[0], "step"), "done": bool(found[1])}
+    if len(found) == 2:
+        return answer
+    score = normalise(found[2])
+    if score.value is None or score.parts:
+        why = score.reason or "returned parts, which only the reward of the episode has"
+        raise EnvironmentFault(f"the reward of a turn: step {why}", key="environment.step.reward")
+    return {**answer, "reward": score.value}
 
 
 def _awaited(found: Any) -> Any:

@@ -15,6 +15,7 @@ from tilth.rl.algorithm import Algorithm
 from tilth.rl.preference import PreferenceLoss
 from tilth.rl.registry import Kind, lookup, nearest, require
 from tilth.rl.rollout_correction import CorrectionRule
+from tilth.roles.experience import TURN_REWARD
 
 _MADE = {"values": "critic", "baselines": "greedy answers", "ref_logprobs": "teacher's log-probs"}
 """Columns that a flow makes only for its default estimator -> name in messages."""
@@ -138,6 +139,16 @@ def check_parts(algorithm: Algorithm, scored: Batch) -> None:
             f"algorithm.advantage={algorithm.keys.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
             f"the reward, which returns these parts: {have}",
             key=min(wanted),
+        )
+
+
+def check_turn_rewards(algorithm: Algorithm, scored: Batch) -> None:
+    """Raise RecipeError if turns have rewards of their own and the estimator reads none."""
+    if not algorithm.estimator.reads_reward and scored[TURN_REWARD].any():
+        raise RecipeError(
+            f"the environment rewards turns, which algorithm.advantage={algorithm.keys.advantage} never reads; use "
+            "grpo_process, gae or another estimator of rewards",
+            key="algorithm.advantage.turn_rewards",
         )
 
 

@@ -11,7 +11,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
-from tilth.flows.checks import check_parts
+from tilth.flows.checks import check_parts, check_turn_rewards
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.roles import Roles
@@ -139,6 +139,7 @@ class Sampler:
             scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
             failures = roles.rollout.failures()
             self._report_failures(failures, len(scored), set())
+            check_turn_rewards(self.algorithm, scored)
         else:
             batch = roles.rollout.generate(roles["loader"].encode(asked), greedy=greedy)
             scored, failures = (batch, {}) if roles.reward is None else self._score(roles.reward, batch)

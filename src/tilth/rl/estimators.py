@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -63,6 +64,19 @@ class GlobalRows:
     own: Tensor
     worker: Tensor
     """int64 [N]: a number that each worker alone has."""
+
+    @property
+    def apart(self) -> Tensor:
+        """Groups that lie on several workers, int64."""
+        groups = self.rows.columns["groups"].to(self.worker.device, torch.int64)
+        pairs = torch.unique(torch.stack([groups, self.worker]), dim=1)[0]
+        names, holders = torch.unique(pairs, return_counts=True)
+        return names[holders > 1]
+
+    @property
+    def me(self) -> int:
+        """The number of this worker; -1 if it has no rows."""
+        return int(self.worker[self.own].max()) if len(self.own) else -1
 
 
 @dataclass(frozen=True)
@@ -297,6 +311,55 @@ class GrpoPassk(RowAdvantage):
         if self.std != "none":
             ahead = ahead / (groups.deviation(self.std == "biased") + self.eps)
         return torch.where(alone, ahead, 0.0)
+
+
+@register("advantages", "grpo_process")
+class GrpoProcess(Advantage):
+    """GRPO with rewards of turns (DeepSeekMath 2402.03300, section 4.1.3): the normalised rewards to come in the group.
+
+    A turn is a run of tokens that the policy chose, its reward the sum of theirs. (reward - mean) / (std + eps) is over
+    the turns of all rows of the group; a token gets the sum of its own turn and those behind it. With one turn a row it
+    is ``grpo``. A single turn in a group counts as mean 0 and std 1; exactly 0 where all turns earn the same.
+    """
+
+    eps: float = Field(1e-6, ge=0, description=_EPS)
+    std: Std = Field("unbiased", description=f"{_STD}, of turns in place of rows")
+
+    needs: ClassVar[tuple[str, ...]] = ("rewards", "groups")
+    scope: ClassVar[Scope] = "group tokens"
+    relative_to_spread: ClassVar[bool] = True
+
+    def tokens(self, tokens: Tokens) -> tuple[Tensor, None]:
+        packing, n = tokens.packing, len(tokens.packing.counts)
+        at = torch.nonzero(packing.mask)[:, 0]
+        row = packing.spread(torch.arange(n, device=at.device))[at]
+        begins = torch.ones_like(row, dtype=torch.bool)
+        begins[1:] = (at[1:] != at[:-1] + 1) | (row[1:] != row[:-1])
+        turn, turn_row = torch.cumsum(begins, 0) - 1, row[begins]
+        earned = tokens.rewards.new_zeros(len(turn_row)).index_add(0, turn, tokens.rewards[at])
+        group = tokens.rows.columns["groups"].to(row.device, torch.int64)[turn_row]
+        relative = self.relative(*_with_others(group, earned, tokens))[: len(group)]
+        to_come = discounted_sums(relative, torch.bincount(turn_row, minlength=n), 1.0)
+        return tokens.scatter(to_come[turn]), None
+
+    def relative(self, group: Tensor, earned: Tensor) -> Tensor:
+        """Return the normalised reward of each turn. group: int64 [turns]; earned: float64 [turns]."""
+        groups = Groups.of(group, earned, torch.ones_like(group, dtype=torch.bool))
+        spread = groups.deviation(self.std == "biased") + self.eps
+        relative = torch.where(groups.flat, 0.0, groups.centred / spread)
+        return torch.where(groups.size > 1, relative, earned / (1 + self.eps))
+
+
+def _with_others(group: Tensor, earned: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return groups and rewards of turns, behind them those of other workers in groups that lie on several."""
+    if tokens.everyone is None or not len(apart := tokens.everyone.apart.to(group.device)):
+        return group, earned
+    me, shared = tokens.everyone.me, torch.isin(group, apart)
+    sent = {"group": group[shared].cpu().numpy(), "earned": earned[shared].cpu().numpy()}
+    found = tokens.gather({**sent, "worker": np.full(int(shared.sum()), me)})
+    theirs = found["worker"] != me
+    more = (torch.from_numpy(found[name][theirs]).to(earned.device) for name in ("group", "earned"))
+    return torch.cat([group, next(more)]), torch.cat([earned, next(more)])
 
 
 @register("advantages", "gdpo")

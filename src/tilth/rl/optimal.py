@@ -125,11 +125,7 @@ class MultiTurnOptimalTokenBaseline(_Optimal):
 
 def _elsewhere(own: _Cells, everyone: GlobalRows, gather: Gather) -> _Cells:
     """Gather other workers' tokens of groups that lie on several workers; without such groups nothing is sent."""
-    groups, worker = everyone.rows.columns["groups"].to(torch.int64), everyone.worker
-    pairs = torch.unique(torch.stack([groups.to(worker.device), worker]), dim=1)[0]
-    names, holders = torch.unique(pairs, return_counts=True)
-    apart = names[holders > 1].to(own.group.device)
-    me = int(worker[everyone.own].max()) if len(everyone.own) else -1
+    apart, me = everyone.apart.to(own.group.device), everyone.me
     mine = torch.isin(own.group, apart)
     columns = {k: getattr(own, k)[mine] for k in own.__dataclass_fields__}
     if not len(apart):

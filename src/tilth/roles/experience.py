@@ -19,15 +19,22 @@ NOT_BY_TOKEN = ("text", "segments", ROUTING)
 """Payload columns that have no number for each token."""
 INFO = "info"
 """Payload column of what ``Environment.reset`` gets, as JSON."""
+TURN_REWARDS = "turn_rewards"
+"""Payload column of episodes: the reward of each turn at its last token, float32, 0 elsewhere. The row's ``reward`` has
+them in it."""
+TURN_REWARD = "turn_reward"
+"""Row column of their sum, float32."""
 TURNS = "turns"
 """Row column of the number of the policy's turns in an episode, float32."""
 OUTCOME = "outcome"
 """Row column of the verifier's result; reward shaping never changes it."""
 
 
-def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
+def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool = False) -> Batch:
     """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask,
-    logprobs, versions of chosen tokens, text, and segments as role and start in turn)."""
+    logprobs, versions of chosen tokens, text, and segments as role and start in turn).
+
+    by_turn: add the rewards of turns, as payload and their sum as a row column."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
@@ -49,6 +56,9 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store) -> Batch:
         "segments": [np.array(_coded(t), np.int32) for t in trajectories],
         "text": [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories],
     }
+    if by_turn:
+        columns[TURN_REWARDS] = [t.token_rewards() for t in trajectories]
+        rows[TURN_REWARD] = np.array([sum(r for _, r in t.turn_rewards) for t in trajectories], np.float32)
     if trajectories and all(t.routing is not None for t in trajectories):
         columns[ROUTING] = [_as_items(t.routing) for t in trajectories if t.routing is not None]
     payload = {k: Column.whole(store.put(k, Jagged.of(v)), len(trajectories)) for k, v in columns.items()}

@@ -13,10 +13,12 @@ from tilth.config.errors import RecipeError
 from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.random import stream
 from tilth.rl.algorithm import Algorithm
+from tilth.rl.packing import Packing
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import (
     NOT_BY_TOKEN,
     ROUTING,
+    TURN_REWARDS,
     check_identity,
     is_right,
     on_rows,
@@ -125,7 +127,8 @@ class PolicyWorker(Learner):
     @transfer(split="rows", gather="merge")
     def update(self, batch: Batch, how: Algorithm) -> Metrics:
         """Run one optimizer step of the policy loss on the whole batch; return sums for the metrics."""
-        unused = {*NOT_BY_TOKEN, "tokens", "values", "returns", "sum_pi_squared", "versions"}.difference(how.loss.needs)
+        of_estimators = {"values", "returns", "sum_pi_squared", "versions", TURN_REWARDS}
+        unused = {*NOT_BY_TOKEN, "tokens", *of_estimators}.difference(how.loss.needs)
         names = [c for c in batch.payload if c not in unused]
         with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", *names)
@@ -288,9 +291,16 @@ def _columns(batch: Batch, how: Algorithm, per_token: Mapping[str, Tensor]) -> d
 
 
 def _rewards(batch: Batch, how: Algorithm, columns: dict[str, Tensor], mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return rewards of rows, or of tokens if the recipe puts a KL penalty into them."""
-    rewards = torch.from_numpy(batch["reward"].copy())
-    if not how.kl_in_reward:
-        return rewards
-    own, theirs = columns["old_logprobs"], columns["ref_logprobs"]
-    return rl.penalise(rewards, own, theirs, kl=how.keys.kl, coef=how.keys.kl_coef, mask=mask, lengths=lengths)
+    """Return rewards of rows; of tokens if turns have rewards of their own, or the recipe puts a KL penalty into
+    them. The last token that counts gets what the turns of its row leave of the row's reward."""
+    rewards, of_turns = torch.from_numpy(batch["reward"].copy()), columns.get(TURN_REWARDS)
+    packing = Packing.of(lengths, mask)
+    if of_turns is not None:
+        rewards = rewards.double() - packing.sum(of_turns.double())
+    if how.kl_in_reward:
+        own, theirs = columns["old_logprobs"], columns["ref_logprobs"]
+        rewards = rl.penalise(rewards, own, theirs, kl=how.keys.kl, coef=how.keys.kl_coef, mask=mask, lengths=lengths)
+    elif of_turns is not None:
+        alive = packing.counts > 0
+        rewards = rewards.new_zeros(len(mask)).index_put((packing.ends[alive],), rewards[alive])
+    return rewards if of_turns is None else rewards + of_turns.double()

@@ -118,7 +118,7 @@ class RolloutWorker:
         names = sorted({name for one in found for name in one.parts})
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
         rows[TURNS] = np.array([one.turns for one in found], np.float32)
-        batch = to_batch(trajectories, self.store).with_rows(**rows)
+        batch = to_batch(trajectories, self.store, by_turn=True).with_rows(**rows)
         if CORRECT in names:
             batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})
         return batch

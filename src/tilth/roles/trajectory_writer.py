@@ -1,5 +1,7 @@
 """Writer role: makes tables of generated trajectories, and writes those of committed steps."""
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from tilth.core.trajectory import ROLES
 from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TrajectoryFiles
-from tilth.roles.experience import FINISHES, texts
+from tilth.roles.experience import FINISHES, TURN_REWARDS, texts
 from tilth.training.packed import prompt_lengths
 
 SHOWN = 1000
@@ -66,7 +68,9 @@ class TrajectoryWriter:
 
     def table(self, batch: Batch, step: int) -> pa.Table:
         """Trajectories as rows."""
-        columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text")
+        paid = [TURN_REWARDS] if TURN_REWARDS in batch.payload else []
+        columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text", *paid)
+        turns = [_of_turns(columns, i) for i in range(len(batch))]
         completions = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
         rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
@@ -85,6 +89,7 @@ class TrajectoryWriter:
                 "prompt_length": pa.array(prompt_lengths(columns["mask"])),
                 "reward": pa.array(rewards, pa.float32()),
                 "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
+                "turn_rewards": pa.array(turns, pa.list_(pa.float32())),
                 "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
                 "logprobs": _lists(columns["rollout_logprobs"], np.float32),
                 "version": pa.array(batch["version"]),
@@ -100,6 +105,16 @@ def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
 
 def _segments(coded: np.ndarray) -> list[dict[str, Any]]:
     return [{"role": ROLES[role], "start": start} for role, start in coded.reshape(-1, 2).tolist()]
+
+
+def _of_turns(columns: Mapping[str, Jagged], row: int) -> list[float] | None:
+    """Return the reward of each assistant segment of a row; None where no turn has one."""
+    if TURN_REWARDS not in columns or not (paid := columns[TURN_REWARDS].row(row)).any():
+        return None
+    segments = _segments(columns["segments"].row(row))
+    borders = pairwise([*(s["start"] for s in segments), len(paid)])
+    sums = [float(paid[a:b].sum(dtype=np.float64)) for a, b in borders]
+    return [earned for s, earned in zip(segments, sums) if s["role"] == "assistant"]
 
 
 def _lists(column: Jagged, dtype: type) -> pa.ListArray:

@@ -5,7 +5,7 @@ only appended: what the policy wrote is never rendered or tokenised again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class Episode:
     finish: Finish = "stop"
     note: str = ""
     """Why the episode was cut short."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(last token of a turn, its reward), where the environment gives one."""
+    earned: float = 0.0
+    """Sum of all rewards of turns."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,20 @@ class Player:
                         score["value"])  # fmt: skip
         elif answer.op == "begin":
             return self._first(episode, answer.value, params)
-        elif answer.value["done"] or episode.finish != "stop":
-            self.pool.reward(answer.episode)
+        else:
+            return self._stepped(episode, answer.value, params)
+        return None
+
+    def _stepped(self, episode: Episode, answer: Mapping[str, Any], params: SamplingParams) -> Request | None:
+        """Go on after a step: with the next turn, or with the reward at the end of the episode."""
+        _reward_turn(episode, answer.get("reward", 0.0))
+        if answer["done"] or episode.finish != "stop":
+            self.pool.reward(episode.wanted.id)
         elif episode.turns >= self.limits.turns:
             episode.finish, episode.note = "length", f"{self.limits.turns} turns"
-            self.pool.reward(answer.episode)
+            self.pool.reward(episode.wanted.id)
         else:
-            return self._next(episode, answer.value["messages"], params)
+            return self._next(episode, answer["messages"], params)
         return None
 
     def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
@@ -189,9 +200,20 @@ class Player:
         last = episode.last or _silent(episode.wanted)
         length = int(np.flatnonzero(last.mask)[-1]) + 1 if last.mask.any() else len(last.tokens)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
-        cut = _cut(last, length)
-        cut.reward, cut.finish = value, finish
+        cut = replace(_cut(last, length), turn_rewards=episode.rewards)
+        cut.reward, cut.finish = None if value is None else value + episode.earned, finish
         self._played[episode.wanted.id] = Played(cut, parts, reason or episode.note, status, episode.turns)
+
+
+def _reward_turn(episode: Episode, reward: float) -> None:
+    """Note the reward of the newest turn at its last token; that of a turn without tokens goes to the one before."""
+    assert episode.last is not None
+    episode.earned += reward
+    chosen = np.flatnonzero(episode.last.mask)
+    if reward and len(chosen):
+        before = dict(episode.rewards)
+        before[int(chosen[-1])] = before.get(int(chosen[-1]), 0.0) + reward
+        episode.rewards = list(before.items())
 
 
 def _silent(wanted: Wanted) -> Trajectory:

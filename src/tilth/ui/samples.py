@@ -117,14 +117,17 @@ def _turns(row: Row, start: int, end: int, pieces: Pieces) -> list[Row]:
     known = [(s["role"], s["start"]) for s in row.get("segments") or []] or [("assistant", start)]
     borders = [*(at for _, at in known), end]
     found: list[Row] = []
+    paid = iter(row.get("turn_rewards") or [])
     for (role, at), after in zip(known, borders[1:]):
+        earned = next(paid, None) if role == "assistant" else None
         a, b = max(at, start), min(after, end)
         ids = row["tokens"][a:b] if a < b else []
         if role == "assistant" and ids:
             tokens = [_token(*token) for token in zip(pieces(ids), ids, row["logprobs"][a:b])]
-            found.append({"tokens": tokens, "role": "", "text": ""})
+            found.append({"tokens": tokens, "role": "", "text": "", "reward": format.number(earned) if earned else ""})
         elif ids:
-            found.append({"tokens": [], "role": role, "text": _cut("".join(pieces(ids)), 1500), "count": len(ids)})
+            text = _cut("".join(pieces(ids)), 1500)
+            found.append({"tokens": [], "role": role, "text": text, "count": len(ids), "reward": ""})
     return found
 
 

@@ -96,6 +96,33 @@ def grpo(rows: list[Row], o: Options) -> tuple[Numbers, None]:
     return spread(rows, by_group(rows, relative, o, 1 / (1 + o["eps"]))), None
 
 
+def turns(row: Row) -> list[float]:
+    """Rewards of a row's turns, runs of neighbouring tokens: all in the last one."""
+    count = sum(not k or t.place != row.tokens[k - 1].place + 1 for k, t in enumerate(row.tokens))
+    return [0.0] * (count - 1) + [row.reward]
+
+
+@oracle("grpo_process")
+def grpo_process(rows: list[Row], o: Options) -> tuple[Numbers, None]:
+    found: Numbers = []
+    for row in rows:
+        if not there(row):
+            found.append(None)
+            continue
+        all_turns = [r for mate in company(rows, row) for r in turns(mate)]
+        normal = [0.0 for _ in turns(row)]
+        if len(all_turns) == 1:
+            normal = [row.reward / (1 + o["eps"])]
+        elif max(all_turns) != min(all_turns):
+            normal = [(r - mean(all_turns)) / (deviation(all_turns, o["std"]) + o["eps"]) for r in turns(row)]
+        mine, turn = [], -1
+        for k, token in enumerate(row.tokens):
+            turn += not k or token.place != row.tokens[k - 1].place + 1
+            mine.append(math.fsum(normal[turn:]))
+        found.append(mine)
+    return found, None
+
+
 def centred(row: Row, mates: list[Row]) -> float:
     return row.reward - mean(scores(mates))
 

@@ -11,6 +11,7 @@ _ADVANTAGES: dict[str, list[dict]] = {
     "gae": [{"gamma": 0.9, "lam": 0.8, "whiten": False}, {"gamma": 0.99}],
     "vapo": [{"alpha": 0.4, "gamma": 0.9, "value_lam": 0.5}, {"adaptive": False, "lam": 0.7, "whiten": False}],
     "grpo": [{"eps": 0.1, "singleton": "zero"}, {"std": "biased"}],
+    "grpo_process": [{"std": "biased", "eps": 0.1}],
     "grpo_no_std": [{"singleton": "zero"}],
     "rloo": [{"singleton": "zero"}],
     "reinforce_pp": [{"gamma": 0.9}, {"whiten": False, "gamma": 0.5}],
