@@ -53,21 +53,29 @@ _own: list = []
 
 def python() -> list[str]:
     """Return the beginning of a command that runs Python in a fork; one for each process whose ``pid`` is asked for."""
-    if PLACE not in os.environ:
+    if PLACE not in os.environ and not _own:
         start()
-    return [sys.executable, "-S", "-E", str(CLIENT), os.environ[PLACE], uuid.uuid4().hex]
+    place = os.environ.get(PLACE) or f"{_own[0][1]}/socket"  # a test may have put the environment back as it was
+    return [sys.executable, "-S", "-E", str(CLIENT), place, uuid.uuid4().hex]
 
 
 def pid(process: subprocess.Popen) -> int:
     """Wait for the process that is forked for one started by ``python()``; any other process is itself."""
     if str(CLIENT) not in process.args:
         return process.pid
-    file = Path(os.environ[PLACE]).parent / process.args[process.args.index(str(CLIENT)) + 2]
+    place, name = process.args[process.args.index(str(CLIENT)) + 1 :][:2]
+    file = Path(place).parent / name
     until = time.monotonic() + patience(60.0)
     while not file.exists() or not file.read_text():
         assert process.poll() is None and time.monotonic() < until, "no fork"
         time.sleep(0.005)
     return int(file.read_text())
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kill what is forked for a process, and wait: its client alone would end before it."""
+    os.kill(pid(process), signal.SIGKILL)
+    process.wait()
 
 
 def start() -> None:
@@ -100,7 +108,7 @@ def end() -> None:
         process.stdin.close()
         process.wait()
         shutil.rmtree(folder)
-        del os.environ[PLACE]
+        os.environ.pop(PLACE, None)
 
 
 os.register_at_fork(after_in_child=_own.clear)

@@ -322,6 +322,7 @@ tilth.trian
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_the_public_names(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)

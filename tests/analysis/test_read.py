@@ -1,7 +1,6 @@
 """The event table: what comes back, what a kill or a full disk leaves, and where the time went."""
 
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -233,8 +232,7 @@ def test_sigkill_loses_only_what_was_not_flushed(tmp_path):
         while min(map(len, flushed(tmp_path))) < 300 and time.monotonic() < until:
             time.sleep(0.05)
     finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        forked.kill(child)
     for seen in flushed(tmp_path):
         assert len(seen) >= 300 and seen == list(range(len(seen)))
     assert sorted(r.op for r in breakdown(read_events(tmp_path))) == ["beside", "step"]

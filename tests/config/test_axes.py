@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tests.analysis.run_jobs import Job
 from tests.errors import raises
@@ -23,6 +24,7 @@ from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
 from tilth.analysis.run_whatif import what_if_run
 from tilth.checkpoint.planning import Spec, plan_group
+from tilth.cli.main import app
 from tilth.cluster.protocol import Transfer, deal, evenly
 from tilth.config import axes
 from tilth.config.axes import AXES, Axis
@@ -213,26 +215,36 @@ def test_copies_along_an_invented_axis_share_the_writing_of_a_checkpoint(table):
 # ---- what a recipe makes of it: keys, plans, and what is shown ----
 
 
-def planned(*plans, axis=True):
+LAYOUT = ["layout", "addition-grpo", "--json", "data.digits=1", "cluster.backend=local", "cluster.workers=2"]
+PLANS = {
+    "dp": [],
+    **{name: [f"policy.layout.{name}=2"] for name in ("island", "ring", "cp")},
+    "uneven": ["cluster.workers=3", "policy.layout.island=2"],
+    "many": ["policy.layout={dp = 2, island = 2}"],
+    "elsewhere": ["rollout.layout.ring=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def planned():
     """What ``tilth layout`` prints for each list of keys, in one process of its own."""
     code = f"""
 import json, sys
 from tilth.config.axes import AXES, Axis
-for given in {[(a.name, a.splits, a.about) for a in INVENTED]!r} if {axis} else ():
+for given in {[(a.name, a.splits, a.about) for a in INVENTED]!r}:
     AXES[given[0]] = Axis(*given)
 from typer.testing import CliRunner
 from tilth.cli.main import app
-command = ["layout", "addition-grpo", "--json", "data.digits=1", "cluster.backend=local"]
-print(json.dumps([CliRunner().invoke(app, [*command, *keys]).output for keys in json.loads(sys.argv[1])]))
+command = {LAYOUT!r}
+plans = json.loads(sys.argv[1])
+print(json.dumps({{name: CliRunner().invoke(app, [*command, *keys]).output for name, keys in plans.items()}}))
 """
-    ran = subprocess.run([sys.executable, "-c", code, json.dumps(plans)], check=True, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", code, json.dumps(PLANS)], check=True, capture_output=True, text=True)
     return json.loads(ran.stdout)
 
 
-def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
-    two = "cluster.workers=2"
-    found = planned([two], *([two, f"policy.layout.{name}=2"] for name in ("island", "ring", "cp")))
-    dp, island, ring, cp = map(json.loads, found)
+def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown(planned):
+    dp, island, ring, cp = (json.loads(planned[name]) for name in ("dp", "island", "ring", "cp"))
     assert [island["roles"]["policy"][n] for n in ("dp", "island", "ring", "tokens_per_rank")] == [
         1, 2, 1, dp["roles"]["policy"]["tokens_per_rank"]
     ]  # fmt: skip
@@ -248,19 +260,15 @@ def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown():
     assert talk == {**other, "axis": "island"} and talk["groups"] == [[0, 1]]
 
 
-def test_mistakes_in_a_recipe_name_the_keys():
-    uneven, many, elsewhere = planned(
-        ["cluster.workers=3", "policy.layout.island=2"],
-        ["cluster.workers=2", "policy.layout={dp = 2, island = 2}"],
-        ["cluster.workers=2", "rollout.layout.ring=2"],
-    )
+def test_mistakes_in_a_recipe_name_the_keys(planned):
     sizes = {"dp": 2, "island": 2}
     product = (
         f"{' x '.join(AXES)} x island x ring x pipe = {' x '.join(str(sizes.get(n, 1)) for n in AXES)} x 2 x 1 x 1 = 4"
     )
-    assert "does not divide" in uneven and product in many and "rollout.layout.ring = 2" in elsewhere
-    (unknown,) = planned(["policy.layout.island=2"], axis=False)
-    assert "unknown key policy.layout.island" in unknown
+    assert "does not divide" in planned["uneven"] and product in planned["many"]
+    assert "rollout.layout.ring = 2" in planned["elsewhere"]
+    here = CliRunner().invoke(app, [*LAYOUT, *PLANS["island"]])
+    assert "unknown key policy.layout.island" in here.output
 
 
 # ---- the trace ----

@@ -424,7 +424,8 @@ def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flow, minibatches", [pytest.param("grpo", 1, marks=pytest.mark.slow), ("grpo", 2), ("ppo", 2)]
+    "flow, minibatches",
+    [pytest.param("grpo", 1, marks=pytest.mark.slow), pytest.param("grpo", 2, marks=pytest.mark.slow), ("ppo", 2)],
 )
 def test_dropout_is_of_the_warm_up_alone(tmp_path, flow, minibatches):
     """A policy that hardly moves has the log-probs it had, whether they were found before or in the update."""

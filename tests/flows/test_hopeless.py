@@ -84,7 +84,7 @@ def test_every_key_that_it_names_is_one():
     assert "harder" in warning({**flat, "low": 1.0, "high": 1.0}, right, GRPO)
 
 
-@pytest.mark.parametrize("how", ["nothing", "prompts"])
+@pytest.mark.parametrize("how", ["nothing", pytest.param("prompts", marks=pytest.mark.slow)])
 def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, monkeypatch, how):
     monkeypatch.setattr(hopeless, "PATIENCE", 4)
     reward = (lambda p, c, i: 0.0) if how == "nothing" else (lambda p, c, i: float(p < "5"))

@@ -140,7 +140,9 @@ def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
     assert tiny.weights(result.directory) != tiny.weights(whole)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM))]
+)
 @pytest.mark.usefixtures("hangups")
 def test_a_signal_saves_says_how_to_go_on_and_the_run_continues(tmp_path, whole, number):
     def interrupt(record):

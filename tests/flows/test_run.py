@@ -192,7 +192,10 @@ def test_tokens_that_are_not_those_generated_stop_the_run(tmp_path, monkeypatch)
         tiny.run(tiny.recipe(tmp_path))
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+AVERAGES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("aggregation", [AVERAGES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in AVERAGES[1:])])
 def test_a_part_of_the_loss_with_a_denominator_of_its_own_stops_the_run(tmp_path, monkeypatch, aggregation):
     whole = rl.aggregate
 

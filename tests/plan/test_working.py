@@ -170,11 +170,11 @@ def speaking(rows, group, prompt, new, vocab, **keys):
     ("rows", "group", "prompt", "new", "vocab", "keys"),
     [
         (64, 8, 16, 16, 16, {}),
-        (64, 1, 16, 16, 16, {}),
+        pytest.param(64, 1, 16, 16, 16, {}, marks=pytest.mark.slow),
         pytest.param(16, 4, 100, 150, 16, {}, marks=pytest.mark.slow),
         (16, 1, 300, 10, 16, {}),
         (16, 4, 16, 16, 16, {"train__precision": "bf16"}),
-        (32, 4, 16, 4, 20_000, {}),
+        pytest.param(32, 4, 16, 4, 20_000, {}, marks=pytest.mark.slow),
         (32, 1, 16, 4, 20_000, {}),
         (32, 4, 16, 4, 20_000, {"rollout__temperature": 0.7, "rollout__top_p": 0.9}),
         (64, 4, 16, 4, 20_000, {"rollout__max_rows": 16}),

@@ -181,7 +181,12 @@ def test_two_samples_where_only_one_fits():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"max_rows": 6}, marks=pytest.mark.slow), {"max_rows": 16, "kv_tokens": 480}], ids=str
+    "options",
+    [
+        *(pytest.param(some, marks=pytest.mark.slow) for some in ({}, {"max_rows": 6})),
+        {"max_rows": 16, "kv_tokens": 480},
+    ],
+    ids=str,
 )
 def test_what_was_done_before_leaves_no_trace(options):
     """After draining, an engine computes as a new one: the same bits, though not in parity mode."""

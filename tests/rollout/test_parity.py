@@ -43,8 +43,16 @@ def said(found):
     return np.concatenate([t.logprobs[t.mask > 0] for t in found])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(QWEN3, torch.float32, marks=pytest.mark.slow),
+        (QWEN3, torch.bfloat16),
+        (QWEN2, torch.float32),
+        pytest.param(QWEN2, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3-fp32", "qwen3-bf16", "qwen2-fp32", "qwen2-bf16"],
+)
 def test_trainer_and_engine_agree_bit_for_bit(config, dtype):
     model = make_model(config, dtype=dtype, scale=4)
     found = generated(model)

@@ -26,7 +26,7 @@ def watched(engine, requests):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"max_rows": 5}, marks=pytest.mark.slow),
         {"max_rows": 16, "kv_tokens": 320},
         {"step_tokens": 23},

@@ -178,7 +178,9 @@ WRITES = Tokenizer.characters("abcdefghijklmnopqrstuvwxyz" + "".join(map(chr, ra
 """100 tokens: <pad>, <eos>, and letters."""
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 3, "kv_tokens": 160}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"max_rows": 3, "kv_tokens": 160}], ids=str
+)
 def test_a_stop_string_that_is_a_special_token_ends_as_that_stop_token_does(options):
     ends = {"<eos>": 1, "<pad>": 0}
     by_string, by_token = (

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.errors import raises
 from tilth.config.load import from_dict, load_recipe
 from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
@@ -263,7 +264,7 @@ with RunDir.create(recipe(Path(sys.argv[1])), "demo") as run:
 
 def test_sigkill_at_any_moment_leaves_a_readable_run(tmp_path):
     for seen in (1, 3):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE)
+        child = subprocess.Popen([*forked.python(), "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE)
         try:
             for _ in range(seen):
                 done = int(child.stdout.readline())
@@ -271,8 +272,7 @@ def test_sigkill_at_any_moment_leaves_a_readable_run(tmp_path):
             assert read_state(path)["state"] == "running"
             assert summarise(path)["steps"] >= 5  # while it goes on
         finally:
-            child.kill()
-            child.wait()
+            forked.kill(child)
         assert read_state(path)["state"] == "interrupted"
         assert len(read_metrics(path)) >= done
         with pytest.raises(Interrupted), RunDir.create(recipe(tmp_path), "demo") as run:
@@ -550,9 +550,9 @@ def test_the_log_says_how_each_attempt_ended_and_the_next_one_knows(tmp_path, er
     [({}, "out of memory"), ({"host": "elsewhere"}, "elsewhere"), ({"pid_started": 0.0}, "rebooted")],
 )
 def test_an_attempt_that_ended_without_a_word(tmp_path, changes, cause):
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen([*forked.python(), "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        child.kill()
+        forked.kill(child)
     path = tmp_path / "runs" / "demo-001"
     state = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps(state | changes))
