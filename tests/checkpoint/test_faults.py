@@ -236,15 +236,15 @@ def test_a_store_that_fails_at_any_request(tmp_path):
 
 
 def test_a_slow_store_delays_nobody_but_the_next_save(tmp_path):
-    """Half a second of writing: start is over long before."""
+    """Two seconds of writing: start is over long before."""
     root, tensors = f"slow://{tmp_path}/s", {"x": tensor((64 << 10,))}
-    Throttled.reset(bytes_per_second=1 << 19)
+    Throttled.reset(bytes_per_second=1 << 17)
     try:
         folder, saver = begin_save(root, 1), Saver()
         made = {"g": Group(tensors, {"x": Layout.single((64 << 10,))})}
         first = saver.start(folder, made, 0)
         second = saver.start(folder, made, 0, "again")
-        assert first.waited + first.seconds < 0.3 < second.waited
+        assert first.waited + first.seconds < 1 < second.waited
         saver.wait()
     finally:
         Throttled.reset()

@@ -38,7 +38,7 @@ def test_totals_without_a_recorder():
             pass
     total = recorder.totals()["generate"]
     assert (total.count, total.tokens, total.bytes, total.flops) == (2, 7, 20, 1.0)
-    assert 0 < total.seconds < 0.1
+    assert 0 < total.seconds < 10
 
 
 def test_reset_and_no_reset():

@@ -142,7 +142,7 @@ def test_a_slow_tracker_delays_no_step_and_the_end_not_for_ever(monkeypatch, cap
     tracker.close(False)
     took = time.perf_counter() - began
     gate.set()
-    assert took < 2 and "not done after" in capsys.readouterr().err
+    assert took < 10 and "not done after" in capsys.readouterr().err
 
 
 def test_samples_come_now_and_then(monkeypatch):
