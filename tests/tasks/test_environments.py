@@ -35,6 +35,12 @@ def test_a_worked_conversation_is_what_the_environment_says_and_pays(name):
         assert one.reward()["reward"] > 0
 
 
+def test_the_last_search_finds_the_answer():
+    prompts = task_of("retrieval").prompts()
+    for prompt in map(prompts.prompt, range(0, len(prompts), 37)):
+        assert prompt.messages[-2]["role"] == "tool" and prompt.answer in prompt.messages[-2]["content"].split()
+
+
 @pytest.mark.parametrize(
     "guess, secret, said", [("bak", "bak", "found"), ("dot", "bak", "before"), ("ban", "bat", "after")]
 )

@@ -1,9 +1,11 @@
-"""``tilth env try``: play one episode of an environment, by hand or with a model, and print each turn."""
+"""``tilth env try``: play one episode of an environment, by hand or with a model, and print each turn. ``tilth env
+records``: write the records that an environment brings."""
 
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from tilth.core.errors import DataError
 from tilth.envs.calls import message_of
 from tilth.envs.pool import Answer, EnvironmentPool
+from tilth.envs.process import load_environment
 
 HAND = "by hand: an empty line ends a turn, Ctrl-D the episode"
 
@@ -27,6 +30,17 @@ def play(environment: str, *, model: str, info: str, seed: int, temperature: flo
             _by_hand(pool, record, turns, as_json=as_json)
     finally:
         pool.close()
+
+
+def write_records(environment: str, file: Path, count: int) -> None:
+    """Write an environment's records, one to a line. Raises DataError for a file that exists."""
+    if file.exists():
+        raise DataError(f"{file} exists; remove it or choose another name", key="FILE.jsonl")
+    kind = load_environment(environment)
+    kind.prepare()
+    lines = [json.dumps(dict(record), ensure_ascii=False) for record in kind.records(count)]
+    file.write_text("".join(f"{line}\n" for line in lines))
+    typer.echo(f"{len(lines):,} records; train on them with data.source={file} rollout.environment={environment}")
 
 
 def _record(info: str) -> dict[str, Any]:

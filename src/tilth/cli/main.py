@@ -226,6 +226,15 @@ def env_try(
     """
 
 
+@command("env_try:write_records", env, "records")
+def env_records(
+    environment: Annotated[str, Argument(metavar="NAME", help="such as verifiers:NAME, gymnasium:ID or FILE.py:Class")],
+    file: Annotated[Path, Argument(metavar="FILE.jsonl", help="must not exist")],
+    count: Annotated[int, Option(min=0, help="most records; 0: all that it has")] = 0,
+) -> None:
+    """Write the records that an environment brings, for data.source: a dataset's rows, or seeds of games."""
+
+
 data = group("data", "Inspect data.")
 
 

@@ -6,10 +6,11 @@ that the policy reads, never tokens that are trained.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from tilth.config.plugins import declare
+from tilth.core.errors import TilthError
 from tilth.envs.calls import ToolCall
 from tilth.envs.tools import Tool
 
@@ -18,6 +19,10 @@ Message = Mapping[str, Any]
 """role ("system", "user", "assistant" or "tool") and content; the policy's also has tool_calls, a list of name and
 arguments."""
 _IS_TOOL = "_tilth_tool"
+
+
+class EnvironmentFault(TilthError):
+    """An environment did what it must not."""
 
 
 def tool(function: F) -> F:
@@ -41,10 +46,20 @@ class Environment:
     most_text: ClassVar[int] = 4000
     """Characters of one message of a tool that the policy reads; the rest is cut."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, declares: bool = True, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not cls.__name__.startswith("_"):
+        if declares and not cls.__name__.startswith("_"):
             declare("environment", name_of(cls))(cls)
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Load what the episodes of a process share, before the first one. Raises PluginError."""
+
+    @classmethod
+    def records(cls, count: int) -> Iterator[Mapping[str, Any]]:
+        """Yield the records that the environment brings, at most ``count``; 0: all. Default: it brings none."""
+        message = f"{name_of(cls)} brings no records; its prompts come from data.source"
+        raise EnvironmentFault(message, key="environment.records")
 
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin the episode and return its first messages.

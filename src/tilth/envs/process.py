@@ -20,15 +20,12 @@ from tilth.config.imports import end_uncollected, uncollected
 from tilth.config.plugins import declared, import_file, load_plugins, shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import PluginError, TilthError
-from tilth.envs.environment import Environment, Message
+from tilth.envs.adapters import ADAPTERS, adapted
+from tilth.envs.environment import Environment, EnvironmentFault, Message
 from tilth.rewards.functions import normalise
 from tilth.rewards.process import die_with, frame, receive_bytes, take_pipes
 
 ROLES = ("system", "user", "tool")
-
-
-class EnvironmentFault(TilthError):
-    """An environment returned what it must not."""
 
 
 class Asked(NamedTuple):
@@ -42,8 +39,7 @@ class Asked(NamedTuple):
 def main(parent: int) -> None:
     """Serve until the pipe from the parent is closed."""
     die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
+    _outlive_signals()
     requests, replies = take_pipes()
     end_uncollected()
     spec, plugins = pickle.loads(receive_bytes(requests) or b"")
@@ -52,9 +48,11 @@ def main(parent: int) -> None:
         with uncollected():
             load_plugins(plugins)
             kind = load_environment(spec)
+            kind.prepare()
     except TilthError as error:
         answers.send({"failed": str(error), "key": error.key})
         return
+    _outlive_signals()  # an environment may have set its own handlers
     answers.send({"ready": True})
     episodes = dict[int, SimpleQueue[Asked]]()
     while (body := receive_bytes(requests)) is not None:
@@ -68,6 +66,11 @@ def main(parent: int) -> None:
         episodes[asked.episode].put(asked)
         if asked.op == "end":
             del episodes[asked.episode]
+
+
+def _outlive_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
 
 
 class _Answers:
@@ -100,8 +103,9 @@ def _episode(kind: type[Environment], queue: "SimpleQueue[Asked]", answers: _Ans
 
 def _answer(environment: Environment, asked: Asked) -> Any:
     if asked.op == "begin":
+        first = _messages(_awaited(environment.reset(asked.argument)), "reset")
         tools = [one.schema for one in environment.tools().values()] if environment.describes_tools else []
-        return {"messages": _messages(_awaited(environment.reset(asked.argument)), "reset"), "tools": tools}
+        return {"messages": first, "tools": tools}
     if asked.op == "step":
         return _step(_awaited(environment.step(asked.argument)))
     return normalise(_awaited(environment.reward()))._asdict()
@@ -147,11 +151,20 @@ def known_environments() -> list[str]:
     return [*(name for name in shipped_tasks() if name not in own and task_of(name).environment), *own]
 
 
+def file_of(spec: str) -> str:
+    """Return the file that ``rollout.environment`` names; "" if it names none."""
+    return "" if spec.partition(":")[0] in ADAPTERS else spec.rpartition(":")[0]
+
+
 def load_environment(spec: str) -> type[Environment]:
-    """Return the class that ``rollout.environment`` names: declared in a plugin, FILE.py:Class, or a task's own.
+    """Return the class that ``rollout.environment`` names: declared in a plugin, FILE.py:Class, a task's own, or of
+    another package (``verifiers:NAME``, ``gymnasium:ID``).
 
     Raises PluginError.
     """
+    kind, _, id = spec.partition(":")
+    if kind in ADAPTERS and id:
+        return adapted(kind, id)
     where, _, name = spec.rpartition(":")
     if where:
         module = import_file(Path(where))

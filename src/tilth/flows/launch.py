@@ -33,6 +33,7 @@ from tilth.core.errors import (
 from tilth.core.files import make_folder
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
+from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
 from tilth.flows.build import Dataset, RunParts, build
 from tilth.flows.callbacks import Callback, RunView, notify
@@ -357,8 +358,8 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
         found["reward.function"] = reward
     if recipe.plugins:
         found["plugins"] = files_fingerprint(recipe.plugins)
-    if ":" in recipe.rollout.environment:
-        found["rollout.environment"] = files_fingerprint([recipe.rollout.environment.rpartition(":")[0]])
+    if file := file_of(recipe.rollout.environment):
+        found["rollout.environment"] = files_fingerprint([file])
     found |= {key: fingerprint(declaration.value) for key, declaration in in_scripts(recipe).items()}
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():

@@ -57,7 +57,8 @@ def world() -> tuple[tuple[tuple[str, str], ...], dict[str, str], TextIndex]:
     people = [f"{a}{b}" for a in drawn.sample(names, 500) for b in ("", "an", "el", "os")][:PEOPLE]
     homes = tuple((person, drawn.choice(cities)) for person in people)
     colors = {city: drawn.choice(COLORS) for city in cities}
-    sentences = [*(f"{a} lives in {b}" for a, b in homes), *(f"{city} is {color}" for city, color in colors.items())]
+    about_cities = (f"{city} is {color}" for city, color in colors.items())  # first: they come first for a city's name
+    sentences = [*about_cities, *(f"{a} lives in {b}" for a, b in homes)]
     return homes, colors, TextIndex(tuple(sentences))
 
 
