@@ -459,6 +459,25 @@ def guard_inject(
     """
 
 
+@command("guard_update:update", guard, "update")
+def guard_update(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    plugin: Annotated[
+        list[str] | None,
+        Option("--plugin", metavar="FILE.py", help="your code: takes the place of the plugin of this name; repeatable"),
+    ] = None,
+    now: Annotated[bool, Option("--now", help="after the step that runs, not at the next restart")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Update keys or code of an active run: another controller goes on with them, from the state in memory.
+
+    As in: tilth guard update runs/addition-grpo-001 optimizer.lr=1e-4 --now. Without keys, the code of Tilth is
+    imported again. At the next restart, in 24 hours at the latest. An update that fails before its first commit is
+    undone. Keys of --json: number, changes (key -> message), urgent.
+    """
+
+
 @command("guard_check:check", guard, "check")
 def guard_check(as_json: JsonOption = False) -> None:
     """Test this machine for two seconds: bits of products, compute and memory rates, transfers over loopback.

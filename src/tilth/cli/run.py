@@ -18,8 +18,8 @@ from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, given, load_recipe, recipe_name
 from tilth.config.schema import GuardConfig, Recipe
-from tilth.guard.supervisor import REPLACEABLE, Inherited, Supervisor, block, unblock
-from tilth.runs.signals import Interrupted, ends
+from tilth.guard.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
+from tilth.runs.signals import HandOver, Interrupted, ends
 from tilth.ui import format
 from tilth.ui.output import outlived
 
@@ -43,8 +43,10 @@ def train(
     with outlived(), _terminable():
         if ctx.obj and not isinstance(ctx.obj, Inherited) and (restarts := _restarts(name, overrides)):
             raise typer.Exit(_supervised(restarts, partial(_launched, name, overrides, allow)))
-        recipe = _launched(name, overrides, allow)
         handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
+        if handed is not None:
+            overrides, allow = [*overrides, *handed.change.overrides], [*allow, *handed.change.allow]
+        recipe = _launched(name, overrides, allow)
         result = _watched(recipe, recipe_name(name), allow, handed, fallback=fallback)
         typer.echo("\n".join(closing(recipe, name, result.summary, result.directory, result.report)))
 
@@ -121,6 +123,8 @@ def _watched(
     live = Live(recipe)
     try:
         return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback, handed=handed)
+    except HandOver:
+        raise typer.Exit(LEFT) from None
     except Interrupted as stopped:
         live.stop()
         typer.echo(str(stopped), err=True)

@@ -221,7 +221,16 @@ def digest(recipe: Recipe) -> str:
 
 def differences(before: Recipe, now: Recipe) -> dict[str, str]:
     """Return key -> "KEY was OLD and is NEW" for every key in which two recipes ask for different work."""
-    old, new = _flat(_work(before)), _flat(_work(now))
+    return _differences(_work(before), _work(now))
+
+
+def all_differences(before: Recipe, now: Recipe) -> dict[str, str]:
+    """Return key -> "KEY was OLD and is NEW" for every key that differs, also if it changes no number of a run."""
+    return _differences(before.dump(), now.dump())
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    old, new = _flat(before), _flat(now)
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return {name: f"{name} was {json.dumps(old.get(name))} and is {json.dumps(new.get(name))}" for name in changed}
 

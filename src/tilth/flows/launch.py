@@ -40,6 +40,7 @@ from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.flows.contamination import count_seen
 from tilth.flows.health import RunHealth
+from tilth.flows.hot_update import HotUpdates
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.planning import with_found_layouts
@@ -52,7 +53,7 @@ from tilth.flows.supervised import preference, supervised
 from tilth.flows.survive import Survival
 from tilth.flows.workers import threads
 from tilth.guard.snapshots import Snapshots
-from tilth.guard.supervisor import Death, Inherited
+from tilth.guard.supervisor import Inherited
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import RunDir, summarise
@@ -60,7 +61,7 @@ from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
 from tilth.runs.readers import checkpoints_of
-from tilth.runs.signals import Interrupted, StopRequest
+from tilth.runs.signals import HandOver, Interrupted, StopRequest
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
@@ -163,8 +164,7 @@ def launch(
             for text in warned:
                 directory.log(text)
             directory.update(data=data)
-            death = handed.death if handed else None
-            run = _train(parts, cluster, directory, callbacks, fallback=fallback, death=death)
+            run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
             directory.end("finished")
             summary = summarise(directory.path)
             for line in cluster.close():
@@ -180,7 +180,7 @@ def _train(
     callbacks: Sequence[Callback],
     *,
     fallback: bool,
-    death: Death | None = None,
+    handed: Inherited | None = None,
 ) -> Run:
     """Make the run, restore it, and run its phases to their end and its last checkpoint, whatever fails meanwhile."""
 
@@ -198,12 +198,15 @@ def _train(
         survival.prepare()
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
+        updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins)
         make = partial(_run, parts, cluster, directory, [_Clocks(cluster), health, *callbacks, profiling], stop, say)
-        run = make(survival.snapshots)
+        run = _watched(make(survival.snapshots), updates)
         _announce(run, parts)
         _restore(run, survival.remake, fallback=fallback)
-        if death is not None:
-            survival.note(death)
+        if handed is not None and handed.death is not None:
+            survival.note(handed.death)
+        if updates is not None:
+            updates.begin(run.state.step)
         notify(run.callbacks, "on_run_start", run)
         failed: TilthError | None = None
         whole, back = run, False  # the last run that was restored; True: to a checkpoint, also after another failure
@@ -211,19 +214,25 @@ def _train(
             try:
                 if failed is not None:
                     back = survival.recover(failed, whole.state.step).step == "rollback" or back
-                    run = make(survival.snapshots)
+                    run = _watched(make(survival.snapshots), updates)
                     if back:
                         _roll_back(run, whole.sampler.position())
                     else:
                         _restore(run, survival.remake)
                 whole, back = run, False
                 _complete(run, profiling)
+                if updates is not None:
+                    updates.finish()
                 return run
+            except HandOver:
+                raise
             except Interrupted as stopped:
                 directory.end("interrupted", why=str(stopped))
                 raise
             except TilthError as error:
                 if error is failed:  # it is hopeless
+                    if updates is not None and updates.waiting():
+                        updates.leave()
                     raise
                 run.saving.give_up(0.0)
                 failed = error
@@ -417,6 +426,13 @@ def _run(
         collect_garbage=collect_garbage,
         snapshots=snapshots,
     )
+
+
+def _watched(run: Run, updates: HotUpdates | None) -> Run:
+    """Let updates of the run see each committed step."""
+    if updates is not None:
+        run.after_step = updates.after_step
+    return run
 
 
 def _phases(run: Run) -> None:

@@ -77,7 +77,10 @@ class Run:
         self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, reward_log, say)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
-        self._kept_in_memory = True
+        self.kept_in_memory = True
+        """False without room for the newest state."""
+        self.after_step: Callable[[Run], None] | None = None
+        """Called when a step and all that belongs to it is committed."""
         self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say, spill)
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
@@ -337,6 +340,8 @@ class Run:
             )
         if (self.evaluator.improved or self.saving.due(state.step)) and not self._over():
             self.save()  # at its end the phase saves anyway
+        if self.after_step is not None:
+            self.after_step(self)
 
     def _keep_in_memory(self, snapshots: Snapshots) -> None:
         """Take a snapshot. Without room the run goes on: a failure costs it the steps since the last one.
@@ -345,11 +350,11 @@ class Run:
         again.
         """
         self.directory.settle()
-        before, self._kept_in_memory = self._kept_in_memory, True
+        before, self.kept_in_memory = self.kept_in_memory, True
         try:
             snapshots.take(self.roles.stateful_roles(), self.state.step, self._objects(), self.policy.mesh)
         except StorageError as error:
-            self._kept_in_memory = False
+            self.kept_in_memory = False
             if before:
                 self.say(f"step {self.state.step} and those after it are not kept in memory: {error}")
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,17 @@ from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import WorkerLost
 from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
+from tilth.guard.updates import NONE, RecipeChange, Undone, Update, waiting
 from tilth.guard.verdict import Verdict
 
 REPLACEABLE = ("local", "ray")
 """Backends whose runs are supervised."""
 RUN = "run"
 """File of the handover with the path of the run's folder."""
+TAKEN = "taken"
+"""File of the handover with the number of the update that has its first commit."""
+LEFT = 75
+"""Exit code of a controller that leaves its run to the next one, which has an update (EX_TEMPFAIL)."""
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: orphans among the descendants become children of this process."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,29 +62,50 @@ class Inherited:
     """Inheritance of a controller from its supervisor.
 
     folder: in shared memory, outlives controllers; run: folder of the run that a former controller began, "": none;
-    death: of that controller.
+    death: of that controller; change: updates of the recipe; undone: the update that has just failed.
     """
 
     folder: str
     run: str = ""
     death: Death | None = None
+    change: RecipeChange = NONE
+    undone: Undone | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Inherited":
         """Return it from its JSON."""
-        death = values.get("death")
-        return cls(**{**values, "death": None if death is None else Death(**death)})
+        death, undone = values.get("death"), values.get("undone")
+        return cls(
+            values["folder"],
+            values["run"],
+            None if death is None else Death(**death),
+            RecipeChange.of(values["change"]),
+            None if undone is None else Undone(**undone),
+        )
 
     def enter(self, run: Path) -> None:
         """Let the supervisor know the folder of the run."""
         (Path(self.folder) / RUN).write_text(str(run.resolve()))
 
+    def take(self) -> None:
+        """Let the supervisor know that the newest update has its first commit."""
+        new = Path(self.folder) / f"{TAKEN}.new"
+        new.write_text(str(self.change.number))
+        os.replace(new, new.with_suffix(""))
+        os.kill(os.getppid(), signal.SIGIO)
+
 
 class Supervisor:
     """Supervise one run. restarts: most restarts within an hour (``guard.restarts``)."""
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, change: RecipeChange = NONE) -> None:
+        """change: updates that the run has already."""
         self._recovery = Recovery(restarts)
+        self._change, self._kept = change, change
+        """Updates in force; the same with plugins as they were kept, to go back to."""
+        self._trying: Update | None = None
+        self._former: ServerProcess | None = None
+        """Fork server with the code of before the update that is tried."""
         self._asked = 0
         """Signal that has asked the run to end; 0: none."""
         self._kills = oom_kills()
@@ -100,17 +126,70 @@ class Supervisor:
             code = self._wait()
             if code:
                 return _exit_code(code)
-            handover = Inherited(str(self._scratch))
+            handover = Inherited(str(self._scratch), change=self._change)
             while True:
-                self._request(handover)
-                code = self._wait()
-                if code >= 0 or self._asked or -code not in _FATAL:
+                code, why = self._control(handover)
+                self._note_taken()
+                if self._trying is not None and code and not self._asked:
+                    handover = self._undo(self._trying, why or _last_words(self._run(), code))
+                elif code == LEFT and not self._asked and waiting(self._run()):
+                    handover = self._with_updates(Inherited(str(self._scratch), self._run()))
+                elif code >= 0 or self._asked or -code not in _FATAL:
                     return _exit_code(code)
-                handover = self._after(code)
+                else:
+                    handover = self._with_updates(self._after(code))
         finally:
-            self._server.process.kill()
-            self._server.process.wait()
+            for server in (self._server, self._former):
+                _end_server(server)
             self._folder.remove()
+
+    def _control(self, handover: Inherited) -> tuple[int, str]:
+        """Start a controller and wait for its end; return its exit code, and why new code cannot be imported."""
+        try:
+            self._request(handover)
+            return self._wait(), ""
+        except WorkerLost as error:
+            if self._trying is None:
+                raise
+            return 1, str(error)
+
+    # ---- updates ----
+
+    def _with_updates(self, handover: Inherited) -> Inherited:
+        """Add the updates in force, and those that wait, whose code another fork server imports."""
+        run = handover.run
+        if not run or not (found := waiting(run)):
+            return replace(handover, change=self._change)
+        self._trying, self._former, self._server = found[-1], self._server, self._serve()
+        kept = json.loads((Path(run) / "run.json").read_bytes()).get("plugins")
+        plugins = (f"plugins={json.dumps(kept)}",) if kept else ()
+        self._kept = replace(self._change, overrides=(*self._change.overrides, *plugins))
+        return replace(handover, change=self._trying.change)
+
+    def _note_taken(self) -> None:
+        """Let the former code go once an update has its first commit."""
+        taken = self._scratch / TAKEN
+        if self._trying is None or not taken.exists() or int(taken.read_text()) < self._trying.number:
+            return
+        _end_server(self._former)
+        self._change, self._recovery.restarts = self._trying.change, self._trying.restarts
+        self._former = self._trying = None
+
+    def _undo(self, failed: Update, why: str) -> Inherited:
+        """Go back from an update that failed before its first commit to the former code and recipe."""
+        print(f"tilth: {failed.title()} is undone: {why}", file=sys.stderr)
+        assert self._former is not None
+        _end_server(self._server)
+        self._server, self._former, self._trying = self._former, None, None
+        self._change = replace(self._kept, allow=(*self._kept.allow, *failed.change.allow))
+        return Inherited(
+            str(self._scratch),
+            self._run(),
+            change=self._change,
+            undone=Undone(failed.number, why, time.monotonic()),
+        )
+
+    # ---- processes ----
 
     def _serve(self) -> ServerProcess:
         server = ServerProcess(environment(1), str(self._folder.path))
@@ -145,6 +224,7 @@ class Supervisor:
             info = signal.sigwaitinfo({*_ENDS, signal.SIGCHLD, signal.SIGIO})
             if info.si_signo == signal.SIGIO:
                 self._hear()
+                self._note_taken()
             elif info.si_signo == signal.SIGCHLD:
                 if (code := self._reap()) is not None:
                     return code
@@ -221,6 +301,20 @@ def _progress(run: str) -> tuple[int, float]:
         return 0, 0.0
     lines = path.read_bytes().rpartition(b"\n")[0].splitlines()  # the last one may be torn
     return json.loads(lines[-1])["step"] if lines else 0, max(time.time() - path.stat().st_mtime, 0.0)
+
+
+def _last_words(run: str, code: int) -> str:
+    """Return why a controller with this exit code has failed, by the run's own record."""
+    path = Path(run) / "run.json"
+    last = json.loads(path.read_bytes())["attempts"][-1] if path.exists() else {}
+    ended = f"the controller ended by signal {-code}" if code < 0 else f"the controller ended with exit code {code}"
+    return str(last["why"]) if last.get("state") == "failed" else f"{ended} before its first commit"
+
+
+def _end_server(server: ServerProcess | None) -> None:
+    if server is not None:
+        server.process.kill()
+        server.process.wait()
 
 
 def _exit_code(code: int) -> int:

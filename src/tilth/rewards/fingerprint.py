@@ -83,6 +83,8 @@ class Imports:
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
         """Name of a module or file -> hash of its bytes."""
+        self.files: list[Path] = []
+        """Their paths."""
         self._specs: dict[str, ModuleSpec | None] = {}
         self._folders: list[str] = []
 
@@ -117,6 +119,7 @@ class Imports:
         except OSError:  # in an archive, or gone: importing it raises
             return
         self.found[name] = hashlib.blake2b(source, digest_size=8).hexdigest()
+        self.files.append(file)
         for imported in _imported(source, package or "") if file.suffix == ".py" else ():
             self.module(imported)
 

@@ -44,7 +44,7 @@ from tilth.runs.readers import (
     read_trajectories,
     summarise,
 )
-from tilth.runs.signals import Interrupted
+from tilth.runs.signals import HandOver, Interrupted
 
 __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
 
@@ -225,6 +225,10 @@ class RunDir:
         self._state.update(fields)
         replace(self.path / "run.json", (to_json(self._state) + "\n").encode(), self._queue)
 
+    def store(self, path: Path, data: bytes) -> None:
+        """Write a file of the run atomically; it waits while the disk refuses it."""
+        replace(path, data, self._queue)
+
     def note_checkpoint(self, step: int, best: Mapping[str, Any] | None) -> None:
         """Record a complete checkpoint; best: the best evaluation among the kept checkpoints."""
         if 0 < self.saved < step:
@@ -330,12 +334,22 @@ class RunDir:
             self.close()
 
     def _end_with(self, error: BaseException | None) -> None:
+        if isinstance(error, HandOver):
+            self._leave(str(error))
+            return
         if error is None or isinstance(error, (KeyboardInterrupt, Interrupted)):
             self.end("interrupted", why=str(error or "") or ("Ctrl-C" if error is not None else ""))
             return
         if not isinstance(error, TilthError):  # a bug: log its traceback
             self.log("".join(traceback.format_exception(error)).rstrip())
         self.end("failed", f"{type(error).__name__}: {error}")
+
+    def _leave(self, why: str) -> None:
+        """End this attempt; the run goes on in the next controller."""
+        self.log(f"attempt {self.attempt} left after step {self._last}: {why}")
+        self._wait(SLOW)
+        last = self._state["attempts"][-1] | {"ended": _now(), "state": "left", "why": why}
+        self.update(attempts=[*self._state["attempts"][:-1], last])
 
     def _begin(self, before: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of run.json for a new attempt."""

@@ -12,6 +12,7 @@ import psutil
 
 from tilth.core.errors import DataError
 from tilth.data.trajectories import read_trajectories, steps_of
+from tilth.guard.updates import Update, read_updates
 from tilth.runs.files import read_lines
 
 __all__ = [
@@ -168,6 +169,7 @@ def summarise(run: str | Path) -> Record:
         "attempts": state.get("attempt"),
         "recoveries": [{name: one[name] for name in _BRIEF if name in one} for one in survived],
         "ettr": ettr(state, survived, end),
+        "updates": [_brief(one) for one in read_updates(run)],
         "steps": last.get("step", 0),
         "phase": last.get("phase"),
         "seconds": _seconds(state, last),
@@ -195,6 +197,12 @@ def summarise(run: str | Path) -> Record:
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
     }
+
+
+def _brief(update: Update) -> Record:
+    """Return an update as flat JSON. step: after which it was taken."""
+    names = ("number", "state", "step", "by", "time", "why")
+    return {**{name: getattr(update, name) for name in names}, "changes": dict(update.changes)}
 
 
 def _parts(records: Sequence[Record]) -> dict[str, float]:

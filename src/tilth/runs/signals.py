@@ -21,6 +21,10 @@ def ends() -> list[signal.Signals]:
     return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
+class HandOver(Interrupted):
+    """A run that goes on in its next controller, which has an update."""
+
+
 class StopRequest:
     """Set ``requested`` on the first SIGINT, SIGTERM or SIGHUP while active; a second SIGINT interrupts at once.
 

@@ -117,3 +117,11 @@ def survived(recovery: Mapping[str, Any]) -> str:
     ranks = recovery.get("ranks") or []
     who = f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
     return f"{recovery['kind']}{who} after step {recovery['step']:,}, {recovery['lost'] + recovery['seconds']:.1f} s"
+
+
+def updated(update: Mapping[str, Any]) -> str:
+    """Return an update of a run as text: "1 of ann@host, in force after step 12: optimizer.lr was 0.1 and is 0.2"."""
+    state, why = update["state"], update["why"].partition("\n")[0]
+    after = "" if state == "waiting" else f" after step {update['step']:,}"
+    what = "; ".join(update["changes"].values())
+    return f"{update['number']} of {update['by']}, {state}{after}: {what}" + (f" ({why})" if why else "")

@@ -72,7 +72,7 @@ def page(seen: Seen) -> str:
     scores = any("reward/missing" in record for record in seen.records)
     return render(
         "report.html", name=seen.run.name, state=seen.state, headline=headline(seen.summary), s=seen.summary,
-        warnings=seen.summary["warnings"] + _findings(seen.run),
+        warnings=seen.summary["warnings"] + _findings(seen.run, seen.summary),
         missing=seen.summary["rewards_missing"], measures=format.MEASURES,
         spent=_steps(seen), scored=int(sum(v for _, v in points(seen.records, "samples"))) if scores else None,
         reasons=_reasons(seen), figures=[figure for figure, _ in figures], samples=samples(seen.run),
@@ -84,11 +84,12 @@ def page(seen: Seen) -> str:
     )  # fmt: skip
 
 
-def _findings(run: Path) -> list[Record]:
-    """Return what the run has survived, with verdict and price, and what its watches warned of."""
+def _findings(run: Path, summary: Record) -> list[Record]:
+    """Return what the run has survived, with verdict and price, what its watches warned of, and its updates."""
     survived = [(one, f"survived: {format.survived(one)}: {first_line(one)}") for one in read_recoveries(run)]
     warned = [(one, f"warning: {one['kind']}: {first_line(one)}") for one in read_warnings(run)]
-    return [{"step": one["step"], "text": text} for one, text in [*survived, *warned]]
+    updates = [(one, f"update {format.updated(one)}") for one in summary["updates"]]
+    return [{"step": one["step"], "text": text} for one, text in [*survived, *warned, *updates]]
 
 
 def _workers(state: Record) -> list[tuple[str, str]]:

@@ -1,0 +1,100 @@
+"""Hot updates of a run, from the side of its controller: when it leaves, and what became of an update.
+
+step commits, an update is due --> state in memory, everything flushed --> the controller leaves (``HandOver``)
+the next controller --> the state from memory --> first commit: in force | fails before: undone by the supervisor
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import psutil
+
+from tilth.core.write_queue import PROMPT
+from tilth.flows.run import Run
+from tilth.guard.supervisor import Inherited
+from tilth.guard.updates import LATEST, State, Update, keep_code, path_of, read_updates
+from tilth.runs.directory import RunDir
+from tilth.runs.signals import HandOver
+
+
+class HotUpdates:
+    """Updates of one run while this controller has it."""
+
+    def __init__(self, handed: Inherited, directory: RunDir, plugins: Sequence[str]) -> None:
+        """plugins: of the recipe, which are kept for the way back from an update."""
+        self._handed, self._directory = handed, directory
+        self._attempt, self._taken, self._told = directory.attempt, not handed.change.number, False
+        supervisor = psutil.Process(os.getppid())
+        owner = {"pid": supervisor.pid, "started": supervisor.create_time()}
+        directory.update(supervisor=owner, plugins=list(keep_code(directory.path, plugins)))
+        self._known: list[Update] = []
+        self._look()
+
+    def begin(self, step: int) -> None:
+        """Report, after the state is restored, which update is tried or undone."""
+        undone, number = self._handed.undone, self._handed.change.number
+        for one in list(self._known):
+            if undone is not None and one.state in ("waiting", "trying"):
+                built = "" if one.number <= undone.number else f"it was built on update {undone.number}: "
+                self._set(one, "undone", step, built + undone.why)
+                seconds = time.monotonic() - undone.at
+                self._directory.say(f"{one.title()} is undone, {seconds:.1f} s later: {built}{undone.why}")
+            elif one.state in ("waiting", "trying") and one.number <= number:
+                self._set(one, "trying", step)
+                self._directory.say(f"going on after step {step} with {one.title()}, asked for by {one.by}")
+            elif one.state == "trying":
+                self._set(one, "undone", step, "the run ended before its first commit")
+
+    def after_step(self, run: Run) -> None:
+        """Take note of the first commit with an update; leave the run (HandOver) if the next one is due."""
+        self.finish()
+        restarted, self._attempt = self._directory.attempt != self._attempt, self._directory.attempt
+        waits = self.waiting()
+        if not any(one.urgent or restarted or one.age > LATEST for one in waits):
+            return
+        if trouble := self._directory.flush(PROMPT):
+            if not self._told:
+                run.say(f"{waits[-1].title()} waits for {trouble['path']}: {trouble['reason']}")
+            self._told = True
+            return
+        if run.kept_in_memory and run.snapshots is not None and self._outlives(run):
+            run.saving.finish()
+        else:
+            run.secure()
+        self.leave()
+
+    def finish(self) -> None:
+        """Take note that the updates of this controller have their first commit, or that the run ended without one."""
+        if self._taken:
+            return
+        self._taken = True
+        for one in [one for one in self._known if one.state == "trying"]:
+            self._set(one, "in force", one.step)
+        self._handed.take()
+
+    def leave(self) -> None:
+        """Leave the run to the next controller: HandOver."""
+        title = ", ".join(one.title() for one in self.waiting())
+        raise HandOver(f"another controller goes on with {title}", key="guard.update")
+
+    def waiting(self) -> list[Update]:
+        """Return the updates that wait; none before the first commit with earlier ones."""
+        self._look()
+        return [one for one in self._known if one.state == "waiting"] if self._taken else []
+
+    def _outlives(self, run: Run) -> bool:
+        """True if the snapshots are in the folder that the supervisor keeps."""
+        return run.snapshots is not None and str(run.snapshots.folder) == self._handed.folder
+
+    def _look(self) -> None:
+        """Read requests that are new."""
+        number = self._known[-1].number if self._known else 0
+        if path_of(self._directory.path, number + 1).exists():
+            self._known += read_updates(self._directory.path)[len(self._known) :]
+
+    def _set(self, update: Update, state: State, step: int, why: str = "") -> None:
+        new = replace(update, state=state, step=step, why=why)
+        self._known[self._known.index(update)] = new
+        self._directory.store(path_of(self._directory.path, new.number), new.dump())

@@ -1,0 +1,228 @@
+"""Updates of a running run: which keys may change, the requests in its folder, and what a controller has of them.
+
+RUN/updates/0001.json     a request: what changes, who asked, and what became of it
+RUN/updates/code/DIGEST/  plugins as they were when the run began, or when an update brought them
+"""
+
+import getpass
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tilth.config.keys import all_names
+from tilth.config.roles import roles_of
+from tilth.config.schema import Recipe
+from tilth.core.errors import PluginError, RecipeError
+from tilth.core.files import make_folder, writing
+from tilth.rewards.fingerprint import Imports, files_fingerprint
+
+UPDATES = "updates"
+"""Folder of a run with its updates."""
+LATEST = 24 * 3600.0
+"""Seconds after which an update is taken without a restart to wait for (ByteRobust, arXiv 2509.16293)."""
+State = Literal["waiting", "trying", "in force", "undone"]
+"""trying: until the first commit with it."""
+PLUGIN_KEYS = ("plugins", "reward.function", "rollout.environment")
+"""Inputs of a run that other plugins change."""
+FIXED: Mapping[str, str] = {
+    "flow": "the roles and what they have learned are those of its flow",
+    "seed": "its random numbers and the order of its data come from it",
+    "model": "its weights have this shape and began so",
+    "data": "its positions in the data would lead to others",
+    "reference.path": "the KL penalty is towards this model",
+    "optimizer.name": "its optimizer's state is of this kind",
+    "train.ema": "its average of the weights began with it",
+    "cluster.backend": "its state is in the memory of these workers",
+    "cluster.address": "its workers are there",
+    "cluster.search": "its layouts are found already",
+    "run.dir": "it is the run's place",
+    "run.name": "it is the run's place",
+    "run.checkpoints": "its checkpoints are there",
+}
+"""Keys and sections that make another run -> why."""
+_FREE = ("model.dropout",)
+"""Keys in fixed sections that may change."""
+
+
+@dataclass(frozen=True)
+class RecipeChange:
+    """Difference of a controller's recipe from that of its command, all updates together.
+
+    number: of the newest update in it, 0: none; overrides: KEY=VALUE; allow: keys that may have changed in the run.
+    """
+
+    number: int = 0
+    overrides: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RecipeChange":
+        """Return it from its JSON."""
+        return cls(values["number"], tuple(values["overrides"]), tuple(values["allow"]))
+
+
+NONE = RecipeChange()
+
+
+@dataclass(frozen=True)
+class Undone:
+    """Update that failed before its first commit. at: ``time.monotonic`` of this machine."""
+
+    number: int
+    why: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """Request for other keys or other code. changes: key -> message; restarts: ``guard.restarts`` with it.
+
+    urgent: at the next commit, else at the next restart. why: it was undone; step: after which it was taken.
+    """
+
+    change: RecipeChange
+    changes: Mapping[str, str]
+    restarts: int
+    urgent: bool
+    by: str
+    time: str
+    state: State = "waiting"
+    why: str = ""
+    step: int = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the update in its run, from 1."""
+        return self.change.number
+
+    @property
+    def age(self) -> float:
+        """Seconds since the request."""
+        return (datetime.now(UTC) - datetime.fromisoformat(self.time)).total_seconds()
+
+    def title(self) -> str:
+        """Return number and changes in a line."""
+        return f"update {self.number} ({'; '.join(self.changes.values())})"
+
+    def dump(self) -> bytes:
+        """Return it as JSON."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Update":
+        """Return it from its JSON."""
+        return cls(**{**values, "change": RecipeChange.of(values["change"])})
+
+
+def path_of(run: Path, number: int) -> Path:
+    """Return the file of a request."""
+    return run / UPDATES / f"{number:04d}.json"
+
+
+def read_updates(run: str | Path) -> list[Update]:
+    """Return the updates of a run, oldest first."""
+    files = sorted((Path(run) / UPDATES).glob("[0-9]*.json"))
+    return [Update.of(json.loads(file.read_bytes())) for file in files]
+
+
+def waiting(run: str | Path) -> list[Update]:
+    """Return the updates that no controller has taken yet."""
+    return [one for one in read_updates(run) if one.state == "waiting"]
+
+
+def check(before: Recipe, after: Recipe, changes: Mapping[str, str]) -> None:
+    """Raise RecipeError for a change that makes another run. changes: key -> message."""
+    if "plugins" in changes:
+        message = (
+            f"{changes['plugins']}: code comes as --plugin FILE, which replaces the plugin of that name or adds one"
+        )
+        raise RecipeError(message, key="plugins")
+    for name, message in changes.items():
+        fixed = next((fixed for fixed in FIXED if name == fixed or name.startswith(f"{fixed}.")), "")
+        if fixed and name not in _FREE:
+            raise RecipeError(
+                f"{message}: that is another run, since {FIXED[fixed]}; begin one (model.path=RUN begins with the "
+                "weights of this one)",
+                key=name,
+            )
+    had, has = roles_of(before), roles_of(after)
+    if changed := sorted(had.keys() ^ has.keys()):
+        key = next(iter(changes), "plugins")
+        raise RecipeError(
+            f"{'; '.join(changes.values())}: the run would {'lose' if changed[0] in had else 'need'} the role "
+            f"{changed[0]}, and roles stay as they are; begin another run (model.path=RUN begins with the weights of "
+            "this one)",
+            key=key,
+        )
+
+
+def allowed(changes: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the keys, or tables of keys, that ``--allow`` knows for these changes."""
+    known, found = set(all_names()), list[str]()
+    for name in changes:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        found += [name] if name else []
+    return tuple(dict.fromkeys(found))
+
+
+def request(run: Path, update: Update) -> Update:
+    """Write a request with the next number in one piece, and return it. StorageError."""
+    folder = run / UPDATES
+    with writing(folder):
+        make_folder(folder)
+        while True:
+            numbers = [int(file.stem) for file in folder.glob("[0-9]*.json")]
+            new = replace(update, change=replace(update.change, number=max(numbers, default=0) + 1))
+            whole = folder / f".{os.getpid()}.new"
+            whole.write_bytes(new.dump())
+            try:
+                os.link(whole, path_of(run, new.number))
+                return new
+            except FileExistsError:  # another one was faster
+                continue
+            finally:
+                whole.unlink()
+
+
+def asked_by() -> str:
+    """Return user and machine of this process."""
+    user = str(os.getuid())
+    with suppress(KeyError, OSError):  # a user without a name
+        user = getpass.getuser()
+    return f"{user}@{os.uname().nodename}"
+
+
+def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:
+    """Copy plugins that are files, with modules beside them that they import, into the run; return where they are.
+
+    Names of modules stay. PluginError for a file that is not there, StorageError.
+    """
+    files = [name for name in plugins if name.endswith(".py")]
+    if not files:
+        return tuple(plugins)
+    if missing := [name for name in files if not Path(name).is_file()]:
+        raise PluginError(f"no file {missing[0]}", key=Path(missing[0]).name)
+    folder = (run / UPDATES / "code" / files_fingerprint(files)).resolve()
+    places = {name: folder / str(index) / Path(name).name for index, name in enumerate(files)}
+    for name, place in places.items():
+        with writing(folder):
+            for source, target in _with_neighbours(Path(name), place):
+                if not target.exists():
+                    make_folder(target.parent)
+                    target.write_bytes(source.read_bytes())
+    return tuple(str(places.get(name, name)) for name in plugins)
+
+
+def _with_neighbours(plugin: Path, place: Path) -> list[tuple[Path, Path]]:
+    """Return source and place of a plugin and of the files in its folder that it imports."""
+    plugin, imports = plugin.resolve(), Imports()
+    imports.search(str(plugin.parent))
+    imports.file("", plugin)
+    beside = [file.resolve() for file in imports.files if file.resolve().is_relative_to(plugin.parent)]
+    return [(file, place.parent / file.relative_to(plugin.parent)) for file in beside]
