@@ -158,8 +158,9 @@ def serve(listening: socket.socket) -> None:
                 _pass_on(client, clients)
             if listening in found:
                 client, _ = listening.accept()
-                clients[client] = _fork(client, [ready, wake, woken, listening, *clients])
-                ready.register(client, selectors.EVENT_READ)
+                if pid := _fork(client, [ready, wake, woken, listening, *clients]):
+                    clients[client] = pid
+                    ready.register(client, selectors.EVENT_READ)
     for pid in clients.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -167,8 +168,12 @@ def serve(listening: socket.socket) -> None:
 
 def _pass_on(client: socket.socket, clients: dict[socket.socket, int]) -> None:
     """Send a fork the signals that its client got; SIGKILL, and nothing more, if the client is gone."""
+    try:
+        numbers = client.recv(64)
+    except ConnectionResetError:
+        numbers = b""
     with suppress(ProcessLookupError):
-        for number in client.recv(64) or [signal.SIGKILL]:
+        for number in numbers or [signal.SIGKILL]:
             os.kill(clients[client], number)
 
 
@@ -184,9 +189,16 @@ def _reap(clients: dict[socket.socket, int], ready: selectors.BaseSelector) -> N
 
 
 def _fork(client: socket.socket, ours: list) -> int:
+    """Return the fork's process id; 0: the client was killed before it had asked. Raises Run in the fork."""
     message, files, _, _ = socket.recv_fds(client, 1 << 20, 64)
-    while not message.endswith(b"\n"):
-        message += client.recv(1 << 20)
+    while message and not message.endswith(b"\n"):
+        more = client.recv(1 << 20)
+        message = message + more if more else b""
+    if not message:
+        client.close()
+        for file in files:
+            os.close(file)
+        return 0
     if pid := os.fork():
         for file in files:
             os.close(file)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 
 import psutil
@@ -50,6 +51,15 @@ def test_a_module_and_a_file_find_their_neighbours(tmp_path):
 def test_it_ends_as_python_does(code, status, said):
     done = run("-c", code)
     assert done.returncode == status and done.stderr.endswith(said)
+
+
+def test_clients_that_end_before_they_have_asked_leave_it_at_work():
+    place = forked.python()[-2]
+    for words in (b"", b"{'name': "):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(place)
+            client.sendall(words)
+    assert run("-c", "print(1)").stdout == "1\n"
 
 
 def test_signals_reach_it_and_it_goes_with_its_client():

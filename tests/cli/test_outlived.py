@@ -114,12 +114,11 @@ def test_an_error_that_nobody_reads_is_still_an_exit_code(tmp_path):
 
 LOCAL = ["cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2"]
 RAY = [*LOCAL, "cluster.backend=ray"]
-INLINE_AND_LOCAL = [pytest.param([], id="inline"), pytest.param(LOCAL, id="local", marks=pytest.mark.dist)]
 WITH_RAY = [pytest.mark.ray, pytest.mark.dist, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not there")]
-ALL = [*INLINE_AND_LOCAL, pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow])]
 RARELY = [
     pytest.param([], id="inline", marks=pytest.mark.slow),
-    *ALL[1:],  # a controller and workers: more than inline has
+    pytest.param(LOCAL, id="local", marks=pytest.mark.dist),  # a controller and workers: more than inline has
+    pytest.param(RAY, id="ray", marks=[*WITH_RAY, pytest.mark.slow]),
 ]
 
 
@@ -172,7 +171,7 @@ def saved(run, state):
     return steps
 
 
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("backend", RARELY)
 def test_a_closed_terminal_ends_a_run_with_everything_saved(tmp_path, backend):
     terminal = Terminal(tmp_path, "run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a")
     terminal.close()

@@ -134,6 +134,7 @@ SELDOM = (
     "dp",
     "fsdp, gathered once",
     "tp",
+    "tp, sp",
     "dp, engine over tp",
     "fsdp, engine over tp",
     "cp, ulysses",

@@ -130,7 +130,7 @@ LAYOUTS = [
     Case(dp=2),
     Case(fsdp=2, zero=2, rows=(3,)),
     Case(fsdp=2, rows=(2,), checkpointing=True),
-    Case(tp=2),
+    pytest.param(Case(tp=2), marks=pytest.mark.slow),
     Case(tp=2, sp=True, tied=False),
 ]
 
