@@ -3,20 +3,19 @@
     python benchmarks/corruption.py [--quick] [--json PATH] [--layouts dp,fsdp,tp] [--seeds N]
 
 A trial is one optimizer step of a small model on the ranks of a layout, from the same state each time. On one rank a
-bit of one float32 number flips: of a weight or of the optimizer's state between the snapshot and the step (at rest), of
-a gradient after it was reduced, of an activation in the forward pass, or of a message as it arrives. Then everything
-that is always on looks: the check at rest before the step, loss and norm that are not finite, and the digests of copies
-in the snapshot after the step. A spike of the norm (5 times that of the step without a flip) is only a warning and
-counts apart. Without effect: the state after the step has the same bits as without the flip on all ranks.
-Named: the verdict has the rank, and no other. Split: some ranks alone would leave the step out, and in a run wait for
-the others.
+bit of one float32 number flips: of a weight or of the optimizer's state between the snapshot and the update (at rest),
+of a weight between the update and the next snapshot (updated), of a gradient after it was reduced, of an activation in
+the forward pass, or of a message as it arrives. Then everything that is always on looks: digests before the update and
+at the snapshot after it, loss and norm that are not finite, and the comparison of copies. A spike of the norm (5 times
+that of the step without a flip) is only a warning and counts apart. Without effect: the state after the step has the
+same bits as without the flip on all ranks. Named: the verdict has the rank, and no other. Split: some ranks alone would
+leave the step out, and in a run wait for the others.
 
 The cost is processor time in one process, of what reads the whole state, over that of an update.
 """
 
 import math
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 LAYOUTS = {"dp": {"dp": 3}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
-TARGETS = ("weight", "optimizer", "gradient", "activation", "message")
+TARGETS = ("weight", "optimizer", "updated", "gradient", "activation", "message")
 KINDS = {"sign": (31,), "high exponent": (30, 29, 28), "low exponent": (26, 24, 23), "high fraction": (22, 20, 17),
          "low fraction": (11, 5, 0)}  # fmt: skip
 """Bits of a float32 by what they mean."""
@@ -60,7 +59,10 @@ LARGE = DecoderConfig(
     vocab_size=1024, hidden_size=256, intermediate_size=688, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64,
     qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+COLLECTIVES = tuple(
+    name for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+                      "reduce_scatter_single") if hasattr(dist, name)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,19 @@ def left_out(*_: Any) -> None:
 class Trial(JoinedRole):
     """One rank of a layout."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, *, folder: str) -> None:
+        """folder: for snapshots."""
         super().__init__(context)
         self.grid = ParallelDims.of(context.mesh, context.rank)
         self.learner = learner(CONFIG, self.grid)
         self.learner.engine.before_update = lambda: None  # is called apart, so that no rank waits for one that raises
+        self.learner._at_rest.forget()
         setattr(self.learner.engine, "_leave_out", left_out)  # noqa: B010 - likewise
-        self.folder = tempfile.mkdtemp(dir="/dev/shm", prefix="tilth-corruption-")
+        self.folder = folder
         self.rows = rows(CONFIG, self.grid, 4, 12)
         self._update()
         self.begin = {name: tensor.clone() for name, tensor in self._tensors()}
         self.position = self.learner.engine.position()
-
-    def close(self) -> None:
-        """Remove the snapshots."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for title, group in self.learner.groups().items():
@@ -141,12 +141,16 @@ class Trial(JoinedRole):
             tensor.copy_(self.begin[name])
         self.learner.engine.restore(self.position)
         self.learner.sharded.reshard()
+        rest = self.learner._at_rest
+        rest.forget()
         self.learner.snapshot(self.folder, 0)
+        rest.remember(self.learner.groups())
         mine = given is not None and given.rank == self.grid.rank
         rng = random.Random(given.seed if given is not None else 0)
         if mine and given is not None and given.target in ("weight", "optimizer"):
             self._at_rest(given, rng)
-        rest = self.learner._at_rest.changed(self.learner.groups())
+        changed = rest.changed()
+        rest.forget()
         undo = self._armed(given, rng) if mine and given is not None else lambda: None
         wrong, norm = False, 0.0
         try:
@@ -156,12 +160,15 @@ class Trial(JoinedRole):
         finally:
             undo()
         alone = wrong
+        if mine and given is not None and given.target == "updated":
+            self._at_rest(given, rng)
+        changed += rest.changed()
         try:
             check_finite(self.learner.groups())
         except NonFiniteError:
             wrong = True
         return {
-            "rest": bool(rest), "not_finite": wrong, "left_out": alone, "norm": norm, "state": self._bits(),
+            "rest": bool(changed), "not_finite": wrong, "left_out": alone, "norm": norm, "state": self._bits(),
             "copies": self.learner._copies.digests(self.learner.groups()),
         }  # fmt: skip
 
@@ -169,7 +176,7 @@ class Trial(JoinedRole):
         return hash(tuple(bits(tensor) for _, tensor in self._tensors() if tensor.numel()))
 
     def _at_rest(self, given: Flip, rng: random.Random) -> None:
-        title = "model/" if given.target == "weight" else "optimizer/"
+        title = "optimizer/" if given.target == "optimizer" else "model/"
         some = [t for name, t in self._tensors() if name.startswith(title) and t.numel() and t.dtype == torch.float32]
         flip(rng.choice(some), given.bit, rng)
 
@@ -206,8 +213,8 @@ class Trial(JoinedRole):
         plain, left = {name: getattr(dist, name) for name in COLLECTIVES}, [rng.randrange(3)]
 
         def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
-            def called(out: Tensor, *args: Any, **kwargs: Any) -> Any:
-                work = call(out, *args, **kwargs)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                work, out = call(*args, **kwargs), args[0] if args else kwargs["output"]
                 if left[0] == 0 and out.dtype == torch.float32 and out.numel() > 1:
                     if work is not None:
                         work.wait()
@@ -229,11 +236,14 @@ class Trial(JoinedRole):
         return undo
 
 
-def measure(cluster: Cluster, layout: str, seeds: int, kinds: dict[str, tuple[int, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each target and kind of bit."""
+def measure(
+    cluster: Cluster, layout: str, seeds: int, kinds: dict[str, tuple[int, ...]], folder: str
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each target and kind of bit. folder: for snapshots."""
     sizes = LAYOUTS[layout]
     ranks = math.prod(sizes.values())
-    group = cluster.group(f"trial-{layout}", "corruption:Trial", {}, mesh=Mesh.of(sizes, tuple(range(ranks))))
+    mesh = Mesh.of(sizes, tuple(range(ranks)))
+    group = cluster.group(f"trial-{layout}", "corruption:Trial", {"folder": folder}, mesh=mesh)
     clean = group.run({})
     for target in TARGETS:
         for kind, places in kinds.items():
@@ -265,22 +275,23 @@ def _count(row: dict[str, Any], found: list[dict[str, Any]], clean: list[dict[st
 
 
 def cost(tokens: int) -> dict[str, Any]:
-    """Return processor seconds of an update on so many tokens, and of the checks of the whole state."""
+    """Return processor seconds of an update on so many tokens, and of what looks at the whole state for it: before the
+    update, after it and at the snapshot."""
     torch.set_num_threads(1)
     grid = ParallelDims.alone()
     role = learner(LARGE, grid)
     mine, mask, total = rows(LARGE, grid, tokens // 256, 256)
     loss, update, check = negative_log_likelihood(total), list[float](), list[float]()
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tilth-corruption-") as folder:
-        role.engine.before_update = lambda: None
-        for _ in range(4):
-            began = time.process_time()
-            role.engine.update(mine, mask, {}, loss)
-            update.append(time.process_time() - began)
-            role.snapshot(folder, 0)
-            groups, began = role.groups(), time.process_time()
-            assert not role._at_rest.changed(groups)
-            check.append(time.process_time() - began)
+    role.engine.before_update, role.engine.after_update = lambda: None, lambda _: None
+    for _ in range(4):
+        began = time.process_time()
+        done = role.engine.update(mine, mask, {}, loss)
+        update.append(time.process_time() - began)
+        began = time.process_time()
+        role._after_update(done)
+        role.check_at_rest()
+        role._before_update()
+        check.append(time.process_time() - began)
     count = sum(p.numel() for p in role.engine.optimizers.parameters.values())
     share = min(check[1:]) / min(update[1:])
     return {
@@ -305,9 +316,10 @@ def main() -> None:
         names, kinds, given.seeds, sizes = ["dp", "fsdp"], {"sign": (31,), "high exponent": (30,)}, 1, [1024]
     made = list[dict[str, Any]]()
     workers = max(math.prod(LAYOUTS[name].values()) for name in names)
-    with open_cluster("local", workers, timeout=120) as cluster:
+    shared = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tilth-corruption-")
+    with shared as folder, open_cluster("local", workers, timeout=120) as cluster:
         for name in names:
-            for row in measure(cluster, name, given.seeds, kinds):
+            for row in measure(cluster, name, given.seeds, kinds, f"{folder}/{name}"):
                 made.append(row)
                 show(row)
                 write_rows(given.json, made)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tilth.checkpoint import Group, open_checkpoint
-from tilth.checkpoint.copies import AtRest, Copies
+from tilth.checkpoint import Group, copies, open_checkpoint
+from tilth.checkpoint.copies import AtRest, Copies, _word_sum
 from tilth.checkpoint.memory import MemorySaver, publish
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Layout, Mesh
@@ -86,24 +86,53 @@ def test_without_room_it_is_a_storage_error(tmp_path, state, monkeypatch):
 
 
 @pytest.mark.parametrize("name, byte, bit", [("a", 0, 0), ("a", 47, 7), ("b", 3, 5)])
-def test_any_bit_that_changes_after_a_snapshot_is_found(tmp_path, state, name, byte, bit):
+def test_any_bit_that_changes_at_rest_is_found(state, name, byte, bit):
     state["a"] = torch.arange(24.0).view(4, 6)[:, ::2] if bit == 5 else state["a"]  # not contiguous
-    groups, saver, rest = {"policy": group(state)}, MemorySaver(), AtRest(Copies(0))
-    assert rest.changed(groups) == []
-    saver.take(tmp_path, 0, groups, 0)
-    rest.remember(groups, saver.newest)
-    assert rest.changed(groups) == []
+    groups, rest = {"policy": group(state)}, AtRest(Copies(0))
+    assert rest.changed() == []
+    rest.remember(groups)
+    assert rest.changed() == []
     state[name].view(-1).view(torch.uint8)[byte] ^= 1 << bit
-    assert rest.changed(groups) == [f"policy/{name}"]
+    assert rest.changed() == [f"policy/{name}"]
+    with rest.changing(lambda: groups):
+        state["a"] += 1
+    assert rest.changed() == []
+    state["a"] += 1
+    assert rest.changed() == ["policy/a"]
     rest.forget()
-    assert rest.changed(groups) == []
+    assert rest.changed() == []
 
 
-def test_what_other_ranks_hold_too_is_left_to_the_comparison_of_copies(tmp_path, state):
+def test_of_more_than_an_update_pays_for_some_tensors_are_looked_at_in_turn(monkeypatch):
+    monkeypatch.setattr(copies, "LEAST", 64)
+    state = {f"{i}": torch.zeros(16) for i in range(5)}
+    groups, rest, found = {"policy": group(state)}, AtRest(Copies(0)), []
+    for _ in range(5):
+        rest.remember(groups, 0.0)
+        for tensor in state.values():
+            tensor += 1
+        found += [rest.changed()]
+    assert sorted(found) == [[f"policy/{i}"] for i in range(5)]
+    rest.remember(groups, 1e9)
+    state["3"] += 1
+    assert rest.changed() == ["policy/3"]
+
+
+def test_what_other_ranks_hold_too_is_left_to_the_comparison_of_copies(state):
     mesh = Mesh.of({"dp": 2})
     both = Group(dict(state), {name: nested(mesh, tuple(t.shape), {}) for name, t in state.items()})
-    saver, rest = MemorySaver(), AtRest(Copies(0))
-    saver.take(tmp_path, 0, {"policy": both}, 0)
-    rest.remember({"policy": both}, saver.newest)
+    rest = AtRest(Copies(0))
+    rest.remember({"policy": both})
     state["a"] += 1
-    assert rest.changed({"policy": both}) == []
+    assert rest.changed() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_sum_of_a_device_without_xxh3_changes_with_any_bit(dtype):
+    tensor = torch.arange(1, 14).to(dtype)
+    before, words = int(_word_sum(tensor)), tensor.view(torch.uint8)
+    for place in range(len(words)):
+        for bit in range(8):
+            words[place] ^= 1 << bit
+            assert int(_word_sum(tensor)) != before
+            words[place] ^= 1 << bit

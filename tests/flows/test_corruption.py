@@ -56,20 +56,23 @@ def test_a_flipped_bit_is_found_and_leaves_no_trace(tmp_path):
 
 
 class Drill(tiny.Recorder):
-    """Flip a bit of one worker's weights before the update of the next step."""
+    """Flip a bit of one worker's weights before an update, and between another one and its snapshot."""
+
+    moments = {8: "policy.update", 10: "policy.snapshot"}  # noqa: RUF012 - taken out of it as they come
 
     def on_step_end(self, run, step, metrics):
         super().on_step_end(run, step, metrics)
-        if step == 8 and len(self.records) == 8:
-            inject(run.policy._dispatch.backend.folder, "flip", 1, at="policy.update")
+        if at := self.moments.pop(step, ""):
+            inject(run.policy._dispatch.backend.folder, "flip", 1, at=at)
 
 
-def test_a_bit_that_flips_between_two_steps_is_found_without_any_copy_and_names_its_worker(tmp_path):
+def test_a_bit_that_flips_at_rest_is_found_without_any_copy_and_names_its_worker(tmp_path):
     plain = tiny.run(tiny.recipe(tmp_path / "plain", **FSDP))
     ours = tiny.run(tiny.recipe(tmp_path / "ours", **FSDP), callbacks=[Drill()])
     assert_same_run(ours, plain)
     found = recoveries(ours.directory)
     assert [(one["kind"], one["ranks"], one["action"], one["step"]) for one in found] == [
-        ("corruption", [1], "retry", 8)
+        ("corruption", [1], "retry", 8),
+        ("corruption", [1], "replace", 10),
     ]
-    assert "other bits" in found[0]["evidence"]
+    assert all("other bits" in one["evidence"] for one in found)

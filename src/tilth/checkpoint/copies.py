@@ -1,26 +1,34 @@
-"""Digests of tensors that several ranks hold, which must be equal bit for bit, and of tensors that wait for a step.
+"""Digests of the tensors of a rank: copies on several ranks must have equal ones, and none changes between updates.
 
 Two ranks hold copies of a tensor where its layout gives them the same boxes. Gradients and messages need no digests of
 their own: one that differs on one rank makes its weights or its optimizer state differ after the next step. What one
-rank alone holds has no copy, but nothing writes to it from the snapshot at the end of a step until the next update:
-``AtRest`` compares these two moments.
+rank alone holds has no copy, but nothing writes to it from the end of an update to the next one: ``AtRest`` compares
+its digests in between.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from tilth.checkpoint.snapshot import FileImage, Group
-from tilth.checkpoint.tile_reader import tile_checksums
-from tilth.core.checksum import checksum
+from tilth.checkpoint.snapshot import Group
 from tilth.core.layout import Layout
+
+LEAST = 1 << 22
+"""Bytes that a look at tensors at rest may read in any case."""
+COST, LOOKS = 0.007, 3
+"""Share of the work of an update that may be spent on such looks; looks from one update to the next: after it, at the
+snapshot, before the next one."""
+WORK_OF_A_BYTE = {"cpu": 12.0, "cuda": 160.0}
+"""FLOPs of a matrix product that take as long as the digest of a byte, by kind of device."""
 
 
 class Copies:
-    """Digests of one rank. Who holds copies is computed once for each layout."""
+    """Digests of one rank that others must have too. Who holds copies is computed once for each layout."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -32,24 +40,29 @@ class Copies:
         A set of ranks is named by a hash, so that its name has the same length for any number of them.
         """
         found: dict[int, xxhash.xxh3_64] = {}
-        for name, value, holders in self._held(groups):
+        for name, (holders, value) in sorted(self.tensors(groups).items()):
             hasher = found.setdefault(holders, xxhash.xxh3_64())
             hasher.update(f"{name}\0{value}\0".encode())
         return {holders: hasher.intdigest() for holders, hasher in found.items()}
 
     def tensors(self, groups: Mapping[str, Group]) -> dict[str, tuple[int, int]]:
-        """Return tensor -> hash of the set of its holders, and checksum, to name the tensors that differ."""
-        return {name: (holders, value) for name, value, holders in self._held(groups)}
+        """Return tensor with copies -> hash of the set of its holders, and digest, to name the tensors that differ."""
+        held = self.split(groups)[0]
+        found = digests({name: tensor for name, (_, tensor) in held.items()})
+        return {name: (held[name][0], value) for name, value in found.items()}
 
-    def _held(self, groups: Mapping[str, Group]) -> list[tuple[str, int, int]]:
-        """Return name, checksum and hash of the holders of each tensor with copies, by name."""
-        found = []
+    def split(self, groups: Mapping[str, Group]) -> tuple[dict[str, tuple[int, Tensor]], dict[str, Tensor]]:
+        """Return the tensors with copies, with the hash of their holders, and those that this rank alone holds."""
+        held, alone = dict[str, tuple[int, Tensor]](), dict[str, Tensor]()
         for title, group in groups.items():
             for name, tensor in group.tensors.items():
-                holders = self.holders(group.layouts[name])
-                if holders and tensor.numel():
-                    found.append((f"{title}/{name}", bits(tensor), holders))
-        return sorted(found)
+                if not tensor.numel():
+                    continue
+                if holders := self.holders(group.layouts[name]):
+                    held[f"{title}/{name}"] = holders, tensor
+                else:
+                    alone[f"{title}/{name}"] = tensor
+        return held, alone
 
     def holders(self, layout: Layout) -> int:
         """Return a hash of the ranks that hold the same part as this one; 0 if it is alone."""
@@ -62,55 +75,70 @@ class Copies:
 
 
 class AtRest:
-    """Checksums of the tensors that this rank alone holds, from a snapshot until the next change of the state.
+    """Digests of tensors that this rank alone holds, while nothing may write to them.
 
-    On a CPU they are those of the snapshot's file, which are computed anyway, so they cost one reading of the tensors.
+    If reading all of them would cost more than ``COST`` of an update, those of other tensors are taken after each
+    update, in turn.
     """
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._sums: dict[str, list[list[int] | None]] = {}
-        """By group: for each piece of its image, or None if other ranks have copies."""
-        self._images: Mapping[str, FileImage] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._digests: dict[str, int] = {}
+        self._next = 0
+        """Number of the tensor with which the next look begins."""
 
-    def remember(self, groups: Mapping[str, Group], images: Mapping[str, FileImage]) -> None:
-        """Remember a state whose snapshot has these images by group."""
-        self._images = images
-        for name, image in images.items():
-            sources, layouts = image.part.sources(groups[name].tensors), groups[name].layouts
-            self._sums[name] = [
-                None if self._copies.holders(layouts[piece.name]) else sums if _on_cpu(source) else [bits(source)]
-                for piece, source, sums in zip(image.part.pieces, sources, image.sums, strict=True)
-            ]
+    def remember(self, groups: Mapping[str, Group], flops: float = math.inf) -> None:
+        """Remember the present digests. flops: work of the update before; infinite: of all tensors."""
+        self._tensors = self._some(self._copies.split(groups)[1], flops)
+        self._digests = digests(self._tensors)
 
-    def changed(self, groups: Mapping[str, Group]) -> list[str]:
-        """Return the tensors that have changed since; none if nothing is remembered."""
-        found = []
-        for name, sums in self._sums.items():
-            image = self._images[name]
-            sources = image.part.sources(groups[name].tensors)
-            for piece, source, before in zip(image.part.pieces, sources, sums, strict=True):
-                if before is not None and before != (_tile_sums(source) if _on_cpu(source) else [bits(source)]):
-                    found.append(f"{name}/{piece.name}")
+    def _some(self, alone: dict[str, Tensor], flops: float) -> dict[str, Tensor]:
+        """Return the tensors whose turn it is."""
+        if not alone:
+            return alone
+        device = next(iter(alone.values())).device.type
+        room = max(LEAST, COST * flops / (LOOKS * WORK_OF_A_BYTE.get(device, WORK_OF_A_BYTE["cuda"])))
+        names, found = list(alone), dict[str, Tensor]()
+        while room > 0 and len(found) < len(names):
+            name = names[self._next % len(names)]
+            found[name], self._next = alone[name], (self._next + 1) % len(names)
+            room -= alone[name].nbytes
         return found
 
+    def changed(self) -> list[str]:
+        """Return the tensors that are not as remembered."""
+        return sorted(name for name, value in digests(self._tensors).items() if value != self._digests[name])
+
     def forget(self) -> None:
-        """Expect the state to change."""
-        self._sums, self._images = {}, {}
+        """Expect the tensors to change."""
+        self._tensors, self._digests = {}, {}
+
+    @contextmanager
+    def changing(self, groups: Callable[[], Mapping[str, Group]]) -> Iterator[None]:
+        """Expect the tensors to change in the block, and not afterwards."""
+        self.forget()
+        yield
+        self.remember(groups())
 
 
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _tile_sums(tensor: Tensor) -> list[int]:
-    """Return the checksums that a file has of this piece."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return tile_checksums(data, tensor.shape, tensor.element_size())
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the digest of the bits of each tensor, to compare with one of a tensor on the same kind of device."""
+    far = {name: _word_sum(t) for name, t in tensors.items() if t.device.type != "cpu"}
+    found = dict(zip(far, torch.stack(list(far.values())).tolist())) if far else {}  # one wait for the device
+    return {name: found[name] if name in found else bits(t) for name, t in tensors.items()}
 
 
 def bits(tensor: Tensor) -> int:
-    """Return a checksum of the bits of a tensor, to compare with one of a tensor on the same kind of device."""
-    if tensor.device.type != "cpu":
-        return checksum(tensor)
+    """Return a hash of the bits of a tensor on the CPU."""
     return xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _word_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of the 64-bit words of a tensor modulo 2**64, int64 []: any one word that changes changes it.
+
+    It reads each byte once, where a device has no xxh3; words that change places do not change it.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(data) // 8 * 8
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum()

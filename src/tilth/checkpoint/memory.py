@@ -31,8 +31,6 @@ class MemorySaver:
         self._buffer = HostBuffer()
         self._parts = RankParts()
         self._images: dict[tuple[int, str], FileImage] = {}
-        self.newest: Mapping[str, FileImage] = {}
-        """Images of the newest snapshot by group."""
 
     def take(self, folder: Path, slot: int, groups: Mapping[str, Group], rank: int, part: str = "") -> list[Report]:
         """Copy this rank's part of these groups into a slot; return a report of each group. StorageError without room.
@@ -48,7 +46,6 @@ class MemorySaver:
         sources = [image.part.sources(group.tensors) for image, group in zip(images, groups.values())]
         for event in self._buffer.copy(zip(images, sources)):
             event.synchronize()
-        self.newest = dict(zip(groups, images))
         return [self._report(image, rank, part) for image in images]
 
     def _image(self, folder: Path, slot: int, name: str, group: Group, rank: int, part: str) -> FileImage:

@@ -233,8 +233,6 @@ class FileImage:
         values = memory[len(part.header) :]
         self._bytes = [values[p.byte0 : p.byte0 + p.nbytes] for p in part.pieces]
         self.targets = [b.view(DTYPES[p.dtype]).view(p.box.size) for b, p in zip(self._bytes, part.pieces)]
-        self.sums: list[list[int]] = []
-        """Checksums of the tiles of each piece, as ``entry`` computed them last."""
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield all bytes in chunks aligned to blocks."""
@@ -242,7 +240,7 @@ class FileImage:
 
     def entry(self) -> FileEntry:
         """Compute the checksums; return the entry of the file in the manifest."""
-        self.sums = [
+        sums = [
             tile_checksums(data.numpy().data, piece.box.size, DTYPES[piece.dtype].itemsize)
             for piece, data in zip(self.part.pieces, self._bytes)
         ]
@@ -251,5 +249,5 @@ class FileImage:
             nbytes=len(self.data),
             header_nbytes=len(self.part.header),
             header_checksum=xxhash.xxh3_64_intdigest(self.part.header),
-            checksums=[one for piece in self.sums for one in piece],
+            checksums=[one for piece in sums for one in piece],
         )

@@ -48,6 +48,10 @@ class CriticWorker(Learner):
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Start as a copy of the policy with these weights, every value 0. ModelError names what does not fit."""
+        with self._changing():
+            self._copy(weights)
+
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         sharded = self.engine.sharded
         missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
         for name, tensor in weights:

@@ -26,8 +26,9 @@ class ReferenceWorker(Stateful):
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the policy's current weights."""
-        for name, tensor in weights:
-            self.sharded.load_part(name, tensor)
+        with self._changing():
+            for name, tensor in weights:
+                self.sharded.load_part(name, tensor)
 
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of this rank's part of each tensor of the live storage."""

@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, 
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.trace.spans import span
-from tilth.training.engine import TrainEngine, measured_flops
+from tilth.training.engine import TrainEngine, UpdateResult, measured_flops
 
 NAMED = 4
 """Most tensors that a message names."""
@@ -81,23 +82,23 @@ class Stateful:
     def snapshot(self, folder: str, slot: int) -> StateCopy:
         """Copy this worker's part into a slot of a folder in shared memory.
 
-        Raises NonFiniteError for a state that no run could go on from.
+        Raises NonFiniteError for a state that no run could go on from, and ReplicaMismatch for one that is not that of
+        the end of the last update.
         """
         groups = self.groups()
+        self.check_at_rest()
         check_finite(groups)
         with span("checksums"):
             digests = self._copies.digests(groups)
-        self._at_rest.forget()
         try:
             reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, self._part)
-            self._at_rest.remember(groups, self._memory.newest)
         except StorageError as error:
             return StateCopy([], {}, str(error), digests)
         return StateCopy(reports, self.position(), "", digests)
 
     @transfer(split="all", gather="all", patient=True)
     def copies(self) -> dict[str, tuple[int, int]]:
-        """Return the checksums of tensors that other workers hold too: see ``Copies.tensors``."""
+        """Return the digests of tensors that other workers hold too: see ``Copies.tensors``."""
         return self._copies.tensors(self.groups())
 
     @transfer(split="all", gather="all", patient=True)
@@ -108,21 +109,22 @@ class Stateful:
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         """Load a checkpoint of any layout. CheckpointError."""
-        self._at_rest.forget()
-        read_state(path, self.groups(), self.sharded)
+        with self._changing():
+            read_state(path, self.groups(), self.sharded)
 
     def check_at_rest(self) -> None:
-        """Raise ReplicaMismatch if a tensor is another one than in the snapshot, although nothing has changed it.
-
-        The state may change afterwards.
-        """
+        """Raise ReplicaMismatch if a tensor is not the one of the last update, although nothing has written to it."""
         with span("checksums"):
-            found = self._at_rest.changed(self.groups())
-        self._at_rest.forget()
+            found = self._at_rest.changed()
         if found:
+            self._at_rest.forget()
             names = ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
-            message = f"{names}: other bits than at the end of the last step, although nothing has written to them"
+            message = f"{names}: other bits than at the end of the last update, although nothing has written to them"
             raise ReplicaMismatch(message, key="at_rest")
+
+    def _changing(self) -> AbstractContextManager[None]:
+        """Expect the state to change in the block."""
+        return self._at_rest.changing(self.groups)
 
 
 def check_finite(groups: Groups) -> None:
@@ -149,7 +151,15 @@ class Learner(Stateful):
         super().__init__(engine.sharded)
         self.engine = engine
         self._names = model, optimizer
-        engine.before_update = self.check_at_rest
+        engine.before_update, engine.after_update = self._before_update, self._after_update
+
+    def _before_update(self) -> None:
+        self.check_at_rest()
+        self._at_rest.forget()
+
+    def _after_update(self, done: UpdateResult) -> None:
+        with span("checksums"):
+            self._at_rest.remember(self.groups(), done.flops)
 
     def groups(self) -> Groups:
         (model, optimizer), layouts = self._names, self.sharded.layouts
@@ -177,15 +187,15 @@ class Learner(Stateful):
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
         """Start a phase: fresh optimizer state, its peak learning rate, length of schedule in optimizer steps."""
-        self._at_rest.forget()
-        self.engine.begin(lr, total_steps)
+        with self._changing():
+            self.engine.begin(lr, total_steps)
 
     @transfer(split="all", gather="first", patient=True)
     def adopt(self, path: str) -> None:
         """Load the optimizer state from another run's checkpoint, of any layout. CheckpointError."""
         name = self._names[1]
-        self._at_rest.forget()
-        read_state(path, {name: self.groups()[name]}, self.sharded)
+        with self._changing():
+            read_state(path, {name: self.groups()[name]}, self.sharded)
 
     @transfer(split="all", gather="first")
     def tune(self, lr: float, total_steps: int) -> None:
@@ -198,8 +208,8 @@ class Learner(Stateful):
 
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
-        self._at_rest.forget()
-        read_state(path, self.groups(), self.sharded)
+        with self._changing():
+            read_state(path, self.groups(), self.sharded)
         self.engine.restore(position)
 
     @transfer(split="all", gather="first")

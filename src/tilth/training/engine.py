@@ -167,7 +167,8 @@ class TrainEngine:
         self.steps = 0
         self.updates = 0
         self.before_update: Callable[[], None] = lambda: None
-        """Called before each optimizer step."""
+        self.after_update: Callable[[UpdateResult], None] = lambda _: None
+        """Called before each optimizer step, and after it."""
         self.compile_seconds = 0.0
         if compile:
             model.compile()
@@ -254,6 +255,7 @@ class TrainEngine:
             for name, column in (names or {"row": np.arange(len(tokens.lengths))}).items()
         }
         result = self._step(total, metrics, amounts, len(tokens.lengths), named, learn=bool(mask.any()), experts=step)
+        self.after_update(result)
         self._forget()
         return result
 
