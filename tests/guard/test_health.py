@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,8 @@ from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.layout import Mesh
 from tilth.guard import health
 from tilth.guard.health import HealthWatch, read_health
-from tilth.guard.samples import ProcessSamples
+from tilth.guard.recovery import Recovery
+from tilth.guard.samples import ProcessSamples, local_rules
 
 
 def until(condition):
@@ -30,7 +33,7 @@ def test_a_look_shows_call_operation_and_age_also_of_a_stopped_worker(tmp_path):
     backend = cluster.backend
     try:
         group = cluster.group("policy", f"{stuck.HERE}:Stuck", {}, Mesh.of({"dp": 2}))
-        watch = HealthWatch(backend, tmp_path, lambda verdict: None)
+        watch = HealthWatch(backend, tmp_path, lambda verdict: None, dict)
         assert watch.look(0.0, 0.0) == []
         for rank in (0, 1):
             cluster.dispatch.submit(rank, Call("policy", "update", ("stop", 1), generation=group.generation))
@@ -56,7 +59,7 @@ def test_a_look_shows_call_operation_and_age_also_of_a_stopped_worker(tmp_path):
 def test_limits_of_disk_files_and_clock_are_warned_of_once(tmp_path, monkeypatch):
     cluster = open_cluster("local", 1)
     try:
-        watch = HealthWatch(cluster.backend, tmp_path, lambda verdict: None)
+        watch = HealthWatch(cluster.backend, tmp_path, lambda verdict: None, dict)
         usage = type("Usage", (), {"free": 1, "total": 1000})
         monkeypatch.setattr(health.shutil, "disk_usage", lambda at: usage)
         monkeypatch.setattr(health.resource, "prlimit", lambda pid, what: (1, 1))
@@ -81,3 +84,27 @@ def test_samples_follow_a_worker_that_was_replaced():
     assert samples.newest(0)["memory"] > 1e6
     samples.follow({0: 1})
     assert samples.newest(0) == {} and samples.newest(5) == {}
+
+
+def test_the_rank_that_differs_from_those_with_the_same_work_is_a_warning(tmp_path, monkeypatch):
+    """Rank 3 computes three times as much as four others; so does rank 5, whose work is another."""
+    counts = {rank: 0.0 for rank in range(6)}
+
+    def read(rank):
+        counts[rank] += 1.2 if rank in (3, 5) else 0.3 + 0.02 * rank
+        return {"cores used": counts[rank]}, 100.0
+
+    backend = SimpleNamespace(
+        pids=lambda: {rank: rank for rank in range(6)}, watch=SimpleNamespace(board=None),
+        folder=SimpleNamespace(health=tmp_path / "health.json"),
+    )  # fmt: skip
+    monkeypatch.setattr("tilth.guard.samples._read", read)
+    monkeypatch.setattr(health, "states", lambda board, pids: [])
+    watch = HealthWatch(backend, tmp_path, lambda verdict: None, lambda: dict.fromkeys(range(5), 0) | {5: 1})
+    monkeypatch.setattr(watch, "_seldom", lambda: [])
+    plain = local_rules()
+    monkeypatch.setattr(watch._odd, "rules", replace(plain, metrics=plain.metrics[-1:]))
+    found = [one for second in range(400) for one in watch.look(1000.0 + second, float(second))]
+    assert [(one.kind, one.ranks, one.details["metric"]) for one in found] == [("odd-machine", (3,), "cores used")]
+    action = Recovery(8).decide(found[0], 1, 0.0)
+    assert action.step == "retry" and action.ranks == ()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tilth.guard.odd_machines import MISSING, MetricRule, OddMachineRules, OddMachineWatch
-from tilth.guard.samples import ProcessSamples, local_metrics
+from tilth.guard.samples import ProcessSamples, local_rules
 
 WORK = """
 import os, sys, time
@@ -43,7 +43,7 @@ def watched(samples, rules, seconds):
 
 
 def test_the_process_that_stands_still_is_named(workers):
-    io = next(rule for rule in local_metrics() if rule.name.startswith("MiB/s"))
+    io = next(rule for rule in local_rules().metrics if rule.name.startswith("MiB/s"))
     rules = OddMachineRules((replace(io, floor=2 / 4096, threshold=3.0),), window=0.5, continuity=1.0)
     samples = ProcessSamples({rank: process.pid for rank, process in enumerate(workers)})
     workers[3].send_signal(signal.SIGSTOP)

@@ -21,7 +21,7 @@ class RunHealth(Callback):
     """
 
     def __init__(self, cluster: Cluster, directory: RunDir) -> None:
-        self._backend, self._directory = cluster.backend, directory
+        self._cluster, self._backend, self._directory = cluster, cluster.backend, directory
         self._found: SimpleQueue[Verdict] = SimpleQueue()
         self._open = ExitStack()
         self._step = 0
@@ -30,7 +30,7 @@ class RunHealth(Callback):
     def __enter__(self) -> "RunHealth":
         if isinstance(self._backend, LocalBackend):
             self._directory.update(session=str(self._backend.folder.path))
-            self._watch = self._open.enter_context(HealthWatch(self._backend, self._directory.path, self._report))
+            self._watch = self._open.enter_context(self._watching(self._backend))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -38,6 +38,9 @@ class RunHealth(Callback):
         if self._watch is not None and self._watch.workers:
             with suppress(StorageError):  # the run's own error, or its last write, tells of the disk
                 self._directory.update(workers=self._watch.workers)
+
+    def _watching(self, backend: LocalBackend) -> HealthWatch:
+        return HealthWatch(backend, self._directory.path, self._report, lambda: works(self._cluster))
 
     def _report(self, verdict: Verdict) -> None:
         """Keep a verdict; called by the thread that watches."""
@@ -61,3 +64,13 @@ class RunHealth(Callback):
             except Empty:
                 return
             run.say(f"warning: {verdict.kind}: {verdict.evidence}")
+
+
+def works(cluster: Cluster) -> dict[int, int]:
+    """Return rank -> number of its work: equal for ranks that are in the same roles, at the same stage of each."""
+    done: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(cluster.workers)}
+    for group in list(cluster.groups):
+        for rank in group.mesh.ranks:
+            done[rank].append((group.role, group.mesh.coordinate("pp", rank)))
+    numbers = {of: i for i, of in enumerate(dict.fromkeys(map(tuple, done.values())))}
+    return {rank: numbers[tuple(of)] for rank, of in done.items()}

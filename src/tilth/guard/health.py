@@ -25,7 +25,8 @@ from tilth.cluster.backends.session_dir import SHARED_MEMORY, SessionDir
 from tilth.cluster.backends.status import StatusBoard
 from tilth.core.memory import host_memory
 from tilth.guard.diagnosis import place
-from tilth.guard.samples import ProcessSamples
+from tilth.guard.odd_machines import FEWEST, OddMachineWatch
+from tilth.guard.samples import ProcessSamples, local_rules
 from tilth.guard.verdict import Verdict
 from tilth.guard.watches import ClockWatch, LeakWatch, ShareWatch, disks
 
@@ -33,16 +34,29 @@ EVERY = 1.0
 """Seconds between two looks."""
 RARELY = 10
 """Looks between two at disks and open files."""
+COMPARED = 60
+"""Looks between two comparisons of ranks with the same work."""
 KEPT = 600
 """Newest samples of each metric of a process."""
 Row = dict[str, Any]
 
 
 class HealthWatch:
-    """Looks at the workers of a backend until it is closed. folder: of the run, whose disk is watched too."""
+    """Looks at the workers of a backend until it is closed. folder: of the run, whose disk is watched too.
 
-    def __init__(self, backend: LocalBackend, folder: Path, report: Callable[[Verdict], None]) -> None:
-        self._backend, self._folder, self._report = backend, folder, report
+    works: returns the number of the work of each rank; ranks with equal ones are compared.
+    """
+
+    def __init__(
+        self,
+        backend: LocalBackend,
+        folder: Path,
+        report: Callable[[Verdict], None],
+        works: Callable[[], Mapping[int, int]],
+    ) -> None:
+        self._backend, self._folder, self._report, self._works = backend, folder, report, works
+        self._odd = OddMachineWatch(local_rules())
+        self._began: float | None = None
         self._samples = ProcessSamples({}, kept=KEPT)
         self._leak, self._clock = LeakWatch(), ClockWatch()
         self._memory, self._disk, self._files = ShareWatch("memory"), ShareWatch("disk"), ShareWatch("files", 0.2, 0.3)
@@ -75,11 +89,13 @@ class HealthWatch:
             if self._samples.pids.get(rank) not in (None, pid):
                 self._leak.forget(rank)
         self._samples.follow(pids)
-        self._samples.take(now)
+        self._began = now if self._began is None else self._began
+        self._samples.take(now - self._began)
         found = [
             self._clock.take(now, wall),
             *self._memories(now),
             *(self._seldom() if not self._looks % RARELY else []),
+            self._compare() if self._looks % COMPARED == COMPARED - 1 else None,
         ]
         self._looks += 1
         rows = states(self._backend.watch.board, pids)
@@ -108,6 +124,13 @@ class HealthWatch:
             if (resident := self._samples.newest(rank).get("memory")) is not None:
                 found.append(self._leak.take(now, rank, resident, left))
         return found
+
+    def _compare(self) -> Verdict | None:
+        """Return the rank whose samples differ from those of the ranks with the same work: a warning, no more."""
+        works = self._works()
+        if max(Counter(works.values()).values(), default=0) < FEWEST:
+            return None
+        return self._odd.detect(self._samples.table(EVERY, works))
 
     def _seldom(self) -> list[Verdict | None]:
         """Look at disks and open files."""

@@ -145,7 +145,7 @@ class Recovery:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
         if here.node in nodes.movable and _suspect([*recent, here]) == here.node:
             return Action("replace", tuple(r for r, node in nodes.of.items() if node == here.node), evict=here.node)
-        if verdict.kind in ("crash", "hang", "out-of-memory", "slow", "odd-machine") and verdict.ranks:
+        if verdict.kind in ("crash", "hang", "out-of-memory") and verdict.ranks:
             return Action("replace", verdict.ranks)
         if corrupt and verdict.ranks:  # the first time may be chance
             return Action("replace", verdict.ranks)

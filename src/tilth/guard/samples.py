@@ -5,22 +5,30 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from tilth.guard.odd_machines import MetricRule, SampleTable, align
+from tilth.guard.odd_machines import MetricRule, OddMachineRules, SampleTable, align
 
 PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
+ODD = 5.0
+"""Score of a process that is odd."""
 
 
-def local_metrics() -> tuple[MetricRule, ...]:
-    """Return the metrics of a process and their limits; floors and thresholds are yet to be learned."""
+def local_rules() -> OddMachineRules:
+    """Return the rules for processes with the same work on this machine. They are not learned from runs.
+
+    A rank is odd if for two minutes it is five times as far from the others as they are from each other and the floor
+    together: by 0.5 cores, 0.5 s of waiting for a core each second, 5 % of the memory, 100 major faults a second, or
+    20 MiB/s, where the others are alike.
+    """
     cores = os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * PAGE / MIB
-    return (
-        MetricRule("cores used", 0, cores),
-        MetricRule("run-queue wait", 0, 1),
-        MetricRule("MiB resident", 0, memory),
-        MetricRule("major faults/s", 0, 1000),
-        MetricRule("MiB/s read and written", 0, 4096),
+    limits = (
+        ("major faults/s", 1000.0, 20.0),
+        ("MiB resident", memory, 0.01 * memory),
+        ("MiB/s read and written", 4096.0, 4.0),
+        ("run-queue wait", 1.0, 0.1),
+        ("cores used", float(cores), 0.1),
     )
+    return OddMachineRules(tuple(MetricRule(name, 0, high, floor / high, ODD) for name, high, floor in limits))
 
 
 class ProcessSamples:
@@ -69,9 +77,12 @@ class ProcessSamples:
                 if self.kept is not None and len(times) > 2 * self.kept:
                     del times[: -self.kept], values[: -self.kept]
 
-    def table(self, interval: float) -> SampleTable:
-        """Return all samples so far on one clock."""
-        return align(self.series, interval, ranks={f"rank-{rank}": (rank,) for rank in self.pids})
+    def table(self, interval: float, groups: Mapping[int, int] | None = None) -> SampleTable:
+        """Return all samples so far on one clock. groups: rank -> number of its work; None: all have the same."""
+        machines = {f"rank-{rank}": rank for rank in self.pids}
+        series = {name: self.series[name] for name in machines}
+        of = {name: (groups or {}).get(rank, 0) for name, rank in machines.items()}
+        return align(series, interval, of, {name: (rank,) for name, rank in machines.items()})
 
 
 def _read(pid: int) -> tuple[dict[str, float], float]:
