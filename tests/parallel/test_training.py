@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.parallel.layouts import (
     CONFIG,
     LENGTHS,
@@ -19,7 +20,7 @@ from tests.parallel.layouts import (
     weights,
 )  # fmt: skip
 from tilth.core.batch import Jagged
-from tilth.core.errors import NonFiniteError, RecipeError
+from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.sharded import ShardedModel
@@ -405,3 +406,55 @@ def test_one_device_makes_no_collective_and_no_copy(monkeypatch):
     engine.update(tokens, mask, {}, loss_of(case, mask))
     assert pointers == {n: p.data_ptr() for n, p in engine.optimizers.parameters.items()}
     assert share(case, sharded).tolist() == list(range(len(LENGTHS)))
+
+
+SHARDED = [Case(fsdp=2), Case(fsdp=2, experts=True)]
+SHARDED_MORE = [
+    Case(fsdp=2, zero=2),
+    Case(dp=2, fsdp=2),
+    Case(dp=2, fsdp=2, zero=2, rows=(1, 0, 6)),
+    Case(fsdp=2, cp=2),
+    Case(fsdp=2, tp=2),
+    Case(fsdp=2, ep=2, experts=True, num_experts=4),
+    Case(pp=2, fsdp=2, tied=False),
+]
+
+
+@pytest.mark.parametrize("case", [*SHARDED, *(pytest.param(c, marks=pytest.mark.slow) for c in SHARDED_MORE)], ids=str)
+def test_a_shard_of_gradients_that_is_not_what_all_ranks_gave_is_seen_on_its_rank_alone(pool, case):
+    found = pool.run(case.ranks, HERE + "misreduced", case=case)
+    for rank, (clean, small, large) in enumerate(found):
+        assert clean == small == ""
+        assert bool(large) == (rank == case.ranks - 1), large
+
+
+def misreduced(rank, case):
+    """Results of three steps: unharmed, with the last bit of a gradient flipped, with its sign flipped."""
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    engine, found, plain = engine_of(case, sharded), [], sharded.misreduced
+    tokens, mask, starts = rows_of(case, sharded)
+
+    def looked():
+        if found and rank == case.ranks - 1:
+            grads = [sharded.parameters[name].grad for name in sharded._given]
+            grad = max((g for g in grads if g.numel()), key=lambda g: float(g.abs().max()))
+            place = int(grad.abs().argmax())
+            grad.view(-1).view(torch.int32)[place] ^= 1 if len(found) == 1 else -(1 << 31)
+        found.append(plain())
+        return ""  # or this rank leaves the others alone in the step
+
+    sharded.misreduced = looked
+    for _ in range(3):
+        engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
+    return found
+
+
+def test_what_changed_on_its_way_is_an_error_of_the_update():
+    case = Case()
+    sharded = spread(case)
+    sharded.load_(weights(case))
+    sharded.misreduced = lambda: "the sum is another one"
+    tokens, mask, starts = rows_of(case, sharded)
+    with raises(ReplicaMismatch, "gradients"):
+        engine_of(case, sharded).update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -174,11 +175,47 @@ class _GatherModule(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
+SUMMED = 64
+"""Neighbours that are added up in the tensor's dtype, before float64."""
+
+
+class GivenSums:
+    """Sums of the gradients that this rank has given to reduce-scatters in a step, for each rank that gets them.
+
+    The shard that a rank gets has the sum of what all ranks gave for it, but for rounding (checksums of algorithm-based
+    fault tolerance: Huang and Abraham, 1984).
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.sums: Tensor | None = None
+        """float64 [ranks + 1]: for each rank of the group; the norm of what was given, times its dtype's epsilon."""
+
+    def add(self, given: Tensor) -> None:
+        """Add a rank's contribution, whose equal parts go to the ranks of the group in order."""
+        parts = exact_sums(given.view(self.group.size(), -1))
+        scale = torch.linalg.vector_norm(given).double() * torch.finfo(given.dtype).eps
+        found = torch.cat([parts, scale[None]])
+        self.sums = found if self.sums is None else self.sums + found
+
+
+def exact_sums(rows: Tensor) -> Tensor:
+    """Return the sum of each row [rows, n] in float64: float64 [rows]. Few neighbours are added up before, which is ten
+    times as fast."""
+    whole = rows.shape[1] // SUMMED * SUMMED
+    found = rows[:, :whole].unflatten(1, (-1, SUMMED)).sum(2).double().sum(1)
+    return found + rows[:, whole:].double().sum(1)
+
+
 class _ScatterModule(DefaultReduceScatter):
     """Reduce-scatter of a module's gradients."""
 
-    def __init__(self) -> None:
-        self.ended = 0
+    def __init__(self, given: GivenSums | None) -> None:
+        self.ended, self.given = 0, given
 
     def __call__(
         self,
@@ -188,6 +225,8 @@ class _ScatterModule(DefaultReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work:
+        if self.given is not None:
+            self.given.add(input_tensor)
         with communication("reduce_scatter", group, input_tensor.nbytes) as issued:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         self.ended = issued.start + issued.duration
@@ -204,9 +243,10 @@ class _ScatterModule(DefaultReduceScatter):
         return record
 
 
-def watch(module: FSDPModule, copies: Group | None) -> None:
-    """Record the communications of a module as spans; copies: group over which its shards are summed too."""
-    scatter = _ScatterModule()
+def watch(module: FSDPModule, copies: Group | None, given: GivenSums | None) -> None:
+    """Record the communications of a module as spans; copies: group over which its shards are summed too; given: adds
+    up its gradients."""
+    scatter = _ScatterModule(given)
     module.set_custom_all_gather(_GatherModule())
     module.set_custom_reduce_scatter(scatter)
     if copies is not None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tilth.config.axes import MODEL
+from tilth.config.axes import DATA, MODEL
 from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
@@ -27,7 +27,7 @@ from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.moe import Experts
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.comm import all_gather, all_reduce, watch
+from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sums, watch
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
@@ -38,6 +38,8 @@ from tilth.plan.layout import layouts, nested
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
+ROUNDINGS = 64
+"""Roundings of the norm of all gradients that a sum of them may be off by."""
 Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
 WHOLE = 64 * 2**20
 """Bytes of whole tensors that are assembled at a time."""
@@ -131,7 +133,6 @@ def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) ->
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(zero == 3, recurse=False)
-        watch(module, grid.group(*grid.mesh.copies))
 
 
 class ShardedModel:
@@ -166,12 +167,26 @@ class ShardedModel:
         if pipeline is not None and pipeline.schedule in SPLIT:
             self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
+        self._given, self._sums = self._watched()
+        self._early = dict[str, Tensor]()
+        """Sums of shards of gradients to which a further group adds."""
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
             raise ModelError(
                 f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it",
                 key=f"{wrong[0]}.layout",
             )
+
+    def _watched(self) -> tuple[list[str], GivenSums | None]:
+        """Record the communications of FSDP. Return the parameters whose gradients are added up before they are sent:
+        not those of experts, which have shards of their own."""
+        peers = self.grid.group(*self.grid.mesh.shards)
+        stacks = {p for m in self._fsdp if isinstance(m, Experts) for p in m.parameters()}
+        names = [n for n, p in self._own.items() if isinstance(p, DTensor) and p not in stacks]
+        sums = GivenSums(peers) if names and peers is not None else None
+        for module in self._fsdp:
+            watch(module, self.grid.group(*self.grid.mesh.copies), None if isinstance(module, Experts) else sums)
+        return names, sums
 
     @classmethod
     def alone(cls, model: Decoder) -> "ShardedModel":
@@ -315,6 +330,8 @@ class ShardedModel:
         """Prepare a step: no gradients, no gathered parameters."""
         for p in (*self.parameters.values(), *self._own.values()):
             p.grad = None
+        if self._sums is not None:
+            self._sums.begin()
         self.reshard()
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -418,9 +435,34 @@ class ShardedModel:
         by_fsdp = {name for name, p in self._own.items() if isinstance(p, DTensor)} - self._late
         apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
         _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
+        partial = {name for _, names in self._partial for name in names}
+        self._early = {} if self._sums is None else {n: self._shard_sum(n) for n in self._given if n in partial}
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
             _add_up([grad for grad in grads if grad is not None], group)
+
+    @torch.no_grad()
+    def misreduced(self) -> str:
+        """Return how this rank's shard of the gradients differs from what all ranks gave for it, "" if it does not.
+
+        A collective call of the data ranks after ``reduce_grads``. It sees sums: a difference below the rounding of the
+        whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
+        """
+        if self._sums is None or self._sums.sums is None or self._late:
+            return ""
+        *parts, scale = self.grid.sum(self._sums.sums, *DATA).tolist()
+        sums = [self._early[n] if n in self._early else self._shard_sum(n) for n in self._given]
+        shard, given = float(torch.stack(sums).sum()), parts[self._sums.group.rank()]
+        count = sum(self.parameters[name].numel() for name in self._given)
+        limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
+        if not abs(shard - given) > limit or not math.isfinite(shard - given):
+            return ""
+        return f"the shard's sum is {shard:.9g}, all ranks gave {given:.9g} for it; rounding explains {limit:.2g}"
+
+    def _shard_sum(self, name: str) -> Tensor:
+        grad = self.parameters[name].grad
+        assert grad is not None  # since ``reduce_grads``
+        return exact_sums(grad.reshape(1, -1))[0]
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)], of a

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilth.config.axes import MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
-from tilth.core.errors import NonFiniteError, RecipeError, TokenCountError
+from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, TokenCountError
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
@@ -223,7 +223,8 @@ class TrainEngine:
         first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
         device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
         0: not known). names: int64 [n] each, which name rows in messages. Raises NonFiniteError (see ``on_nan``),
-        TokenCountError if a token was used twice or not at all.
+        TokenCountError if a token was used twice or not at all, ReplicaMismatch on the rank whose shard of the
+        gradients is not what all ranks gave for it.
         """
         self.before_update()
         self.sharded.begin()
@@ -375,6 +376,8 @@ class TrainEngine:
             self.sharded.reduce_grads()
             loss, sequences, learn = self._whole(loss, sequences, learn)
         with span("optimizer"):
+            if wrong := self.sharded.misreduced():
+                raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
             watched = self._layer_norms()
             norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
             finite = math.isfinite(loss) and math.isfinite(norm)
