@@ -31,7 +31,7 @@ CASES = [
     (TRACE + "OSError: [Errno 28] No space left on device", "storage", "storage"),
     (TRACE + "OSError: [Errno 122] Disk quota exceeded: '/data/ckpt'", "storage", "storage"),
     (TRACE + "OSError: [Errno 30] Read-only file system: '/data/ckpt'", "storage", "storage"),
-    (TRACE + "OSError: [Errno 24] Too many open files", "error", "host"),
+    (TRACE + "OSError: [Errno 24] Too many open files", "files", "host"),
     (TRACE + "RuntimeError: can't start new thread", "error", "host"),
     (TRACE + "OSError: [Errno 98] Address already in use", "error", "host"),
     (TRACE + "ImportError: /lib/libc.so.6: version `GLIBC_2.34' not found", "error", "environment"),

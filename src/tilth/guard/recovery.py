@@ -43,7 +43,7 @@ CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
 )
 """Class of an error that a run can survive -> kind of its verdict. All other errors are the same again when the step
 runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
-REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2}
+REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2, "files": 2}
 """Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
@@ -145,7 +145,7 @@ class Recovery:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
         if here.node in nodes.movable and _suspect([*recent, here]) == here.node:
             return Action("replace", tuple(r for r, node in nodes.of.items() if node == here.node), evict=here.node)
-        if verdict.kind in ("crash", "hang", "out-of-memory") and verdict.ranks:
+        if verdict.kind in ("crash", "hang", "out-of-memory", "files") and verdict.ranks:
             return Action("replace", verdict.ranks)
         if corrupt and verdict.ranks:  # the first time may be chance
             return Action("replace", verdict.ranks)

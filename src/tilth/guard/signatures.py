@@ -52,7 +52,7 @@ SIGNATURES = (
     _row(r"No space left on device|Disk quota exceeded", "storage", "storage", "the disk or its quota is full"),
     _row(r"Read-only file system|Stale file handle|Input/output error|Transport endpoint is not connected|"
          r"Structure needs cleaning", "storage", "storage", "a file system failed or is gone"),
-    _row(r"Too many open files", "error", "host", "the limit of open files is reached (ulimit -n)"),
+    _row(r"Too many open files", "files", "host", "the limit of open files is reached (ulimit -n)"),
     _row(r"Resource temporarily unavailable|can't start new thread", "error", "host",
          "the limit of threads is reached"),
     _row(r"GLIBC(?:XX)?_[\d.]+.{0,3} not found|cannot open shared object file|undefined symbol", "error", "environment",
@@ -75,7 +75,7 @@ _USER = re.compile(
 """Exceptions that nothing but code raises: the last one of a log counts before all that follows from it."""
 
 
-CAUSED = ("crash", "error", "out-of-memory")
+CAUSED = ("crash", "error", "out-of-memory", "storage")
 """Kinds of verdicts whose cause a log or an exception may tell."""
 
 
@@ -86,8 +86,9 @@ GUESSES = "Some common causes include"
 def with_cause(verdict: Verdict) -> Verdict:
     """Return a verdict with the cause that its evidence, a log's end or an exception, shows: layer, sentence and line.
 
-    An exception that a device raised is a crash of the worker, whose context of the device is lost; all other kinds
-    stay, so that an error of the user's code never replaces a worker, and one that others' deaths caused blames nobody.
+    An exception that a device raised is a crash of the worker, whose context of the device is lost, and a worker that
+    can open no more files is of the kind "files": neither gets better in its process. All other kinds stay, so that an
+    error of the user's code never replaces a worker, and one that others' deaths caused blames nobody.
     """
     first, line, rest = verdict.evidence.partition("\n")
     told = "\n".join(text for text in rest.splitlines() if GUESSES not in text)
@@ -97,6 +98,10 @@ def with_cause(verdict: Verdict) -> Verdict:
     kind, layer = verdict.kind, str(found.details["layer"])
     if kind == "error" and (found.kind, layer) == ("crash", "device"):
         kind = "crash"
+    if kind in ("error", "storage") and found.kind == "files":
+        kind = "files"
+    if kind == "storage":  # its own sentence says why
+        return verdict
     evidence = f"{first}; cause: {found.details['sentence']} ({layer}){line}{rest}"
     return Verdict(kind, verdict.ranks, evidence, {**verdict.details, "cause": dict(found.details)})
 
