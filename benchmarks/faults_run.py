@@ -170,7 +170,15 @@ def _load(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
 
 def _fill(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
     """Fill the run's own file system for some seconds."""
-    big = mount_of() / "big"
+    _filled(mount_of() / "big")
+
+
+def _fill_shared(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Fill the run's own shared memory for some seconds."""
+    _filled(Path("/dev/shm/big"))
+
+
+def _filled(big: Path) -> None:
     with suppress(OSError), open(big, "wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
@@ -204,6 +212,7 @@ OURS = {
     "clocks": _change_clocks,
     "load": _load,
     "fill": _fill,
+    "fill-shared": _fill_shared,
     "read-only": _read_only,
 }
 """Faults beside those of ``tilth guard inject``."""

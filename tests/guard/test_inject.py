@@ -19,7 +19,7 @@ from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import FolderStore
 from tilth.core.errors import DataError, WorkerLost
 from tilth.flows.callbacks import Callback
-from tilth.guard import inject
+from tilth.guard import inject, strike
 from tilth.parallel.dims import ParallelDims
 from tilth.roles.state import Learner
 from tilth.runs.directory import RECOVERIES, RunDir
@@ -49,11 +49,11 @@ def weight(executor):
 
 def test_a_fault_strikes_once_at_the_begin_of_its_operation_and_leaves_the_spans_as_they_were(session, executor):
     plain = span.__enter__
-    inject.strike(executor, "exception", "optimizer", session.key.hex())
+    strike.strike(executor, "exception", "optimizer", session.key.hex())
     with span("call"), span("forward"):
         assert span.__enter__ is not plain
     outer = span("call")
-    with pytest.raises(inject.InjectedFault), outer, span("optimizer"):
+    with pytest.raises(strike.InjectedFault), outer, span("optimizer"):
         raise AssertionError("the block has begun")
     assert span.__enter__ is plain and outer.duration >= 0
     with span("optimizer"):
@@ -61,17 +61,17 @@ def test_a_fault_strikes_once_at_the_begin_of_its_operation_and_leaves_the_spans
 
 
 def test_a_fault_may_wait_for_a_call_by_its_name(session, executor):
-    inject.strike(executor, "exception", "policy.update", session.key.hex())
+    strike.strike(executor, "exception", "policy.update", session.key.hex())
     with span("call", detail="policy.generate"):
         pass
-    with pytest.raises(inject.InjectedFault), span("call", detail="policy.update"):
+    with pytest.raises(strike.InjectedFault), span("call", detail="policy.update"):
         pass
 
 
 def test_weights_become_nan_or_differ_in_one_bit(session, executor):
     before, values = weight(executor).clone(), []
     for kind in ("flip", "flip", "nan"):
-        inject.strike(executor, kind, "call", session.key.hex())
+        strike.strike(executor, kind, "call", session.key.hex())
         with span("call"):
             pass
         values.append(float(weight(executor)[0]))
@@ -82,12 +82,12 @@ def test_weights_become_nan_or_differ_in_one_bit(session, executor):
 def test_gradients_become_nan_or_differ_in_one_bit_where_there_are_some(session, executor):
     (parameter,) = executor.roles["policy"].engine.optimizers.parameters.values()
     with raises(DataError, "--at"), span("call"):
-        inject.strike(executor, "nan-gradient", "optimizer", session.key.hex())
+        strike.strike(executor, "nan-gradient", "optimizer", session.key.hex())
         with span("optimizer"):
             pass
     parameter.grad = torch.ones(2, 2)
     for kind, first in (("flip-gradient", 1.5), ("nan-gradient", float("nan"))):
-        inject.strike(executor, kind, "optimizer", session.key.hex())
+        strike.strike(executor, kind, "optimizer", session.key.hex())
         with span("optimizer"):
             pass
         assert str(parameter.grad.flatten().tolist()) == str([first, 1.0, 1.0, 1.0])
@@ -96,23 +96,23 @@ def test_gradients_become_nan_or_differ_in_one_bit_where_there_are_some(session,
 def test_a_slow_rank_stays_slow_and_a_clock_jumps(session, executor, monkeypatch):
     plain, slept = span.__enter__, []
     monkeypatch.setattr(span, "__enter__", plain)
-    monkeypatch.setattr(inject.time, "time", inject.time.time)
-    monkeypatch.setattr(inject.time, "sleep", slept.append)
+    monkeypatch.setattr(strike.time, "time", strike.time.time)
+    monkeypatch.setattr(strike.time, "sleep", slept.append)
     for kind in ("slow", "pause", "clock"):
-        before = inject.time.time()
-        inject.strike(executor, kind, "call", session.key.hex())
+        before = strike.time.time()
+        strike.strike(executor, kind, "call", session.key.hex())
         with span("call"):
             pass
     for op in ("forward", "backward", "forward"):
         with span(op):
             pass
-    assert slept == [inject.PAUSE, inject.SLOWER, inject.SLOWER]
-    assert inject.HOUR <= inject.time.time() - before < inject.HOUR + 60
+    assert slept == [inject.PAUSE, strike.SLOWER, strike.SLOWER]
+    assert strike.HOUR <= strike.time.time() - before < strike.HOUR + 60
 
 
 def test_a_collective_alone_needs_ranks_with_other_rows(session, executor):
     executor.roles["policy"].grid = ParallelDims.alone()
-    inject.strike(executor, "collective", "call", session.key.hex())
+    strike.strike(executor, "collective", "call", session.key.hex())
     with raises(DataError, "--rank"), span("call"):
         pass
 
@@ -121,10 +121,10 @@ def test_a_worker_refuses_a_fault_without_its_key(session, executor):
     plain = span.__enter__
     for key in ("", "00" * 32):
         with raises(DataError, "key"):
-            inject.strike(executor, "kill", "call", key)
+            strike.strike(executor, "kill", "call", key)
     executor.store = object()  # of a backend without a session directory
     with raises(DataError, "key"):
-        inject.strike(executor, "kill", "call", session.key.hex())
+        strike.strike(executor, "kill", "call", session.key.hex())
     assert span.__enter__ is plain
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_injected_is_refused(session):
 
 def test_a_role_that_trains_nothing_has_no_weight_to_change(session, executor):
     executor.roles = {"reward": object()}
-    inject.strike(executor, "nan", "call", session.key.hex())
+    strike.strike(executor, "nan", "call", session.key.hex())
     with raises(DataError, "--rank"), span("call"):
         pass
 

@@ -455,7 +455,8 @@ def guard_inject(
     kill, stop: signals. busy, gil, block: its thread loops, holds the GIL, or reads, for ever. pause: it sleeps 4 s.
     slow: its forward passes take longer from then on. exception. collective: one that no other rank calls. nan, flip:
     in one weight. nan-gradient, flip-gradient: in one gradient (--at optimizer). disk-full: its writes fail from then
-    on. oom: an allocation too large for any machine. clock: an hour ahead. Keys of --json: kind, rank, pid, time.
+    on. files: it can open no more. oom: an allocation too large for any machine. clock: an hour ahead. Keys of --json:
+    kind, rank, pid, time.
     """
 
 

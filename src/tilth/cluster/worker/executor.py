@@ -27,7 +27,7 @@ from tilth.trace.clock_samples import Origin, origin
 from tilth.trace.collector import collector
 from tilth.trace.spans import NOWHERE, Where, recorder, span
 
-OWN = {"inject": "tilth.guard.inject:strike", "recorder": "tilth.guard.diagnosis:recorded"}
+OWN = {"inject": "tilth.guard.strike:strike", "recorder": "tilth.guard.diagnosis:recorded"}
 """Control messages to the worker itself; what answers them is imported only when it is asked for."""
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
