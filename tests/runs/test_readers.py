@@ -8,7 +8,7 @@ from tilth.core.errors import DataError
 from tilth.data.documents import _damage
 from tilth.plan.costs import load_costs
 from tilth.runs.checkpoint_owner import MARK, original
-from tilth.runs.readers import ettr, read_metrics, read_state
+from tilth.runs.readers import ettr, ettr_curve, read_metrics, read_state
 from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
@@ -56,3 +56,16 @@ def test_the_effective_time_counts_what_failures_cost_within_the_window():
     assert ettr({"attempts": []}, [], now) is None
     paused = {"attempts": [{"started": at(0), "ended": at(100)}, {"started": at(5000), "ended": None}]}
     assert ettr(paused, recoveries[1:], now) == pytest.approx(1 - 36 / 5100)
+
+
+def test_the_curve_of_effective_time_forgets_after_an_hour_what_the_whole_run_does_not():
+    records = [{"step": step, "seconds": 1000.0 * step} for step in range(1, 8)]
+    recoveries = [{"step": 2, "lost": 80.0, "seconds": 20.0}, {"step": 2, "lost": 0.0, "seconds": 100.0}]
+    found = ettr_curve(records, recoveries)
+    assert [one["ettr/whole"] for one in found] == pytest.approx(
+        [1, 1, *(1 - 200 / (1000 * s + 200) for s in range(3, 8))]
+    )
+    assert [one["ettr/hour"] for one in found] == pytest.approx(
+        [1, 1, 1 - 200 / 3200, 1 - 200 / 3600, 1 - 200 / 3600, 1 - 200 / 3600, 1]
+    )
+    assert ettr_curve(records, []) == records

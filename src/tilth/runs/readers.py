@@ -35,6 +35,7 @@ RECOVERIES = "recoveries.jsonl"
 WARNINGS = "warnings.jsonl"
 """File of a run with a line for each failure that it has survived."""
 _BRIEF = ("step", "kind", "ranks", "replaced", "lost", "seconds")
+HOUR = 3600.0
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
 
@@ -98,6 +99,24 @@ def ettr(
         if datetime.fromisoformat(one["time"]) >= begin:
             cost += one["lost"] + one["seconds"]
     return max(1.0 - cost / wall, 0.0) if wall >= 1.0 else None
+
+
+def ettr_curve(records: Sequence[Record], recoveries: Sequence[Record]) -> list[Record]:
+    """Return the records with ``ettr/whole`` and ``ettr/hour``: the share of the wall time until their step, and of the
+    hour before it, that failures did not cost. Without a recovery they are returned as they are."""
+    found, left, past = list[Record](), sorted(recoveries, key=lambda one: one["step"]), list[tuple[float, float]]()
+    spent = 0.0
+    for record in records:
+        while left and left[0]["step"] < record["step"]:
+            one = left.pop(0)
+            cost = one["lost"] + one["seconds"]
+            spent += cost
+            past.append((record["seconds"] + spent, cost))
+        wall = record["seconds"] + spent
+        late = sum(cost for at, cost in past if at > wall - HOUR)
+        shares = {"ettr/whole": 1 - spent / wall, "ettr/hour": max(1 - late / min(wall, HOUR), 0.0)} if wall > 0 else {}
+        found.append(record | shares if recoveries else record)
+    return found
 
 
 def checkpoints_of(run: str | Path) -> str:

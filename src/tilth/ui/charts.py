@@ -77,6 +77,8 @@ CATALOGUE = (
     Chart("Clipped tokens", (Line("clip_low", "sky", "low"), Line("clip_high", "clay", "high")), "share",
           "Held by the clip range of the ratio."),
     Chart("KL towards the first policy", (Line("kl_ref", "plum"),), "number", "Nats a token."),
+    Chart("Effective training time", (Line("ettr/whole", "leaf", "whole run"), Line("ettr/hour", "clay", "last hour")),
+          "share", "Share of the wall time that failures did not cost."),
     Chart("Missing rewards", (Line("reward/missing", "clay"),), "count", "Left out of the loss, never counted as 0."),
 )  # fmt: skip
 MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")
