@@ -57,7 +57,7 @@ class WeightMismatch(TilthError):
 
 class ReplicaMismatch(TilthError):
     """Copies of a tensor on different workers, which must be equal bit for bit, differ at the end of a step; or a
-    tensor has changed between two steps."""
+    tensor or a payload column has changed although nothing wrote to it."""
 
 
 class LogprobMismatch(TilthError):

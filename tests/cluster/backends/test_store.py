@@ -15,7 +15,7 @@ from tests.errors import raises
 from tilth.cluster.backends.status import LONGEST, StatusBoard
 from tilth.cluster.backends.store import FolderStore, _no_room
 from tilth.core.batch import Handle, Jagged
-from tilth.core.errors import StorageError
+from tilth.core.errors import ReplicaMismatch, StorageError
 from tilth.trace import recorder, span
 from tilth.trace.spans import DEEPEST, show_open
 
@@ -145,3 +145,13 @@ def test_what_goes_in_and_out_is_told_with_its_bytes_also_where_it_fails(tmp_pat
     told = {op: (total.count, total.bytes) for op, total in recorder.totals().items()}
     assert handle.nbytes == (5 + 3) * 8
     assert told == {"payload.put": (1, 64), "payload.get": (2, 2 * 64)}
+
+
+@pytest.mark.parametrize("place", [64, 87, -1])
+def test_a_column_with_a_flipped_bit_is_refused(tmp_path, place):
+    handle = FolderStore(tmp_path, "0").put("reward", Jagged.of([np.arange(3.0), np.arange(2.0)]))
+    data = bytearray((tmp_path / handle.key).read_bytes())
+    data[place] ^= 4
+    (tmp_path / handle.key).write_bytes(data)
+    with raises(ReplicaMismatch, "reward"):
+        FolderStore(tmp_path, "1").get(handle)

@@ -9,16 +9,17 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 import numpy as np
+import xxhash
 
 from tilth.cluster.backends.capacity import advice
 from tilth.core.batch import Handle, Jagged
-from tilth.core.errors import ArgumentError, StorageError
+from tilth.core.errors import ArgumentError, ReplicaMismatch, StorageError
 from tilth.trace.spans import span
 
 HEADER = 64
-"""Bytes before the offsets (int64) and the values: dtype (numpy's string, padded to 48), counts of offsets and values
-(int64)."""
-_NAME = 48
+"""Bytes before the offsets (int64) and the values: dtype (numpy's string, padded to 40), xxh3 of all that follows the
+header (uint64), counts of offsets and values (int64)."""
+_NAME = 40
 
 
 def column_key(lease: str, column: str, writer: str, number: int) -> str:
@@ -48,7 +49,7 @@ class FolderStore:
             raise ArgumentError(message, key=column)
         key = column_key(self.lease, column, self._writer, next(self._numbers))
         handle = Handle(key, values.nbytes + offsets.nbytes)
-        sizes = np.array([len(offsets), len(values)], np.int64)
+        sizes = np.array([_digest(offsets, values), len(offsets), len(values)], np.uint64)
         try:
             with span("payload.put", bytes=handle.nbytes), open(self.folder / handle.key, "xb") as file:
                 file.write(values.dtype.str.encode().ljust(_NAME) + sizes.tobytes())
@@ -59,16 +60,22 @@ class FolderStore:
         return handle
 
     def get(self, handle: Handle) -> Jagged:
-        """Return a column as a private map, which takes memory for what is read. Raises KeyError if it was released."""
+        """Return a column as a private map, which takes memory for what is read. Raises KeyError if it was released,
+        ReplicaMismatch if it is not what was put."""
         try:
             with span("payload.get", bytes=handle.nbytes), open(self.folder / handle.key, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             raise KeyError(handle.key) from None
-        count, length = np.frombuffer(data, np.int64, 2, _NAME).tolist()
+        digest, count, length = np.frombuffer(data, np.uint64, 3, _NAME).tolist()
         dtype = np.dtype(data[:_NAME].decode().strip())
         offsets = np.frombuffer(data, np.int64, count, HEADER)
-        return Jagged(np.frombuffer(data, dtype, length, HEADER + offsets.nbytes), offsets)
+        values = np.frombuffer(data, dtype, length, HEADER + offsets.nbytes)
+        if _digest(offsets, values) != digest:
+            column = column_of(handle.key)
+            message = f"payload column {column!r} in {self.folder} has other bits than those that were put there"
+            raise ReplicaMismatch(message, key=column)
+        return Jagged(values, offsets)
 
     def release(self, lease: str) -> None:
         for key in self.held():
@@ -79,6 +86,12 @@ class FolderStore:
         """Return the bytes of each column by key; {} after a failure has removed the folder, which must be reported."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return {path.name: path.stat().st_size - HEADER for path in found}
+
+
+def _digest(offsets: np.ndarray, values: np.ndarray) -> int:
+    hasher = xxhash.xxh3_64(offsets.data)
+    hasher.update(values.data)
+    return hasher.intdigest()
 
 
 def _no_room(folder: Path, column: str, size: int, error: OSError) -> StorageError:
