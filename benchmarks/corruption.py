@@ -6,12 +6,13 @@ A trial is one optimizer step of a small model on the ranks of a layout, from th
 bit of one float32 number flips: of a weight or of the optimizer's state between the snapshot and the update (at rest),
 of a weight between the update and the next snapshot (updated), of a gradient after it was reduced, of an activation in
 the forward pass, or of a message as it arrives. Then everything that is always on looks: digests before the update and
-at the snapshot after it, loss and norm that are not finite, and the comparison of copies. A spike of the norm (5 times
-that of the step without a flip) is only a warning and counts apart. Without effect: the state after the step has the
-same bits as without the flip on all ranks. Named: the verdict has the rank, and no other. Split: some ranks alone would
-leave the step out, and in a run wait for the others.
+at the snapshot after it, sums of gradients given and got, loss and norm that are not finite, and the comparison of
+copies. A spike of the norm (5 times that of the step without a flip) is only a warning and counts apart. Without
+effect: the state after the step has the same bits as without the flip on all ranks. Named: the verdict has the rank,
+and no other. Split: some ranks alone would leave the step out, and in a run wait for the others.
 
-The cost is processor time in one process, of what reads the whole state, over that of an update.
+The cost is processor time in one process, over that of an update: of what reads the state, and of the sums as a rank of
+two would take them.
 """
 
 import math
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,11 +42,13 @@ from tilth.guard.checksums import compare
 from tilth.guard.spikes import FACTOR
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.parallel.comm import GivenSums, exact_sums
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.roles.state import Learner, check_finite
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.optim import layer_of
 
 LAYOUTS = {"dp": {"dp": 3}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
 TARGETS = ("weight", "optimizer", "updated", "gradient", "activation", "message")
@@ -119,6 +123,8 @@ class Trial(JoinedRole):
         self.learner.engine.before_update = lambda: None  # is called apart, so that no rank waits for one that raises
         self.learner._at_rest.forget()
         setattr(self.learner.engine, "_leave_out", left_out)  # noqa: B010 - likewise
+        plain, self.sums = self.learner.sharded.misreduced, list[str]()
+        setattr(self.learner.sharded, "misreduced", lambda: self.sums.append(plain()) or "")  # noqa: B010 - likewise
         self.folder = folder
         self.rows = rows(CONFIG, self.grid, 4, 12)
         self._update()
@@ -153,6 +159,7 @@ class Trial(JoinedRole):
         rest.forget()
         undo = self._armed(given, rng) if mine and given is not None else lambda: None
         wrong, norm = False, 0.0
+        self.sums.clear()
         try:
             norm = self._update().grad_norm
         except NonFiniteError:
@@ -168,7 +175,8 @@ class Trial(JoinedRole):
         except NonFiniteError:
             wrong = True
         return {
-            "rest": bool(changed), "not_finite": wrong, "left_out": alone, "norm": norm, "state": self._bits(),
+            "rest": bool(changed), "sums": any(self.sums), "not_finite": wrong, "left_out": alone, "norm": norm,
+            "state": self._bits(),
             "copies": self.learner._copies.digests(self.learner.groups()),
         }  # fmt: skip
 
@@ -248,7 +256,8 @@ def measure(
     for target in TARGETS:
         for kind, places in kinds.items():
             row = {"layout": layout, "ranks": ranks, "target": target, "bits": kind, "trials": 0, "effect": 0,
-                   "rest": 0, "not_finite": 0, "copies": 0, "found": 0, "named": 0, "spike": 0, "split": 0}  # fmt: skip
+                   "rest": 0, "sums": 0, "not_finite": 0, "copies": 0, "found": 0, "named": 0, "spike": 0,
+                   "split": 0}  # fmt: skip
             for seed in range(seeds):
                 for bit in places:
                     victim = (seed + bit) % ranks
@@ -258,16 +267,18 @@ def measure(
 
 def _count(row: dict[str, Any], found: list[dict[str, Any]], clean: list[dict[str, Any]], victim: int) -> None:
     rest = {rank for rank, one in enumerate(found) if one["rest"]}
+    sums = {rank for rank, one in enumerate(found) if one["sums"]}
     verdict = compare({rank: one["copies"] for rank, one in enumerate(found)})
     stopped = any(one["not_finite"] for one in found)
-    named = rest or (set(verdict.ranks) if verdict is not None else set())
+    named = rest or sums or (set(verdict.ranks) if verdict is not None else set())
     norm = max(one["norm"] for one in found)
     row["trials"] += 1
     row["effect"] += any(a["state"] != b["state"] for a, b in zip(found, clean)) or stopped
     row["rest"] += bool(rest)
+    row["sums"] += bool(sums)
     row["not_finite"] += stopped
     row["copies"] += verdict is not None
-    seen = bool(rest or stopped or verdict)
+    seen = bool(rest or sums or stopped or verdict)
     row["found"] += seen
     row["named"] += named == {victim}
     row["split"] += 0 < sum(one["left_out"] for one in found) < len(found)
@@ -276,12 +287,13 @@ def _count(row: dict[str, Any], found: list[dict[str, Any]], clean: list[dict[st
 
 def cost(tokens: int) -> dict[str, Any]:
     """Return processor seconds of an update on so many tokens, and of what looks at the whole state for it: before the
-    update, after it and at the snapshot."""
+    update, after it and at the snapshot; and of the sums of gradients."""
     torch.set_num_threads(1)
     grid = ParallelDims.alone()
     role = learner(LARGE, grid)
     mine, mask, total = rows(LARGE, grid, tokens // 256, 256)
     loss, update, check = negative_log_likelihood(total), list[float](), list[float]()
+    sums, taken = list[float](), _sums(role)
     role.engine.before_update, role.engine.after_update = lambda: None, lambda _: None
     for _ in range(4):
         began = time.process_time()
@@ -292,13 +304,35 @@ def cost(tokens: int) -> dict[str, Any]:
         role.check_at_rest()
         role._before_update()
         check.append(time.process_time() - began)
+        taken()  # a rank has just written them when it adds them up
+        began = time.process_time()
+        taken()
+        sums.append(time.process_time() - began)
     count = sum(p.numel() for p in role.engine.optimizers.parameters.values())
-    share = min(check[1:]) / min(update[1:])
+    share = (min(check[1:]) + min(sums[1:])) / min(update[1:])
     return {
         "layout": "one rank", "target": "cost", "parameters": count, "tokens": tokens,
         "update_seconds": round(min(update[1:]), 4), "check_seconds": round(min(check[1:]), 5),
+        "sums_seconds": round(min(sums[1:]), 5),
         "share": round(share, 5),
     }  # fmt: skip
+
+
+def _sums(role: Learner) -> Callable[[], Any]:
+    """Return what adds up what one of two ranks gives to the reduce-scatters of its layers, and what it gets."""
+    given: Any = GivenSums(SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+    layers = dict[str, list[Tensor]]()
+    for name, p in role.engine.optimizers.parameters.items():
+        layers.setdefault(layer_of(name), []).append(p.detach().view(-1)[: p.numel() // 2 * 2])
+    whole = [torch.cat(parts) for parts in layers.values()]
+    shards = [p[: len(p) // 2].view(1, -1) for parts in layers.values() for p in parts]
+
+    def taken() -> Any:
+        for one in whole:
+            given.add(one)
+        return torch.stack([exact_sums(shard)[0] for shard in shards]).sum()
+
+    return taken
 
 
 def show(row: dict[str, Any]) -> None:

@@ -179,9 +179,11 @@ def _fill_shared(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
 
 
 def _filled(big: Path) -> None:
-    with suppress(OSError), open(big, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 16))
+    with open(big, "wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):  # to the last page
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
     time.sleep(FROZEN)
     big.unlink()
 
