@@ -52,6 +52,8 @@ LIMIT = 300.0
 MOST = 4
 """Faults in a run at most, for which its length has room."""
 SLOW_STEPS = 24
+TORCHS = "torchinductor_"
+"""Begin of the name of torch's folder for what it compiles, which it keeps for other processes."""
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
 Spec = dict[str, Any]
 
@@ -105,7 +107,7 @@ def carry_out(folder: Path, spec: Spec, row: Row | None, rng: random.Random) -> 
 def _called(folder: Path, spec: Spec, row: Row | None, rng: random.Random) -> Trial:
     token = str(folder / "token")
     env = {**os.environ, "TILTH_FAULTS": token, "TMPDIR": str(folder / "tmp")}
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch keeps it for other processes
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     command = [*_apart(row), sys.executable, str(Path(__file__).with_name("faults_run.py")), str(folder)]
     trial, begin = Trial(), time.monotonic()
     with open(folder / "log", "ab") as log:
@@ -154,7 +156,8 @@ def _finished(trial: Trial, folder: Path, token: str) -> Trial:
     trial.left += [f"process {process.pid}" for process in found]
     for process in found:
         process.kill()
-    trial.left += [str(file) for file in (folder / "tmp").iterdir()] + _shared_memory(trial.events)
+    own = [str(file) for file in (folder / "tmp").iterdir() if not file.name.startswith(TORCHS)]
+    trial.left += own + _shared_memory(trial.events)
     if trial.directory is None and not trial.error:
         trial.error = "no end was written"
     return trial
