@@ -123,13 +123,17 @@ class Trial(JoinedRole):
         self.learner.engine.before_update = lambda: None  # is called apart, so that no rank waits for one that raises
         self.learner._at_rest.forget()
         setattr(self.learner.engine, "_leave_out", left_out)  # noqa: B010 - likewise
-        plain, self.sums = self.learner.sharded.misreduced, list[str]()
-        setattr(self.learner.sharded, "misreduced", lambda: self.sums.append(plain()) or "")  # noqa: B010 - likewise
+        self.misreduced, self.sums = self.learner.sharded.misreduced, list[str]()
+        setattr(self.learner.sharded, "misreduced", self._recorded)  # noqa: B010 - likewise
         self.folder = folder
         self.rows = rows(CONFIG, self.grid, 4, 12)
         self._update()
         self.begin = {name: tensor.clone() for name, tensor in self._tensors()}
         self.position = self.learner.engine.position()
+
+    def _recorded(self) -> str:
+        self.sums.append(self.misreduced())
+        return ""
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for title, group in self.learner.groups().items():
