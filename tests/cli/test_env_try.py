@@ -31,6 +31,27 @@ def test_its_json():
     assert found["value"] == 1.0 and found["parts"] == {}
 
 
+def test_what_cannot_be_printed_as_it_is(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    found = CliRunner().invoke(app, ["env", "try", f"{tmp_path / 'odd.py'}:Odd"], input="a\n\n")
+    assert found.exit_code == 0 and "half ? here" in found.output and "8000 more characters" in found.output
+
+
+ODD = """
+import tilth
+
+class Odd(tilth.Environment):
+    def reset(self, info):
+        return [{"role": "user", "content": "half \\udc80 here"}]
+
+    def step(self, message):
+        return [{"role": "user", "content": "x" * 10_000}], True
+
+    def reward(self):
+        return 1
+"""
+
+
 @pytest.mark.parametrize("info, key", [("{", "info"), ("7", "info.type")])
 def test_info_that_is_no_record(info, key):
     with raises(DataError, key):

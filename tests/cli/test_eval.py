@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 import tilth
 from tests.cli import speaking
+from tests.errors import raises
 from tests.flows import tiny
 from tilth.cli import eval as command
-from tilth.cli.eval import EvalOptions, plan, table
+from tilth.cli.eval import EvalOptions, judge, plan, table
 from tilth.cli.main import app
+from tilth.core.errors import RewardError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.evaluate import EvalSettings, evaluate
@@ -323,3 +325,31 @@ def test_the_table_is_aligned():
     head, row = (next(line for line in lines if line.startswith(name)) for name in (" " * 12, "k = 1"))
     assert head.index("avg@k") == row.rindex("50.0 %")
     assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.dist
+def test_a_run_with_an_environment_plays_episodes(place, monkeypatch):
+    rollout = {"environment": "word_game", "turns": 2, "turn_seconds": 10.0, "max_tokens": 4}
+    loaded = load_model(place / "m")._replace(settings={"rollout": rollout})
+    monkeypatch.setattr(command, "load_model", lambda name: loaded)
+    (place / "games.jsonl").write_text('{"prompt": "1", "answer": "bat"}\n{"prompt": "2", "answer": "bak"}\n')
+    with raises(RewardError, "reward"):  # the game's letters are none of this model's
+        judge(model=str(place / "m"), data=str(place / "games.jsonl"))
+    rollout["environment"] = f"{place / 'sums.py'}:Sums"
+    (place / "sums.py").write_text(SUMS)
+    found = json.loads(call(place / "m", place / "games.jsonl", "--json").stdout)
+    assert found["parts"]["turns"]["value"] == 1.0 and found["reward"].endswith(":Sums") and found["prompts"] == 2
+    by_reward = json.loads(call(place / "m", place / "games.jsonl", "--json", "--reward", f"{place}/r.py:score").stdout)
+    assert "turns" not in by_reward["parts"]
+
+
+SUMS = """
+import tilth
+
+class Sums(tilth.Environment):
+    def step(self, message):
+        return [{"role": "user", "content": "1+1="}], False
+
+    def reward(self):
+        return 1.0
+"""

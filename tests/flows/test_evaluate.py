@@ -15,7 +15,16 @@ from tilth.core.errors import DataError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.evaluate import EvalSettings, Evaluation, Sample, check_out, evaluate, write_completions
+from tilth.envs.pool import EnvironmentPool
+from tilth.flows.evaluate import (
+    EvalSettings,
+    Evaluation,
+    Sample,
+    check_out,
+    evaluate,
+    evaluate_episodes,
+    write_completions,
+)
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import avg_at_k, interval, pass_at_k
@@ -60,6 +69,48 @@ def run(model, pool, *, prompts=PROMPTS, **how):
 
 def completions(found):
     return {(s.prompt.index, s.number): s.trajectory.tokens.tolist() for s in found.samples}
+
+
+# ---- episodes ----
+
+ECHO = """
+import tilth
+
+class Echo(tilth.Environment):
+    def reset(self, info):
+        self.said, self.info = [], info
+        return [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message):
+        self.said.append(message["content"])
+        return [{"role": "user", "content": "1+1="}], len(self.said) == 2
+
+    def reward(self):
+        if self.info["answer"] == "7":
+            raise ValueError("seven")
+        return {"reward": len("".join(self.said)), "correct": len(self.said) == 2}
+"""
+
+
+@pytest.mark.dist
+def test_episodes_are_played_as_in_a_run(model, tmp_path):
+    (tmp_path / "echo.py").write_text(ECHO)
+    how = EvalSettings((1, 2), 2, SamplingParams(max_tokens=8, stop=("=",)), seed=3)
+    pool = EnvironmentPool(f"{tmp_path / 'echo.py'}:Echo")
+    try:
+        found, again = (evaluate_episodes(model, PROMPTS, pool, how, turns=2) for _ in range(2))
+        cut = evaluate_episodes(model, PROMPTS, pool, how, turns=1)
+        with raises(DataError, "prompts"):
+            evaluate_episodes(model, PromptSet(PROMPTS.source, PROMPTS.rows[:0]), pool, how, turns=2)
+    finally:
+        pool.close()
+    assert completions(found) == completions(again) and len(found.samples) == 24
+    assert len(found.missing) == 2 and "seven" in found.summary()["missing_reason"]
+    for sample in found.samples:
+        ids = model.tokenizer.encode(sample.prompt.text)
+        assert sample.trajectory.tokens[: len(ids)].tolist() == ids
+        assert sample.prompt.answer == "7" or sample.outcome.parts["turns"] == 2.0 - (not sample.right)
+    assert {s.trajectory.finish for s in cut.samples} == {"length", "error"} and not any(s.right for s in cut.samples)
 
 
 # ---- completions ----

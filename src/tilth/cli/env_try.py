@@ -12,9 +12,12 @@ import typer
 
 from tilth.core.errors import DataError
 from tilth.envs.calls import message_of
+from tilth.envs.environment import shortened
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.envs.process import load_environment
 
+MOST_TEXT = 2000
+"""Most characters of a message that are printed."""
 HAND = "by hand: an empty line ends a turn, Ctrl-D the episode"
 
 
@@ -106,7 +109,8 @@ def _answer(pool: EnvironmentPool) -> Any:
 
 def _show(messages: Sequence[Mapping[str, Any]]) -> None:
     for message in messages:
-        typer.echo(f"[{message['role']}] {message['content']}")
+        text = message["content"].encode(errors="replace").decode()  # half a character is no UTF-8
+        typer.echo(f"[{message['role']}] {shortened(text, MOST_TEXT)}")
 
 
 def _scored(score: Mapping[str, Any]) -> str:

@@ -17,7 +17,16 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
-from tilth.flows.evaluate import EvalSettings, Evaluation, Progress, check_out, evaluate, write_completions
+from tilth.envs.pool import EnvironmentPool
+from tilth.flows.evaluate import (
+    EvalSettings,
+    Evaluation,
+    Progress,
+    check_out,
+    evaluate,
+    evaluate_episodes,
+    write_completions,
+)
 from tilth.flows.model import LoadedModel, load_model
 from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
@@ -67,6 +76,9 @@ def judge(**given: Any) -> None:
         check_out(options.out)
     loaded = load_model(options.model)
     how = plan(options, loaded)
+    if environment_of(options, loaded):
+        _tell(options, loaded, *_episodes(options, loaded, how))
+        return
     spec = reward_of(options, loaded)
     timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if options.timeout is None else options.timeout
     with RewardPool(spec, workers=options.workers, timeout=timeout, wait=False) as pool:
@@ -76,6 +88,37 @@ def judge(**given: Any) -> None:
         seen = trained_on(options, loaded, prompts)
         pool.ready()  # so that an error of the reward comes first
         found = evaluate(loaded, prompts, pool, how, _progress(how.samples))
+    _tell(options, loaded, found, spec, seen)
+
+
+def _episodes(options: EvalOptions, loaded: LoadedModel, how: EvalSettings) -> tuple[Evaluation, str, int | None]:
+    """Play episodes of the run's environment; return the evaluation, what gave the rewards, and ``trained_on``."""
+    rollout, spec = loaded.settings["rollout"], environment_of(options, loaded)
+    load_plugins(loaded.settings.get("plugins", ()))  # which may declare the task
+    prompts = prompts_of(options, loaded)
+    seen = trained_on(options, loaded, prompts)
+    plugins = loaded.settings.get("plugins", ())
+    seconds = rollout["turn_seconds"] if options.timeout is None else options.timeout
+    pool = EnvironmentPool(spec, workers=options.workers, timeout=seconds, plugins=plugins)
+    try:
+        return evaluate_episodes(loaded, prompts, pool, how, rollout["turns"], _progress(how.samples)), spec, seen
+    finally:
+        pool.close()
+
+
+def environment_of(options: EvalOptions, loaded: LoadedModel) -> str:
+    """Return the run's environment, which gives the rewards unless ``--reward`` names one; "": none."""
+    found: str = loaded.settings.get("rollout", {}).get("environment", "")
+    return "" if options.reward else found
+
+
+def _tell(
+    options: EvalOptions,
+    loaded: LoadedModel,
+    found: Evaluation,
+    spec: str | Mapping[str, float] | Reward,
+    seen: int | None,
+) -> None:
     if options.out is not None:
         write_completions(options.out, found)
     data = options.data or "what the run held out"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Self
 
 from tilth.core.errors import DataError
@@ -87,6 +88,17 @@ class Prompt:
         A line break that only one of two recipes puts after a question then moves no prompt.
         """
         return self.text.strip()
+
+    @property
+    def asked(self) -> list[Mapping[str, str]]:
+        """The messages before the assistant's first turn."""
+        found = list(takewhile(lambda message: message["role"] != "assistant", self.messages))
+        return found or [{"role": "user", "content": self.text}]
+
+    @property
+    def episode(self) -> str:
+        """What an environment begins with, as JSON: the record's columns, ``prompt``, and ``messages`` (``asked``)."""
+        return json.dumps({**self.info, "prompt": self.text, "messages": self.asked}, default=str)
 
 
 class Document(NamedTuple):

@@ -163,6 +163,8 @@ class EnvironmentPool:
         """Wait for messages or a deadline, and handle them."""
         found: list[Answer] = []
         for child in _ready(self._children, seconds):
+            if child not in self._children:  # it retired with its last episode, which another message ended
+                continue
             alive = child.write() and child.read()
             for message in child.messages():
                 found += self._take_in(child, message)

@@ -1,12 +1,13 @@
 """Evaluate a model on prompts: sample from the engine, score in the pool, report pass@k and avg@k with intervals."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +19,11 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
+from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
-from tilth.rewards.process_pool import Outcome, RewardPool
+from tilth.rewards.process_pool import Outcome, RewardPool, Status
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
+from tilth.rollout.episodes import Limits, Played, Player, Wanted
 from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.files import to_json
 
@@ -28,6 +31,7 @@ SAMPLES = 1 << 20
 """Trajectory id = index of the prompt * SAMPLES + number of the sample, so that a sample's random numbers do not depend
 on the number of prompts or samples."""
 
+_STATUS: Mapping[str, Status] = {one: one for one in get_args(Status)}
 GREEDY = SamplingParams(temperature=0.0)
 Progress = Callable[[int, int], None]
 """Called with (completions done, all completions), first with 0 done."""
@@ -213,6 +217,48 @@ def evaluate(
         )
     samples = [Sample(prompt, i % how.samples, t, o) for i, ((prompt, t), o) in enumerate(zip(pairs, outcomes))]
     return Evaluation(how, samples, {"generate": generating, "score": scoring})
+
+
+def evaluate_episodes(
+    model: LoadedModel,
+    prompts: PromptSet,
+    pool: EnvironmentPool,
+    how: EvalSettings,
+    turns: int,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Play ``how.samples`` episodes of each prompt, of at most this many turns; the environment gives the rewards.
+
+    Errors as of ``evaluate``. ``turns`` is a part of every outcome.
+    """
+    if not len(prompts):
+        raise DataError("there are no prompts to evaluate on", key="prompts")
+    asked, context, tokenizer = list(prompts), model.config.max_positions, wants_tokenizer(model)
+    template = make_template(how.template, tokenizer)
+    params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
+    engine = make_engine(model, seed=how.seed, max_rows=min(how.max_rows, len(asked) * how.samples), max_length=context)
+    wanted = [
+        Wanted(prompt.index * SAMPLES + number, json.loads(prompt.episode), i, prompt.index)
+        for i, prompt in enumerate(asked)
+        for number in range(how.samples)
+    ]
+    show = progress or (lambda done, of: None)
+    show(0, len(wanted))
+    begin = time.perf_counter()
+    found = Player(engine, template, tokenizer, pool, Limits(turns, context)).play(wanted, params)
+    seconds = time.perf_counter() - begin
+    show(len(wanted), len(wanted))
+    if all(one.trajectory.reward is None for one in found):
+        raise RewardError(f"all {len(found)} rewards are missing; the first reason: {found[0].reason}", key="reward")
+    samples = [
+        Sample(asked[i // how.samples], i % how.samples, one.trajectory, _outcome(one)) for i, one in enumerate(found)
+    ]
+    return Evaluation(how, samples, {"generate": seconds, "score": 0.0})
+
+
+def _outcome(one: Played) -> Outcome:
+    parts, value = {"turns": float(one.turns), **one.parts}, one.trajectory.reward
+    return Outcome(value, parts, "" if value is not None else one.reason, 0.0, _STATUS.get(one.status, "error"))
 
 
 def _generate(

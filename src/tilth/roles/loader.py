@@ -1,14 +1,11 @@
 """Loader role: opens the data where it is read, and turns it into payload."""
 
-import json
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
-from tilth.data.columns import Prompt
 from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.pairs import encode_pairs, pairs_of
@@ -51,7 +48,7 @@ class PromptLoader:
         with span("load") as spent:
             prompts = [self.prompts[i] for i in distinct]
             if self.episodes:
-                found = [self.template.begin(_asked(prompt)) for prompt in prompts]
+                found = [self.template.begin(prompt.asked) for prompt in prompts]
             else:
                 found = self.template.prompts(prompts)
             spent.set(tokens=sum(map(len, found)))
@@ -63,13 +60,8 @@ class PromptLoader:
     def begin(self, asked: Batch) -> Batch:
         """Add the payload column ``info``: JSON of a record's columns, ``prompt``, and ``messages`` that begin it."""
         distinct, place = np.unique(asked["prompt"], return_inverse=True)
-        rows = [self._info(self.prompts[i]) for i in distinct]
+        rows = [np.frombuffer(self.prompts[i].episode.encode(), np.uint8) for i in distinct]
         return asked.with_payload(**{INFO: self._shared(INFO, rows, place)})
-
-    @staticmethod
-    def _info(prompt: Prompt) -> np.ndarray:
-        known = {**prompt.info, "prompt": prompt.text, "messages": _asked(prompt)}
-        return np.frombuffer(json.dumps(known, default=str).encode(), np.uint8)
 
     @transfer(split="rows", gather="rows")
     def texts(self, batch: Batch) -> Batch:
@@ -110,12 +102,6 @@ class PromptLoader:
         }
         payload = {"tokens": [e.tokens for e in examples], "mask": [e.mask for e in examples]}
         return Batch(rows, _put(self.store, payload))
-
-
-def _asked(prompt: Prompt) -> list[Mapping[str, str]]:
-    """Return the messages before the assistant's first turn."""
-    found = list(takewhile(lambda message: message["role"] != "assistant", prompt.messages))
-    return found or [{"role": "user", "content": prompt.text}]
 
 
 class DocumentLoader:
