@@ -122,6 +122,57 @@ def test_unit_tests_judge_a_program(sandbox):
     assert judge.check({}) and judge.check({"tests": "("}) and not judge.check(tests)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class A:\n def __eq__(self, other): return True\ndef double(x): return A()",
+        "import sys, os\nprint('the tests passed')\nos._exit(0)",
+        "import os\nos.write(1, b'the tests passed')\ndef double(x): os._exit(0)",
+        "import os, signal\ndef double(x): os.kill(os.getppid(), signal.SIGTERM)",
+        "open(f'/proc/{__import__(\"os\").getppid()}/fd/1', 'w').write('the tests passed\\n')",
+        "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')\ndef double(x): return 8",
+        "import builtins\nbuiltins.__dict__['AssertionError'] = type('E', (), {})\ndef double(x): return 0",
+        "open('math.py', 'w').write('print(\"the tests passed\"); exit()')\nimport math\ndef double(x): return 0",
+        "import sys, gc\ndef double(x): return [o for o in gc.get_objects() if 'assert double' in repr(o)[:500]]",
+        "import sys\ndef double(x): return int(sys.stdin.read()[-1])",
+    ],
+)
+def test_a_program_that_cheats_does_not_pass(sandbox, program):
+    judge = load_reward("unit_tests")
+    assert judge("", program, {"tests": "assert double(4) == 8"})["reward"] == 0.0
+
+
+def test_tests_see_what_a_program_made(sandbox):
+    judge = load_reward("unit_tests")
+    program = """
+import math
+LIMIT, ODD = 3.5, float("inf")
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x); return self
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __add__(self, other): return len(self) + len(other)
+def upto(n): yield from range(n)
+def fails(): raise KeyError("k")
+def both(x, *, y=(1, {2: b"3"})): return x, y, {1, 2}
+"""
+    tests = """
+assert LIMIT == 3.5 and ODD == math.inf and math.sqrt(4) == 2
+s = Stack().push(1).push("b")
+assert s.pop() == "b" and len(s) == 1 and s.items == [1] and s + Stack() == 1
+assert s == s and s != 1 and list(upto(3)) == [0, 1, 2]
+def test_errors():
+    try:
+        fails()
+    except KeyError:
+        return True
+assert test_errors() and both([None]) == ([None], (1, {2: b"3"}), {1, 2}) and both(0, y=1)[1] == 1
+"""
+    assert judge("", program, {"tests": tests})["reward"] == 1.0
+    assert judge("", program, {"tests": tests + "assert Stack().pop()"})["reward"] == 0.0
+
+
 def test_sources_may_lie_where_the_root_would_be_built(tmp_path):
     from tilth.sandbox.zygote import ROOTS, _root
 

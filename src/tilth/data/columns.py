@@ -97,7 +97,7 @@ class Prompt:
 
     @property
     def episode(self) -> str:
-        """What an environment begins with, as JSON: the record's columns, ``prompt``, and ``messages`` (``asked``)."""
+        """Start of an episode, as JSON: the record's columns, ``prompt``, and ``messages`` (``asked``)."""
         return json.dumps({**self.info, "prompt": self.text, "messages": self.asked}, default=str)
 
 

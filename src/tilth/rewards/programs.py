@@ -1,13 +1,15 @@
 """Reward of programs: unit tests judge them in a sandbox. Imports no torch; nothing that a model wrote runs in here."""
 
-import os
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
+from tilth.sandbox import apart
 from tilth.sandbox.run import Sandbox
 
 _CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
@@ -15,7 +17,10 @@ _CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class UnitTests:
-    """1.0 if the completion's program passes ``info["tests"]``, Python that raises otherwise; both run in a sandbox.
+    """1.0 if the completion's program passes ``info["tests"]``, Python that raises otherwise.
+
+    Both run in a sandbox, in two processes, so that the program reaches neither the tests nor their verdict. Tests see
+    plain values as they are, and other objects of the program by handles that they can call, read and iterate over.
 
     The program is the last fenced block of the completion, or all of it. ``format``: 1 if it compiles.
     """
@@ -29,10 +34,9 @@ class UnitTests:
             compile(program, "program.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return {"reward": 0.0, "correct": 0.0, "format": 0.0}
-        # Tests are a part of the same program, so that one that exits early must not look as if they had passed.
-        marker = f"passed-{os.urandom(8).hex()}"
-        found = _sandbox().run(f"{program}\n{info['tests']}\nprint({marker!r})")
-        passed = float(found.state == "ok" and found.stdout.endswith(f"{marker}\n"))
+        given = json.dumps({"program": program, "tests": info["tests"]})
+        found = _sandbox().run(_judge(), stdin=given)
+        passed = float(found.state == "ok" and found.stdout.endswith(PASSED))
         return {"reward": passed, "correct": passed, "format": 1.0}
 
     def check(self, info: Mapping[str, Any]) -> str:
@@ -46,7 +50,13 @@ class UnitTests:
         return ""
 
 
+PASSED = "the tests passed\n"
 _one_sandbox = Lock()
+
+
+@cache
+def _judge() -> str:
+    return f"{Path(apart.__file__).read_text()}\njudge()\nprint({PASSED.strip()!r})\n"
 
 
 def _sandbox() -> Sandbox:

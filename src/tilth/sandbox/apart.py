@@ -1,0 +1,190 @@
+"""Tests and the program that they judge, in two processes of one sandbox, so that the program cannot reach the tests.
+
+``judge`` runs in a sandbox; its source is the text of this file. The program's process gets requests (call this, read
+that) and answers with plain values in JSON or with handles of its objects. It never sees the tests, and what it writes
+never reaches standard output. Imports nothing but the standard library.
+"""
+
+import builtins
+import ctypes
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NoReturn, TextIO
+
+SET_DUMPABLE = 4
+PLAIN = (type(None), bool, int, str)
+MANY: Mapping[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "lt", "le", "gt", "ge", "getitem", "contains")
+ASKS: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in (*OPERATIONS, "eq", "setitem")},
+    **{f.__name__: f for f in (len, str, repr, iter, next, hash, getattr, setattr)},
+    "call": lambda function, arguments, named: function(*arguments, **named),
+}
+
+
+class ProgramError(Exception):
+    """The program raised an exception of its own, or has ended."""
+
+
+def packed(value: Any, handle: Callable[[Any], int]) -> Any:
+    """Return a value for JSON. handle: returns the number of an object that is no plain value."""
+    if type(value) in PLAIN:
+        return value
+    if type(value) in (float, complex, bytes):
+        return {"kind": type(value).__name__, "text": value.hex() if type(value) is bytes else repr(value)}
+    if type(value) in MANY.values():
+        return {"kind": type(value).__name__, "items": [packed(item, handle) for item in value]}
+    if type(value) is dict:
+        return {"kind": "dict", "items": [[packed(k, handle), packed(v, handle)] for k, v in value.items()]}
+    return {"kind": "handle", "number": handle(value)}
+
+
+def unpacked(value: Any, object_of: Callable[[int], Any]) -> Any:
+    """Return the value that ``packed`` was given."""
+    if not isinstance(value, dict):
+        return value
+    kind = value["kind"]
+    if kind in MANY:
+        return MANY[kind](unpacked(item, object_of) for item in value["items"])
+    if kind == "dict":
+        return {unpacked(k, object_of): unpacked(v, object_of) for k, v in value["items"]}
+    if kind == "handle":
+        return object_of(value["number"])
+    readers: Mapping[str, Callable[[str], Any]] = {"float": float, "complex": complex, "bytes": bytes.fromhex}
+    return readers[kind](value["text"])
+
+
+# ---- the program's process ----
+
+
+def serve(requests: TextIO, answers: TextIO) -> NoReturn:
+    """Execute the program in the first line, then answer requests until their end."""
+    objects: list[Any] = []
+
+    def handle(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    def answer(found: Any) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        exec(compile(json.loads(requests.readline()), "program.py", "exec"), main.__dict__)
+        names = {name: value for name, value in vars(main).items() if not name.startswith("__")}
+        modules = {name: value.__name__ for name, value in names.items() if isinstance(value, ModuleType)}
+        answer({"modules": modules, "names": {n: packed(v, handle) for n, v in names.items() if n not in modules}})
+        for line in requests:
+            try:
+                name, arguments = json.loads(line)
+                answer({"value": packed(ASKS[name](*(unpacked(a, objects.__getitem__) for a in arguments)), handle)})
+            except Exception as error:  # noqa: BLE001 - whatever the program raises, the tests hear of
+                answer({"raised": type(error).__name__, "text": str(error)})
+    finally:
+        os._exit(1)
+
+
+# ---- the tests' process ----
+
+
+class ProgramObject:
+    """An object of the program, as tests see it. It equals no plain value, whatever its own ``__eq__`` says."""
+
+    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
+        self.__dict__.update(_number=number, _ask=ask)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._ask("call", self, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", self, name, value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", self, key, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProgramObject) and bool(self._ask("eq", self, other))
+
+    def __contains__(self, item: Any) -> bool:
+        return bool(self._ask("contains", self, item))
+
+    def __iter__(self) -> Any:
+        return self._ask("iter", self)
+
+    def __next__(self) -> Any:
+        return self._ask("next", self)
+
+    def __len__(self) -> int:
+        return int(self._ask("len", self))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return int(self._ask("hash", self))
+
+    def __str__(self) -> str:
+        return str(self._ask("str", self))
+
+    def __repr__(self) -> str:
+        return str(self._ask("repr", self))
+
+
+for _name in OPERATIONS:
+    if _name != "contains":
+        setattr(ProgramObject, f"__{_name}__", lambda self, *other, _name=_name: self._ask(_name, self, *other))
+
+
+def judge() -> None:
+    """Read {"program", "tests"} from standard input; run the tests, whose exceptions are this process's."""
+    (requests, to_program), (from_program, answers) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        for fd in (nothing, to_program, from_program):
+            os.close(fd)
+        serve(os.fdopen(requests), os.fdopen(answers, "w"))
+    os.close(requests)
+    os.close(answers)
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)  # no other process of this user may read or write its memory
+    asked, heard = os.fdopen(to_program, "w"), os.fdopen(from_program)
+    given = json.load(sys.stdin)
+
+    def told(line: Any) -> dict[str, Any]:
+        asked.write(json.dumps(line) + "\n")
+        asked.flush()
+        if not (answer := heard.readline()):
+            raise ProgramError("the program has ended")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def not_plain(value: Any) -> int:
+        if isinstance(value, ProgramObject):
+            return int(value.__dict__["_number"])
+        raise TypeError(f"tests give a program plain values or its own objects, not a {type(value).__name__}")
+
+    def ask(name: str, *arguments: Any) -> Any:
+        found = told([name, [packed(argument, not_plain) for argument in arguments]])
+        if "value" in found:
+            return unpacked(found["value"], lambda number: ProgramObject(number, ask))
+        kind = getattr(builtins, found["raised"], None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            kind = ProgramError
+        raise kind(found["text"])
+
+    begun = told(given["program"])
+    names = {n: unpacked(v, lambda number: ProgramObject(number, ask)) for n, v in begun["names"].items()}
+    sys.path[:] = [path for path in sys.path if path != os.getcwd()]  # where a program may have written modules
+    for name, module in begun["modules"].items():
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            names[name] = __import__(module, fromlist=["*"])
+    exec(compile(given["tests"], "tests.py", "exec"), {"__name__": "tests", **names})
