@@ -128,6 +128,17 @@ def test_signals_end_the_run_with_everything_saved(tmp_path, number):
 
 
 @pytest.mark.dist
+def test_a_thread_that_takes_the_fork_servers_signals_does_not_end_the_run(tmp_path, monkeypatch):
+    """As libraries start them before anything is blocked; when the server ends, nobody waits for its signal."""
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(thread)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), ENVIRONMENT.get("PYTHONPATH", "")]))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", paths)
+    process = start(tmp_path, "algorithm.steps=1")
+    _, said = process.communicate(timeout=patience(60))
+    assert process.returncode == 0, said
+
+
 def test_a_mistake_in_the_recipe_is_told_as_ever(tmp_path):
     with start(tmp_path, "policy.layout.fsdp=3") as process:
         _, errors = process.communicate(timeout=patience(60))

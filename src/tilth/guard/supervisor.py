@@ -283,9 +283,15 @@ class Supervisor:
 
 def block() -> None:
     """Leave signals to ``Supervisor.run``, which waits for them."""
+    # Another thread, which does not block it, may get one while nobody waits: that must not end the process.
+    signal.signal(signal.SIGIO, _heard)
     hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     ends = [number for number in _ENDS if number != signal.SIGHUP or not hangup]
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, signal.SIGCHLD, signal.SIGIO})
+
+
+def _heard(number: int, frame: object) -> None:
+    """Take a signal of the fork server's that came while nobody waited: what it tells is read with the next one."""
 
 
 def unblock() -> None:
