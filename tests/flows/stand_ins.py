@@ -37,6 +37,9 @@ class Rollout:
         finish = np.full(len(asked), "stop")
         return asked.with_rows(completion=np.full(len(asked), 2), finish=finish, version=np.zeros(len(asked)))
 
+    def finished(self):
+        return []
+
 
 class Reward:
     """Scores by a function of the trajectory's id; None: missing."""
@@ -44,7 +47,7 @@ class Reward:
     def __init__(self, value):
         self.value, self.lost = value, {}
 
-    def score(self, batch, *, known):
+    def score(self, batch, *, known, call=None):
         values = [known.get(i, {"value": self.value(i)})["value"] for i in batch["id"].tolist()]
         lost = {"status": "error", "reason": "no answer"}
         self.lost = {i: lost for i, v in zip(batch["id"].tolist(), values) if v is None}

@@ -341,15 +341,15 @@ def dies(context, **given):
     from tilth.flows import workers
 
     made, calls = workers.rollout(context, **given), []
-    whole = made.engine.generate
+    whole = made.engine.stream
 
-    def generate(requests, aborting):
+    def stream(requests, aborting):
         calls.append(1)
         if len(calls) == 2 and context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(requests, aborting)
 
-    made.engine.generate = generate
+    made.engine.stream = stream
     return made
 
 
@@ -358,7 +358,7 @@ def mistaken(context, **given):
     from tilth.flows import workers
 
     made = workers.rollout(context, **given)
-    made.engine.generate = lambda requests, aborting: requests[0].nothing
+    made.engine.stream = lambda requests, aborting: requests[0].nothing
     return made
 
 

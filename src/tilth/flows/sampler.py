@@ -1,16 +1,20 @@
 """Experience of a step: draw prompts, generate answers, score them, keep those to learn from."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.lazy import resolved
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
+from tilth.flows.ahead import scored_ahead
 from tilth.flows.checks import check_parts, check_turn_rewards
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
@@ -64,6 +68,7 @@ class Sampler:
         self.metrics, self.journal, self.say = metrics, journal, say
         self._reward_log: Path | None = reward_log
         self._drawn: dict[str, int] = {}
+        self._calls = count()
         self._reward_worked = False
         self._reported: set[str] = set()
 
@@ -141,8 +146,7 @@ class Sampler:
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
-            batch = roles.rollout.generate(roles["loader"].encode(asked), greedy=greedy)
-            scored, failures = (batch, {}) if roles.reward is None else self._score(roles.reward, batch)
+            scored, failures = self._answers(roles.rollout, roles["loader"].encode(asked), greedy=greedy)
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         self.state.graded |= is_graded(scored)
@@ -153,18 +157,33 @@ class Sampler:
             check_parts(self.algorithm, scored)
         return scored
 
-    def _score(self, reward: WorkerGroup, batch: Batch) -> tuple[Batch, dict[int, dict[str, Any]]]:
-        """Return the scored batch, and the outcomes of missing rewards by trajectory id.
+    def _answers(
+        self, rollout: WorkerGroup, encoded: Batch, *, greedy: bool
+    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
+        """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id.
 
-        A call has so few rows that it ends within half of ``cluster.timeout`` even if every reward times out.
+        Answers are scored while others are generated. A call of the reward has so few rows that it ends within half of
+        ``cluster.timeout`` even if every reward times out.
         """
+        reward, how, limit = self.roles.reward, self.recipe.reward, self.recipe.cluster.timeout / 2
+        if reward is None:
+            return rollout.generate(encoded, greedy=greedy), {}
+        inline, call = self.recipe.cluster.backend == "inline", next(self._calls)
+        rows = max(1, len(encoded) if inline else how.workers * int(limit / how.timeout))
+        known = partial(self.journal.known, self.state.step)
+        with scored_ahead(rollout, reward, known, call, max(1, rows // 2)):
+            batch = resolved(rollout.generate(encoded, greedy=greedy))
+        return self._score(reward, batch, rows, call)
+
+    def _score(
+        self, reward: WorkerGroup, batch: Batch, rows: int, call: int
+    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
+        """Return the scored batch, and the outcomes of missing rewards by trajectory id. rows: of one call."""
         parts, failures, replayed = list[Batch](), dict[int, dict[str, Any]](), set[int]()
-        how, limit = self.recipe.reward, self.recipe.cluster.timeout / 2
-        rows = len(batch) if self.recipe.cluster.backend == "inline" else how.workers * int(limit / how.timeout)
-        for start in range(0, max(len(batch), 1), max(rows, 1)):
+        for start in range(0, max(len(batch), 1), rows):
             some = batch.select(np.arange(start, min(start + rows, len(batch))))
             known = self.journal.known(self.state.step, some)
-            parts.append(reward.score(some, known=known))
+            parts.append(reward.score(some, known=known, call=call))
             failures |= reward.failures()
             replayed |= known.keys()
         if self._reward_log is not None and self._reward_log.exists():

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tilth.cluster.protocol import transfer
+from tilth.cluster.protocol import control, transfer
 from tilth.core.batch import Batch, Store
 from tilth.data.prompts import PromptSet
+from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.roles.experience import OUTCOME, texts
 from tilth.trace.spans import span
@@ -20,6 +21,7 @@ class RewardWorker:
     def __init__(self, pool: RewardPool, prompts: PromptSet, store: Store) -> None:
         self.pool, self.prompts, self.store = pool, prompts, store
         self.outcomes: dict[int, Outcome] = {}
+        self._ahead: tuple[int, ScoringAhead] | None = None
 
     @transfer(split="all", gather="first", patient=True)
     def ready(self) -> None:
@@ -31,11 +33,22 @@ class RewardWorker:
         """Append what the function prints to this file."""
         self.pool.print_to(Path(path))
 
+    @control
+    def begin(self, items: list[list[Any]], call: int, most: int) -> None:
+        """Score samples (id, prompt, checksum of the ids, text) in the background, at most ``most`` at once.
+
+        call: the generation that they are from; outcomes of another one are dropped.
+        """
+        if self._ahead is None or self._ahead[0] != call:
+            self._ahead = call, ScoringAhead(self.pool, most)
+        asked = [(int(i), int(checksum), self.prompts[int(p)], text) for i, p, checksum, text in items]
+        self._ahead[1].begin({(i, checksum): (i, p.text, text, p.info) for i, checksum, p, text in asked})
+
     @transfer(split="rows", gather="rows", patient=True)
-    def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
+    def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None, call: int | None = None) -> Batch:
         """Fill in the row columns ``reward`` (NaN: missing) and ``outcome``, and each part of the reward.
 
-        known: journaled outcomes by id, not tried again.
+        known: journaled outcomes by id, not tried again. call: of ``begin``, whose outcomes are used.
         """
         completions = texts(batch.read(self.store, "text")["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
@@ -44,12 +57,20 @@ class RewardWorker:
             for i, prompt, completion in zip(batch["id"], asked, completions)
         ]
         with span("score", tokens=int(batch["completion"].sum())):
-            journaled = {i: Outcome(**o) for i, o in (known or {}).items()}
+            journaled = self._scored(batch, call) | {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
         verdicts = [o.verdict for o in self.outcomes.values()]
         columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(verdicts, np.float32)}
         return batch.with_rows(**columns, **self._parts())
+
+    def _scored(self, batch: Batch, call: int | None) -> dict[int, Outcome]:
+        """Return the outcomes by id that ``begin`` has brought for these very tokens."""
+        if self._ahead is None or self._ahead[0] != call:
+            return {}
+        found = self._ahead[1].settle()
+        samples = zip(batch["id"].tolist(), batch["identity"].tolist())
+        return {i: found[i, checksum] for i, checksum in samples if (i, checksum) in found}
 
     def _parts(self) -> dict[str, np.ndarray]:
         """Return a row column ``part/<name>`` for each named part of any outcome, NaN where it is missing."""

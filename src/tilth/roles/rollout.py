@@ -15,10 +15,11 @@ from tilth.config.schema import RolloutConfig as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
+from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
-from tilth.roles.experience import INFO, OUTCOME, TURNS, texts, to_batch
+from tilth.roles.experience import INFO, OUTCOME, TURNS, identity, texts, to_batch
 from tilth.rollout.episodes import Player, Wanted
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
@@ -44,6 +45,7 @@ class RolloutWorker:
         self._failures: dict[int, dict[str, Any]] = {}
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
+        self._finished: deque[list[Any]] = deque()
         self._updates: Callable[[], int] | None = None
         self._seen = 0
 
@@ -64,6 +66,12 @@ class RolloutWorker:
         self._aborting.extend(chosen)
         return len(chosen) * self.engine.reports
 
+    @control
+    def finished(self) -> list[list[Any]]:
+        """Return the samples of the running call that have finished since the last look: id, prompt, checksum of the
+        ids, text."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
     @transfer(split="rows", gather="rows", over=("dp",))
     def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
         """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order, or play an
@@ -82,12 +90,21 @@ class RolloutWorker:
             self._aborting.clear()
             self._asked = asked["id"].tolist()
             try:
-                found = self.engine.generate(requests, self._aborting)
+                by_id = {t.id: t for t in self._announced(self.engine.stream(requests, self._aborting))}
             finally:
                 self._asked = ()
+                self._finished.clear()
+            found = [by_id[request.id] for request in requests]
             written = sum(t.completion_length for t in found)
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         return to_batch(found, self.store)
+
+    def _announced(self, stream: Iterable[Trajectory]) -> Iterator[Trajectory]:
+        """Pass trajectories on, and note them for ``finished``."""
+        for t in stream:
+            if self.engine.reports:
+                self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
+            yield t
 
     def _play(self, player: Player, asked: Batch, params: SamplingParams) -> Batch:
         """Play an episode for each row. Rows get the environment's reward, its parts and the number of turns."""

@@ -1,0 +1,55 @@
+"""Score samples as soon as they are finished, while others are generated (Seed1.5-Thinking, arXiv 2504.13914)."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.core.batch import Batch
+
+PAUSE = 0.05
+"""Seconds between two looks at what has finished."""
+
+Known = Callable[[Batch], dict[int, Any]]
+"""Outcomes that the journal has, by trajectory id."""
+
+
+@contextmanager
+def scored_ahead(rollout: WorkerGroup, reward: WorkerGroup, known: Known, call: int, most: int) -> Iterator[None]:
+    """While the body waits for its generation, pass what has finished to the reward.
+
+    call: number of this generation; ``reward.score`` takes it. most: samples that the reward scores at once. Samples
+    that the journal knows are left out.
+    """
+    stop, failed = threading.Event(), list[BaseException]()
+
+    def watch() -> None:
+        try:
+            while not stop.wait(PAUSE):
+                for finished in rollout.finished():
+                    if new := _unknown(finished, known):
+                        reward.begin(items=new, call=call, most=most)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the run
+            failed.append(error)
+
+    thread = threading.Thread(target=watch, name="scored-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _unknown(finished: list[list[Any]], known: Known) -> list[list[Any]]:
+    """Return the samples (id, prompt, checksum, text) that the journal does not know."""
+    if not finished:
+        return []
+    ids, _, checksums, _ = zip(*finished)
+    have = known(Batch({"id": np.array(ids, np.int64), "identity": np.array(checksums, np.uint32)}))
+    return [sample for sample in finished if sample[0] not in have]

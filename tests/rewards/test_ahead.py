@@ -1,0 +1,70 @@
+"""Scoring in the background gives the outcomes of scoring at the end, and passes on what goes wrong."""
+
+import threading
+
+from tests.errors import raises
+from tilth.core.errors import RewardError
+from tilth.rewards.ahead import ScoringAhead
+from tilth.rewards.process_pool import Outcome, RewardPool
+
+
+class Slow:
+    """A pool that scores when it is told to."""
+
+    def __init__(self):
+        self.calls, self.go = [], threading.Semaphore(0)
+
+    def score(self, items):
+        assert self.go.acquire(timeout=60)
+        self.calls.append([item[0] for item in items])
+        return [Outcome(float(item[0])) for item in items]
+
+
+def items(ids):
+    return {(i, 7): (i, "", "", {}) for i in ids}
+
+
+def test_what_waits_is_scored_in_order_and_what_has_not_begun_is_left():
+    pool = Slow()
+    ahead = ScoringAhead(pool, 2)
+    ahead.begin(items([3]))
+    while ahead._waiting:
+        pass
+    ahead.begin(items([5, 1, 4]))  # while the first is scored
+    pool.go.release(2)
+    while len(ahead._outcomes) < 3:
+        pass
+    pool.go.release(9)
+    found = ahead.settle()
+    assert pool.calls[:2] == [[3], [5, 1]] and found == {(i, 7): Outcome(float(i)) for i, _ in found}
+    assert {3, 5, 1} <= {i for i, _ in found}
+
+
+def test_a_thread_that_has_ended_begins_again():
+    pool = Slow()
+    ahead = ScoringAhead(pool, 8)
+    for i in range(3):
+        ahead.begin(items([i]))
+        pool.go.release()
+        while (i, 7) not in ahead._outcomes:
+            pass
+    assert ahead.settle().keys() == items(range(3)).keys() and pool.calls == [[0], [1], [2]]
+
+
+def test_without_anything_to_score_there_is_no_thread():
+    ahead = ScoringAhead(Slow(), 1)
+    ahead.begin({})
+    assert ahead._thread is None and ahead.settle() == {}
+
+
+def test_an_error_of_the_pool_is_raised_where_its_outcomes_are_asked_for():
+    pool = RewardPool("exact")
+    pool.close()
+    ahead = ScoringAhead(pool, 4)
+    ahead.begin(items([1]))
+    while ahead._waiting:
+        pass
+    with raises(RewardError, "closed"):
+        ahead.settle()
+    with raises(RewardError, "closed"):
+        ahead.settle()
