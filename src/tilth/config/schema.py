@@ -154,6 +154,11 @@ class RolloutConfig(RoleSection):
     prompts: Positive = Field(64, description="prompts per step")
     group: Positive = Field(8, description="samples per prompt")
     max_tokens: Positive = Field(32, description="maximum tokens of a completion")
+    partial: Count = Field(
+        0,
+        description="tokens of a completion in one step; a longer one goes on in the next step, under its weights, and "
+        "is trained once its group is finished; needs algorithm.correction; 0: no limit",
+    )
     temperature: Rate = Field(1.0, description="softmax temperature of sampling; 0: greedy")
     top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this mass")

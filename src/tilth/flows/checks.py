@@ -39,6 +39,7 @@ def check_algorithm(recipe: Recipe) -> None:
     _check_made(recipe, algorithm)
     _check_options(algorithm)
     _check_reward(recipe, algorithm)
+    _check_partial(recipe)
     for entry in (*algorithm.chosen.values(), algorithm.aggregation):
         require(entry, algorithm.available)
     if isinstance(algorithm.correction, CorrectionRule):
@@ -150,6 +151,29 @@ def check_turn_rewards(algorithm: Algorithm, scored: Batch) -> None:
             "grpo_process, gae or another estimator of rewards",
             key="algorithm.advantage.turn_rewards",
         )
+
+
+def _check_partial(recipe: Recipe) -> None:
+    """Raise RecipeError where completions that go on in the next step do not work: their tokens are of several versions
+    of the policy."""
+    r, algo = recipe.rollout, recipe.algorithm
+    if not r.partial:
+        return
+    wrong = {
+        "rollout.max_tokens": (r.partial >= r.max_tokens, f"is not above it; use more than {r.partial}"),
+        "algorithm.correction": (
+            algo.correction in ("", "none"),
+            "does not weigh tokens of earlier versions; use decoupled_token_is, or another of tilth.rl.names()",
+        ),
+        "algorithm.refill": (bool(algo.refill), "samples again until groups are finished; use 0"),
+        "rollout.environment": (bool(r.environment), "plays episodes, which are finished in their step; leave it out"),
+        "train.routing": (recipe.train.routing == "replay", "needs the experts of earlier versions; use own"),
+    }
+    for key, (bad, why) in wrong.items():
+        if bad:
+            section, _, name = key.partition(".")
+            value = getattr(recipe.section(section), name)
+            raise RecipeError(f"rollout.partial = {r.partial}: {key} = {value!r} {why}", key=key)
 
 
 def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:

@@ -20,7 +20,8 @@ from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.roles import Roles
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.rollout import ask
+from tilth.roles.experience import CARRIED
+from tilth.roles.rollout import Carry, ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import REWARD
@@ -68,6 +69,7 @@ class Sampler:
         self.metrics, self.journal, self.say = metrics, journal, say
         self._reward_log: Path | None = reward_log
         self._drawn: dict[str, int] = {}
+        self._carried: list[tuple[int, int, int]] | None = None
         self._calls = count()
         self._reward_worked = False
         self._reported: set[str] = set()
@@ -91,11 +93,12 @@ class Sampler:
     def commit(self) -> None:
         """Store the position after this step in the run's state."""
         self.state.drawn |= self._drawn
+        self.state.carried = self.state.carried if self._carried is None else self._carried
         self.rollback()
 
     def rollback(self) -> None:
         """Return to the committed position."""
-        self._drawn = {}
+        self._drawn, self._carried = {}, None
 
     # ---- samples ----
 
@@ -110,13 +113,42 @@ class Sampler:
         while wanted > 0 and len(drawn) < max(rounds, 1):
             indices = self.draw("prompts", wanted)
             first = self._advance("samples", len(indices) * group)
-            drawn.append(self.generate_and_score(ask(indices.tolist(), group, first)))
+            asked = ask(indices.tolist(), group, first)
+            asked = self._with_carried(asked) if self.recipe.rollout.partial else asked
+            drawn.append(self.generate_and_score(asked))
             kept.append(self._filter(drawn[-1], keep))
             wanted = missing_prompts(prompts, drawn, kept)
         found = first_groups(concat(kept), prompts)
         self.metrics.add("samples/rounds", float(len(drawn)))
         self.metrics.add("samples/trained", float(len(found)))
         return StepSamples(found, concat(drawn))
+
+    def _with_carried(self, new: Batch) -> Batch:
+        """Return rows that ask for the samples to go on with, and for new ones."""
+        columns = np.array(self.state.carried, np.int64).reshape(-1, 3).T
+        before = Batch({**dict(zip(("id", "group", "prompt"), columns)), CARRIED: np.ones(columns.shape[1], np.int8)})
+        return concat([before, new.with_rows(**{CARRIED: np.zeros(len(new), np.int8)})])
+
+    def _whole_groups(self, rollout: WorkerGroup, asked: Batch) -> Batch:
+        """Generate ``rollout.partial`` tokens of each sample, again while no group is finished; return those that are.
+
+        The others are carried to the next step.
+        """
+        step, since = self.state.step, self.state.step
+        while True:
+            carry = Carry(since, step + 1, self.journal.oldest)
+            batch = resolved(rollout.generate(self.roles["loader"].encode(asked), carry=carry))
+            going = np.isin(batch["group"], batch["group"][batch[CARRIED] != 0])
+            if not going.all():
+                break
+            asked, since = asked.with_rows(**{CARRIED: np.ones(len(asked), np.int8)}), step + 1
+        rest = batch.select(going)
+        self._carried = list(zip(*(rest[name].tolist() for name in ("id", "group", "prompt"))))
+        self.metrics.add("samples/carried", float(len(rest)))
+        whole = batch.select(~going)
+        return Batch(
+            {name: column for name, column in whole.rows.items() if name != CARRIED}, whole.payload, whole.leases
+        )
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         measure_rows(self.metrics, batch)
@@ -146,7 +178,7 @@ class Sampler:
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
-            scored, failures = self._answers(roles.rollout, roles["loader"].encode(asked), greedy=greedy)
+            scored, failures = self._answers(roles.rollout, asked, greedy=greedy)
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         self.state.graded |= is_graded(scored)
@@ -157,22 +189,24 @@ class Sampler:
             check_parts(self.algorithm, scored)
         return scored
 
-    def _answers(
-        self, rollout: WorkerGroup, encoded: Batch, *, greedy: bool
-    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
+    def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id.
 
         Answers are scored while others are generated. A call of the reward has so few rows that it ends within half of
         ``cluster.timeout`` even if every reward times out.
         """
         reward, how, limit = self.roles.reward, self.recipe.reward, self.recipe.cluster.timeout / 2
+        if CARRIED in asked.rows:
+            generate = partial(self._whole_groups, rollout, asked)
+        else:
+            generate = partial(rollout.generate, self.roles["loader"].encode(asked), greedy=greedy)
         if reward is None:
-            return rollout.generate(encoded, greedy=greedy), {}
+            return generate(), {}
         inline, call = self.recipe.cluster.backend == "inline", next(self._calls)
-        rows = max(1, len(encoded) if inline else how.workers * int(limit / how.timeout))
+        rows = max(1, len(asked) if inline else how.workers * int(limit / how.timeout))
         known = partial(self.journal.known, self.state.step)
         with scored_ahead(rollout, reward, known, call, max(1, rows // 2)):
-            batch = resolved(rollout.generate(encoded, greedy=greedy))
+            batch = resolved(generate())
         return self._score(reward, batch, rows, call)
 
     def _score(

@@ -26,7 +26,7 @@ from tilth.guard.signatures import with_cause
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.supervisor import Death
 from tilth.guard.verdict import Verdict
-from tilth.runs.directory import OBSERVATIONS, REWARD_LOG, RunDir
+from tilth.runs.directory import OBSERVATIONS, PARTIAL, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
 
 SETTLE = 0.5
@@ -158,6 +158,8 @@ class Survival:
         rollout = self.parts.roles.rollout
         if rollout is not None and self.parts.recipe.rollout.environment:
             rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+        if rollout is not None and self.parts.recipe.rollout.partial:
+            rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
 
 
 def _record(verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> dict[str, Any]:

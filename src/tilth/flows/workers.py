@@ -111,6 +111,11 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if config.num_experts and recipe.train.routing != "own" and recipe.flow_spec.samples:
         more["routing"] = True
     engine = _engine(context, recipe, config, tokenizer, **more)
+    if r.partial and not hasattr(engine, "resume"):
+        raise RecipeError(
+            f"rollout.partial = {r.partial}: rollout.engine = {r.engine} cannot resume a completion; use native",
+            key="rollout.engine.resume",
+        )
     template = make_template(recipe.data.template, tokenizer)
     player = None
     if r.environment:

@@ -22,6 +22,8 @@ INFO = "info"
 TURN_REWARDS = "turn_rewards"
 """Payload column of episodes: the reward of each turn at its last token, float32, 0 elsewhere. The row's ``reward`` has
 them in it."""
+CARRIED = "carried"
+"""Row column with ``rollout.partial``: 1 for a sample that was not finished in its step."""
 TURN_REWARD = "turn_reward"
 """Row column of their sum, float32."""
 TURNS = "turns"

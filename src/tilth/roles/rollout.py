@@ -4,8 +4,9 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,11 +20,21 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
-from tilth.roles.experience import INFO, OUTCOME, TURNS, identity, texts, to_batch
+from tilth.roles.experience import CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
 from tilth.rollout.episodes import Player, Wanted
+from tilth.rollout.partial import Unfinished
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
+
+
+class Carry(NamedTuple):
+    """How samples go on over steps. since: step at whose end those of ``asked`` were kept; step: at whose end those of
+    the answer are; oldest: step that a resume may return to."""
+
+    since: int
+    step: int
+    oldest: int
 
 
 class RolloutWorker:
@@ -46,6 +57,7 @@ class RolloutWorker:
         self._asked: Sequence[int] = ()
         self._aborting: deque[int] = deque()
         self._finished: deque[list[Any]] = deque()
+        self._unfinished: Unfinished | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
 
@@ -73,16 +85,21 @@ class RolloutWorker:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     @transfer(split="rows", gather="rows", over=("dp",))
-    def generate(self, asked: Batch, *, greedy: bool = False) -> Batch:
+    def generate(self, asked: Batch, *, greedy: bool = False, carry: Carry | None = None) -> Batch:
         """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order, or play an
-        episode (payload info)."""
+        episode (payload info).
+
+        carry: a sample gets ``rollout.partial`` tokens at most. The row column ``carried`` is 1 in ``asked`` for
+        samples that go on, and in the answer for those that are not finished.
+        """
         self._check_current()
         params = self._params(greedy)
         if self.player is not None and INFO in asked.payload:
             return self._play(self.player, asked, params)
+        some = params if carry is None else replace(params, max_tokens=self.section.partial)
         encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
-            Request(id=i, prompt=encoded.row(row), params=params, group=g, prompt_index=p)
+            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
             for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
         ]
         with span("generate") as spent:
@@ -90,14 +107,51 @@ class RolloutWorker:
             self._aborting.clear()
             self._asked = asked["id"].tolist()
             try:
-                by_id = {t.id: t for t in self._announced(self.engine.stream(requests, self._aborting))}
+                before = {} if carry is None else self._resume(asked, params, carry)
+                found = self._finish(requests, before)
             finally:
                 self._asked = ()
                 self._finished.clear()
-            found = [by_id[request.id] for request in requests]
-            written = sum(t.completion_length for t in found)
+            written = sum(t.completion_length for t in found) - sum(t.completion_length for t in before.values())
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
-        return to_batch(found, self.store)
+        batch = to_batch(found, self.store)
+        return batch if carry is None else self._carried(batch, found, carry)
+
+    def _finish(self, requests: Sequence[Request], before: Mapping[int, Trajectory]) -> list[Trajectory]:
+        """Generate until all requests and resumed samples have ended; return them in the order of ``requests``."""
+        new = [request for request in requests if request.id not in before]
+        resumed = [i for i, t in before.items() if not self._ended(t)]
+        more = (resumed,) if resumed else ()
+        found = dict(before) | {t.id: t for t in self._announced(self.engine.stream(new, self._aborting, *more))}
+        return [found[request.id] for request in requests]
+
+    def _resume(self, asked: Batch, params: SamplingParams, carry: Carry) -> dict[int, Trajectory]:
+        """Go on with samples of the step before; return them by id, finished ones too."""
+        assert self._unfinished is not None
+        resume = self.engine.resume  # type: ignore[attr-defined]  # checked when the engine was made
+        found = self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
+        for t in found.values():
+            if not self._ended(t):
+                most = min(params.max_tokens, t.completion_length + self.section.partial)
+                resume(t, replace(params, max_tokens=most))
+        return found
+
+    def _ended(self, t: Trajectory) -> bool:
+        """True if a trajectory was cut by nothing but ``rollout.max_tokens``, if at all."""
+        return t.finish != "length" or t.completion_length >= self.section.max_tokens
+
+    def _carried(self, batch: Batch, found: Sequence[Trajectory], carry: Carry) -> Batch:
+        """Keep the samples of groups that are not finished; name in the answer those that are not."""
+        assert self._unfinished is not None
+        going = {t.group for t in found if not self._ended(t)}
+        if self.engine.reports:
+            self._unfinished.keep(carry.step, [t for t in found if t.group in going], carry.oldest)
+        return batch.with_rows(**{CARRIED: np.array([not self._ended(t) for t in found], np.int8)})
+
+    @transfer(split="all", gather="first")
+    def carry_in(self, folder: str) -> None:
+        """Keep samples that go on in the next step in this folder."""
+        self._unfinished = Unfinished(Path(folder), self.rank)
 
     def _announced(self, stream: Iterable[Trajectory]) -> Iterator[Trajectory]:
         """Pass trajectories on, and note them for ``finished``."""

@@ -108,14 +108,17 @@ class GenerationEngine(Protocol):
             message = f"request {others[0].id} of another caller has finished; use submit and poll instead"
             raise EngineError(message, key="keep")
 
-    def stream(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> Iterator[Trajectory]:
+    def stream(
+        self, requests: Iterable[Request], aborting: deque[int] | None = None, resumed: Iterable[int] = ()
+    ) -> Iterator[Trajectory]:
         """Submit requests and yield each trajectory as soon as it has finished.
 
-        aborting: ids that another thread may append: those requests end before the next ``poll``.
+        aborting: ids that another thread may append: those requests end before the next ``poll``. resumed: ids that are
+        in flight already, and yielded too.
         """
         requests = list(requests)
         self.submit(requests)
-        mine = {r.id for r in requests}
+        mine = {*(r.id for r in requests), *resumed}
         others: list[Trajectory] = []
         try:
             while mine:

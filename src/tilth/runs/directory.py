@@ -51,6 +51,8 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
 OBSERVATIONS = "observations"
+PARTIAL = "partial"
+"""Folder of trajectories that the next step goes on with."""
 """Folder of what environments said in the newest calls."""
 RECENT = 8
 """Steps that a recovery in this process goes back at most, unless to a checkpoint."""

@@ -34,6 +34,8 @@ class Journal:
         self._reward, self._replay, self._queue = reward, replay, queue
         self._missing, self._scores = Lines(path / "rewards.jsonl", queue), Lines(path / "scores.jsonl", queue)
         self._known: dict[int, Known] = {}
+        self.oldest = 0
+        """Step that a resume may return to."""
 
     def known(self, step: int, batch: Batch) -> dict[int, dict[str, Any]]:
         """Return trajectory id -> fields of its outcome, for samples that an earlier attempt has scored."""
@@ -86,6 +88,7 @@ class Journal:
 
     def trim(self, step: int) -> None:
         """Drop the scores of earlier steps from disk. Missing rewards stay, as a record of their reasons."""
+        self.oldest = step
         self._scores.rewrite(lambda entry: bool(entry["step"] >= step))
 
     def close(self) -> None:

@@ -94,6 +94,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("samples/rounds", "rounds", "sum", "times that prompts were sampled until the batch was full"),
     ("baseline/mean", "reward", "mean", "reward of the greedy answers that are baselines of samples"),
     ("baseline/missing", "samples", "sum", "greedy baselines whose reward is missing; their samples are left out"),
+    ("samples/carried", "samples", "sum", "samples that the next step goes on with, or that wait for their group"),
     ("samples/trained", "samples", "sum", "completions kept for the update, before overlong_filter masks cut ones"),
     ("loss", "1", "mean", "loss that was minimised; a policy loss is near 0, its gradient is not"),
     ("entropy", "nats", "mean", "entropy of the policy at a token"),

@@ -25,6 +25,8 @@ class RunState:
     """Best evaluation so far: step, metric, value."""
     drawn: dict[str, int] = field(default_factory=dict)
     """Position in each stream: prompts, examples, documents or pairs; and in samples, which number trajectories."""
+    carried: list[tuple[int, int, int]] = field(default_factory=list)
+    """(id, group, prompt) of samples that the next step goes on with (``rollout.partial``)."""
     flat: dict[str, float] = field(default_factory=dict)
     """Consecutive steps without a learning signal (``hopeless.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,100 @@
+"""Trajectories that a step leaves unfinished, and those that wait for the rest of their group: the next step goes on.
+
+Each rank writes its own into a file per step, so that a step that runs again finds those of the step before, whatever
+rank its rows are on then.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.core.files import atomic_write, make_folder
+from tilth.core.trajectory import Finish, Trajectory
+
+FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted", "error")
+_NAME = re.compile(r"step-(\d+)-rank-(\d+)\.npz")
+
+
+class Unfinished:
+    """Trajectories by id at the end of a step, in memory and in a folder."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._step, self._known = -1, dict[int, Trajectory]()
+
+    def keep(self, step: int, trajectories: Sequence[Trajectory], oldest: int) -> None:
+        """Keep these for the step after this one, durably, and drop those of steps before ``oldest``. StorageError."""
+        make_folder(self.folder)
+        with (
+            atomic_write(self.folder / f"step-{step:06d}-rank-{self.rank}.npz") as temporary,
+            open(temporary, "wb") as file,
+        ):
+            np.savez(file, **_packed(trajectories))
+        self._step, self._known = step, {t.id: t for t in trajectories}
+        for path, written in self._files():
+            if written < oldest and path.stem.endswith(f"-{self.rank}"):
+                path.unlink()
+
+    def take(self, step: int, ids: Sequence[int]) -> dict[int, Trajectory]:
+        """Return these trajectories of the end of a step. DataError names the first one that is not there."""
+        found = dict(self._known) if step == self._step else {}
+        if any(i not in found for i in ids):
+            for path in [path for path, written in self._files() if written == step]:
+                with np.load(path, allow_pickle=False) as file:
+                    found |= {t.id: t for t in _unpacked(dict(file))}
+        if missing := [i for i in ids if i not in found]:
+            raise DataError(
+                f"sample {missing[0]} was carried over from step {step}, and {self.folder} has no such sample; "
+                "continue from an earlier checkpoint",
+                key=f"partial.{missing[0]}",
+            )
+        return {i: found[i] for i in ids}
+
+    def _files(self) -> list[tuple[Path, int]]:
+        named = [(path, _NAME.fullmatch(path.name)) for path in sorted(self.folder.glob("step-*.npz"))]
+        return [(path, int(match[1])) for path, match in named if match]
+
+
+def _packed(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """Return columns of rows, and columns of tokens one trajectory after the other."""
+    texts = [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories]
+    spans = [np.array(t.versions, np.int64).reshape(-1, 2) for t in trajectories]
+    rows = [(t.id, t.prompt, t.group, FINISHES.index(t.finish), t.prompt_length) for t in trajectories]
+    sampling = [t.logprobs if t.sampling_logprobs is None else t.sampling_logprobs for t in trajectories]
+    return {
+        "rows": np.array(rows, np.int64).reshape(-1, 5),
+        "filtered": np.array([t.sampling_logprobs is not None for t in trajectories], bool),
+        "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
+        "tokens": _joined([t.tokens for t in trajectories], np.int64),
+        "logprobs": _joined([t.logprobs for t in trajectories], np.float32),
+        "sampling": _joined(sampling, np.float32),
+        "spans": np.concatenate([np.zeros((0, 2), np.int64), *spans]),
+        "span_counts": np.array([len(one) for one in spans], np.int64),
+        "text": _joined(texts, np.uint8),
+        "text_lengths": np.array([len(one) for one in texts], np.int64),
+    }
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+
+def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
+    tokens, logprobs, sampling = (_cut(file[name], file["lengths"]) for name in ("tokens", "logprobs", "sampling"))
+    spans, texts = _cut(file["spans"], file["span_counts"]), _cut(file["text"], file["text_lengths"])
+    found = []
+    for i, (id, prompt, group, finish, start) in enumerate(file["rows"].tolist()):
+        mask = (np.arange(len(tokens[i])) >= start).astype(np.uint8)
+        t = Trajectory(id, prompt, group, tokens[i], mask, logprobs[i], sampling[i] if file["filtered"][i] else None)
+        t.versions = [(first, version) for first, version in spans[i].tolist()]
+        t.finish, t.text = FINISHES[finish], texts[i].tobytes().decode()
+        found.append(t)
+    return found
+
+
+def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -1,0 +1,75 @@
+"""Completions that go on in the next step, under its weights."""
+
+import numpy as np
+import pytest
+
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.test_episodes import Falls
+from tilth.config.errors import RecipeError
+from tilth.core.errors import PluginError
+from tilth.data.trajectories import read_trajectories
+
+
+def recipe(folder, *, partial=3, lr=None, **sections):
+    sections = {k: dict(v) for k, v in sections.items()}
+    sections["rollout"] = {"partial": partial, "max_tokens": 8, "group": 2, **sections.get("rollout", {})}
+    sections["algorithm"] = {"correction": "decoupled_token_is", **sections.get("algorithm", {})}
+    sections["model"] = {"context": 24, **sections.get("model", {})}
+    if lr is not None:
+        sections["optimizer"] = {"lr": lr}
+    return tiny.recipe(folder, **sections)
+
+
+def rows(result):
+    return {row["id"]: row for row in read_trajectories(result.directory).to_pylist()}
+
+
+def test_with_weights_that_stay_the_completions_are_those_of_one_piece(tmp_path):
+    """Tokens and log-probs of each sample that both runs finish, and the limit in tokens."""
+    still = {"lr": 0.0, "train": {"parity": True}}
+    pieces = rows(tiny.run(recipe(tmp_path, **still), name="pieces"))
+    whole = rows(tiny.run(recipe(tmp_path, partial=0, **still), name="whole"))
+    both = pieces.keys() & whole.keys()
+    long = [i for i in both if len(pieces[i]["tokens"]) - pieces[i]["prompt_length"] > 3]
+    assert len(both) > 20 and len(long) > 5
+    for i in both:
+        assert pieces[i]["tokens"] == whole[i]["tokens"] and pieces[i]["logprobs"] == whole[i]["logprobs"]
+        assert pieces[i]["reward"] == whole[i]["reward"] and pieces[i]["step"] >= whole[i]["step"]
+    assert any(pieces[i]["step"] > whole[i]["step"] for i in long)
+
+
+def test_groups_are_trained_whole_and_once(tmp_path):
+    recorder = tiny.Recorder()
+    result = tiny.run(recipe(tmp_path), callbacks=[recorder])
+    found = read_trajectories(result.directory).to_pylist()
+    assert len({row["id"] for row in found}) == len(found)
+    steps = {}
+    for row in found:
+        steps.setdefault(row["group"], []).append(row["step"])
+    assert all(len(seen) == 2 and len(set(seen)) == 1 for seen in steps.values())
+    assert sum(record.get("samples/carried", 0) for record in recorder.records) > 0
+
+
+def test_a_run_that_falls_in_the_middle_is_the_same(tmp_path):
+    whole = tiny.run(recipe(tmp_path), name="whole")
+    with pytest.raises(PluginError):
+        tiny.run(recipe(tmp_path), name="again", callbacks=[Falls(9)])
+    again = tiny.run(recipe(tmp_path), name="again")
+    assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
+    assert tiny.weights(whole.directory) == tiny.weights(again.directory)
+    assert np.array_equal(sorted(rows(whole)), sorted(rows(again)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"partial": 8}, "rollout.max_tokens"),
+        ({"algorithm": {"correction": ""}}, "algorithm.correction"),
+        ({"algorithm": {"correction": "none"}}, "algorithm.correction"),
+        ({"algorithm": {"refill": 2}}, "algorithm.refill"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, sections, key):
+    with raises(RecipeError, key):
+        tiny.run(recipe(tmp_path, **sections))

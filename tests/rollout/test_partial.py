@@ -1,0 +1,55 @@
+"""Unfinished trajectories come back as they were, from memory and from files, on any rank."""
+
+import numpy as np
+import pytest
+
+from tests.errors import raises
+from tilth.core.errors import DataError
+from tilth.core.trajectory import Trajectory
+from tilth.rollout.partial import Unfinished
+
+
+def made(i, *, filtered=False):
+    rng = np.random.default_rng(i)
+    start, n = 1 + i % 3, 4 + i
+    mask = (np.arange(n) >= start).astype(np.uint8)
+    logprobs = np.where(mask, -rng.random(n), 0).astype(np.float32)
+    sampling = logprobs / 2 if filtered else None
+    t = Trajectory(i, i * 2, i // 2, rng.integers(0, 50, n), mask, logprobs, sampling)
+    t.versions, t.text, t.finish = [(start, 3), (start + 1, 4)], "ä" * i, "length" if i % 2 else "stop"
+    return t
+
+
+def same(a, b):
+    columns = ("tokens", "mask", "logprobs", "sampling_logprobs")
+    pairs = [(getattr(a, name), getattr(b, name)) for name in columns]
+    alike = all(x is y is None or (np.array_equal(x, y) and x.dtype == y.dtype) for x, y in pairs)
+    plain = ("id", "prompt", "group", "versions", "text", "finish", "segments")
+    return alike and all(getattr(a, name) == getattr(b, name) for name in plain)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_any_rank_finds_those_of_all(tmp_path, filtered):
+    whole = [made(i, filtered=filtered) for i in range(6)]
+    for rank in range(2):
+        Unfinished(tmp_path, rank).keep(7, whole[rank::2], 0)
+    found = Unfinished(tmp_path, 1).take(7, [5, 0, 2])
+    assert list(found) == [5, 0, 2] and all(same(found[i], whole[i]) for i in found)
+    assert Unfinished(tmp_path, 0).take(7, []) == {}
+
+
+def test_a_sample_that_is_not_there_is_named(tmp_path):
+    one = Unfinished(tmp_path, 0)
+    one.keep(7, [made(1)], 0)
+    for step, i in ((6, 1), (7, 2)):
+        with raises(DataError, f"partial.{i}"):
+            one.take(step, [i])
+
+
+def test_steps_that_no_resume_returns_to_are_dropped(tmp_path):
+    one, other = Unfinished(tmp_path, 0), Unfinished(tmp_path, 1)
+    for step in range(1, 6):
+        one.keep(step, [made(step)], step - 2)
+        other.keep(step, [], 0)
+    assert sorted(p.name for p in tmp_path.glob("*-rank-0.npz")) == [f"step-00000{i}-rank-0.npz" for i in (3, 4, 5)]
+    assert len(list(tmp_path.glob("*-rank-1.npz"))) == 5 and one.take(4, [4])[4].id == 4
