@@ -12,7 +12,7 @@ from tilth.data.trajectories import read_trajectories
 
 
 def recipe(folder, *, partial=3, lr=None, **sections):
-    sections = {k: dict(v) for k, v in sections.items()}
+    sections = {k: dict(v) if isinstance(v, dict) else v for k, v in sections.items()}
     sections["rollout"] = {"partial": partial, "max_tokens": 8, "group": 2, **sections.get("rollout", {})}
     sections["algorithm"] = {"correction": "decoupled_token_is", **sections.get("algorithm", {})}
     sections["model"] = {"context": 24, **sections.get("model", {})}
@@ -67,7 +67,7 @@ def test_a_run_that_falls_in_the_middle_is_the_same(tmp_path):
         ({"partial": 8}, "rollout.max_tokens"),
         ({"algorithm": {"correction": ""}}, "algorithm.correction"),
         ({"algorithm": {"correction": "none"}}, "algorithm.correction"),
-        ({"algorithm": {"refill": 2}}, "algorithm.refill"),
+        ({"flow": "dapo", "algorithm": {"advantage": "grpo", "refill": 2}}, "algorithm.refill"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, sections, key):

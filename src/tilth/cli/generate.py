@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from tilth.core.errors import DataError
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
@@ -19,7 +21,8 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options of the command. max_tokens: None: 64, or what fits the context. template: None: the run's; "": none."""
+    """Options of the command. max_tokens: None: 64, or what fits the context. schema: file of a JSON schema that
+    completions follow. template: None: the run's; "": none."""
 
     n: int = 1
     temperature: float = 1.0
@@ -28,6 +31,7 @@ class GenerateOptions:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     seed: int = 0
+    schema: Path | None = None
     template: str | None = None
 
 
@@ -55,10 +59,19 @@ def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Tr
     params = SamplingParams(
         max_tokens=most, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
         stop=tuple(options.stop) or loaded.stop, stop_tokens=template.stops,
+        schema="" if options.schema is None else _read(options.schema),
     )  # fmt: skip
     longest = min(loaded.config.max_positions, len(ids) + most)
     engine = make_engine(loaded, seed=options.seed, max_rows=options.n, max_length=longest)
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(options.n)]), tokenizer
+
+
+def _read(schema: Path) -> str:
+    """Return the text of a schema's file. Raises DataError."""
+    try:
+        return json.dumps(json.loads(schema.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--schema {schema} is no file of JSON: {error}", key="schema") from None
 
 
 def pairs(trajectory: Trajectory, tokenizer: Tokenizer) -> list[tuple[str, float]]:

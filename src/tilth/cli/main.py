@@ -101,6 +101,7 @@ def generate(
     top_k: TopKOption = 0,
     max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: 64, or what fits")] = None,
     stop: StopOption = None,
+    schema: Annotated[Path | None, Option(help="JSON schema that the text follows (extra schema)")] = None,
     template: TemplateOption = None,
     seed: SeedOption = 0,
     logprobs: Annotated[bool, Option("--logprobs", help="show each token with its log-prob")] = False,

@@ -152,6 +152,10 @@ class Tokenizer:
         """Return the token of an id as the vocabulary writes it; "" if there is none."""
         return self._core.id_to_token(id) or ""
 
+    def to_json(self) -> str:
+        """Return the whole tokenizer as the library tokenizers writes it."""
+        return str(self._core.to_str())
+
     def fingerprint(self) -> str:
         """Digest that differs for a tokenizer with other ids or stops."""
         return hashlib.blake2b(f"{self._core.to_str()} {self.stop_ids}".encode(), digest_size=8).hexdigest()

@@ -20,7 +20,8 @@ from tilth.parallel.sharded import shard
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
-from tilth.rollout.lanes import LengthBucket
+from tilth.rollout.grammar import Grammars
+from tilth.rollout.lanes import LengthBucket, allowed_tokens
 from tilth.rollout.lockstep import LockStep
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
@@ -50,6 +51,7 @@ class Engine(GenerationEngine):
 
     tolerance: float | None = 0.0
     shares = True
+    constrains = True
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class Engine(GenerationEngine):
         check_divided(dims, compile=compile, parity=parity)
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self._special = () if tokenizer is None else tuple(tokenizer.special())
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
         self.device, self.dtype = torch.device(device), dtype
         self.max_length = max_length or config.max_positions
         self.kv_tokens = kv_tokens or max_rows * round_up(self.max_length, block_size)
@@ -205,12 +208,19 @@ class Engine(GenerationEngine):
             raise DataError(message, key="kv_tokens")
         if r.params.stop and self.tokenizer is None:
             raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
+        if r.params.schema:
+            if self._grammars is None:
+                raise DataError(f"{what}: a schema needs an engine with a tokenizer", key="request.schema.tokenizer")
+            self._grammars.begin(r.params.schema, r.params.stop_tokens)
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
         if params.stop and self.tokenizer is not None:
             answer.stops = StopStrings(params.stop, self.tokenizer, self._special)
             answer.stops.push(answer.completion.tolist())
+        if params.schema and self._grammars is not None:
+            answer.grammar = self._grammars.begin(params.schema, params.stop_tokens)
+            answer.grammar.push(answer.completion.tolist())
         self._known.add(answer.request.id)
         self._scheduler.waiting.append(answer)
         self._lock.note(answer.request.id, answer.tokens, params)
@@ -300,7 +310,8 @@ class Engine(GenerationEngine):
             logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit)
         with span("sample", tokens=decoding.tokens) as sampling:
             uniform = self._tensor(c.uniform[every, at + 1])
-            tokens, logprobs, filtered = _to_host(choose_from(logp, mass, uniform, rules))
+            allowed = lane.allowed(rows, logp.shape[1], self.device)
+            tokens, logprobs, filtered = _to_host(choose_from(logp, mass, uniform, rules, allowed))
             self._check_finite(logprobs[live])
             self._lock.note(tokens[live])
             ended = lane.advance(tokens, logprobs, filtered)
@@ -319,6 +330,7 @@ class Engine(GenerationEngine):
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
         self._stats.finished += 1
+        reason = "error" if answer.grammar is not None and answer.grammar.stuck else reason
         if answer.stops is not None and answer.stops.found:
             return answer.finish(reason, answer.stops.text)
         return answer.finish(
@@ -411,7 +423,8 @@ class Engine(GenerationEngine):
         answers = [a for _, a in placed]
         uniform = self._draw([a.request.id for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
         rules = Rules.of([a.request.params for a in answers], self.device)
-        tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules))
+        allowed = allowed_tokens(answers, logits.shape[1], self.device)
+        tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules, allowed))
         self._check_finite(logprobs)
         self._lock.note(tokens)
         for i, answer in enumerate(answers):
@@ -423,7 +436,7 @@ class Engine(GenerationEngine):
     def _ended(self, answer: SequenceState) -> Finish | None:
         """Return the finish reason of a sequence after its newest token; None if it continues."""
         token = int(answer.tokens[-1])
-        if (answer.stops is not None and answer.stops.push([token])) or token in answer.request.params.stop_tokens:
+        if answer.watch(token) or token in answer.request.params.stop_tokens:
             return "stop"
         return "length" if len(answer.tokens) >= answer.end else None
 

@@ -82,7 +82,7 @@ class LengthBucket:
         self.columns = RowState.blank(0, limit, 1)
         self.answers: list[SequenceState | None] = []
         self.watched: set[int] = set()
-        """Rows with stop strings."""
+        """Rows with stop strings or a schema."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -148,7 +148,7 @@ class LengthBucket:
         c.filtered[row] = p.filtered
         c.top_k[row], c.top_p[row], c.min_p[row] = (p.top_k, p.top_p, p.min_p) if p.filtered else (0, 1.0, 0.0)
         self.answers[row] = answer
-        if answer.stops is not None:
+        if answer.stops is not None or answer.grammar is not None:
             self.watched.add(row)
 
     def take(self, row: int) -> SequenceState:
@@ -186,9 +186,12 @@ class LengthBucket:
         return answer
 
     def watch(self, row: int, token: int) -> bool:
-        """Return True if a live row's text now contains one of its stop strings."""
-        stops = self.answer(row).stops
-        return stops is not None and stops.push([token])
+        """Return True if a live row's text now contains one of its stop strings, or its schema allows nothing more."""
+        return self.answer(row).watch(token)
+
+    def allowed(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
+        """Return the tokens that schemas allow in the first ``rows`` rows, bool [rows, vocabulary]; None: all."""
+        return allowed_tokens([self.answers[row] for row in range(rows)], vocabulary, device)
 
     def outgrown(self) -> np.ndarray:
         """Return the rows whose next token has no column here."""
@@ -256,3 +259,14 @@ class LengthBucket:
         c.position[:n] += c.live[:n]
         ended = (c.stops[:n] == tokens[:, None]).any(1) | (at + 1 >= c.end[:n])
         return np.flatnonzero(ended & c.live[:n])
+
+
+def allowed_tokens(answers: Sequence[SequenceState | None], vocabulary: int, device: torch.device) -> Tensor | None:
+    """Return the tokens that the schema of each sequence allows next, bool [n, vocabulary]; None without any schema."""
+    limited = {i: a.grammar for i, a in enumerate(answers) if a is not None and a.grammar is not None}
+    if not limited:
+        return None
+    found = np.ones((len(answers), vocabulary), bool)
+    for i, grammar in limited.items():
+        found[i] = grammar.allowed()
+    return torch.from_numpy(found).to(device)

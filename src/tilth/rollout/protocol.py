@@ -43,6 +43,9 @@ class GenerationEngine(Protocol):
     shares: bool = False
     """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
 
+    constrains: bool = False
+    """True: it draws only what ``SamplingParams.schema`` allows; otherwise ``stream`` refuses such requests."""
+
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
 
@@ -117,6 +120,9 @@ class GenerationEngine(Protocol):
         in flight already, and yielded too.
         """
         requests = list(requests)
+        if not self.constrains and any(r.params.schema for r in requests):
+            message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
+            raise EngineError(message, key="request.schema.engine")
         self.submit(requests)
         mine = {*(r.id for r in requests), *resumed}
         others: list[Trajectory] = []

@@ -10,6 +10,7 @@ from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Segment, Trajectory
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
+from tilth.rollout.grammar import Grammar
 from tilth.rollout.stops import StopStrings
 
 
@@ -25,6 +26,9 @@ class SamplingParams:
     A completion ends with any of ``stop_tokens`` (the end token belongs to it), when its text contains one of the
     strings ``stop`` (all its tokens are kept, ``Trajectory.text`` ends before the string), or after ``max_tokens``.
     ``stop`` may contain special tokens, although texts do not.
+
+    schema: text of a JSON schema. Only tokens with which the text can become JSON of this schema are drawn, a filter
+    before the others, and the completion ends where nothing can follow.
     """
 
     max_tokens: int = 64
@@ -34,6 +38,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
+    schema: str = ""
 
     def __post_init__(self) -> None:
         _check(self.max_tokens > 0, "max_tokens", self.max_tokens, "positive")
@@ -51,7 +56,7 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """True if filters change the softmax at ``temperature``."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return bool(self.schema) or (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0))
 
 
 def _check(good: bool, name: str, value: object, right: str) -> None:
@@ -91,6 +96,7 @@ class SequenceState:
     end: int
     """Length in tokens at which it ends with finish "length"."""
     stops: StopStrings | None = None
+    grammar: Grammar | None = None
     table: BlockTable = field(default_factory=BlockTable)
     order: int = -1
     """Order of admission; the highest is preempted first."""
@@ -131,6 +137,11 @@ class SequenceState:
         self.logprobs = np.concatenate([self.logprobs, logprobs])
         if self.sampling is not None:
             self.sampling = np.concatenate([self.sampling, logprobs if sampling is None else sampling])
+
+    def watch(self, token: int) -> bool:
+        """Add its newest token to what watches its text; True if the completion ends with it."""
+        found = [watching.push([token]) for watching in (self.stops, self.grammar) if watching is not None]
+        return any(found)
 
     def keep_routing(self, slab: KVCache, row: int, tokens: int) -> None:
         """Take the experts of the first ``tokens`` from a row of the cache, if it keeps them; none are known behind."""

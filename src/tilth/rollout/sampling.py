@@ -68,9 +68,9 @@ class Chosen:
     sampling: Tensor | None
 
 
-def choose(logits: Tensor, uniform: Tensor, rules: Rules) -> Chosen:
-    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1)."""
-    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules)
+def choose(logits: Tensor, uniform: Tensor, rules: Rules, allowed: Tensor | None = None) -> Chosen:
+    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1); allowed: as ``choose_from``."""
+    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules, allowed)
 
 
 def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -78,13 +78,21 @@ def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return torch.log_softmax(logits if temperature is None else logits / temperature[:, None], -1)
 
 
-def choose_from(logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules) -> Chosen:
-    """Draw one token per row from log-probs [B, V]. mass: their ``group_mass``, if already computed."""
-    filtered = None
+def choose_from(
+    logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules, allowed: Tensor | None = None
+) -> Chosen:
+    """Draw one token per row from log-probs [B, V]. mass: their ``group_mass``, if already computed.
+
+    allowed: bool [B, V], the tokens that a row's schema allows, all for a row without one; filters work on these.
+    """
+    filtered, among = None, logp
+    if allowed is not None:
+        limited = ~allowed.all(-1, keepdim=True)
+        among = torch.where(limited, torch.log_softmax(logp.masked_fill(~allowed, -torch.inf), -1), logp)
     if rules.filtered:
-        low = logp < thresholds(logp, rules)[:, None]
-        filtered, mass = torch.log_softmax(logp.masked_fill(low, -torch.inf), -1), None
-    tokens = argmax(logp) if rules.any_greedy else None
+        low = among < thresholds(among, rules)[:, None]
+        filtered, mass = torch.log_softmax(among.masked_fill(low, -torch.inf), -1), None
+    tokens = argmax(among) if rules.any_greedy else None
     if not rules.all_greedy:
         drawn = inverse_cdf(logp if filtered is None else filtered, mass, uniform)
         tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)

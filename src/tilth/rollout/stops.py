@@ -19,6 +19,15 @@ class Decodes(Protocol):
     def special(self) -> dict[str, int]:
         """Return the ids of the special tokens by their text."""
 
+    def token(self, id: int) -> str:
+        """Return a token as the vocabulary has it."""
+
+    def to_json(self) -> str:
+        """Return the whole tokenizer as the library tokenizers writes it."""
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+
 
 class StopStrings:
     """Watches one completion. A stop string may begin in one token and end in another.

@@ -1,0 +1,108 @@
+"""Completions that a JSON schema allows, by the library llguidance (extra ``schema``): a mask of tokens each step."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tilth.core.errors import DataError
+from tilth.rollout.stops import Decodes
+
+
+class Grammar:
+    """Position of one completion in its schema."""
+
+    def __init__(self, matcher: Any, vocabulary: int, stops: tuple[int, ...]) -> None:
+        self._matcher, self._vocabulary, self._stops = matcher, vocabulary, stops
+        self.stuck = False
+        """True if no token of the vocabulary continues the text, which the schema does not allow to end here."""
+
+    def push(self, ids: Iterable[int]) -> bool:
+        """Add the next tokens; True once nothing can follow."""
+        for id in ids:
+            self._matcher.consume_token(int(id))
+        stopped = bool(self._matcher.is_stopped())
+        self.stuck |= stopped and not self._matcher.is_accepting()
+        return self.stuck or stopped
+
+    def allowed(self) -> np.ndarray:
+        """Return the tokens that may come next, bool [vocabulary], at least one."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        found = np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool)
+        going = found.copy()
+        going[list(self._stops)] = False
+        if not going.any() and not self._matcher.is_accepting():
+            self.stuck = True
+            found[list(self._stops)] = True
+        return found
+
+
+class Grammars:
+    """Compiled schemas of one tokenizer. vocabulary: tokens that the model has."""
+
+    def __init__(self, tokenizer: Decodes, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._known: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._read: dict[tuple[int, ...], Any] = {}
+
+    def begin(self, schema: str, stops: tuple[int, ...]) -> Grammar:
+        """Return the beginning of a completion. Raises DataError for a schema that cannot be followed."""
+        key = schema, stops
+        if key not in self._known:
+            self._known[key] = self._compile(schema, stops)
+        matcher = self._known[key].deep_copy()
+        found = Grammar(matcher, self._vocabulary, stops or tuple(self._read[stops].eos_tokens))
+        found.allowed()
+        if found.stuck:
+            why = matcher.get_error().partition("\n")[0]
+            raise _refused(schema, why or "the vocabulary has no tokens for what must be in it")
+        return found
+
+    def _compile(self, schema: str, stops: tuple[int, ...]) -> Any:
+        library = _library()
+        if stops not in self._read:
+            self._read[stops] = self._tokens(library, stops)
+        try:
+            grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+            matcher = library.LLMatcher(self._read[stops], grammar)
+        except ValueError as error:
+            raise _refused(schema, str(error)) from None
+        if matcher.is_error():
+            raise _refused(schema, matcher.get_error().splitlines()[0])
+        return matcher
+
+    def _tokens(self, library: Any, stops: tuple[int, ...]) -> Any:
+        """Return the tokenizer as the library reads it; one of words, which it does not know, token by token."""
+        whole, ends = self._tokenizer.to_json(), list(stops) or None
+        if json.loads(whole)["model"]["type"] != "WordLevel":
+            return library.LLTokenizer(whole, n_vocab=self._vocabulary, eos_token=ends)
+        words = library.TokenizerWrapper(_Words(self._tokenizer, self._vocabulary, stops))
+        return library.LLTokenizer(words, n_vocab=self._vocabulary, eos_token=ends)
+
+
+class _Words:
+    """A tokenizer whose tokens are texts, in the form that llguidance takes."""
+
+    def __init__(self, tokenizer: Decodes, vocabulary: int, stops: tuple[int, ...]) -> None:
+        special = set(tokenizer.special().values())
+        self.tokens = [tokenizer.token(i).encode() for i in range(vocabulary)]
+        self.special_token_ids = sorted(special)
+        self.eos_token_id, self.bos_token_id = (stops or tuple(sorted(special)))[0], None
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode(), special=False)
+
+
+def _refused(schema: str, why: str) -> DataError:
+    return DataError(f"sampling schema {schema[:80]!r} cannot be followed: {why}", key="request.schema")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        message = "a sampling schema needs the library llguidance: pip install 'tilth-train[schema]'"
+        raise DataError(message, key="request.schema.llguidance") from None
+    return llguidance

@@ -1,0 +1,164 @@
+"""Completions of a JSON schema: what is drawn, its log-probs, and company that has no schema."""
+
+import json
+import string
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.errors import raises
+from tests.rollout.reference import make_model
+from tilth.core.errors import DataError
+from tilth.data.tokenizer import Tokenizer
+from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
+from tilth.rollout.engine import Engine
+from tilth.rollout.protocol import EngineError, GenerationEngine
+from tilth.rollout.request import Request, SamplingParams
+
+SCHEMAS = [
+    {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+     "required": ["a", "b"], "additionalProperties": False},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"enum": ["left", "right"]},
+]  # fmt: skip
+TEXTS = ['{"a": 12, "b": "x"} [true, false] "left" "right" hello'] * 8
+TOKENIZERS = {
+    "characters": Tokenizer.characters(string.ascii_letters + string.digits + '{}[]",: -'),
+    "bytes": Tokenizer.train(TEXTS, 300),
+}
+
+
+def made(tokenizer, **options):
+    config = DecoderConfig(
+        vocab_size=tokenizer.vocab_size + 3, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2,
+        max_positions=96,
+    )  # fmt: skip
+    model = make_model(config, scale=1.0)
+    engine = Engine(config, tokenizer=tokenizer, seed=3, max_rows=8, **{"parity": True, **options})
+    engine.update_weights(dict(model.named_parameters()), version=5)
+    return engine, model
+
+
+def asked(tokenizer, schemas, **params):
+    given = {"max_tokens": 60, "stop_tokens": (tokenizer.eos_id,), **params}
+    prompt = tokenizer.encode("hello")
+    return [
+        Request(i, prompt, SamplingParams(schema=json.dumps(s) if s else "", **given)) for i, s in enumerate(schemas)
+    ]
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("llguidance")
+
+
+def test_without_the_library_a_schema_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    tokenizer = TOKENIZERS["characters"]
+    engine, _ = made(tokenizer)
+    with raises(DataError, "request.schema.llguidance"):
+        engine.generate(asked(tokenizer, SCHEMAS[:1]))
+    assert engine.generate(asked(tokenizer, [None]))[0].finish in ("stop", "length")
+
+
+def test_engines_without_schemas_refuse_them():
+    class Plain(GenerationEngine):
+        def submit(self, requests): ...
+        def poll(self): ...
+        def abort(self, trajectory): ...
+        def peek(self, trajectory): ...
+        def update_weights(self, weights, version): ...
+        def sleep(self): ...
+        def wake_up(self): ...
+        def stats(self, reset=False): ...
+
+    with raises(EngineError, "request.schema.engine"):
+        Plain().generate(asked(TOKENIZERS["characters"], SCHEMAS[:1]))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+def test_texts_follow_their_schemas_and_company_is_as_alone(library, name, params):
+    jsonschema = pytest.importorskip("jsonschema")
+    tokenizer = TOKENIZERS[name]
+    schemas = [*SCHEMAS, None] * 4
+    found = made(tokenizer)[0].generate(asked(tokenizer, schemas, **params))
+    plain = made(tokenizer)[0].generate(asked(tokenizer, [None] * 16, **params))
+    stopped = 0
+    for t, without, schema in zip(found, plain, schemas):
+        if schema is None:
+            assert np.array_equal(t.tokens, without.tokens) and np.array_equal(t.logprobs, without.logprobs)
+        elif t.finish == "stop":
+            jsonschema.validate(json.loads(t.text), schema)
+            stopped += 1
+    assert stopped >= 8
+
+
+def test_log_probs_are_those_of_the_policy_and_the_drawn_ones_those_among_what_is_allowed(library):
+    """Against whole logits and a matcher of its own, token by token."""
+    tokenizer = TOKENIZERS["characters"]
+    engine, model = made(tokenizer)
+    for t, schema in zip(engine.generate(asked(tokenizer, SCHEMAS, temperature=0.8)), SCHEMAS):
+        grammar = engine._grammars.begin(json.dumps(schema), (tokenizer.eos_id,))
+        with torch.no_grad():
+            logits = model.logits(model(torch.from_numpy(t.tokens), PackedContext([len(t.tokens)]))).double() / 0.8
+        for at in range(t.prompt_length, len(t.tokens)):
+            logp, token = torch.log_softmax(logits[at - 1], -1), int(t.tokens[at])
+            allowed = torch.from_numpy(grammar.allowed())
+            assert allowed[token]
+            among = logp[token] - torch.logsumexp(logp[allowed], 0)
+            np.testing.assert_allclose(t.logprobs[at], logp[token], atol=1e-4)
+            np.testing.assert_allclose(t.sampling_logprobs[at], among, atol=1e-4)
+            grammar.push([token])
+
+
+def test_a_completion_goes_on_in_its_schema_after_a_pause(library):
+    tokenizer = TOKENIZERS["characters"]
+    whole = made(tokenizer)[0].generate(asked(tokenizer, SCHEMAS[:1]))[0]
+    engine, _ = made(tokenizer)
+    (first,) = engine.generate(asked(tokenizer, SCHEMAS[:1], max_tokens=4))
+    engine.resume(first, asked(tokenizer, SCHEMAS[:1])[0].params)
+    (rest,) = list(engine.stream([], None, [0]))
+    assert np.array_equal(rest.tokens, whole.tokens) and rest.finish == whole.finish
+
+
+@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"enum": ["ä"]}])
+def test_a_schema_that_cannot_be_followed_is_refused_before_anything_is_queued(library, schema):
+    tokenizer = Tokenizer.characters("ab")
+    engine, _ = made(tokenizer)
+    with raises(DataError, "request.schema"):
+        engine.generate([Request(0, [2], SamplingParams(4, schema=json.dumps(schema)))])
+    assert not engine.pending
+
+
+class Stuck:
+    """A matcher that allows the token 2, then nothing."""
+
+    def __init__(self):
+        self.heard = []
+
+    def deep_copy(self):
+        return Stuck()
+
+    def consume_token(self, token):
+        self.heard.append(token)
+
+    def compute_bitmask(self):
+        return bytes([0 if self.heard else 4, 0, 0, 0])
+
+    def is_stopped(self):
+        return False
+
+    def is_accepting(self):
+        return False
+
+
+def test_a_text_that_no_token_continues_ends_as_an_error():
+    tokenizer = Tokenizer.characters("ab")
+    engine, _ = made(tokenizer)
+    engine._grammars._known = {("{}", (1,)): Stuck()}
+    (t,) = engine.generate([Request(0, [3], SamplingParams(9, schema="{}", stop_tokens=(1,)))])
+    assert t.finish == "error" and t.tokens.tolist() == [3, 2, 1]
