@@ -78,9 +78,10 @@ def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Sp
         return None
     from tilth.rewards.functions import of_plugins
 
-    task = "" if prompts is not None or recipe.reward.model else _task(recipe)
+    model = recipe.reward.model or recipe.grades
+    task = "" if prompts is not None or model else _task(recipe)
     function = of_plugins(given or recipe.reward.function or task)
-    silent = not recipe.flow_spec.samples or recipe.reward.model
+    silent = not recipe.flow_spec.samples or model
     return function or (None if silent else _no_reward(recipe, prompts))
 
 

@@ -11,11 +11,12 @@ from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.load import from_dict
 from tilth.core.batch import Batch
-from tilth.core.errors import ModelError, RecipeError
+from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.flows import launch
 from tilth.flows.group_filters import can_differ
 from tilth.rewards.judging import question
+from tilth.roles import judge as roles_judge
 from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.policy import PolicyWorker
@@ -229,6 +230,8 @@ def test_a_judge_over_two_ranks_says_what_one_says(tmp_path, judge):
     [
         ("fapo", {}, "judge.path"),
         ("grpo", {"path": "runs/x"}, "judge.path.unused"),
+        ("grpo", {"rubric": "{completion}"}, "judge.path"),
+        ("grpo", {"path": "x", "rubric": "{prompt}"}, "judge.rubric"),
         ("fapo", {"path": "x", "penalty": -1.0}, "judge.penalty"),
         ("fapo", {"path": "x", "pool": "other"}, "judge.pool"),
         ("fapo", {"path": "x", "layout": {"tp": 2}}, "judge.layout.tp"),
@@ -280,3 +283,24 @@ def test_a_judge_with_a_pool_of_its_own_says_the_same(tmp_path, judge):
     for name in ("judge/asked", "judge/flawed", "judge/unparsed", "reward/mean", "samples/trained"):
         assert [r.get(name) for r in ours] == [r.get(name) for r in theirs]
     assert torch.equal(*(torch.tensor([r.get("loss", 0.0) for r in found]) for found in (ours, theirs)))
+
+
+def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
+    """Its score is a part of the reward, or all of it; FAPO's penalty has no place."""
+    monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
+    how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8, "weight": 0.5}}
+    for name, reward in (("alone", None), ("beside", odd)):
+        made = tiny.recipe(tmp_path, **how)
+        recorder = tiny.Recorder()
+        result = tiny.run(made, reward=reward, name=name, callbacks=[recorder])
+        rows = read_trajectories(result.directory).to_pylist()
+        parts = [dict(row["parts"]) for row in rows]
+        given = [row["reward"] - 0.5 * part["judge"] for row, part in zip(rows, parts)]
+        assert given == ([0.0] * len(rows) if reward is None else [part["correct"] for part in parts])
+        assert {part["judge"] for part in parts} <= {0.0, 1.0, 2.0}
+
+
+def test_a_judge_that_never_gives_a_score_ends_the_run(tmp_path, judge):
+    with raises(RewardError, "reward.function"):
+        how = {"path": str(judge), "rubric": "{completion}?", "max_tokens": 8}
+        tiny.run(tiny.recipe(tmp_path, judge=how), reward=None)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilth.rl as rl
+from tilth.rewards import judging
 from tilth.rewards.judging import penalty, process_reward, question, steps, verdict
 
 LAMBDAS = [Fraction(1, 2), Fraction(2, 3), Fraction(1), Fraction(4, 3)]
@@ -126,3 +127,19 @@ def test_without_penalty_a_reward_keeps_its_bits():
     for coefficient, flawed in ((0.0, True), (1.0, False)):
         found = penalty(rewards, coefficient=coefficient, flawed=np.full(5, flawed)).astype(np.float32)
         assert found.tobytes() == rewards.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 3", 3.0), ("score = -0.5.", -0.5), ("#2 no, #4", 4.0), ("Score: 7/10", 0.7), ("\\boxed{ 1 }", 1.0),
+        ("7", None), ("", None), ("Score: 1/0", None), ("Score:", None), ("Score: nan", None), ("# 12345678901", None),
+    ],
+)  # fmt: skip
+def test_a_grade_is_the_last_number_behind_a_mark(text, score):
+    assert judging.grade(text) == score
+
+
+def test_a_rubric_is_filled_in_once():
+    """What an answer says about the rubric's places is text."""
+    assert judging.grading("{prompt}|{completion}|{x}", "{answer}", "right", "{prompt}") == "{answer}|{prompt}|{x}"

@@ -6,14 +6,15 @@ import pytest
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import JudgeConfig
+from tilth.core.batch import Column, Jagged
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
 from tilth.rewards.judging import question, steps
-from tilth.roles.experience import to_batch
-from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
+from tilth.roles.experience import OUTCOME, to_batch
+from tilth.roles.judge import GRADE, JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.loader import PromptLoader
 from tilth.rollout.engine import Engine
 
@@ -126,3 +127,47 @@ def test_a_real_engine_says_the_same_again():
     first, second = worker.verdicts(batch), worker.verdicts(batch)
     assert said[0] == said[1] and first[JUDGED_BY].tolist() == [12] * 5
     assert np.array_equal(first[VERDICT], second[VERDICT], equal_nan=True)
+
+
+RUBRIC = "{prompt}#{answer}#{completion}:"
+
+
+def graded(says, *solutions, alone=True, **section):
+    store = InlineStore()
+    engine, before = Scripted(says), np.float32([0.5, np.nan, 2.0][: len(solutions)])
+    worker = judge(store, engine, rubric=RUBRIC, **section)
+    batch = written(store, *solutions).with_rows(reward=before, **{OUTCOME: before.copy()})
+    return worker.grade(batch, alone=alone), worker, engine
+
+
+def test_a_judge_grades_every_answer_by_its_rubric():
+    found, worker, engine = graded(lambda asked: f"#{len(asked)}", "2", "1+1=\n2", weight=0.5)
+    assert [TOKENIZER.decode(r.prompt) for r in engine.asked] == ["0+0=#0#2:", "1+1=#2#1+1=\n2:"]
+    assert found[GRADE].tolist() == [9, 14] and found["reward"].tolist() == [4.5, 7.0] == found[OUTCOME].tolist()
+    assert worker.failures() == {}
+
+
+def test_its_score_is_added_to_another_reward_and_what_misses_either_is_missing():
+    replies = {"0+0=#0#1:": "#3", "1+1=#2#2:": "#1", "2+2=#4#3:": "4"}
+    found, worker, _ = graded(lambda asked: replies[asked], "1", "2", "3", alone=False)
+    assert np.array_equal(found["reward"], np.float32([3.5, np.nan, np.nan]), equal_nan=True)
+    assert np.array_equal(found[OUTCOME], np.float32([0.5, np.nan, 2.0]), equal_nan=True)
+    assert np.array_equal(found[GRADE], np.float32([3.0, 1.0, np.nan]), equal_nan=True)
+    (lost,) = worker.failures().items()
+    assert lost[0] == 102 and lost[1]["status"] == "invalid" and "'4'" in lost[1]["reason"]
+
+
+@pytest.mark.parametrize("solution", ["é", "1" * CONTEXT])
+def test_an_answer_that_the_judge_cannot_read_has_no_score(solution):
+    store = InlineStore()
+    engine = Scripted(lambda asked: "#1")
+    worker = judge(store, engine, rubric=RUBRIC)
+    batch = to_batch([trajectory(100, 0, "1")], store)
+    batch = with_texts(store, put_text(batch, store, solution))
+    assert np.isnan(worker.grade(batch, alone=True)["reward"]).all() and not engine.asked
+    assert "cannot read" in worker.failures()[100]["reason"]
+
+
+def put_text(batch, store, text):
+    handle = store.put("text", Jagged.of([np.frombuffer(text.encode(), np.uint8)]))
+    return batch.with_payload(text=Column.whole(handle, 1))

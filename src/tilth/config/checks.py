@@ -173,11 +173,16 @@ def _other_models(recipe: Recipe) -> _Errors:
     if recipe.flow == "distill" and not reference:
         message = "flow = distill learns from the model in reference.path, which is empty"
         yield RecipeError(message, key="reference.path")
-    if recipe.flow_spec.judge and not judge:
-        message = f"flow = {recipe.flow} asks the model in judge.path, which is empty; recipe flaws-judge trains one"
+    asks = recipe.flow_spec.judge or recipe.grades
+    if asks and not judge:
+        who = f"flow = {recipe.flow}" if recipe.flow_spec.judge else "judge.rubric"
+        message = f"{who} asks the model in judge.path, which is empty; recipe flaws-judge trains one"
         yield RecipeError(message, key="judge.path")
-    if judge and not recipe.flow_spec.judge:
-        message = f"judge.path = {judge} has no use in flow = {recipe.flow}; set flow = fapo"
+    if recipe.judge.rubric and "{completion}" not in recipe.judge.rubric:
+        message = f"judge.rubric = {recipe.judge.rubric[:60]!r} shows the judge no answer; write {{completion}} in it"
+        yield RecipeError(message, key="judge.rubric")
+    if judge and not asks:
+        message = f"judge.path = {judge} has no use in flow = {recipe.flow}; set judge.rubric, or flow = fapo"
         yield RecipeError(message, key="judge.path.unused")
 
 

@@ -111,7 +111,7 @@ _SHIPPED = (
     _shipped("reference", lambda r: r.refers, "layout", loads="reference.path", receives="phase"),
     _shipped("critic", lambda r: r.flow_spec.critic, "layout", trains=True, receives="phase", values=True),
     _shipped("reward_model", _rated, "layout", loads="reward.model", values=True),
-    _shipped("judge", lambda r: r.flow_spec.judge, **_ENGINE, loads="judge.path"),
+    _shipped("judge", lambda r: r.flow_spec.judge or r.grades, **_ENGINE, loads="judge.path"),
     _shipped("rollout", _generated, **_ENGINE, receives="step", generates=True, label="rollout engine"),
     _shipped("loader", lambda r: True, section=_home, less="supervised.batch or rollout.prompts"),
     _shipped("reward", _generated, generates=True, less="reward.workers"),

@@ -297,13 +297,19 @@ class ReferenceConfig(RoleSection):
 
 
 class JudgeConfig(RoleSection):
-    """Frozen model of flow fapo, which names the first wrong step of a right answer."""
+    """Frozen model that grades answers by a rubric, or names the first wrong step of a right answer (flow fapo)."""
 
     path: str = Field("", description="run or Hugging Face directory of the judge, such as a run of flaws-judge")
     penalty: Penalty = Field(
         1.0, description="FAPO's lambda: a right answer with a wrong step loses half of it; 0: only measure"
     )
     max_tokens: Positive = Field(256, description="maximum tokens of a verdict, with the reasoning before it")
+    rubric: str = Field(
+        "",
+        description="question to the judge about every answer, with {completion}, {prompt} and {answer} in it; the "
+        "number after the last Score: or # of its reply is added to the reward, else that is missing; empty: none",
+    )
+    weight: Weight = Field(1.0, description="weight of this score in the reward")
 
 
 class CriticConfig(RoleSection):
@@ -532,6 +538,11 @@ class Recipe(Section):
     def flow_spec(self) -> Flow:
         """Properties of its flow."""
         return FLOWS[self.flow]
+
+    @property
+    def grades(self) -> bool:
+        """True if a judge grades every answer."""
+        return self.flow_spec.samples and bool(self.judge.rubric)
 
     @property
     def refers(self) -> bool:

@@ -120,7 +120,7 @@ def build(
     for role, model in others.items():
         if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
             _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
-    generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment)
+    generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment or recipe.grades)
     if isinstance(material, PretrainTexts):
         data = _documents(recipe, material, tokenizer)
     else:

@@ -103,7 +103,7 @@ def unused(recipe: Recipe) -> list[str]:
     read = {
         "algorithm": flow.samples,
         "critic": flow.critic,
-        "judge": flow.judge,
+        "judge": flow.judge or recipe.grades,
         "preference": flow.learns == "pairs",
     }
     found = []
@@ -188,6 +188,7 @@ def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
     added = {
         "algorithm.kl_in=reward": algorithm.kl_in_reward,
         "algorithm.overlong_buffer": bool(keys.overlong_buffer),
+        "judge.rubric": recipe.grades,
         "judge.penalty": recipe.flow_spec.judge and bool(recipe.judge.penalty),
     }
     lost = [key for key, given in added.items() if given and not found.reads_reward]

@@ -13,7 +13,8 @@ from tilth.flows.step_judge import ask_judge, drop_flat_groups, penalised
 
 def policy_gradient(run: Run) -> None:
     """Sample groups of answers, score them, compute advantages, update the policy, sync the engine; each step."""
-    rollout, algo, judge = run.recipe.rollout, run.recipe.algorithm, run.roles.judge
+    rollout, algo = run.recipe.rollout, run.recipe.algorithm
+    judge = run.roles.judge if run.recipe.flow_spec.judge else None  # else it grades: a part of the reward
     for batch in run.experience(group=rollout.group, keep=group_filter(run.recipe, run.algorithm), rounds=algo.refill):
         if judge is not None:  # read below, so that a judge with its own pool works beside other roles
             verdicts = ask_judge(judge, run.loader, batch)

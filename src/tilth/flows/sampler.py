@@ -20,7 +20,8 @@ from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.roles import Roles
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import CARRIED
+from tilth.roles.experience import CARRIED, OUTCOME
+from tilth.roles.judge import GRADE
 from tilth.roles.rollout import Carry, ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
@@ -181,6 +182,8 @@ class Sampler:
             scored, failures = self._answers(roles.rollout, asked, greedy=greedy)
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
+        if self.recipe.grades:
+            scored = self._graded(scored)
         self.state.graded |= is_graded(scored)
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
@@ -188,6 +191,16 @@ class Sampler:
         if self.recipe.flow_spec.samples:
             check_parts(self.algorithm, scored)
         return scored
+
+    def _graded(self, batch: Batch) -> Batch:
+        """Add the judge's scores to the rewards; report what it gave none for."""
+        roles = self.roles
+        assert roles.judge is not None
+        alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
+        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone)
+        columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
+        self._report_failures(roles.judge.failures(), len(batch), set())
+        return batch.with_rows(**columns)
 
     def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id.

@@ -15,6 +15,12 @@ NONE_WRONG = -1
 """Verdict on a solution without a wrong step."""
 _VERDICT = re.compile(r"(?:#+[ \t]*|\\boxed[ \t]*\{[ \t]*)(-?[0-9]{1,9})(?![0-9])")
 
+_GRADE = re.compile(
+    r"(?:score[ \t]*[:=][ \t]*|#+[ \t]*|\\boxed[ \t]*\{[ \t]*)(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9])"
+    r"(?:[ \t]*/[ \t]*([0-9]{1,9}))?",
+    re.IGNORECASE,
+)
+
 
 def steps(solution: str) -> list[str]:
     """Return the steps of a solution: its stripped, non-empty lines."""
@@ -35,6 +41,22 @@ def verdict(text: str, count: int) -> int | None:
     found = _VERDICT.findall(text)
     index = int(found[-1]) if found else None
     return index if index is not None and NONE_WRONG <= index < count else None
+
+
+def grading(rubric: str, problem: str, answer: str, completion: str) -> str:
+    """Return the prompt of a judge that grades: the rubric with {prompt}, {answer} and {completion} filled in."""
+    known = {"{prompt}": problem, "{answer}": answer, "{completion}": completion}
+    return re.sub("|".join(map(re.escape, known)), lambda found: known[found[0]], rubric)
+
+
+def grade(text: str) -> float | None:
+    """Parse the score after the last ``Score:`` or ``#``, or in the last ``\\boxed{}``; ``7/10`` is 0.7. None: it has
+    none."""
+    found = list(_GRADE.finditer(text))
+    if not found:
+        return None
+    value, whole = float(found[-1][1]), float(found[-1][2] or 1)
+    return value / whole if whole else None
 
 
 def process_reward(given: int | None, truth: int, count: int) -> float:

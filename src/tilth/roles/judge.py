@@ -1,4 +1,6 @@
-"""Judge role: a frozen model that reads the steps of right answers and names the first wrong one (FAPO)."""
+"""Judge role: a frozen model that grades answers by a rubric, or names the first wrong step of right ones (FAPO)."""
+
+from typing import Any
 
 import numpy as np
 
@@ -8,14 +10,17 @@ from tilth.core.batch import Batch, Store
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt
 from tilth.data.template import Template
-from tilth.rewards.judging import question, steps, verdict
-from tilth.roles.experience import texts
+from tilth.rewards.functions import LARGEST
+from tilth.rewards.judging import grade, grading, question, steps, verdict
+from tilth.roles.experience import OUTCOME, texts
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
 VERDICT = "verdict"
 """Row column of a judged batch: index of the first wrong step, -1 none, NaN without a usable verdict."""
+GRADE = "part/judge"
+"""Row column of a graded batch: the judge's score, NaN without one."""
 JUDGED_BY = "judged_by"
 """Row column beside it: the training step of the judge's checkpoint."""
 
@@ -28,6 +33,7 @@ class JudgeWorker:
 
     def __init__(self, engine: GenerationEngine, template: Template, section: JudgeSection, store: Store) -> None:
         self.engine, self.template, self.section, self.store = engine, template, section, store
+        self._failures: dict[int, dict[str, Any]] = {}
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
@@ -50,14 +56,58 @@ class JudgeWorker:
         rows[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
         return batch.with_rows(**rows)
 
+    @transfer(split="rows", gather="rows", over=("dp",))
+    def grade(self, batch: Batch, *, alone: bool) -> Batch:
+        """Add weight * score to the row column ``reward``, and the score as ``part/judge``; NaN: missing.
+
+        alone: there is no other reward, so that this is the ``outcome`` too. An answer that the judge cannot be asked
+        about, and a reply without a score, make the reward missing: ``failures`` says why.
+        """
+        columns = batch.read(self.store, "text", "prompt_text", "answer")
+        completions, prompts, answers = (texts(column) for column in columns.values())
+        ids = batch["id"].tolist()
+        asked = {
+            i: self._request(i, grading(self.section.rubric, prompt, answer, completion))
+            for i, prompt, answer, completion in zip(ids, prompts, answers, completions)
+        }
+        with span("judge") as spent:
+            self.engine.reset_prefix_cache()  # as in ``verdicts``
+            requests = [request for request in asked.values() if request is not None]
+            replies = {t.id: t.text for t in self.engine.generate(requests)}
+            spent.set(tokens=sum(len(request.prompt) for request in requests))
+        found = {i: grade(replies[i]) if i in replies else None for i in ids}
+        self._failures = {i: _failure(replies.get(i)) for i, score in found.items() if score is None}
+        scores = np.array([np.nan if found[i] is None else found[i] for i in ids], np.float64)
+        total = (0.0 if alone else batch["reward"].astype(np.float64)) + self.section.weight * scores
+        reward = np.where(np.abs(total) <= LARGEST, total, np.nan).astype(np.float32)
+        outcome = reward.copy() if alone else batch[OUTCOME]
+        return batch.with_rows(**{"reward": reward, OUTCOME: outcome, GRADE: scores.astype(np.float32)})
+
+    @transfer(split="all", gather="merge")
+    def failures(self) -> dict[int, dict[str, Any]]:
+        """Return reason and status of the answers of the last ``grade`` without a score, by trajectory id."""
+        return self._failures
+
     def _ask(self, id: int, prompt: str, answer: str, written: list[str]) -> Request | None:
         """Return the question about one solution; None if the judge cannot be asked about it."""
-        text = question(prompt, answer, written)
+        return self._request(id, question(prompt, answer, written)) if written else None
+
+    def _request(self, id: int, text: str) -> Request | None:
+        """Return the request of a prompt; None if the judge cannot read it."""
         try:
-            ids = self.template.prompts([Prompt(id, text)])[0] if written else []
+            ids = self.template.prompts([Prompt(id, text)])[0]
         except DataError:  # a character that the judge has no token for
             return None
         room = min(self.section.max_tokens, self.engine.max_length - len(ids))
         if not ids or room < 1:
             return None
         return Request(id=id, prompt=ids, params=SamplingParams(room, 0.0, stop_tokens=self.template.stops))
+
+
+def _failure(reply: str | None) -> dict[str, Any]:
+    """Return the outcome of an answer without a score. reply: None: the judge was not asked."""
+    if reply is None:
+        reason = "the judge cannot read the question: it does not fit its context, or has characters without tokens"
+    else:
+        reason = f"the judge's reply has no score, such as Score: 1: {reply[-80:]!r}"
+    return {"value": None, "reason": reason, "status": "invalid"}

@@ -59,7 +59,7 @@ class Unfinished:
         return [(path, int(match[1])) for path, match in named if match]
 
 
-def _packed(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return columns of rows, and columns of tokens one trajectory after the other."""
     texts = [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories]
     spans = [np.array(t.versions, np.int64).reshape(-1, 2) for t in trajectories]
