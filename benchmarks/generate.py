@@ -1,7 +1,7 @@
 """Tokens per second of generation, beside what else there is; outputs are checked first.
 
     python benchmarks/generate.py [--quick] [--json PATH] [--threads N] [--models 6M,13M] [--dtypes fp32,bf16]
-                                  [--cases WORDS] [--contenders NAMES] [--device cpu]
+                                  [--cases WORDS] [--contenders NAMES] [--device cpu] [--scoring]
 
 Contenders: the engine, compiled and eager (on a GPU "compiled" means CUDA graphs); Hugging Face ``generate`` on the
 same weights; a hand-written decode loop with a static cache, compiled and eager (``decode_loop.py``, equal lengths
@@ -19,6 +19,10 @@ pass of the model over the contender's own output in fp32 arithmetic on the same
 within 1e-3 (fp32) or 0.25 (bf16; logits are of the order of 10) of it, or twice as far as Hugging Face's own ever is,
 which rounding in a deep model drives apart (that itself at most four times as far). ``identical`` is the
 share of sequences equal to Hugging Face's from the first to the last token: ties and rounding flip a few.
+
+--scoring: in place of all this, the heavy-tailed lengths with a reward of a fixed latency (0.2 s, two processes),
+scored when all are generated, and while others are (``rewards.ahead``). Outcomes are compared. Overlap: share of the
+samples that are scored when the last one has been generated.
 
 Runs alternate between contenders; a figure is the best of its runs. GOMP_SPINCOUNT=1000 and the matmul precision
 (``matmul_precision``) hold for all alike.
@@ -49,6 +53,8 @@ from torch import Tensor
 
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
+from tilth.rewards.ahead import ScoringAhead
+from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
@@ -297,6 +303,49 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+LATENCY, SCORERS = 0.2, 2
+"""Seconds of a reward, and processes that score."""
+
+
+def waiting(prompt: str, completion: str, info: dict[str, Any]) -> float:
+    """A reward that waits for somebody else."""
+    time.sleep(LATENCY)
+    return float(info["id"])
+
+
+def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
+    """Return seconds of generating and scoring, one after the other and side by side."""
+    lengths = json.loads(Path(__file__).with_name("lengths.json").read_text())["lengths"][: 64 if quick else None]
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (len(lengths), PROMPT))
+    requests = [Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, lengths))]
+    items = {r.id: (r.id, "", "", {"id": r.id}) for r in requests}
+    engine = Engine(model.config, max_rows=64, max_length=CONTEXT, dtype=model.dtype)
+    engine.update_weights(model.named_parameters(), version=1)
+    engine.generate(requests[:8])
+    with RewardPool(waiting, workers=SCORERS) as pool:
+        began = time.perf_counter()
+        for _ in engine.stream(requests):
+            pass
+        generated = time.perf_counter() - began
+        at_end = dict(zip(items, pool.score(list(items.values()))))
+        one_after_the_other = time.perf_counter() - began
+        ahead, began = ScoringAhead(pool, len(items) // 2), time.perf_counter()
+        for trajectory in engine.stream(requests):
+            ahead.begin({trajectory.id: items[trajectory.id]})
+        beside = time.perf_counter() - began
+        overlap = len(ahead._outcomes) / len(items)
+        found = ahead.settle()
+        rest = [i for i in items if i not in found]
+        found = {**found, **dict(zip(rest, pool.score([items[i] for i in rest])))}
+        side_by_side = time.perf_counter() - began
+    assert {i: o.value for i, o in found.items()} == {i: o.value for i, o in at_end.items()}
+    return {
+        "case": "scoring", "samples": len(items), "latency": LATENCY, "scorers": SCORERS, "generate_seconds": generated,
+        "one_after_the_other_seconds": one_after_the_other, "side_by_side_seconds": side_by_side,
+        "generate_beside_seconds": beside, "overlap": overlap,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, "a small case of each kind, nothing compiled; a minute")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's choice")
@@ -306,10 +355,16 @@ def main() -> None:
     parser.add_argument("--contenders", default="", help="comma-separated; default: all that can run here")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scoring", action="store_true", help="scoring beside generation, and nothing else")
     args = parser.parse_args()
     torch.set_float32_matmul_precision(matmul_precision(args.device))
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.scoring:
+        row = scoring(make_model("6M", torch.float32, args.device), args.quick)
+        print("  ".join(f"{name} {value:.4g}" for name, value in row.items() if not isinstance(value, str)))
+        write_rows(args.json, [row])
+        return
     print("model dtype case        contender        tokens/s   x HF  x loop   first s  identical")
     rows: list[dict] = []
     for name in ["6M"] if args.quick else args.models.split(","):

@@ -165,15 +165,14 @@ def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
 
 
 def test_other_logprobs_than_the_trainer_s_stop_the_run(tmp_path, monkeypatch):
-    whole = Engine.generate
+    whole = Engine.stream
 
     def drifts(self, requests, aborting):
-        found = whole(self, requests, aborting)
-        for t in found:
+        for t in whole(self, requests, aborting):
             t.logprobs = np.where(t.mask, t.logprobs + np.float32(0.01), 0).astype(np.float32)
-        return found
+            yield t
 
-    monkeypatch.setattr(Engine, "generate", drifts)
+    monkeypatch.setattr(Engine, "stream", drifts)
     with raises(LogprobMismatch, "train.mismatch"):
         tiny.run(tiny.recipe(tmp_path))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from tilth.rewards.process_pool import Item, Outcome
 
 
-class Scores(Protocol):
+class ScoresItems(Protocol):
     """What scores: ``RewardPool``."""
 
     def score(self, items: list[Item]) -> list[Outcome]:
@@ -22,7 +22,7 @@ class ScoringAhead:
     most: items of one call of the pool, so that ``settle`` waits no longer than for these.
     """
 
-    def __init__(self, pool: Scores, most: int) -> None:
+    def __init__(self, pool: ScoresItems, most: int) -> None:
         self.pool, self.most = pool, most
         self._waiting: dict[Hashable, Item] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
