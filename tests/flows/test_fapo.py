@@ -288,14 +288,14 @@ def test_a_judge_with_a_pool_of_its_own_says_the_same(tmp_path, judge):
 def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
     """Its score is a part of the reward, or all of it; FAPO's penalty has no place."""
     monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
-    how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8, "weight": 0.5}}
+    how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}}
     for name, reward in (("alone", None), ("beside", odd)):
         made = tiny.recipe(tmp_path, **how)
         recorder = tiny.Recorder()
         result = tiny.run(made, reward=reward, name=name, callbacks=[recorder])
         rows = read_trajectories(result.directory).to_pylist()
         parts = [dict(row["parts"]) for row in rows]
-        given = [row["reward"] - 0.5 * part["judge"] for row, part in zip(rows, parts)]
+        given = [row["reward"] - part["judge"] for row, part in zip(rows, parts)]
         assert given == ([0.0] * len(rows) if reward is None else [part["correct"] for part in parts])
         assert {part["judge"] for part in parts} <= {0.0, 1.0, 2.0}
 

@@ -141,9 +141,9 @@ def graded(says, *solutions, alone=True, **section):
 
 
 def test_a_judge_grades_every_answer_by_its_rubric():
-    found, worker, engine = graded(lambda asked: f"#{len(asked)}", "2", "1+1=\n2", weight=0.5)
+    found, worker, engine = graded(lambda asked: f"#{len(asked)}", "2", "1+1=\n2")
     assert [TOKENIZER.decode(r.prompt) for r in engine.asked] == ["0+0=#0#2:", "1+1=#2#1+1=\n2:"]
-    assert found[GRADE].tolist() == [9, 14] and found["reward"].tolist() == [4.5, 7.0] == found[OUTCOME].tolist()
+    assert found[GRADE].tolist() == [9, 14] and found["reward"].tolist() == [9, 14] == found[OUTCOME].tolist()
     assert worker.failures() == {}
 
 

@@ -309,7 +309,6 @@ class JudgeConfig(RoleSection):
         description="question to the judge about every answer, with {completion}, {prompt} and {answer} in it; the "
         "number after the last Score: or # of its reply is added to the reward, else that is missing; empty: none",
     )
-    weight: Weight = Field(1.0, description="weight of this score in the reward")
 
 
 class CriticConfig(RoleSection):

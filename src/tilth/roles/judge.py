@@ -58,7 +58,7 @@ class JudgeWorker:
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def grade(self, batch: Batch, *, alone: bool) -> Batch:
-        """Add weight * score to the row column ``reward``, and the score as ``part/judge``; NaN: missing.
+        """Add the judge's score to the row column ``reward``, and as ``part/judge``; NaN: missing.
 
         alone: there is no other reward, so that this is the ``outcome`` too. An answer that the judge cannot be asked
         about, and a reply without a score, make the reward missing: ``failures`` says why.
@@ -78,7 +78,7 @@ class JudgeWorker:
         found = {i: grade(replies[i]) if i in replies else None for i in ids}
         self._failures = {i: _failure(replies.get(i)) for i, score in found.items() if score is None}
         scores = np.array([np.nan if found[i] is None else found[i] for i in ids], np.float64)
-        total = (0.0 if alone else batch["reward"].astype(np.float64)) + self.section.weight * scores
+        total = (0.0 if alone else batch["reward"].astype(np.float64)) + scores
         reward = np.where(np.abs(total) <= LARGEST, total, np.nan).astype(np.float32)
         outcome = reward.copy() if alone else batch[OUTCOME]
         return batch.with_rows(**{"reward": reward, OUTCOME: outcome, GRADE: scores.astype(np.float32)})
