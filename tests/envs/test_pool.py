@@ -1,5 +1,6 @@
 """Environments answer side by side; one that raises, hangs or dies costs its own episode only."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,15 @@ def test_names_that_are_none():
         EnvironmentPool(f"{Path(__file__).parent / 'talkers.py'}:asyncio")
     with raises(PluginError, "environment.timeout"):
         EnvironmentPool(TALKER, timeout=0)
+
+
+@pytest.mark.slow
+def test_an_episode_that_is_late_for_another_ones_sake_begins_again(pool):
+    """One holds the GIL; the other is late at the same moment, and innocent."""
+    begin(pool, 0, 1)
+    for episode, text in ((0, "gil"), (1, "a")):
+        pool.step(episode, {"role": "assistant", "content": text})
+        time.sleep(0.05)
+    pool._episodes[1].deadline = pool._episodes[0].deadline
+    found = take(pool, 2)
+    assert found[0].status == "timeout" and found[1].status == "ok" and contents(found[1]) == ["1 a"]
