@@ -8,7 +8,7 @@ from tilth.rewards.process_pool import Item, Outcome
 
 
 class ScoresItems(Protocol):
-    """What scores: ``RewardPool``."""
+    """Scorer of items, such as ``RewardPool``."""
 
     def score(self, items: list[Item]) -> list[Outcome]:
         """Return the outcomes of items, in order."""

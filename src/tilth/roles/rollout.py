@@ -29,8 +29,8 @@ from tilth.trace.spans import span
 
 
 class Carry(NamedTuple):
-    """How samples go on over steps. since: step at whose end those of ``asked`` were kept; step: at whose end those of
-    the answer are; oldest: step that a resume may return to."""
+    """Steps over which samples go on. since: step at whose end those of ``asked`` were kept; step: at whose end those
+    of the answer are; oldest: step that a resume may return to."""
 
     since: int
     step: int
