@@ -192,6 +192,25 @@ class Faulty:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    @transfer("all", "first")
+    def paced(self, seconds: float) -> None:
+        for _ in range(2):
+            with span("forward"):
+                time.sleep(seconds)
+
+    @transfer("all", "first", patient=True)
+    def wait_for_others(self, how: str, seconds: float) -> str:
+        """What a call that may take long does: a read that never ends, a loop, a slow read, a sleep."""
+        ours, theirs = os.pipe()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if how == "read":
+                os.write(theirs, b"x")
+            if how != "loop":
+                os.read(ours, 1) if how in ("read", "block") else time.sleep(seconds)
+                time.sleep(0.1)
+        return how
+
     @transfer("all", "merge")
     def fail(self, rank: int, kind: str) -> dict:
         if not self._other(rank):

@@ -201,6 +201,7 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (["guard.spares=2"], "guard.spares = 2: cluster.backend = 'inline' has none; use guard.spares=0 or "),
         (["guard.spares=2", LOCAL], "guard.spares = 2: cluster.backend = 'local' has none; use guard.spares=0 or "),
+        (["guard.hang_after=0.01"], "guard.hang_after = 0.01 is not a number of at least 1"),
         (
             ["guard.spares=1", "cluster.backend=ray", "guard.restarts=0"],
             "guard.spares = 1: guard.restarts = 0 uses none",

@@ -71,7 +71,7 @@ class Lent:
     def __init__(self, cluster):
         self._cluster = cluster
 
-    def watch(self, hang_after, *, keep):
+    def watch(self, hang_after, *, keep, waits):
         """The first failure ends it, and the next run gets another."""
 
     def __getattr__(self, name):

@@ -1,9 +1,12 @@
 """Warnings of watches in a run: in its log, its folder and its report, and its workers' health while it runs."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.flows import tiny
 from tilth.flows.callbacks import Callback
+from tilth.flows.health import RunHealth
 from tilth.guard import health
 from tilth.guard.verdict import Verdict
 from tilth.runs.readers import read_state, read_warnings
@@ -45,3 +48,14 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
     assert all(row["heartbeat_age"] is not None and row["state"] != "gone" for row in workers)
     assert not as_dict(RunWatcher(ours.directory).look())["workers"]  # it has ended
     assert read_state(ours.directory)["session"]
+
+
+def test_a_limit_of_hangs_near_what_is_healthy_is_told_once():
+    dispatch, said = SimpleNamespace(longest=(1.0, "policy.update"), hang_after=3.0), []
+    run, one = SimpleNamespace(say=said.append), RunHealth(SimpleNamespace(backend=None, dispatch=dispatch), None)
+    one.on_step_end(run, 1, {})
+    assert not said
+    dispatch.longest = 2.0, "policy.update"
+    one.on_step_end(run, 2, {})
+    one.on_step_end(run, 3, {})
+    assert len(said) == 1 and "policy.update" in said[0] and "guard.hang_after=8" in said[0]

@@ -18,10 +18,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.cli.test_whole import ENVIRONMENT, TILTH
 from tests.flows import tiny
 from tests.flows.lost_node import SECTIONS
 from tests.flows.test_survive import assert_same_run, recoveries
+from tests.guard.test_supervisor import RECIPE
 from tilth.cluster.backends.capacity import patience
+from tilth.config.load import load_recipe
+from tilth.flows.launch import RunResult
 
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 """Runs a command with a /dev/shm of its own, which is gone when its processes are."""
@@ -116,3 +120,27 @@ def test_a_node_whose_workers_crash_at_three_steps_is_evicted(tmp_path, three_no
     assert ["evicted" in one for one in found] == [False, False, True]
     assert any("is given up" in text for text in ours.messages)
     assert_same_run(ours, plain)
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_next_controller_goes_on_from_the_memory_of_all_nodes(tmp_path, three_nodes, monkeypatch):
+    address, env, _ = three_nodes
+    (tmp_path / "deaths").write_text("4")
+    command = [*TILTH, "run", "addition-grpo", *RECIPE, "cluster.backend=ray", f"cluster.address={address}"]
+    until, around = time.monotonic() + patience(60.0), {**ENVIRONMENT, **env, "DEATHS": str(tmp_path / "deaths")}
+    while True:
+        found = subprocess.run(
+            command, env=around, cwd=tmp_path, capture_output=True, text=True, timeout=patience(240.0)
+        )
+        if "CPUs on" not in found.stderr or time.monotonic() > until:  # the others are still coming
+            break
+    assert found.returncode == 0, found.stderr[-6000:]
+    (one,) = recoveries(tmp_path / "runs/a")
+    assert (one["kind"], one["step"]) == ("controller", 4)
+    assert (tmp_path / "runs/a/log.txt").read_text().count("from memory") == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEATHS", str(tmp_path / "deaths"))
+    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", [*RECIPE, "run.dir=plain"]), name="addition-grpo")
+    assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)

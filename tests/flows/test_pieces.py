@@ -354,6 +354,16 @@ def test_a_stop_that_was_asked_for_comes_after_the_commit_and_saves(new_run):
     assert run.saved == [1] and run.state.step == 1
 
 
+def test_a_stop_that_was_asked_for_in_the_last_step_is_the_end_of_the_run(new_run):
+    stop = StopRequest()
+    run = new_run(stop=stop)
+    run.enter("grpo", 1, 1e-3)
+    stream = run.experience(group=4)
+    next(stream)
+    stop.requested = True
+    assert list(stream) == [] and run.saved == [1] and run.state.finished == ["grpo"]
+
+
 def test_checkpoints_are_written_where_the_recipe_says_and_at_the_end_of_a_phase(new_run):
     run = new_run(run={"save_every": 2})
     take(run, 3)

@@ -107,12 +107,27 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_p
     assert [row["attempt"] for row in read_metrics(ours.directory)][-1] == 4
     attempts = read_state(ours.directory)["attempts"]
     assert [one["state"] for one in attempts] == ["recovered"] * 3 + ["finished"]
-    assert any("workers 1 are new" in text for text in seen.messages)
+    assert any("worker 1 is new" in text for text in seen.messages)
     summary = summarise(ours.directory)
     assert [one["kind"] for one in summary["recoveries"]] == ["crash", "hang", "crash"]
     assert summary["recoveries"][1]["lost"] > 4.0  # seconds without a sign of life
     assert 0 < summary["ettr"] < 1
     assert f"after step {found[0]['step']}" in (ours.directory / "report.html").read_text()
+
+
+class Massacre(Callback):
+    """Kill all workers at the same time."""
+
+    def on_step_end(self, run, step, metrics):
+        if step == 4 and not hasattr(self, "done"):
+            self.done = [os.kill(link.pid, signal.SIGKILL) for link in run.policy._dispatch.backend.links]
+
+
+def test_all_workers_that_are_killed_at_once_are_one_failure(tmp_path, plain):
+    ours = tiny.run(tiny.recipe(tmp_path, **FSDP), callbacks=[Massacre()])
+    assert_same_run(ours, plain(FSDP))
+    (found,) = recoveries(ours.directory)
+    assert (found["kind"], found["step"], found["replaced"]) == ("crash", 4, [0, 1])
 
 
 @pytest.mark.slow

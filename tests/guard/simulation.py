@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tilth.checkpoint.memory import SLOTS
 from tilth.cluster.backends.base import Call, Probe, Reply
 from tilth.cluster.controller import dispatch as dispatching
 from tilth.cluster.controller.cluster import Cluster
@@ -416,8 +417,7 @@ class Job:
                 states = policy.save()
                 if not world.took("disk"):
                     world.disk[step] = {str(rank): state for rank, state in enumerate(states)}
-            self.snapshots.take({"policy": policy}, step, {"progress": {"step": step}}, policy.mesh)
-            self.life.taken.append(step)
+            self.life.take(self, step)
 
 
 class Controller:
@@ -427,8 +427,7 @@ class Controller:
         if world.lock is not None:
             raise Violation("two controllers")
         world.lock = self
-        self.world, self.taken, self.decided = world, list[int](), list[str]()
-        self.hurt = len(world.struck)
+        self.world, self.decided, self.held, self.restored = world, list[str](), list[int](), 0
         self.backend = world.backend = Machines(world, scratch)
         self.cluster = cluster_class(self.backend, 600.0)
         self.cluster.watch(20.0, keep=True)
@@ -446,23 +445,43 @@ class Controller:
         )
 
     def run(self) -> None:
-        guard = SimpleNamespace(restarts=8, on_nan="skip")
+        guard = SimpleNamespace(restarts=8, on_nan="skip", hang_after=20.0)
         recipe = SimpleNamespace(guard=guard, run=SimpleNamespace(grace=1.0, collect_every=0))
         parts: Any = SimpleNamespace(recipe=recipe, roles=self.roles)
         launch._train(parts, self.cluster, self.folder, (), fallback=False)  # type: ignore[arg-type]
 
+    def take(self, job: "Job", step: int) -> None:
+        """Take a snapshot; ``held`` are the two that are whole then, before it one."""
+        self.held = [one for one in self.held[-1:] if one != step]
+        job.snapshots.take({"policy": self.policy}, step, {"progress": {"step": step}}, self.policy.mesh)
+        self.held, self.restored = [*self.held, step], 0
+
     def check_source(self, source: str, step: int) -> None:
-        """Raise Violation if this state is older than it must be, or from memory after a rollback."""
-        committed, struck = (self.world.log[-1] if self.world.log else 0), self.world.struck[self.hurt :]
-        saved = max((s for s in self.world.disk if s <= committed), default=0)
-        if source == "memory" and "rollback" in self.decided:
+        """Raise Violation if this state is older than one that is still whole, or from memory after a rollback."""
+        committed = self.world.log[-1] if self.world.log else 0
+        back = "rollback" in self.decided
+        if source == "memory" and back:
             raise Violation("a run that goes back to a checkpoint took a snapshot")
-        damaged = {"flip", "full"} & set(struck) or struck.count("flip one") > 1
-        may_be_old = source == "disk" and (not self.taken or damaged or "rollback" in self.decided)
-        least = saved if may_be_old else committed - (2 if {"flip one", "full"} & set(struck) else 1)
-        if step < least:
-            raise Violation(f"back at step {step} from {source}, though {committed} was committed")
+        if back:
+            self.held, self.restored = [], 0
+        if step < (least := max(self._newest_whole(), max(self.world.disk, default=0))):
+            raise Violation(f"back at step {step} from {source}, though {least} of {committed} was there")
+        self.restored = step if source == "memory" else 0
         self.decided.clear()
+
+    def _newest_whole(self) -> int:
+        """Return the newest step that shared memory still has: in a slot, or where it was restored from."""
+        root, memory = Path(self.backend.scratch), self.world.memory
+        places = [(step, root / f"slot-{slot}") for step in self.held for slot in range(SLOTS)]
+        places.append((self.restored, root / "restored" / f"step-{self.restored}"))
+        return max(
+            (
+                step
+                for step, place in places
+                if all(memory.get((place, str(rank))) == (weights(step), step) for rank in range(WORKERS))
+            ),
+            default=0,
+        )
 
     def end(self) -> None:
         self.world.lock = None

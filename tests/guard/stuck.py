@@ -38,11 +38,16 @@ class Stuck:
                     FAULTS[kind]()
                 if hit and kind == "shape":
                     dist.all_gather_into_tensor(torch.empty(16), x, group=self.group)
-                elif not (hit and kind == "missing"):
+                if hit and kind == "alone":
+                    self._alone()
+                if not (hit and kind in ("missing", "shape")):
                     dist.all_reduce(x, group=self.group)
             with span("optimizer"):
                 dist.all_reduce(x[:2], group=self.group)
         return int(x[0])
+
+    def _alone(self) -> None:
+        dist.all_reduce(torch.ones(7), group=self.group)
 
 
 class Sleeper(Stuck):

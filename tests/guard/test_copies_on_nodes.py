@@ -36,6 +36,13 @@ class Nodes:
         self.mirrored = {folder: self.of[rank] for folder, rank in mirrored.items()}
         self.there |= {name: {source} for name, (source, _) in self.begun.items()}
 
+    def holders(self):
+        return {name: sorted(map(str, homes)) for name, homes in self.there.items()}
+
+    def resume(self, holders):
+        names = {str(home): home for home in self.scratch}
+        self.there = {name: {names[home] for home in homes if home in names} for name, homes in holders.items()}
+
     def wait(self):
         nbytes, problem = 0, ""
         for name, (source, target) in self.begun.items():
@@ -134,6 +141,32 @@ def test_a_node_that_is_lost_once_its_copies_are_there_costs_no_step(job, home):
     snapshots.take({"policy": role}, 4, {"progress": {"step": 4}}, MESH)
     assert not any((one.folder / "restored").exists() for one in nodes.scratch.values())
     assert_restored(nodes, snapshots, 4)
+
+
+def inherited(nodes, snapshots):
+    """The nodes and snapshots of the next controller: what it knows is in the folder of its own node."""
+    after = Nodes.__new__(Nodes)
+    after.of, after.scratch, after.there, after.begun, after.mirrored = nodes.of, nodes.scratch, {}, {}, {}
+    return after, Snapshots(snapshots.folder, after, RANKS, writer=3)
+
+
+def test_the_next_controller_goes_on_with_what_all_nodes_have(job):
+    nodes, snapshots, _ = job
+    shutil.rmtree(nodes.scratch["controller"].folder / "trajectories")
+    after, found = inherited(nodes, snapshots)
+    assert_restored(after, found, 3)
+    assert len(after.scratch["controller"].listing("trajectories")) == 3
+    role = Role(after)
+    role.step = 4
+    found.take({"policy": role}, 4, {"progress": {"step": 4}}, MESH)
+    assert_restored(*inherited(after, found), 4)
+
+
+def test_a_controller_and_a_node_lost_together_cost_one_more(job):
+    nodes, snapshots, _ = job
+    nodes.lose(1)
+    assert_restored(*inherited(nodes, snapshots), 2)
+    assert len(nodes.scratch["new"].listing("trajectories")) >= 2  # of the copy on the controller's node
 
 
 def test_a_node_that_is_lost_before_costs_one_more(job):

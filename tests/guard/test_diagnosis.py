@@ -111,6 +111,7 @@ CASES = {
     "pipe": ("hang", "rank 2 waits in backward of micro-batch 3 since "),
     "missing": ("collective", "rank 2 calls all_reduce of [[2]]"),
     "shape": ("collective", "rank 2 calls all_gather"),
+    "alone": ("collective", "in _alone"),
 }
 MESH_OF_FOUR = Mesh.of({"dp": 4})
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.guard.simulation import KINDS, Violation, World, simulate
 from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.dispatch import Dispatch
 from tilth.flows import launch, survive
 from tilth.guard.recovery import Recovery
 from tilth.guard.snapshots import Snapshots
@@ -87,8 +88,9 @@ def keeps_generations(monkeypatch):
     monkeypatch.setattr(Cluster, "make", same)
 
 
-def never_gives_up(monkeypatch):
-    """A recovery is always tried again, with the same workers."""
+def replaces_nobody(monkeypatch):
+    """A recovery is always tried again, with the same workers, also with dead ones."""
+    monkeypatch.setattr(Dispatch, "silent", lambda self, ranks, seconds: set())
     decide = Recovery.decide
 
     def again(self, *given):
@@ -130,7 +132,7 @@ def leaves_the_lock(monkeypatch):
         pytest.param(forgets_a_rollback, marks=pytest.mark.slow),
         pytest.param(keeps_what_was_loaded_in_part, marks=pytest.mark.slow),
         keeps_generations,
-        never_gives_up,
+        replaces_nobody,
         begins_anew,
         prefers_an_old_snapshot,
         leaves_the_lock,

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from tilth.config.load import load_recipe
 from tilth.core.errors import WorkerLost
 from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
-from tilth.guard.supervisor import Death, Inherited, Supervisor
+from tilth.guard.supervisor import BEAT, PULSE, TICK, Death, Inherited, PulseWatch, Supervisor
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, summarise
 
@@ -127,6 +128,97 @@ def test_signals_end_the_run_with_everything_saved(tmp_path, number):
         assert_nothing_left(tmp_path, family)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_controller_of_workers_on_ray_goes_on_from_memory_with_the_same_bits(tmp_path, monkeypatch):
+    with start(tmp_path, "cluster.backend=ray", deaths="4") as process:
+        _, errors = process.communicate(timeout=patience(240))
+    assert process.returncode == 0, errors
+    (found,) = recoveries(tmp_path)
+    assert (found["kind"], found["step"]) == ("controller", 4)
+    assert (tmp_path / "runs/a/log.txt").read_text().count("from memory") == 1
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    monkeypatch.chdir(plain)
+    monkeypatch.setenv("DEATHS", str(plain / "deaths"))
+    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", RECIPE), name="addition-grpo")
+    assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)
+
+
+@pytest.mark.dist
+def test_a_controller_that_is_stopped_is_replaced(tmp_path):
+    with start(tmp_path, "guard.hang_after=1", deaths="4:stop") as process:
+        _, errors = process.communicate(timeout=patience(120))
+    assert process.returncode == 0, errors
+    (found,) = recoveries(tmp_path)
+    assert (found["kind"], found["step"]) == ("controller", 4) and "a signal has stopped it" in found["evidence"]
+    assert_nothing_left(tmp_path, [])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deaths", "code", "said"), [("end", 0, "had finished"), ("4:asked", 137, "SIGTERM had asked")]
+)
+def test_a_controller_whose_run_is_at_its_end_is_not_started_again(tmp_path, deaths, code, said):
+    with start(tmp_path, deaths=deaths) as process:
+        _, errors = process.communicate(timeout=patience(120))
+    assert process.returncode == code and said in errors and "another one" not in errors
+    assert_nothing_left(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "code"), [("finished", "", 0), ("running", "SIGTERM", 137), ("running", "", None)]
+)
+def test_what_ends_a_run_is_no_death_of_its_controller(tmp_path, state, asked, code):
+    one, handed = Supervisor(8, 120.0), Inherited(str(tmp_path))
+    one._scratch = tmp_path
+    handed.enter(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"state": state}))
+    if asked:
+        handed.ask(signal.Signals[asked])
+    assert one._ended(-signal.SIGKILL) == code
+
+
+@pytest.fixture
+def standstill(tmp_path):
+    """A process that beats, and what watches it."""
+    program = "import sys; from tilth.guard.supervisor import Inherited; Inherited(sys.argv[1]).beat(); input()"
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, env=around) as child:
+        until = time.monotonic() + patience(30)
+        while not (tmp_path / PULSE).exists() or not (tmp_path / PULSE).read_bytes():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield child, PulseWatch(tmp_path / PULSE, psutil.Process(child.pid))
+        child.kill()
+
+
+def test_only_a_controller_that_stands_still_is_taken_to_hang(standstill, monkeypatch):
+    child, watch = standstill
+    watch.look()
+    time.sleep(3 * BEAT)
+    watch.look()
+    assert watch.seconds == 0.0  # it waits for input, as in a debugger
+    child.send_signal(signal.SIGSTOP)
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    watch.look()
+    watch.look()
+    now = time.monotonic()
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now + 3600.0)  # the machine slept
+    before = watch.seconds
+    watch.look()
+    assert before < watch.seconds <= before + 2 * TICK and "stopped" in watch.evidence()
+    monkeypatch.undo()
+    child.send_signal(signal.SIGCONT)
+    until = time.monotonic() + patience(10)
+    while watch.seconds:
+        assert time.monotonic() < until
+        time.sleep(BEAT)
+        watch.look()
+
+
 @pytest.mark.dist
 def test_a_thread_that_takes_the_fork_servers_signals_does_not_end_the_run(tmp_path, monkeypatch):
     """As libraries start them before anything is blocked; when the server ends, nobody waits for its signal."""
@@ -146,7 +238,7 @@ def test_a_mistake_in_the_recipe_is_told_as_ever(tmp_path):
 
 
 def test_two_deaths_after_one_step_are_hopeless(tmp_path, monkeypatch):
-    one = Supervisor(8)
+    one = Supervisor(8, 120.0)
     one._scratch = tmp_path
     handed = Inherited(str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
@@ -161,7 +253,7 @@ def test_two_deaths_after_one_step_are_hopeless(tmp_path, monkeypatch):
 
 
 def test_more_deaths_than_restarts_end_the_run(tmp_path):
-    one = Supervisor(1)
+    one = Supervisor(1, 120.0)
     one._scratch = tmp_path
     Inherited(str(tmp_path)).enter(tmp_path)
     assert one._after(-signal.SIGKILL).death == Death(pytest.approx(time.monotonic(), abs=5), 0, 0.0, *_words())

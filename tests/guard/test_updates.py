@@ -248,7 +248,7 @@ class Server:
 @pytest.fixture
 def supervised(active, monkeypatch):
     """A supervisor whose fork servers are none, of a run with an update that waits."""
-    one = Supervisor(8)
+    one = Supervisor(8, 120.0)
     one._scratch, one._server = active, Server()
     monkeypatch.setattr(one, "_serve", Server)
     Inherited(str(active)).enter(active)

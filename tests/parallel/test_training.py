@@ -285,6 +285,33 @@ def not_finite(rank, case):
     return found
 
 
+@pytest.mark.parametrize("case", [Case(dp=2), *slow([Case(cp=2), Case(dp=2, fsdp=2)])], ids=str)
+def test_a_bit_that_flips_in_one_copy_of_the_reduced_gradient_leaves_the_step_out_on_all_ranks(pool, case):
+    for got in pool.run(case.ranks, HERE + "flipped_gradient", case=case):
+        assert got["result"].not_finite and got["same"]
+        assert not got["next"].skipped and np.isfinite(got["next"].grad_norm)
+
+
+def flipped_gradient(rank, case):
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    before = copied(sharded.parameters)
+    engine = engine_of(case, sharded, on_nan="skip")
+    tokens, mask, starts = rows_of(case, sharded)
+    reduce_grads, fine = sharded.reduce_grads, loss_of(case, batch()[1])
+
+    def flipping():
+        reduce_grads()
+        if rank == 1:
+            next(p.grad for p in sharded.parameters.values()).view(torch.int32).bitwise_xor_(1 << 30)
+
+    sharded.reduce_grads = flipping
+    result = engine.update(tokens, mask, {}, fine, starts=starts)
+    same = all(torch.equal(before[n], p) for n, p in sharded.parameters.items())
+    sharded.reduce_grads = reduce_grads
+    return {"result": result, "same": same, "next": engine.update(tokens, mask, {}, fine, starts=starts)}
+
+
 @pytest.mark.parametrize(
     "case", [Case(fsdp=2, double=True), Case(tp=2, double=True), *slow([MORE := Case(dp=2, fsdp=2)])], ids=str
 )

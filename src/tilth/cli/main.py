@@ -584,4 +584,6 @@ def control(handover: Mapping[str, Any]) -> None:
     from tilth.guard.supervisor import Inherited
 
     end_uncollected()
-    app(obj=Inherited.of(handover))
+    handed = Inherited.of(handover)
+    handed.beat()
+    app(obj=handed)

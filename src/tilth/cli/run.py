@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
@@ -40,10 +41,10 @@ def train(
     Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a line on how to resume;
     143 and 129 after SIGTERM and SIGHUP before and after the steps.
     """
-    with outlived(), _terminable():
-        if ctx.obj and not isinstance(ctx.obj, Inherited) and (restarts := _restarts(name, overrides)):
-            raise typer.Exit(_supervised(restarts, partial(_launched, name, overrides, allow)))
-        handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
+    handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
+    with outlived(), _terminable(handed):
+        if ctx.obj and handed is None and (found := _supervisor(name, overrides)):
+            raise typer.Exit(_supervised(found, partial(_launched, name, overrides, allow)))
         if handed is not None:
             overrides, allow = [*overrides, *handed.change.overrides], [*allow, *handed.change.allow]
         recipe = _launched(name, overrides, allow)
@@ -56,13 +57,13 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def _terminable(handed: Inherited | None) -> Iterator[None]:
     """Turn the first SIGTERM or SIGHUP into a line and exit code 143 or 129, after all processes of the run have ended.
-    Only the main thread can handle signals."""
+    Only the main thread can handle signals. handed: lets a supervisor know of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _terminate) for number in ends()}
+    before = {number: signal.signal(number, partial(_terminate, handed)) for number in ends()}
     try:
         yield
     except Terminated as ended:
@@ -73,31 +74,36 @@ def _terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+def _terminate(handed: Inherited | None, number: int, frame: FrameType | None) -> NoReturn:
     for other in ends():
         signal.signal(other, lambda *_: None)
+    if handed is not None:
+        handed.ask(number)
     raise Terminated(signal.Signals(number).name)
 
 
-def _restarts(name: str, overrides: Sequence[str]) -> int:
-    """Return ``guard.restarts`` if the run is supervised, else 0: its workers cannot be replaced, or a mistake in it
-    must be told first."""
+def _supervisor(name: str, overrides: Sequence[str]) -> Supervisor | None:
+    """Return the supervisor of the run; None if its workers cannot be replaced, or a mistake in it must be told
+    first."""
     if sys.platform != "linux" or job_size() > 1 or threading.current_thread() is not threading.main_thread():
-        return 0
+        return None
     found = given(name, overrides)
     cluster, guard = found.get("cluster"), found.get("guard", {})
     if not isinstance(cluster, dict) or not isinstance(guard, dict) or cluster.get("backend") not in REPLACEABLE:
-        return 0
-    restarts = guard.get("restarts", GuardConfig().restarts)
-    return restarts if isinstance(restarts, int) else 0
+        return None
+    try:
+        checked = GuardConfig.model_validate(guard)
+    except ValidationError:
+        return None
+    return Supervisor(checked.restarts, checked.hang_after) if checked.restarts else None
 
 
-def _supervised(restarts: int, check: Callable[[], object]) -> int:
+def _supervised(supervisor: Supervisor, check: Callable[[], object]) -> int:
     """Supervise the run and return its exit code. check: loads the recipe, in a process of its own."""
     block()
     try:
         if child := os.fork():
-            return Supervisor(restarts).run(child)
+            return supervisor.run(child)
     finally:
         unblock()
     check()

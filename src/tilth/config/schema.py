@@ -460,7 +460,10 @@ class GuardConfig(Section):
         "lost, or of one whose node is; a local worker is forked in a fraction of a second instead",
     )
     hang_after: float = Field(
-        120.0, gt=0, description="seconds without progress after which a worker in a call is taken to hang"
+        120.0,
+        ge=1,
+        description="seconds without progress after which a worker in a call is taken to hang; longer than its longest "
+        "operation",
     )
     on_nan: Literal["skip", "rollback", "stop"] = Field(
         "skip",

@@ -1,5 +1,6 @@
 """Health of a run: what the watches of its workers warn of is logged between two steps, and kept in its folder."""
 
+import math
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -13,6 +14,9 @@ from tilth.guard.health import HealthWatch
 from tilth.guard.verdict import Verdict
 from tilth.runs.directory import RunDir
 
+NEAR = 0.5
+"""Share of ``guard.hang_after`` for which a healthy call must be without progress for a warning."""
+
 
 class RunHealth(Callback):
     """Watches the workers of a run on this machine from its first step to its end; a context manager.
@@ -24,7 +28,8 @@ class RunHealth(Callback):
         self._cluster, self._backend, self._directory = cluster, cluster.backend, directory
         self._found: SimpleQueue[Verdict] = SimpleQueue()
         self._open = ExitStack()
-        self._step = 0
+        self._step, self._near = 0, NEAR
+        self._dispatch = cluster.dispatch
         self._watch: HealthWatch | None = None
 
     def __enter__(self) -> "RunHealth":
@@ -56,8 +61,16 @@ class RunHealth(Callback):
         self._step = run.state.step
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
-        """Log what was found since the last step."""
+        """Log what was found since the last step, and a limit of hangs that is not far from what is healthy."""
         self._step = step
+        stood, call = self._dispatch.longest
+        if stood > self._near * self._dispatch.hang_after:
+            self._near = 2.0  # it is told once
+            run.say(
+                f"warning: {call} was without progress for {stood:.1f} s and then got on; guard.hang_after = "
+                f"{self._dispatch.hang_after:g} would take it to hang if it were slower: use "
+                f"guard.hang_after={math.ceil(4 * stood)}"
+            )
         while True:
             try:
                 verdict = self._found.get_nowait()

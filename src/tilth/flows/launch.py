@@ -15,7 +15,6 @@ import torch
 from tilth.checkpoint import Checkpoint, complete, latest, newest_valid, open_checkpoint, record_best
 from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
-from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster, open_cluster
 from tilth.config.checks import pools
 from tilth.config.plugins import Declaration, call_declared, declared
@@ -191,7 +190,7 @@ def _train(
     directory.say = say
     with (
         _add_hints(directory.path),
-        StopRequest(parts.recipe.run.grace) as stop,
+        StopRequest(parts.recipe.run.grace, *([handed.ask] if handed else [])) as stop,
         RunHealth(cluster, directory) as health,
     ):
         survival = Survival(parts, cluster, directory, say)
@@ -383,14 +382,15 @@ def _earlier(who: Identity, name: str) -> Path | None:
 
 
 def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:
-    """Start the workers of ``[cluster]``. Those of this machine keep their states where a supervisor has them."""
+    """Start the workers of ``[cluster]``. They keep their states where the next controller finds them."""
     c, device = recipe.cluster, recipe.train.device
     gpus = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     workers, spares = sum(pools(recipe).values()), recipe.guard.spares
-    cluster = open_cluster(c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares)
-    if handed is not None and isinstance(cluster.backend, LocalBackend):
-        cluster.backend.scratch = handed.folder
-    cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts))
+    lasting = handed.folder if handed is not None else ""
+    cluster = open_cluster(
+        c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares, lasting=lasting
+    )
+    cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts), waits=recipe.reward.timeout)
     return cluster
 
 

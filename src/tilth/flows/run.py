@@ -330,7 +330,7 @@ class Run:
         self.saving.look()
         if self.snapshots is not None:  # before a checkpoint: copies that differ are not saved
             self._keep_in_memory(self.snapshots)
-        if self._stop.requested:
+        if self._stop.requested and not (self._over() and self.entered == self.recipe.flow):  # else it is at its end
             self.secure()
             by = self._stop.by and f" by {self._stop.by}"
             raise Interrupted(

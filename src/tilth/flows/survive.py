@@ -7,7 +7,7 @@ disk if not. A training loop does not know of it: ``launch`` begins its phase ag
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class Survival:
                 if verdict is not None and verdict.details.get("culprits"):
                     self.say(_first_line(verdict, step))
                 if self.restarts and self.snapshots is not None and verdict is not None:
-                    error.add_note(f"the run does not go on after it: {action.why}")
+                    error.add_note(f"the run does not go on after it: {action.why}{self._longer(verdict)}")
                 raise error
             rollback = rollback or action.step == "rollback"
             try:
@@ -75,6 +75,14 @@ class Survival:
                 return replace(action, step="rollback") if rollback else action
             except TilthError as another:  # a second failure during the recovery from the first
                 error = another
+
+    def _longer(self, verdict: Verdict) -> str:
+        """Return what to do if nothing hangs and the limit is below the length of an operation."""
+        if verdict.kind != "hang":
+            return ""
+        limit = self.parts.recipe.guard.hang_after
+        more = f"; if nothing hangs there, it takes longer than guard.hang_after = {limit:g}: use more, as "
+        return f"{more}guard.hang_after={max(4 * limit, 120.0):g}"
 
     def _judge(self, error: TilthError) -> Verdict | None:
         """Return the verdict on an error, with what the living workers know."""
@@ -101,16 +109,17 @@ class Survival:
         replaced: list[int] = []
         try:
             self._repair(replaced)
+            self.prepare()
         except TilthError:
             self.directory.break_off(_record(verdict, action, step, replaced, began))
             raise
-        self._begin_attempt(_record(verdict, action, step, replaced, began))
-        self.prepare()
-        new = f"workers {', '.join(map(str, sorted(self._new)))} are new" if self._new else "with the same workers"
+        record = _record(verdict, action, step, replaced, began)
+        self._begin_attempt(record)
+        new = _named(sorted(self._new))
         self._new.clear()
         self._failed.clear()
         where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
-        self.say(f"going on {where}, {new}, {time.monotonic() - began:.1f} s later")
+        self.say(f"going on {where}, {new}, {record['seconds']:.1f} s later")
 
     def _repair(self, replaced: list[int]) -> None:
         """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``."""
@@ -168,6 +177,13 @@ def _record(verdict: Verdict, action: Action, step: int, replaced: list[int], be
     facts |= {"action": action.step, "details": verdict.details}
     facts |= {"evicted": action.evict} if action.evict else {}
     return {"step": step, **facts, "replaced": replaced, "seconds": round(time.monotonic() - began, 3)}
+
+
+def _named(new: Sequence[int]) -> str:
+    """Return in words which workers are new."""
+    if not new:
+        return "with the same workers"
+    return f"worker {new[0]} is new" if len(new) == 1 else f"workers {', '.join(map(str, new))} are new"
 
 
 def _first_line(verdict: Verdict, step: int) -> str:

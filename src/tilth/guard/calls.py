@@ -132,6 +132,30 @@ def ended(
     return Verdict("collective", tuple(strayed), f"{evidence}; rank {lost} gave no dump", {"silent": sorted(silent)})
 
 
+def aborted(dumps: Mapping[int, FlightDump], ends: Mapping[int, str]) -> Verdict | None:
+    """Return the rank that called what nobody else did, where gloo has aborted a process; None if it is not known.
+
+    ends: rank -> call site of an aborted process. A call is foreign if no other rank made one there, nor a rank that
+    lives itself before.
+    """
+    made = {rank: [op.site for op in dump.ops if not op.p2p and op.site] for rank, dump in dumps.items()}
+    last = {**{rank: sites[-1] for rank, sites in made.items() if sites}, **ends}
+    foreign = [
+        rank
+        for rank, site in sorted(last.items())
+        if not any(site in (sites[:-1] if one == rank else sites) for one, sites in made.items())
+        and not any(site == end for one, end in ends.items() if one != rank)
+    ]
+    others = [rank for rank in sorted(last) if rank not in foreign]
+    if len(foreign) != 1 or not others:
+        return None
+    calls = {str(rank): last[rank] for rank in (foreign[0], others[0])}
+    lost = ", ".join(map(str, sorted(ends)))
+    evidence = ", ".join(f"rank {rank} calls a collective at {site}" for rank, site in calls.items())
+    details = {"calls": calls, "sites": {str(rank): site for rank, site in sorted(last.items())}}
+    return Verdict("collective", tuple(foreign), f"{evidence}; gloo aborted rank {lost}", details)
+
+
 def _outvoted(
     dumps: Mapping[int, FlightDump], calls: Mapping[tuple[str, int], Mapping[int, RecordedOp]], at: tuple[str, int]
 ) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ stacks, processes and open spans are read from outside. A worker that does not a
 not run Python either (stopped, gone, or something holds the GIL): a slow answer accuses nobody.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,13 +18,14 @@ from typing import Any, TypeVar
 import psutil
 
 from tilth.cluster.backends.base import Backend, Probe, RepairableBackend
-from tilth.cluster.backends.probe import GONE, SILENT
+from tilth.cluster.backends.probe import FATAL, GONE, SILENT
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.report import threads_of
 from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
 from tilth.core.layout import Mesh
-from tilth.guard.flight_recorder import FlightDump, dump, parse
+from tilth.guard.calls import aborted
+from tilth.guard.flight_recorder import FlightDump, dump, outside, parse
 from tilth.guard.localise import localise
 from tilth.guard.stacks import aggregated, hosts
 from tilth.guard.stacks import parse as parse_stacks
@@ -31,12 +33,13 @@ from tilth.guard.verdict import Verdict
 from tilth.trace.ops import kind as kind_of
 
 T = TypeVar("T")
+_FRAME = re.compile(r'File "([^"]*)", line (\d+) in (.+)')
 ASK = 1.0
 """Seconds in which all workers together answer; what comes later is not waited for."""
 FRAMES = 12
 """Innermost frames of a culprit that a verdict keeps."""
-ABORTED = "SIGABRT"
-"""Signal of a process that gloo ends because a message is larger than it expects."""
+ABORTED = ("SIGABRT", f"{FATAL}Aborted")
+"""In the end of a process that gloo aborts because a message is larger than it expects."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,8 @@ def diagnosed(verdict: Verdict, error: TilthError, cluster: Cluster) -> Verdict:
     cluster: as the failure left it.
     """
     broke = isinstance(error, WorkerError) and bool(error.collective)
-    aborted = isinstance(error, WorkerLost) and ABORTED in verdict.evidence
-    if not (isinstance(error, CallTimeout) or broke or aborted):
+    ended = isinstance(error, WorkerLost) and any(sign in verdict.evidence for sign in ABORTED)
+    if not (isinstance(error, CallTimeout) or broke or ended):
         return verdict
     probes, since = (error.probes, error.since) if isinstance(error, CallTimeout) else ((), {})
     ago = time.time() - time.monotonic()
@@ -138,7 +141,7 @@ def diagnosed(verdict: Verdict, error: TilthError, cluster: Cluster) -> Verdict:
     calls = more.details.get("calls", {}) if more is not None else {}
     if more is None or not (isinstance(error, CallTimeout) or calls.get("calls") or "silent" in calls):
         return verdict
-    evidence, dead = f"{more.evidence}\n{verdict.evidence}", {"dead": list(error.ranks)} if aborted else {}
+    evidence, dead = f"{more.evidence}\n{verdict.evidence}", {"dead": list(error.ranks)} if ended else {}
     return Verdict(more.kind, more.ranks, evidence, {**verdict.details, **more.details, **dead})
 
 
@@ -148,8 +151,11 @@ def explained(found: Standstill, named: Sequence[int], meshes: Mapping[str, Mesh
     named: ranks that the failure names, which count where recorders name nobody.
     """
     dumps = {rank: _titled(one, meshes) for rank, one in found.dumps.items()}
-    states = hosts({rank: probe.stack for rank, probe in found.probes.items()}) | dict.fromkeys(found.left, "failed")
+    living = {rank: probe.stack for rank, probe in found.probes.items() if probe.state not in SILENT}
+    states = hosts(living) | dict.fromkeys(found.left, "failed")
     blamed = localise(dumps, sorted(found.mute), hosts=states)
+    if blamed is None or blamed.kind != "collective":
+        blamed = aborted(dumps, _ends(found)) or blamed
     if blamed is not None and blamed.kind == "collective" and found.late:  # others' calls are needed for that
         blamed = None
     ranks = blamed.ranks if blamed is not None and blamed.ranks else tuple(named)
@@ -169,6 +175,14 @@ def explained(found: Standstill, named: Sequence[int], meshes: Mapping[str, Mesh
     if shared := _shared(found, meshes):
         details["stacks"] = shared
     return Verdict(blamed.kind if blamed is not None else "hang", ranks, "; ".join(sentences), details)
+
+
+def _ends(found: Standstill) -> dict[int, str]:
+    """Return rank -> innermost frame outside torch of the main threads of processes that ended by an abort."""
+    threads = {rank: threads_of(one.stack) for rank, one in found.probes.items() if one.stack.startswith(ABORTED[1])}
+    frames = {rank: _FRAME.findall("\n".join(some[-1])) for rank, some in threads.items() if some}
+    sites = {rank: outside([f"{file}:{line} in {name}" for file, line, name in some]) for rank, some in frames.items()}
+    return {rank: site for rank, site in sites.items() if site}
 
 
 def _titled(one: FlightDump, meshes: Mapping[str, Mesh]) -> FlightDump:

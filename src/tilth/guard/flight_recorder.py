@@ -50,7 +50,12 @@ class RecordedOp(NamedTuple):
     @property
     def site(self) -> str:
         """Innermost frame outside torch; "" if not recorded."""
-        return next((f for f in self.frames if not any(part in f for part in _WRAPPERS)), "")
+        return outside(self.frames)
+
+
+def outside(frames: Iterable[str]) -> str:
+    """Return the innermost frame outside torch; "" if there is none. frames: as ``RecordedOp.frames``."""
+    return next((f for f in frames if not any(part in f for part in _WRAPPERS)), "")
 
 
 class GroupProgress(NamedTuple):

@@ -7,7 +7,7 @@ killed.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,22 @@ class Snapshots:
         self.files, self.workers, self.writer = files, workers, writer
         self.copied = Copied(0, 0.0, "")
         """Copies of the last snapshot but one."""
-        there = json.loads(self._index.read_bytes()) if self._index.exists() else []
-        self._taken = [_Taken.of(values) for values in there]
+        there = json.loads(self._index.read_bytes()) if self._index.exists() else {"taken": [], "holders": {}}
+        self._taken = [_Taken.of(values) for values in there["taken"]]
         """Oldest first."""
         self._restored: Path | None = None
         self._published: _Taken | None = None
         """Snapshot that it was made of."""
         shutil.rmtree(self._root, ignore_errors=True)
+        if files is not None and self._taken:
+            self._resume(files, there["holders"])
+
+    def _resume(self, files: NodeFiles, holders: Mapping[str, Collection[str]]) -> None:
+        """Go on with the files that a former controller's snapshots have on all nodes: the rows of trajectories that
+        are in no file yet are on the writer's node, or a copy of them here if that node has none."""
+        files.resume(holders)
+        files.remove(self._root.name)
+        files.begin({}, {self.spill.name: self.writer})
 
     @property
     def _root(self) -> Path:
@@ -103,7 +112,7 @@ class Snapshots:
         self._taken.append(_Taken(step, slot, reports, {**objects, "positions": positions}, mesh))
         if self.files is not None:
             self._begin_copies(self.files, self._taken[-1], roles)
-        self.discard()
+        self._unpublish()
         self._write_index()
 
     def _begin_copies(self, files: NodeFiles, taken: _Taken, roles: Mapping[str, WorkerGroup]) -> None:
@@ -121,7 +130,9 @@ class Snapshots:
         if self._restored is not None and self._published is not None and self.files is not None:
             self._try(self._published)  # by now another node may be new
         while self._restored is None and self._taken:
-            self._try(self._taken.pop())
+            self._try(self._taken[-1])
+            if self._restored is None:
+                self._taken.pop()
         return None if self._restored is None else open_checkpoint(self._restored)
 
     def _try(self, taken: _Taken) -> None:
@@ -155,30 +166,34 @@ class Snapshots:
 
     def clear(self) -> None:
         """Forget all snapshots: the run goes back to an earlier state."""
-        self._taken, self._restored = [], None
+        self._taken, self._restored, self._published = [], None, None
         self._write_index()
 
     def _write_index(self) -> None:
         """Write the index in one piece. StorageError without room: it then lists earlier snapshots, whose checksums
         tell whether they are still there."""
-        if self.files is not None:
-            return
+        holders = {} if self.files is None else self.files.holders()
         new = self._index.with_suffix(".new")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps([taken.dump() for taken in self._taken]))
+            new.write_text(json.dumps({"taken": [taken.dump() for taken in self._taken], "holders": holders}))
             os.replace(new, self._index)
         except OSError as error:
             message = f"no room for the index of the snapshots in {self.folder}: {error.strerror}"
             raise StorageError(message, key="snapshot") from error
 
     def discard(self) -> None:
-        """Forget the checkpoint that ``newest`` returned: if it could not be loaded, the next is the one before it."""
+        """Forget the snapshot that ``newest`` returned, which could not be loaded: the next is the one before it."""
+        self._taken = [taken for taken in self._taken if taken is not self._published]
+        self._unpublish()
+
+    def _unpublish(self) -> None:
+        """Remove the checkpoint that was made of a snapshot."""
         if self._restored is not None:
             shutil.rmtree(self._restored.parent, ignore_errors=True)
             if self.files is not None:
                 self.files.remove(self._restored.parent.name)
-        self._restored = None
+        self._restored = self._published = None
 
 
 def _check_copies(name: str, role: WorkerGroup, digests: Mapping[int, Mapping[int, int]]) -> None:

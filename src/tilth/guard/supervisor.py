@@ -11,17 +11,21 @@ standard streams, session and process group. It ends with the supervisor, and it
 
 import ctypes
 import fcntl
+import itertools
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tilth.cluster.backends.fork_server import ServerProcess
 from tilth.cluster.backends.local import environment, how_ended
@@ -40,6 +44,16 @@ TAKEN = "taken"
 """File of the handover with the number of the update that has its first commit."""
 LEFT = 75
 """Exit code of a controller that leaves its run to the next one, which has an update (EX_TEMPFAIL)."""
+PULSE = "pulse"
+"""File of the handover with a number that grows while the controller runs Python."""
+ASKED = "asked"
+"""File of the handover with the name of the signal that has asked the controller to end."""
+BEAT = 0.25
+"""Seconds between two beats of the pulse."""
+TICK = 0.5
+"""Seconds between two looks at it."""
+LEAST = 5.0
+"""Seconds that a controller may stand still at least."""
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER: orphans among the descendants become children of this process."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,13 +108,63 @@ class Inherited:
         os.replace(new, new.with_suffix(""))
         os.kill(os.getppid(), signal.SIGIO)
 
+    def ask(self, number: int) -> None:
+        """Let the supervisor know, in the handler of a signal, that it has asked this process to end."""
+        (Path(self.folder) / ASKED).write_text(signal.Signals(number).name)
+
+    def beat(self) -> None:
+        """Show the supervisor from now on that this process runs."""
+
+        def run() -> None:
+            with open(Path(self.folder) / PULSE, "wb", buffering=0) as file:
+                for beats in itertools.count(1):
+                    os.pwrite(file.fileno(), beats.to_bytes(8, "little"), 0)
+                    time.sleep(BEAT)  # nothing to wait on
+
+        threading.Thread(target=run, name="pulse", daemon=True).start()
+
+
+class PulseWatch:
+    """Watches how long a controller has stood still: its pulse does, it computes nothing, and no debugger holds it.
+
+    Only time in which this process runs itself counts: not that of a machine that sleeps, of jumping clocks, or of a
+    terminal that has stopped both (Ctrl-Z). A controller that holds the GIL and computes is at work.
+    """
+
+    def __init__(self, pulse: Path, controller: psutil.Process) -> None:
+        self._pulse, self._controller = pulse, controller
+        self._seen: tuple[bytes, float] = b"", 0.0
+        self._looked = time.monotonic()
+        self.seconds = 0.0
+
+    def look(self) -> None:
+        """Add the time since the last look, or begin anew."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 2 * TICK), now
+        try:
+            spent, held = sum(self._controller.cpu_times()[:2]), self._controller.status() == psutil.STATUS_TRACING_STOP
+            seen = self._pulse.read_bytes(), spent
+        except (FileNotFoundError, psutil.NoSuchProcess):  # it begins, or it is gone
+            return
+        self.seconds = 0.0 if held or seen != self._seen else self.seconds + passed
+        self._seen = seen
+
+    def evidence(self) -> str:
+        """Describe what holds it."""
+        how = "a signal has stopped it" if self._controller.status() == psutil.STATUS_STOPPED else "it runs no Python"
+        return f"stood still for {self.seconds:.1f} s (guard.hang_after): {how}"
+
 
 class Supervisor:
-    """Supervise one run. restarts: most restarts within an hour (``guard.restarts``)."""
+    """Supervise one run. restarts: most restarts within an hour (``guard.restarts``); hang_after: seconds for which the
+    controller may stand still, at least ``LEAST``."""
 
-    def __init__(self, restarts: int, change: RecipeChange = NONE) -> None:
+    def __init__(self, restarts: int, hang_after: float, change: RecipeChange = NONE) -> None:
         """change: updates that the run has already."""
-        self._recovery = Recovery(restarts)
+        self._recovery, self._hang_after = Recovery(restarts), max(hang_after, LEAST)
+        self._still: PulseWatch | None = None
+        self._hung = ""
+        """What held the controller that this process has killed for it."""
         self._change, self._kept = change, change
         """Updates in force; the same with plugins as they were kept, to go back to."""
         self._trying: Update | None = None
@@ -136,6 +200,8 @@ class Supervisor:
                     handover = self._with_updates(Inherited(str(self._scratch), self._run()))
                 elif code >= 0 or self._asked or -code not in _FATAL:
                     return _exit_code(code)
+                elif (ended := self._ended(code)) is not None:
+                    return ended
                 else:
                     handover = self._with_updates(self._after(code))
         finally:
@@ -200,6 +266,8 @@ class Supervisor:
 
     def _request(self, handover: Inherited) -> None:
         """Ask for a controller."""
+        self._still, self._hung = None, ""
+        (self._scratch / PULSE).unlink(missing_ok=True)
         streams = [number for number in range(3) if _is_open(number)]
         request = {
             "owner": os.getpid(),
@@ -221,8 +289,10 @@ class Supervisor:
     def _wait(self) -> int:
         """Pass signals on until the child has ended; return its exit code, negative for a signal."""
         while True:
-            info = signal.sigwaitinfo({*_ENDS, signal.SIGCHLD, signal.SIGIO})
-            if info.si_signo == signal.SIGIO:
+            info = signal.sigtimedwait({*_ENDS, signal.SIGCHLD, signal.SIGIO}, TICK)
+            if info is None:
+                self._look()
+            elif info.si_signo == signal.SIGIO:
                 self._hear()
                 self._note_taken()
             elif info.si_signo == signal.SIGCHLD:
@@ -232,12 +302,23 @@ class Supervisor:
                 self._asked = info.si_signo
                 self._end(from_process=info.si_code <= 0)
 
+    def _look(self) -> None:
+        """Kill a controller that stands still."""
+        if self._still is None:
+            return
+        self._still.look()
+        if self._still.seconds > self._hang_after:
+            self._hung = self._still.evidence()
+            os.kill(self._child, signal.SIGKILL)
+            self._still = None
+
     def _hear(self) -> None:
         """Read which process the controller is. WorkerLost if the fork server ended before it made one."""
         with suppress(BlockingIOError):
             data = self._server.socket.recv(1 << 16, socket.MSG_DONTWAIT)
             for line in data.splitlines():
                 self._child = json.loads(line)["controller"]
+                self._still = PulseWatch(self._scratch / PULSE, psutil.Process(self._child))
             if not data and not self._child:
                 raise WorkerLost(self._server.ending(), key="guard.supervisor")
 
@@ -250,7 +331,7 @@ class Supervisor:
                     self._server.process.returncode = os.waitstatus_to_exitcode(ended[1])
                 self._hear()  # it may have ended before it was heard of
                 if ended[0] == self._child:
-                    found, self._child = os.waitstatus_to_exitcode(ended[1]), 0
+                    found, self._child, self._still = os.waitstatus_to_exitcode(ended[1]), 0, None
         return found
 
     def _end(self, *, from_process: bool) -> None:
@@ -263,11 +344,27 @@ class Supervisor:
         unblock()
         signal.raise_signal(self._asked)
 
+    def _how(self, code: int) -> str:
+        return f"the controller {self._hung or how_ended(code, self._kills)}"
+
+    def _ended(self, code: int) -> int | None:
+        """Return the exit code of the command if the controller's death ends it: the run is finished, or it was asked
+        to end. None otherwise."""
+        run, asked = self._run(), self._scratch / ASKED
+        if run and json.loads((Path(run) / "run.json").read_bytes())["state"] == "finished":
+            print(f"tilth: {self._how(code)} after the run had finished; tilth show {run}", file=sys.stderr)
+            return 0
+        if asked.exists():
+            where = f"; the same command continues in {run}" if run else ""
+            print(f"tilth: {self._how(code)} after {asked.read_text()} had asked it to end{where}", file=sys.stderr)
+            return _exit_code(code)
+        return None
+
     def _after(self, code: int) -> Inherited:
         """Decide what follows from the controller's death. WorkerLost if the run ends with it."""
         now, run = time.monotonic(), self._run()
         step, lost = _progress(run)
-        evidence = f"the controller {how_ended(code, self._kills)}"
+        evidence, self._kills = self._how(code), oom_kills()
         action = self._recovery.decide(Verdict("controller", (), evidence), step, now)
         if action.step == "stop":
             where = f"; the same command continues in {run}" if run else ""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -30,14 +31,14 @@ class StopRequest:
 
     A scheduler that sends SIGTERM sends SIGKILL some time later. So ``grace`` seconds after SIGTERM or SIGHUP the run
     stops wherever it is (Interrupted), to resume from its last checkpoint. An ignored SIGHUP stays ignored. Outside the
-    main thread signals cannot be handled, and this is only a flag.
+    main thread signals cannot be handled, and this is only a flag. told: called with the number of the first signal.
     """
 
-    def __init__(self, grace: float = 60.0) -> None:
+    def __init__(self, grace: float = 60.0, told: Callable[[int], None] = lambda number: None) -> None:
         self.requested = False
         self.by = ""
         """Name of the signal, or the caller of ``Run.stop``."""
-        self.grace = grace
+        self.grace, self._told = grace, told
         self._before: dict[int, object] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -46,6 +47,7 @@ class StopRequest:
         if self.requested:
             return
         self.requested, self.by = True, signal.Signals(number).name
+        self._told(number)
         limit = ""
         if number != signal.SIGINT:
             signal.setitimer(signal.ITIMER_REAL, self.grace)

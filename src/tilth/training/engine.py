@@ -52,6 +52,8 @@ Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
 OnNan = Literal["skip", "rollback", "stop"]
 LEFT_OUT = 3
 """Optimizer steps in a row that are not finite, the last of which is an error also under the policy "skip"."""
+BROKEN = 2.0**32
+"""More than there are ranks."""
 NAMED = 8
 """Most rows that a message names."""
 
@@ -374,12 +376,12 @@ class TrainEngine:
             metrics |= experts.metrics(loads)
         with span("reduce"):
             self.sharded.reduce_grads()
-            loss, sequences, learn = self._whole(loss, sequences, learn)
         with span("optimizer"):
             if wrong := self.sharded.misreduced():
                 raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
             watched = self._layer_norms()
-            norm = self.optimizers.clip(self.section.clip_norm, self._measure) if learn else 0.0
+            norm = self.optimizers.clip(self.section.clip_norm, self._measure)
+            loss, sequences, learn, norm = self._whole(loss, sequences, learn, norm)
             finite = math.isfinite(loss) and math.isfinite(norm)
             if not finite:
                 self._leave_out(loss, norm, named)
@@ -419,13 +421,22 @@ class TrainEngine:
                 key="grad_norm" if math.isfinite(loss) else "loss",
             )
 
-    def _whole(self, loss: float, sequences: int, learn: bool) -> tuple[float, int, bool]:
-        """Combine over ranks with different rows, so that all of them decide alike about the step."""
-        if self.grid.mesh.count("rows") == 1:
-            return loss, sequences, learn
-        own = [loss, sequences, learn]
-        summed = self.grid.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        return summed[0], int(summed[1]), summed[2] > 0
+    def _whole(self, loss: float, sequences: int, learn: bool, norm: float) -> tuple[float, int, bool, float]:
+        """Combine over data ranks, so that all of them decide alike about the step.
+
+        Their gradient norms are copies of one. One that alone is not finite (a flipped bit) makes it NaN for all: its
+        rank adds ``BROKEN`` to the number of those that learn.
+        """
+        counted = float(learn) + (0.0 if math.isfinite(norm) else BROKEN)
+        if self.grid.mesh.count("rows") > 1:
+            own = torch.tensor([loss, sequences, counted], dtype=torch.float64)
+            loss, sequences, counted = self.grid.sum(own).tolist()
+        if self.grid.mesh.count("tokens") > 1:
+            counted = self.grid.sum(torch.tensor([counted], dtype=torch.float64), "tokens").item()
+        broken, learning = divmod(counted, BROKEN)
+        if broken and math.isfinite(norm):
+            norm = math.nan
+        return loss, int(sequences), learning > 0, norm if learning else 0.0
 
     def _forget(self) -> None:
         self.optimizers.zero_grad()

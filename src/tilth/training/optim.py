@@ -207,6 +207,8 @@ class Optimizers:
         measure: the norm of all gradients, of which ``parameters`` have this rank's part; None: they have all.
         """
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        if not grads:
+            return 0.0
         norm = (
             torch.nn.utils.get_total_norm(grads.values())
             if measure is None

@@ -478,3 +478,18 @@ def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, 
     monkeypatch.setattr("tilth.cluster.backends.local.oom_kills", lambda: now)
     assert said in how_ended(-signal.SIGKILL, before)
     assert "memory" not in how_ended(-signal.SIGTERM, before) + how_ended(3, before)
+
+
+@pytest.mark.parametrize("how", ["block", pytest.param("loop", marks=pytest.mark.slow)])
+def test_a_patient_call_may_take_long_as_long_as_it_gets_on(how):
+    with pytest.raises(CallTimeout) as caught, open_cluster("local", 1) as cluster:
+        group = cluster.group("faulty", f"{HERE}:faulty", {})
+        cluster.watch(5.0, keep=True)
+        group.paced(1.0)
+        assert cluster.dispatch.longest[0] > 0.5 and cluster.dispatch.longest[1] == "faulty.paced"
+        cluster.watch(1.0, keep=True)
+        assert group.wait_for_others("sleep", 2.0) == "sleep"
+        cluster.dispatch.patience = 2.0
+        assert group.wait_for_others("read", 4.0) == "read"
+        group.wait_for_others(how, 600.0)
+    assert caught.value.key == "faulty.wait_for_others" and "a call that may wait" in str(caught.value)

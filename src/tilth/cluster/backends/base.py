@@ -125,7 +125,7 @@ class Probe:
     phase: str
     """Call and its duration so far, "policy.update (for 3.1 s)"; "" between calls."""
     stack: str
-    """Stacks of all threads; "" if unavailable."""
+    """Stacks of all threads; of a process that has ended, those with which an abort ended it; "" if unavailable."""
     spans: Sequence[tuple[str, int]] = ()
     """(operation, micro_batch) of the open spans of its call, the outermost first; (): none, or unknown."""
 
@@ -149,6 +149,12 @@ class NodeFiles(Protocol):
 
         mirrored: folder -> rank that writes it; the controller's node gets its files, and loses those that are gone.
         """
+
+    def holders(self) -> dict[str, list[str]]:
+        """Return file -> nodes that have it, for ``resume``."""
+
+    def resume(self, holders: Mapping[str, Collection[str]]) -> None:
+        """Know again, in the next controller, which of the nodes have which files."""
 
     def wait(self) -> Copied:
         """Wait for the copies that ``begin`` began."""

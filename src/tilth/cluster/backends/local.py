@@ -37,7 +37,7 @@ END = 10.0
 
 class LocalBackend:
     """Workers as processes of this machine. start: ranks to start here (None: all); a launcher starts the others, which
-    connect to ``folder``."""
+    connect to ``folder``. lasting: scratch folder that outlives controllers."""
 
     def __init__(
         self,
@@ -47,11 +47,12 @@ class LocalBackend:
         *,
         folder: SessionDir | None = None,
         start: Sequence[int] | None = None,
+        lasting: str = "",
     ) -> None:
         _check(workers, gpus, start is None)
         self.workers = workers
         self.folder = folder or SessionDir.create()
-        self.scratch = str(self.folder.scratch)
+        self.scratch = lasting or str(self.folder.scratch)
         self.store = FolderStore(self.folder.payload, "controller")
         self.links: list[WorkerConnection] = []
         self.watch = self._watch()
@@ -181,6 +182,7 @@ class LocalBackend:
             message = f"rank {launched[0]} was started by a launcher, which must start it again"
             raise WorkerLost(message, key="cluster.start")
         self.kill(ranks)
+        self._kills = oom_kills()  # those before have had their effect
         for rank in ranks:
             self.links[rank].close()
             self._processes[rank].wait(END)

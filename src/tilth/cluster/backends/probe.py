@@ -19,12 +19,16 @@ SILENT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBI
 """States of a process that answers nothing."""
 TAIL = 4000
 """Bytes of a lost worker's log in its error."""
+FATAL = "Fatal Python error: "
+"""Beginning of the stacks of a process that a signal of its own ends, as that of an abort."""
 
 
 def show_stacks(path: Path) -> None:
-    """Append the stacks of all threads of this process to a file on each SIGUSR1, whatever Python does."""
+    """Append the stacks of all threads of this process to a file on each SIGUSR1, whatever Python does, and before it
+    ends by an abort or a fault."""
     stack = open(path, "w")  # noqa: SIM115 - it stays open: the signal handler writes to it
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)
 
 
 class NodeProbe:
@@ -40,8 +44,15 @@ class NodeProbe:
         try:
             state = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
-            return Probe(rank, pid, GONE, doing, "", opened)
-        return Probe(rank, pid, state, doing, "" if state in SILENT else self._stack(rank, pid), opened)
+            return Probe(rank, pid, GONE, doing, self._fatal(rank), opened)
+        stack = self._fatal(rank) if state in SILENT else self._stack(rank, pid)
+        return Probe(rank, pid, state, doing, stack, opened)
+
+    def _fatal(self, rank: int) -> str:
+        """Return the stacks with which a worker ended; "" if it did not write them."""
+        path = self.folder.stack(rank)
+        _, head, text = path.read_text(errors="replace").rpartition(FATAL) if path.exists() else ("", "", "")
+        return head + text if head else ""
 
     def _stack(self, rank: int, pid: int) -> str:
         """Return what the worker's handler of SIGUSR1 appends to its file."""
@@ -59,6 +70,7 @@ class NodeProbe:
         """Describe a lost worker: how it ended, its current call, the end of its log."""
         phase = self.board.read(rank)
         doing = f"while in {phase}" if phase else "between calls"
+        doing += f" ({fatal.splitlines()[0]})" if (fatal := self._fatal(rank)) else ""
         return f"the worker (process {pid}) {how} {doing}{self.log_end(rank)}"
 
     def log_end(self, rank: int) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tilth.cluster.backends.base import Call, Probe, Reply, place_of, settle
@@ -23,6 +24,8 @@ from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.backends.ray_watch import Machine, NodeWatch, Process, unreachable
 from tilth.core.errors import RecipeError, TilthError, WorkerError, WorkerLost
 
+SESSION = "session"
+"""File of the folder that outlives controllers with the name of the session of the last one."""
 START = 120.0
 """Seconds in which all workers must run, on an idle machine (``patience``)."""
 LOOK = 5.0
@@ -38,11 +41,19 @@ class RayBackend:
     this machine, which listens on the loopback interface only, with a token, and ends with this backend.
 
     spares: actors that have imported what roles need and wait for a rank (``guard.spares``). Each takes the room of a
-    worker.
+    worker. lasting: folder of this machine that outlives controllers: the scratch folder if there is one node, else it
+    names the session whose scratch folders the next controller's agents take over.
     """
 
     def __init__(
-        self, workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False, spares: int = 0
+        self,
+        workers: int,
+        *,
+        timeout: float = 600.0,
+        address: str = "",
+        gpus: bool = False,
+        spares: int = 0,
+        lasting: str = "",
     ) -> None:
         if workers < 1:
             raise RecipeError(f"cluster.workers = {workers}: at least 1 is needed", key="cluster.workers")
@@ -59,7 +70,9 @@ class RayBackend:
         self._lock = threading.RLock()
         self._encoded: tuple[Call | None, int, Any] = None, 0, b""
         self._meeting: Any = None
-        self._several, self._node = False, ""
+        self._several, self._node, self._lasting = False, "", lasting
+        known = Path(lasting) / SESSION
+        self._former = known.read_text() if lasting and known.exists() else ""
         self._watch: NodeWatch | None = None
         self._closed = False
         self._started = connect(self._ray, workers, address, spares)
@@ -85,6 +98,9 @@ class RayBackend:
             self._machines, self._wait_for([one.agent.folder.remote() for one in self._machines])
         ):
             machine.folder = folder
+        if self._lasting:
+            (Path(self._lasting) / SESSION).write_text(f"ray-{self._name}")
+            self._former = ""
         self.store = RayStore(self._name, self._machines[0].home, "controller", self._living_homes)
         self._init_method = self._meeting_place(len(nodes))
         self._processes = [self._start(machines[i]) for i in on]
@@ -106,7 +122,8 @@ class RayBackend:
     def _machine(self, node: Node) -> Machine:
         home, self._homes = self._homes, self._homes + 1
         options = {"num_cpus": 0, "max_concurrency": THREADS, "name": agent_name(self._name, home)}
-        return Machine(node, home, self._actor(NodeAgent, node, f"ray-{self._name}", self.workers, **options))
+        names = f"ray-{self._name}", self.workers, self._former
+        return Machine(node, home, self._actor(NodeAgent, node, *names, **options))
 
     def _start(self, machine: Machine) -> Process:
         """Start the process of a worker or spare."""
@@ -253,6 +270,8 @@ class RayBackend:
 
     @property
     def scratch(self) -> str:
+        if self._lasting and not self._several and self._here() is not None:
+            return self._lasting
         folders = {machine.folder for machine in self._machines}
         return f"{folders.pop()}/scratch" if len(folders) == 1 and self._here() is not None else ""
 

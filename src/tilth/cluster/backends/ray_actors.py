@@ -9,6 +9,7 @@ import pickle
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -41,6 +42,9 @@ ANSWER = 20.0
 """Seconds for a piece of a file from another node."""
 GONE = 5.0
 """Seconds for processes to vanish; the system frees their memory first."""
+LATELY = 2 * GONE
+"""Seconds before the end of a worker in which the kernel must have killed a process for want of memory, if that was
+this one."""
 
 
 class NodeAgent:
@@ -49,17 +53,23 @@ class NodeAgent:
     It owns its columns in Ray's object store, so they outlive the worker that put them.
     """
 
-    def __init__(self, name: str, workers: int) -> None:
-        """name: of the session directory, equal on all machines; another agent of this machine may have it already."""
+    def __init__(self, name: str, workers: int, former: str = "") -> None:
+        """name: of the session directory, equal on all machines; another agent of this machine may have it already.
+
+        former: name of the session of a controller that was killed, whose snapshots this one takes over.
+        """
         try:
-            self._folder = SessionDir.create(name)
+            self._folder = SessionDir.create(name, former)
+            if former and (left := SessionDir.find(former)) is not None:
+                self._folder.inherit(left, ANSWER)
         except StorageError:
             if SessionDir.find(name) is None:
                 raise
             self._folder = SessionDir.create()
         self._watch = NodeProbe(self._folder, workers)
         self._scratch = Scratch(self._folder.scratch)
-        self._kills = oom_kills()
+        self._kills = deque([(time.monotonic(), oom_kills())])
+        """The kernel's kills for want of memory at looks of the last ``LATELY`` seconds, and at the last before."""
         self._lock = threading.Lock()
         self._columns: dict[str, tuple[Any, int]] = {}  # reference, bytes
 
@@ -100,15 +110,26 @@ class NodeAgent:
         workers: process id -> rank.
         """
         gone = _ended(workers, EVERY)
+        self._count_kills()
         lives = {rank: self._watch.board.life(rank) for rank in workers.values()}
         return lives, {pid: self.ending(workers[pid], pid) for pid in gone}
 
     def ending(self, rank: int, pid: int) -> str:
         """Describe how a worker was lost. Only its parent, which is Ray's, learns the signal."""
-        how, now = "has died", oom_kills()
-        if self._kills is not None and now is not None and now > self._kills:
-            how += f" {MEMORY_RAN_OUT}the kernel has killed {now - self._kills} processes since the run began)"
+        how, lately = "has died", self._count_kills()
+        if lately:
+            how += f" {MEMORY_RAN_OUT}the kernel has killed {lately} processes in the last {LATELY:g} s)"
         return self._watch.ending(rank, pid, how)
+
+    def _count_kills(self) -> int:
+        """Return how many processes the kernel has killed for want of memory lately."""
+        now, count = time.monotonic(), oom_kills()
+        with self._lock:
+            self._kills.append((now, count))
+            while now - self._kills[1][0] > LATELY:
+                self._kills.popleft()
+            before = self._kills[0][1]
+        return 0 if count is None or before is None else count - before
 
     def kill(self, pids: Sequence[int]) -> None:
         """Kill workers with their children, also stopped ones, which do not react to Ray."""
@@ -123,7 +144,7 @@ class NodeAgent:
     def read(self, name: str, offset: int) -> tuple[np.ndarray, int, int]:
         return self._scratch.read(name, offset)
 
-    def listing(self, folder: str) -> dict[str, tuple[int, int]]:
+    def listing(self, folder: str) -> dict[str, tuple[int, int]] | None:
         return self._scratch.listing(folder)
 
     def fetch(self, sources: Mapping[str, Any]) -> tuple[int, float]:
@@ -212,7 +233,7 @@ class RayWorker:
         note = partial(board.mark, rank)
         self._host = Executor(rank, workers, store, init_method=init_method, timeout=timeout, note=note)
         control.serve(place.control(rank), self._host.control)
-        publish_life(partial(board.beat, rank))
+        publish_life(partial(board.beat, rank), self._host.is_patient)
         return os.getpid()
 
     def answer(self, data: bytes) -> bytes:

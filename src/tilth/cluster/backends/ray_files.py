@@ -62,6 +62,15 @@ class RayFiles:
             if (source := self._of(rank)) is not here:
                 self._running.append(_Move(here.agent.mirror.remote(folder, source.agent), here, {folder: source}))
 
+    def holders(self) -> dict[str, list[str]]:
+        """Return file -> nodes that have it, for ``resume``."""
+        return {name: sorted(machine.node.id for machine in machines) for name, machines in self._there.items()}
+
+    def resume(self, holders: Mapping[str, Collection[str]]) -> None:
+        """Know again, in the next controller, which of the nodes have which files."""
+        living = {machine.node.id: machine for machine in self._machines()}
+        self._there = {name: {living[one] for one in nodes if one in living} for name, nodes in holders.items()}
+
     def wait(self) -> Copied:
         """Wait for the copies that ``begin`` began; return what they were."""
         nbytes, seconds, problem = 0, 0.0, ""

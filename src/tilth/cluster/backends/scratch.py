@@ -29,8 +29,10 @@ class Scratch:
         data = np.fromfile(path, np.uint8, max(0, min(PIECE, size - offset)), offset=offset)
         return data, xxhash.xxh3_64_intdigest(data.data), size
 
-    def listing(self, folder: str) -> dict[str, tuple[int, int]]:
-        """Return name -> (size, time of the last change in ns) of the files of a folder."""
+    def listing(self, folder: str) -> dict[str, tuple[int, int]] | None:
+        """Return name -> (size, time of the last change in ns) of the files of a folder; None if there is none."""
+        if not (self.folder / folder).is_dir():
+            return None
         found = sorted((self.folder / folder).glob("[!.]*"))
         return {path.name: ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in found}
 
@@ -57,9 +59,12 @@ class Scratch:
             temporary.unlink(missing_ok=True)
         return offset
 
-    def mirror(self, folder: str, listing: Mapping[str, tuple[int, int]], read: Read) -> int:
-        """Make a folder equal to another node's: fetch what is new or has changed, remove the rest; return bytes."""
-        ours, nbytes = self.listing(folder), 0
+    def mirror(self, folder: str, listing: Mapping[str, tuple[int, int]] | None, read: Read) -> int:
+        """Make a folder equal to another node's: fetch what is new or has changed, remove the rest; return bytes. It
+        stays as it is if the other node has none."""
+        if listing is None:
+            return 0
+        ours, nbytes = self.listing(folder) or {}, 0
         for name, (size, changed) in listing.items():
             if ours.get(name) != (size, changed):
                 nbytes += self.fetch(f"{folder}/{name}", read)

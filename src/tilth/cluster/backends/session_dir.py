@@ -6,6 +6,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,14 +36,15 @@ class SessionDir:
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, name: str = "") -> "SessionDir":
+    def create(cls, name: str = "", former: str = "") -> "SessionDir":
         """Create a directory and remove those of dead controllers. Raises StorageError.
 
-        name: lets other processes ``find`` it; "": a random name.
+        name: lets other processes ``find`` it; "": a random name. former: of a directory that stays, for ``inherit``.
         """
         root, prefix = _root(), f"tilth-{os.getuid()}-"
         for path in root.glob(f"{prefix}*"):
-            _remove_if_left(path)
+            if not former or path.name != f"{prefix}{former}":
+                _remove_if_left(path)
         try:
             folder = cls(_named(root / f"{prefix}{name}") if name else Path(tempfile.mkdtemp(prefix=prefix, dir=root)))
             folder.payload.mkdir()
@@ -65,6 +67,25 @@ class SessionDir:
         """Return the directory that another process created under this name; None if there is none."""
         places = (root / f"tilth-{os.getuid()}-{name}" for root in (SHARED_MEMORY, Path(tempfile.gettempdir())))
         return next((cls(path) for path in places if path.exists()), None)
+
+    def inherit(self, former: "SessionDir", seconds: float) -> None:
+        """Take the scratch folder of a directory whose owner is dead, or dies within some seconds, and remove it. The
+        folder of one that lives stays where it is."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                with _opened(former.path, os.O_DIRECTORY) as place, _opened(_ALIVE, os.O_NONBLOCK, place) as lock:
+                    if _is_ours(place, stat.S_ISDIR) and _is_ours(lock, stat.S_ISREG):
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        os.rename(former.scratch, self.scratch)  # an empty folder gives way
+                        shutil.rmtree(former.path, ignore_errors=True)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.05)  # it is being killed by Ray: nothing to wait on
+            except FileNotFoundError:
+                return
 
     @property
     def key(self) -> bytes:

@@ -25,6 +25,8 @@ from tilth.trace.spans import Total, recorder, span
 
 IMPORT = 120.0
 """Seconds that imports may take even if ``cluster.timeout`` is less, on an idle machine (``patience``)."""
+PATIENCE = 4
+"""Times ``guard.hang_after`` for which a patient call may be without progress: it waits for a disk or for others."""
 LEAVE = 10.0
 """Seconds for roles to close when the controller leaves with an exception."""
 
@@ -59,11 +61,15 @@ class Cluster:
         self.groups.append(group)
         return group
 
-    def watch(self, hang_after: float, *, keep: bool) -> None:
+    def watch(self, hang_after: float, *, keep: bool, waits: float = 0.0) -> None:
         """Fail calls whose worker gives no sign of life for ``hang_after`` seconds. Has no effect on a backend that
-        cannot replace workers. keep: keep the workers after a failure, for ``repair``."""
+        cannot replace workers. keep: keep the workers after a failure, for ``repair``.
+
+        waits: seconds that a patient call may wait for something which has a limit of its own; without progress it
+        fails after ``PATIENCE`` times as long, or that of ``hang_after``.
+        """
         if self.repairable is not None:
-            self.dispatch.hang_after = hang_after
+            self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * max(hang_after, waits)
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
     def repair(self, lost: Collection[int], quiet: float, evicted: Collection[int] = ()) -> list[int]:
@@ -72,13 +78,15 @@ class Cluster:
         lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end;
         evicted: those of them whose nodes are given up too.
         Those of the others that still have calls when none has ended for ``quiet`` seconds are replaced too: they may
-        wait for one that has left the collective with an error. Payload is freed. Every role with a
+        wait for one that has left the collective with an error. So are those that do not answer: several may have died
+        at once. Payload is freed. Every role with a
         replaced worker must be made again (``make``). Raises WorkerLost if a worker cannot be replaced.
         """
         backend = self.repairable
         assert backend is not None
         backend.kill(lost)
         gone = {*lost, *self.dispatch.settle(quiet)}
+        gone |= self.dispatch.silent(set(range(self.workers)) - gone, LEAVE)
         backend.kill(gone)
         self.dispatch.settle(LEAVE)
         self.dispatch.forget()
@@ -231,15 +239,16 @@ def open_cluster(
     gpus: bool = False,
     policy: FailurePolicy = ABORT,
     spares: int = 0,
+    lasting: str = "",
 ) -> Cluster:
     """Start the workers of the backend that ``cluster.backend`` names.
 
     timeout: seconds that one call may take. address: of a Ray cluster ("": start one here). gpus: each worker gets a
-    GPU of its own. policy: decides what a failure does. spares: of a backend that has them. Raises RecipeError for a
-    backend that is not declared, is not installed or cannot have this many workers, PluginError for a declared class
-    that is no backend or cannot start.
+    GPU of its own. policy: decides what a failure does. spares: of a backend that has them. lasting: folder of a
+    supervised run, which outlives this process. Raises RecipeError for a backend that is not declared, is not installed
+    or cannot have this many workers, PluginError for a declared class that is no backend or cannot start.
     """
-    more = {"spares": spares} if spares else {}
+    more = ({"spares": spares} if spares else {}) | ({"lasting": lasting} if lasting else {})
     made = _backend(backend, workers, timeout=timeout, address=address, gpus=gpus, **more)
     return Cluster(made, timeout, policy)
 

@@ -77,9 +77,13 @@ class Life:
                 self._beat[rank] = now
             self._seen[rank] = work, beats
 
-    def since(self, rank: int, patient: bool) -> float:
-        """Return when a look last saw it get on with its work, or (patient) its process run, in monotonic seconds."""
-        return self._beat[rank] if patient else self._work[rank]
+    def work(self, rank: int) -> float:
+        """Return when a look last saw it get on with its work, in monotonic seconds."""
+        return self._work[rank]
+
+    def beat(self, rank: int) -> float:
+        """Return when a look last saw its process run, in monotonic seconds."""
+        return self._beat[rank]
 
 
 @dataclass(eq=False)
@@ -100,13 +104,16 @@ class Dispatch:
     """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for it.
 
     hang_after: seconds that a call may take without progress of its worker, a patient one without a running process;
-    inf: no limit.
+    inf: no limit. patience: seconds that a patient one may take without progress.
     """
 
     def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
         self.backend = backend
-        self.timeout, self.hang_after = timeout, math.inf
+        self.timeout, self.hang_after, self.patience = timeout, math.inf, math.inf
         self.policy = policy
+        self.longest = 0.0, ""
+        """Longest time in seconds that a call was without progress before it got on, and the call's name."""
+        self._looked = 0.0
         self._life = Life(backend)
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
@@ -209,6 +216,14 @@ class Dispatch:
                     break
             return [rank for rank, queue in enumerate(self._flying) if queue]
 
+    def silent(self, ranks: Iterable[int], seconds: float) -> set[int]:
+        """Return those of these idle workers that do not answer within ``seconds``: they are dead, or stand still."""
+        call = Call("", "clock", patient=True)
+        asked = [self.submit(rank, call) for rank in ranks]
+        with self._changed:
+            self._changed.wait_for(lambda: all(flight.landed for flight in asked), seconds)
+            return {one.rank for one in asked if not one.landed or one.future.exception() is not None}
+
     def forget(self) -> None:
         """Forget failures that have been dealt with; no call is in flight."""
         with self._changed:
@@ -223,8 +238,15 @@ class Dispatch:
 
     def _look(self) -> None:
         """Look for signs of life of the busy workers. (Called with the lock.)"""
-        if not math.isinf(self.hang_after):
-            self._life.look(rank for rank, queue in enumerate(self._flying) if queue)
+        if math.isinf(self.hang_after):
+            return
+        busy = {rank: queue[0].call for rank, queue in enumerate(self._flying) if queue}
+        before = {rank: self._last(rank) for rank, call in busy.items() if not call.patient}
+        self._life.look(busy)
+        now, looked, self._looked = time.monotonic(), self._looked, time.monotonic()
+        for rank, since in before.items() if now - looked < 10 * LOOK else ():  # else nobody knows since when
+            if (stood := self._last(rank) - since) > self.longest[0]:
+                self.longest = stood, busy[rank].name
 
     def _limit(self) -> float:
         """Return the earliest deadline of the running calls. (Called with the lock.)"""
@@ -237,11 +259,20 @@ class Dispatch:
 
     def _last(self, rank: int) -> float:
         """Return when this rank's running call last made progress, or began. (Called with the lock.)"""
-        return max(self._since[rank], self._life.since(rank, self._flying[rank][0].call.patient))
+        return self._stand(rank)[0]
 
     def _hangs_at(self, rank: int) -> float:
         """Return when this rank's running call has been without progress for too long. (Called with the lock.)"""
-        return self._last(rank) + self.hang_after
+        return sum(self._stand(rank))
+
+    def _stand(self, rank: int) -> tuple[float, float]:
+        """Return since when this rank's running call has been without progress, and for how many seconds it may be: of
+        two limits of a patient call the one that ends first. (Called with the lock.)"""
+        call, began = self._flying[rank][0].call, self._since[rank]
+        work, beat = max(began, self._life.work(rank)), max(began, self._life.beat(rank))
+        if not call.patient:
+            return work, self.hang_after
+        return min((work, max(self.patience, call.least)), (beat, self.hang_after), key=sum)
 
     def _first_failure(self) -> BaseException | None:
         """Return the failure that caused the others: a lost worker, else one outside of collectives, else the first.
@@ -263,8 +294,9 @@ class Dispatch:
         calls = dict(late)
         with self._changed:
             now = time.monotonic()
-            hangs = any(self._flying[rank] and self._hangs_at(rank) <= now for rank in calls)
-        return overdue(calls, self._probes(), self.timeout, self.hang_after if hangs else 0.0)
+            hangs = [self._stand(rank)[1] for rank in calls if self._flying[rank] and self._hangs_at(rank) <= now]
+        limit = "guard.hang_after" if self.hang_after in hangs else "a call that may wait, by guard.hang_after"
+        return overdue(calls, self._probes(), self.timeout, f"{min(hangs):g} s ({limit})" if hangs else "")
 
     def _absence(self) -> CallTimeout | None:
         """Return the error that names the ranks which did not join a collective that timed out for others.

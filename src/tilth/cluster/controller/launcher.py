@@ -105,10 +105,12 @@ def _check(launch: Launch, backend: str, workers: int) -> None:
         )
 
 
-def local_backend(workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False) -> LocalBackend:
+def local_backend(
+    workers: int, *, timeout: float = 600.0, address: str = "", gpus: bool = False, lasting: str = ""
+) -> LocalBackend:
     """Return the local backend over the workers that a launcher has started, or over new ones if there are none."""
     if not _waiting:
-        return LocalBackend(workers, timeout, gpus)
+        return LocalBackend(workers, timeout, gpus, lasting=lasting)
     return LocalBackend(workers, timeout, gpus, folder=SessionDir.create(_waiting.pop().name), start=[0])
 
 

@@ -25,15 +25,15 @@ _IMPORT = '  File "<frozen importlib.'
 _FILE = re.compile(r'  File "([^"]*)"')
 
 
-def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float, hang_after: float = 0.0) -> CallTimeout:
+def overdue(late: Mapping[int, Call], probes: Sequence[Probe], limit: float, stood: str = "") -> CallTimeout:
     """Return the error of calls that exceeded their limit, with a paragraph per rank: stopped, late, others.
 
     late: rank -> overdue call; the error names those that the others wait for, if any. limit: ``cluster.timeout``; a
-    call may have more (``Call.least``). hang_after: seconds without progress, if that is the limit; 0: it is not.
+    call may have more (``Call.least``). stood: time without progress, if that is the limit; "": it is not.
     """
     least = max((call.least for call in late.values()), default=0.0)
     within = f"no answer within {limit:g} s (cluster.timeout)" if limit >= least else f"no answer within {least:g} s"
-    within = f"no progress for {hang_after:g} s (guard.hang_after)" if hang_after else within
+    within = f"no progress for {stood}" if stood else within
     named = absent(late, probes) or list(late)
     waiting = [rank for rank in late if rank not in named]
     more = f"; {_waited_for(waiting, named)} in a collective" if waiting else ""

@@ -56,6 +56,7 @@ class Executor:
         self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
         self.phase, self.since = "", time.monotonic()
+        self._patient = False
         self.left = False
         """True if the newest call left a collective with an error."""
         self._note = note
@@ -67,6 +68,7 @@ class Executor:
         """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory, and an exception of a plugin's
         code a PluginError."""
         self._mark(call.name)
+        self._patient = call.patient
         self.store.lease = call.lease
         try:
             value = self._run(call)
@@ -81,6 +83,10 @@ class Executor:
         finally:
             self._mark("")
         return Reply(value if call.answer else None, {} if self.alone else recorder.rows())
+
+    def is_patient(self) -> bool:
+        """Return True while the running call is patient, or the last one was."""
+        return self._patient
 
     def answer(self, call: Call) -> Reply | Failure:
         """Execute a call of another process; an exception becomes a Failure, which can be pickled."""

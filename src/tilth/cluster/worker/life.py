@@ -2,7 +2,8 @@
 
 A thread publishes how many spans the thread that executes calls has ended, and how often it has published. It needs
 the GIL for that. So both numbers stand still in a process that is stopped or in which something holds the GIL, and the
-first one where the thread that executes calls waits, or loops without end.
+first one where the thread that executes calls waits, or loops without end. In a call that may wait for long (a patient
+one) the first number grows with what its threads read and write, too, with imports and with memory that is touched.
 """
 
 import itertools
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from tilth.trace.spans import recorder
 
@@ -17,23 +20,43 @@ EVERY = 0.25
 """Seconds between two updates."""
 COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 """Files of torch.compile that are on the stack while it compiles, and not while compiled code runs."""
+HELPERS = ("life", "control", "receive", "trace-writer")
+"""Threads of a worker that do no work of a call."""
 
 
-def publish_life(publish: Callable[[int, int], None]) -> None:
+def publish_life(publish: Callable[[int, int], None], is_patient: Callable[[], bool]) -> None:
     """Call ``publish`` from a daemon thread with the work of the calling thread, and the number of the call.
 
-    The work grows while torch.compile works too, which ends no span for minutes.
+    The work grows while torch.compile works too, which ends no span for minutes. is_patient: returns whether the
+    running call is patient.
     """
     thread = threading.get_ident()
 
     def run() -> None:
-        compiling = 0
+        compiling = moved = 0
+        seen: tuple[int, ...] = ()
         for beats in itertools.count():
             compiling += _compiles(thread)
-            publish(recorder.ended(thread) + compiling, beats)
+            if is_patient():
+                before, seen = seen, (*_moved(), len(sys.modules))
+                moved += before != seen
+            publish(recorder.ended(thread) + compiling + moved, beats)
             time.sleep(EVERY)  # nothing to wait on: the other thread must not pay for it
 
     threading.Thread(target=run, name="life", daemon=True).start()
+
+
+def _moved() -> tuple[int, int]:
+    """Return the bytes that the threads of this process have read and written, and their page faults."""
+    nbytes = faults = 0
+    for one in threading.enumerate():
+        if one.name not in HELPERS and one.native_id is not None:
+            place = Path(f"/proc/self/task/{one.native_id}")
+            with suppress(OSError):  # no Linux, or the thread has just ended
+                nbytes += sum(int(line.split()[1]) for line in (place / "io").read_text().splitlines()[:2])
+                words = (place / "stat").read_text().rpartition(")")[2].split()
+                faults += int(words[7]) + int(words[9])
+    return nbytes, faults
 
 
 def _compiles(thread: int) -> bool:

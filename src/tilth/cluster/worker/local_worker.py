@@ -64,7 +64,7 @@ def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, t
         note=partial(board.mark, rank),
     )
     control.serve(folder.control(rank), host.control)
-    publish_life(partial(board.beat, rank))
+    publish_life(partial(board.beat, rank), host.is_patient)
     show_open(board.room(rank))
     controller.send_bytes(f"{rank} {os.getpid()}".encode())
     Serving(controller, host).run()
