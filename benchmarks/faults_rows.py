@@ -40,7 +40,8 @@ class Row:
     mount: int = 0
     """Size of a file system of its own in MB; 0: none."""
     shared: int = 0
-    """Size in MB of a /dev/shm of its own, which no other process sees; 0: that of the machine."""
+    """Size in MB of a /dev/shm of its own, which no other process sees; 0: that of the machine. A session uses one
+    with 1 GiB free only."""
     workers: int = 0
     """0: as many as asked for."""
 
@@ -110,7 +111,7 @@ ROWS = [
     Row(11, "the kernel kills a rank that exceeds its memory", each("oom-kill"), ("out-of-memory",)),
     Row(11, "a rank can open no further file", each("files"), ("files",)),
     Row(11, "/dev/shm is full for 4 s", each("fill-shared"), ("storage", "error", "crash", "out-of-memory"),
-        named=False, told=FULL, shared=64, per_run=2),
+        named=False, told=FULL, shared=1200, per_run=2),
     Row(12, "a process of the reward is killed", each("kill-reward"), ()),
     Row(12, "the worker that loads data is killed while it does", each("kill", at=("loader.encode",), rank=0),
         ("crash",)),
