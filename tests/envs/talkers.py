@@ -47,6 +47,21 @@ class Talker(tilth.Environment):
         return {"reward": len(self.heard), "first": len(self.heard[0])}
 
 
+class Closes(tilth.Environment):
+    """Writes to a file at its end."""
+
+    def reset(self, info):
+        self.path = info["path"]
+        return [{"role": "user", "content": "go"}]
+
+    def step(self, message):
+        raise RuntimeError("as asked")
+
+    async def close(self):
+        with open(self.path, "a") as file:
+            file.write("closed\n")
+
+
 class Wide(tilth.Environment):
     """Tools that misbehave."""
 

@@ -99,6 +99,23 @@ def test_a_record_that_cannot_begin(pool):
     assert found.status == "error" and "no such record" in found.reason
 
 
+def test_an_episode_is_closed_whatever_its_end_was(tmp_path):
+    pool = EnvironmentPool(TALKER.replace(":Talker", ":Closes"), timeout=10.0)
+    try:
+        for i in range(2):
+            pool.begin(i, {"path": str(tmp_path / f"{i}")})
+        take(pool, 2)
+        pool.step(0, {"role": "assistant", "content": ""})
+        assert take(pool, 1)[0].status == "error"
+        pool.end(1)
+        until = time.monotonic() + 30
+        while not all((tmp_path / f"{i}").exists() for i in range(2)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert [(tmp_path / f"{i}").read_text() for i in range(2)] == ["closed\n"] * 2
+    finally:
+        pool.close()
+
+
 def test_names_that_are_none():
     with raises(PluginError, "rollout.environment"):
         EnvironmentPool("nothing")

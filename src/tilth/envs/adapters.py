@@ -95,6 +95,10 @@ class VerifiersEnvironment(Environment, declares=False):
         """Return what it offers with its newest request; it calls them itself."""
         return {tool.name: _Offered(tool) for tool in self._policy.tools or ()}
 
+    def close(self) -> None:
+        """Cancel its loop if it still runs."""
+        self._rollout.cancel()
+
     async def _next(self) -> tuple[list[Message], bool]:
         """Wait for its next request or its end; return the messages that the policy has not seen."""
         asked = asyncio.ensure_future(self._policy.asked.get())
@@ -268,8 +272,11 @@ class GymnasiumEnvironment(Environment, declares=False):
 
     def reward(self) -> dict[str, float]:
         """Return the sum of rewards."""
-        self._env.close()
         return {"reward": self._total, "steps": float(self._steps)}
+
+    def close(self) -> None:
+        """Close the game."""
+        self._env.close()
 
     def _make(self) -> Any:
         import gymnasium

@@ -84,6 +84,9 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} has no method reward")
 
+    def close(self) -> Any:
+        """Release what the episode holds; called at its end, whatever the end was. Default: nothing."""
+
     def call_tools(self, message: Message) -> list[Message]:
         """Call the tools that a message names, in order; an unknown or broken call gets an answer that says so."""
         known = self.tools()

@@ -11,6 +11,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
@@ -98,6 +99,9 @@ def _episode(kind: type[Environment], queue: "SimpleQueue[Asked]", answers: _Ans
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this episode alone
             found = {"error": describe(error)}
         answers.send({"episode": asked.episode, **found})
+    if environment is not None:
+        with suppress(Exception):  # nobody waits for it any more
+            _awaited(environment.close())
     loop.close()
 
 
