@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tilth.guard.updates import (
     read_updates,
     request,
 )
+from tilth.guard.updates import now as time_now
 from tilth.runs.readers import read_state
 
 
@@ -93,7 +93,7 @@ def _update(
         after.guard.restarts,
         urgent,
         asked_by(),
-        datetime.now(UTC).isoformat(timespec="milliseconds"),
+        time_now(),
     )
 
 

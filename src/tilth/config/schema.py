@@ -459,6 +459,11 @@ class GuardConfig(Section):
         description="workers of the ray backend that have started and wait: one takes the place of a worker that is "
         "lost, or of one whose node is; a local worker is forked in a fraction of a second instead",
     )
+    shrink: bool = Field(
+        True,
+        description="where a lost worker cannot be replaced: go on with fewer that divide the rows of a batch (dp, "
+        "fsdp), so that sums of gradients differ in their last bits; false: the run ends",
+    )
     hang_after: float = Field(
         120.0,
         ge=1,

@@ -6,17 +6,25 @@ the next controller --> the state from memory --> first commit: in force | fails
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import psutil
 
+from tilth.config.schema import Recipe
+from tilth.core.errors import TilthError, WorkerLost
 from tilth.core.write_queue import PROMPT
 from tilth.flows.run import Run
+from tilth.flows.shrinking import smaller
 from tilth.guard.supervisor import Inherited
-from tilth.guard.updates import LATEST, State, Update, keep_code, path_of, read_updates
+from tilth.guard.updates import LATEST, Change, State, Update, allowed, keep_code, now, path_of, read_updates, request
 from tilth.runs.directory import RunDir
 from tilth.runs.signals import HandOver
+
+UNREPLACED = ("cluster.start", "guard.spares")
+"""Keys of the errors of a worker that no other takes the place of."""
+BY = "guard"
+"""Who asks for fewer workers."""
 
 
 class HotUpdates:
@@ -78,6 +86,32 @@ class HotUpdates:
         """Leave the run to the next controller: HandOver."""
         title = ", ".join(one.title() for one in self.waiting())
         raise HandOver(f"another controller goes on with {title}", key="guard.update")
+
+    def instead_of(self, error: TilthError, recipe: Recipe, lost: Collection[int]) -> None:
+        """Leave (HandOver) instead of ending by this error, if an update waits or fewer workers can go on.
+
+        lost: workers that are to be replaced.
+        """
+        if self.waiting():
+            self.leave()
+        self._shrink(recipe, error, lost)
+
+    def _shrink(self, recipe: Recipe, error: TilthError, lost: Collection[int]) -> None:
+        """Leave for fewer workers (HandOver) if these cannot be replaced and a smaller layout works."""
+        unreplaced = isinstance(error, WorkerLost) and error.key in UNREPLACED
+        if not (unreplaced and lost and self._taken and recipe.guard.shrink):
+            return
+        overrides, changes = smaller(self._directory.path, recipe, lost)
+        if not overrides:
+            self._directory.say("no smaller layout works without the workers that are lost")
+            return
+        whole = (*self._handed.change.overrides, *overrides)
+        allow = (*self._handed.change.allow, *allowed(changes))
+        made = Update(Change(0, whole, allow), changes, recipe.guard.restarts, True, BY, now())
+        ranks = ", ".join(map(str, sorted(lost)))
+        self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
+        request(self._directory.path, made)
+        self.leave()
 
     def waiting(self) -> list[Update]:
         """Return the updates that wait; none before the first commit with earlier ones."""

@@ -230,8 +230,8 @@ def _train(
                 raise
             except TilthError as error:
                 if error is failed:  # it is hopeless
-                    if updates is not None and updates.waiting():
-                        updates.leave()
+                    if updates is not None:
+                        updates.instead_of(error, parts.recipe, survival.lost)
                     raise
                 run.saving.give_up(0.0)
                 failed = error

@@ -84,6 +84,11 @@ class Survival:
         more = f"; if nothing hangs there, it takes longer than guard.hang_after = {limit:g}: use more, as "
         return f"{more}guard.hang_after={max(4 * limit, 120.0):g}"
 
+    @property
+    def lost(self) -> AbstractSet[int]:
+        """Workers that could not be replaced yet."""
+        return self._lost
+
     def _judge(self, error: TilthError) -> Verdict | None:
         """Return the verdict on an error, with what the living workers know."""
         verdict = verdict_of(error)

@@ -198,6 +198,11 @@ def asked_by() -> str:
     return f"{user}@{os.uname().nodename}"
 
 
+def now() -> str:
+    """Return the time of a request."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:
     """Copy plugins that are files, with modules beside them that they import, into the run; return where they are.
 

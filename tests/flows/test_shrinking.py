@@ -1,0 +1,114 @@
+"""A run whose lost worker cannot be replaced goes on with fewer."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cli.test_whole import ENVIRONMENT, TILTH
+from tests.patience import patience
+from tilth.config.axes import AXES
+from tilth.config.load import dump_toml, load_recipe
+from tilth.config.schema import LayoutConfig
+from tilth.flows.shrinking import ROWS, _fit, smaller
+from tilth.guard.updates import read_updates
+from tilth.runs.readers import read_metrics, read_state
+
+PLUGIN = str(Path(__file__).with_name("shrunk.py"))
+SHAPE = ["model.hidden=16", "model.layers=2", "model.heads=2", "model.ffn=32", "data.digits=1", "train.threads=1"]
+SFT = [
+    *("flow=sft", *SHAPE, "supervised.steps=7", "supervised.batch=16", "supervised.check_every=100", "run.name=a"),
+    *("run.eval_prompts=8", "cluster.backend=local", "policy.layout.tp=2"),
+]
+
+
+def over(*overrides):
+    return load_recipe("addition-grpo", [*SHAPE, "cluster.backend=local", *overrides])
+
+
+@pytest.mark.parametrize(
+    "sections, lost, expected",
+    [
+        (["cluster.workers=4"], [3], {"cluster.workers=3"}),
+        (["cluster.workers=4", "policy.layout.fsdp=4"], [0], {"cluster.workers=3", "policy.layout.fsdp=3"}),
+        (["cluster.workers=4", "policy.layout.tp=2"], [1], {"cluster.workers=2"}),
+        (
+            ["cluster.workers=8", "policy.layout.fsdp=2", "policy.layout.tp=2", "rollout.layout.tp=2"],
+            [1, 2],
+            {"cluster.workers=6", "policy.layout.fsdp=3"},
+        ),
+        (
+            ["cluster.workers=6", "policy.layout.fsdp=2", "policy.layout.dp=3"],
+            [4, 5],
+            {"cluster.workers=4", "policy.layout.dp=2"},
+        ),
+        (["cluster.workers=2", "policy.layout.tp=2"], [1], set()),
+        (["cluster.workers=2", "policy.layout.pp=2"], [1], set()),
+        (["cluster.pools={a=2,b=2}", "rollout.pool=b"], [3], {"cluster.pools={a = 2, b = 1}"}),
+        (["cluster.pools={a=2,b=1}", "rollout.pool=b"], [2], set()),
+    ],
+)
+def test_the_largest_layout_keeps_the_model_axes_and_every_pool(tmp_path, sections, lost, expected):
+    recipe = over(*sections)
+    (tmp_path / "recipe.toml").write_text(dump_toml(recipe))
+    overrides, changes = smaller(tmp_path, recipe, lost)
+    assert expected <= set(overrides) and bool(overrides) == bool(expected) == bool(changes)
+    if overrides:
+        load_recipe(str(tmp_path / "recipe.toml"), overrides)
+
+
+SIZES = st.fixed_dictionaries({name: st.integers(1, 3) for name in AXES})
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.booleans(), st.integers(1, 200))
+def test_a_layout_that_fits_fills_the_workers_and_leaves_the_model_axes(sizes, fills, workers):
+    before = math.prod(sizes.values())
+    layout = LayoutConfig(**{**sizes, "dp": 0 if fills else sizes["dp"]})
+    found = _fit(layout, before, workers)
+    model = math.prod(size for axis, size in sizes.items() if axis not in ROWS)
+    assert (found is None) == (workers % model != 0)
+    if found is not None:
+        new = layout.model_copy(update=found).sizes(workers)
+        assert math.prod(new.values()) == workers
+        assert all(new[axis] == size for axis, size in sizes.items() if axis not in ROWS)
+        assert (new["fsdp"] > 1) <= (sizes["fsdp"] > 1)
+
+
+def run(folder, *more):
+    folder.mkdir()
+    done = subprocess.run(
+        [*TILTH, "run", "addition-grpo", *SFT, *more],
+        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=patience(300), check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr, folder / "runs/a"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_goes_on_with_two_of_four_workers_and_the_same_data(tmp_path):
+    four = ["cluster.workers=4", "policy.layout.fsdp=2"]
+    code, errors, shrunk = run(tmp_path / "shrunk", *four, f"plugins={json.dumps([PLUGIN])}")
+    assert code == 0, errors
+    (update,) = read_updates(shrunk)
+    assert (update.by, update.state, update.step) == ("guard", "in force", 3)
+    assert "cluster.workers" in update.changes and "policy.layout.fsdp" in update.changes
+    assert [one["state"] for one in read_state(shrunk)["attempts"]][-1] == "finished"
+    assert "cannot be replaced, and fewer go on" in (shrunk / "log.txt").read_text()
+
+    code, errors, plain = run(tmp_path / "plain", *four)
+    assert code == 0, errors
+    ours, theirs = read_metrics(shrunk), read_metrics(plain)
+    assert [one["step"] for one in ours] == [one["step"] for one in theirs] == list(range(1, 8))
+    for one, other in zip(ours, theirs):
+        assert one["tokens/trained"] == other["tokens/trained"]  # the same rows
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        if one["step"] <= 3:
+            assert one["loss"] == other["loss"]
+
+    code, errors, _ = run(tmp_path / "ends", *four, f"plugins={json.dumps([PLUGIN])}", "guard.shrink=false")
+    assert code == 2 and "its machine is gone" in errors
