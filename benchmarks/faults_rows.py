@@ -89,6 +89,12 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 FULL = r"No space left|Read-only|cannot write|File too large|disk"
+BESIDE: dict[str, dict[str, Any]] = {
+    "cluster": {"pools": {"learn": 2, "speak": 2}},
+    "policy": {"layout": {"fsdp": 2}},
+    "rollout": {"pool": "speak"},
+}
+"""Engines on a pool of their own."""
 ROWS = [
     Row(1, "a rank is killed", each("kill"), ("crash",)),
     Row(1, "all ranks are killed", each("kill-all"), ("crash",), named=False),
@@ -115,6 +121,8 @@ ROWS = [
     Row(12, "a process of the reward is killed", each("kill-reward"), ()),
     Row(12, "the worker that loads data is killed while it does", each("kill", at=("loader.encode",), rank=0),
         ("crash",)),
+    Row(12, "an engine's worker is killed beside the trainer", each("kill", rank=3), ("crash",), keys=BESIDE,
+        workers=4),
     Row(13, "a second rank is killed while state is restored", while_restoring, ("crash",)),
     Row(14, "any of kill, stop, busy, GIL, exception", each("kill", "stop", "busy", "gil", "exception"),
         ("crash", "hang", "error"), named=False),

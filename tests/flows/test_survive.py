@@ -140,6 +140,72 @@ def test_a_worker_may_die_at_any_moment_in_any_layout(tmp_path, plain, layout, s
     assert len(recoveries(ours.directory)) == 2
 
 
+class Watch(Callback):
+    """Note after which steps the policy was copied from another object than before, by its generation."""
+
+    def __init__(self):
+        self.generations = []
+
+    def on_step_end(self, run, step, metrics):
+        self.generations.append((run.policy.generation, run.rollout.generation))
+
+
+def test_a_trainer_stays_as_it_is_when_the_engine_beside_it_is_lost(tmp_path, plain):
+    harm = Harm({3: (1, signal.SIGKILL, 0.0), 8: (1, signal.SIGKILL, 0.05)})
+    watch, sections = Watch(), LAYOUTS["split"]
+    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, watch])
+    assert_same_run(ours, plain(sections))
+    found = recoveries(ours.directory)
+    assert [one["replaced"] for one in found] == [[1], [1]]
+    assert all(
+        {"rollout", "loader", "weight_sync"} <= set(one["made"]) and "policy" not in one["made"] for one in found
+    )
+    assert {policy for policy, _ in watch.generations} == {0} and watch.generations[-1][1] == 2
+
+
+BESIDE = {
+    **FSDP,
+    "cluster": {"backend": "local", "pools": {"learn": 2, "speak": 1}},
+    "rollout": {"pool": "speak"},
+    "reward": {"pool": "speak"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_may_be_lost_at_any_moment_beside_a_divided_trainer(tmp_path, plain, seed):
+    """While it generates, and while the trainer has learned a part of a step or sends its weights."""
+    harm = Harm({step: (2, signal.SIGKILL, (0.04 * step + 0.05 * seed) % 0.3) for step in (2, 4, 7, 8, 9)})
+    ours = tiny.run(tiny.recipe(tmp_path, **BESIDE), callbacks=[harm])
+    assert_same_run(ours, plain(BESIDE))
+    found = recoveries(ours.directory)
+    assert len(found) == 5
+    for one in found:  # a weight sync has all ranks as its members
+        within = "weight_sync" in one["evidence"].partition("\n")[0] or one["replaced"] != [2]
+        assert within or "policy" not in one["made"]
+
+
+class Arms(Callback):
+    """Let a role raise in its next call after a step."""
+
+    def __init__(self, step, rank, at):
+        self.step, self.rank, self.at = step, rank, at
+
+    def on_step_end(self, run, step, metrics):
+        if step == self.step:
+            self.step = None
+            inject(run.policy._dispatch.backend.folder, "exception", self.rank, at=self.at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "at", "made"), [(1, "rollout.generate", "rollout"), (0, "policy.update", "policy")])
+def test_a_step_that_fails_runs_again_with_the_roles_that_did_not(tmp_path, plain, rank, at, made):
+    ours = tiny.run(tiny.recipe(tmp_path, **LAYOUTS["split"]), callbacks=[Arms(8, rank, at)])
+    assert_same_run(ours, plain(LAYOUTS["split"]))
+    (found,) = recoveries(ours.directory)
+    assert (found["action"], found["replaced"], set(found["made"])) == ("retry", [], {made, "weight_sync"})
+
+
 class Doomed(Callback):
     """Kill a worker after a step, again and again."""
 
@@ -169,8 +235,8 @@ def test_a_run_that_may_not_recover_ends_at_the_first_failure(tmp_path):
 def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, plain, monkeypatch):
     repair, damaged = Cluster.repair, []
 
-    def damage(self, lost, quiet, evicted):
-        gone = repair(self, lost, quiet, evicted)
+    def damage(self, lost, quiet, evicted, failed):
+        gone = repair(self, lost, quiet, evicted, failed)
         for path in Path(self.repairable.scratch).rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
@@ -222,7 +288,7 @@ def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypat
     cluster = SimpleNamespace(
         groups=groups,
         make=make,
-        repair=lambda lost, seconds, evicted: list(lost),
+        repair=lambda lost, seconds, evicted, failed: list(lost),
         dispatch=SimpleNamespace(failed=None),
         repairable=SimpleNamespace(scratch="", nodes=lambda: ({}, ())),
     )

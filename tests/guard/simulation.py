@@ -33,7 +33,7 @@ from tilth.core.layout import Mesh
 from tilth.flows import launch, survive
 from tilth.guard import snapshots as keeping
 
-WORKERS = 3
+WORKERS, LEARNERS = 3, 2
 SAVE_EVERY = 4
 MOST = 6000
 """Messages after which a run that has not ended makes no progress."""
@@ -72,6 +72,8 @@ class World:
         self.armed: list[str] = []
         """Faults that strike the next operation of their kind."""
         self.struck: list[str] = []
+        self.done: list[str] = []
+        """Constructions and loads of the policy, on any worker."""
         self.memory: dict[tuple[Path, str], Any] = {}
         self.disk: dict[int, dict[str, Any]] = {}
         self.log: list[int] = []
@@ -156,11 +158,12 @@ class Waiting:
 
 
 class Policy:
-    """Role with a state, on all workers."""
+    """Role with a state, on the workers that learn."""
 
     def __init__(self, context: Any, world: World) -> None:
         self.rank, self.generation, self.world = context.rank, context.generation, world
         self.value, self.at = weights(0), 0
+        world.done.append("make")
 
     @transfer("all", "all")
     def update(self, step: int) -> tuple[int, int]:
@@ -177,6 +180,7 @@ class Policy:
         if "flipped" in parts.values():
             raise CheckpointError("a checksum differs", key="policy")
         self.value, self.at = parts[str(self.rank)]
+        self.world.done.append("load")
 
     @transfer("all", "all", patient=True)
     def snapshot(self, folder: str, slot: int) -> SimpleNamespace:
@@ -189,6 +193,29 @@ class Policy:
     @transfer("all", "all", patient=True)
     def save(self) -> tuple[int, int]:
         return self.value, self.at
+
+    @transfer("all", "all", patient=True)
+    def saving(self, wait: bool) -> str:
+        return ""
+
+    @transfer("all", "all")
+    def logprobs(self) -> int:
+        return self.value
+
+
+class Engine:
+    """Role with the policy's weights and without a state, on a worker of its own."""
+
+    def __init__(self, context: Any, world: World) -> None:
+        self.value = -1
+
+    @transfer("all", "all")
+    def receive(self, value: int) -> None:
+        self.value = value
+
+    @transfer("all", "all")
+    def generate(self) -> int:
+        return self.value
 
 
 class Reward:
@@ -392,7 +419,7 @@ class Job:
     def restore(self, progress: dict[str, int]) -> None:
         """Check a restored state: whole, of one step, and no older than its tier promises."""
         step = progress["step"]
-        for process in self.life.backend.processes:
+        for process in self.life.backend.processes[:LEARNERS]:
             role = process.executor.roles.get("policy")
             if role is None or (role.value, role.at) != (weights(step), step):
                 raise Violation(f"rank {process.rank} is not at step {step}: a torn snapshot")
@@ -401,9 +428,12 @@ class Job:
 
     def go(self) -> None:
         """Train to the end."""
-        world, policy, reward = self.life.world, self.life.policy, self.life.reward
+        world, policy, reward, engine = self.life.world, self.life.policy, self.life.reward, self.life.engine
+        engine.receive(weights(self.state.step))
         while self.state.step < world.steps:
             step = self.state.step + 1
+            if engine.generate() != [weights(step - 1)] or set(policy.logprobs()) != {weights(step - 1)}:
+                raise Violation(f"weights before step {step} differ from an undisturbed run's")
             for generation, value in policy.update(step):
                 if generation != policy.generation:
                     raise Violation("an answer of an earlier generation was accepted")
@@ -411,6 +441,7 @@ class Job:
                     raise Violation(f"weights of step {step} differ from an undisturbed run's")
             if reward.score() != [reward.generation]:
                 raise Violation("an answer of an earlier generation was accepted")
+            engine.receive(weights(step))
             self.state.step = step
             self.directory.commit(step)
             if step % SAVE_EVERY == 0:
@@ -435,8 +466,9 @@ class Controller:
         self.folder = Folder(world, self)
 
     def start(self) -> None:
-        kwargs, mesh = {"world": self.world}, Mesh.of({"dp": WORKERS})
+        kwargs, mesh = {"world": self.world}, Mesh.of({"dp": LEARNERS})
         self.policy = self.cluster.group("policy", "tests.guard.simulation:Policy", kwargs, mesh)
+        self.engine = self.cluster.group("rollout", "tests.guard.simulation:Engine", kwargs, Mesh.of({}, (LEARNERS,)))
         self.reward = self.cluster.group("reward", "tests.guard.simulation:Reward", kwargs, Mesh.of({}, (1,)))
         self.reward.__dict__["print_to"] = lambda path: None
         stateful = {"policy": self.policy}
@@ -478,7 +510,7 @@ class Controller:
             (
                 step
                 for step, place in places
-                if all(memory.get((place, str(rank))) == (weights(step), step) for rank in range(WORKERS))
+                if all(memory.get((place, str(rank))) == (weights(step), step) for rank in range(LEARNERS))
             ),
             default=0,
         )
@@ -504,7 +536,7 @@ def published(world: World) -> Callable[..., Path]:
 
     def publish(root: Path, step: int, slots: Any, reports: Any, objects: Any, mesh: Any) -> Path:
         files = {name: value for (folder, name), value in world.memory.items() if folder in slots}
-        if len(reports) != WORKERS or len(files) != WORKERS:
+        if len(reports) != LEARNERS or len(files) != LEARNERS:
             raise CheckpointError("files are missing", key="parts")
         place = root / f"step-{step}"
         world.memory |= {(place, name): value for name, value in files.items()}

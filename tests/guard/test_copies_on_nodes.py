@@ -97,6 +97,9 @@ class Role:
         self.nodes, self.step = nodes, 0
         self.savers = [MemorySaver() for _ in range(RANKS)]
 
+    def mark(self, step):
+        pass
+
     def snapshot(self, folder, slot):
         groups = [{"policy": group_of(whole(self.step), layouts(RANKS), rank)} for rank in range(RANKS)]
         places = [self.nodes.scratch[self.nodes.node(rank)].folder for rank in range(RANKS)]

@@ -38,6 +38,23 @@ def test_an_undisturbed_run_ends_without_a_recovery(tmp_path):
     assert (world.log, world.struck) == (list(range(1, 9)), [])
 
 
+class Strikes(World):
+    """One fault, at the worker of the engine, once a policy has its state."""
+
+    def strike(self, kind):
+        self.struck.append(kind)
+        self.backend.hurt(2, kind)
+
+
+@pytest.mark.parametrize("kind", ["die", "stop", "lose"])
+@pytest.mark.parametrize("at", range(60, 100, 8))
+def test_a_lost_engine_leaves_the_policy_as_it_is(tmp_path, kind, at):
+    world = Strikes(at, faults=0)
+    world.faults = [(at, kind)]
+    simulate(at, tmp_path, world)
+    assert world.struck == [kind] and world.done.count("make") == 2 and world.done.count("load") in (0, 2)
+
+
 # ---- mutations ----
 
 
@@ -107,7 +124,7 @@ def begins_anew(monkeypatch):
 def prefers_an_old_snapshot(monkeypatch):
     """A snapshot that is older than the checkpoint on disk is used."""
 
-    def restore(run, remake, *, fallback=False):
+    def restore(run, remake, *, fallback=False, again=False):
         kept = run.snapshots.newest()
         if kept is None:
             launch._restore_from_disk(run, fallback=False)
@@ -117,6 +134,16 @@ def prefers_an_old_snapshot(monkeypatch):
         run.directory.rewind(run.state.step)
 
     monkeypatch.setattr(launch, "_restore", restore)
+
+
+def keeps_a_changed_state(monkeypatch):
+    """A role that is kept counts as unchanged after an update."""
+    monkeypatch.setattr(survive, "READS", survive.READS | {"update"})
+
+
+def keeps_a_state_without_a_snapshot(monkeypatch):
+    """A role that is kept before the first commit counts as new."""
+    monkeypatch.setattr(launch, "is_new", lambda group: True)
 
 
 def leaves_the_lock(monkeypatch):
@@ -135,6 +162,8 @@ def leaves_the_lock(monkeypatch):
         replaces_nobody,
         begins_anew,
         prefers_an_old_snapshot,
+        keeps_a_changed_state,
+        keeps_a_state_without_a_snapshot,
         leaves_the_lock,
     ],
 )

@@ -23,7 +23,10 @@ class Role:
     mesh = Mesh.of({"dp": 2})
 
     def __init__(self, *problems):
-        self.problems = list(problems)
+        self.problems, self.marks = list(problems), []
+
+    def mark(self, step):
+        self.marks.append(step)
 
     def snapshot(self, folder, slot):
         return [StateCopy([], {}), StateCopy([], {}, self.problems.pop(0))]
@@ -37,7 +40,7 @@ def test_a_rank_without_room_leaves_the_last_snapshot(tmp_path):
             snapshots.take({"policy": role}, 2, {}, Mesh.of({}))
         assert [taken.step for taken in snapshots._taken] == [1]
     snapshots.take({"policy": role}, 4, {}, Mesh.of({}))
-    assert [taken.step for taken in snapshots._taken] == [1, 4]
+    assert [taken.step for taken in snapshots._taken] == [1, 4] == role.marks
 
 
 def test_the_next_controller_has_the_snapshots_of_the_one_that_was_killed(tmp_path):
@@ -46,7 +49,7 @@ def test_the_next_controller_has_the_snapshots_of_the_one_that_was_killed(tmp_pa
     mesh, kept = Mesh.of({"dp": 1}), Snapshots(tmp_path)
 
     class Saver:
-        mesh, saver = Mesh.of({"dp": 1}), MemorySaver()
+        mesh, saver, mark = Mesh.of({"dp": 1}), MemorySaver(), print
 
         def snapshot(self, folder, slot):
             reports = self.saver.take(Path(folder), slot, {"model": group}, 0)
@@ -73,7 +76,7 @@ def test_the_next_controller_has_the_snapshots_of_the_one_that_was_killed(tmp_pa
 def test_a_run_goes_on_without_room_and_says_so_once_until_there_is_room(tmp_path):
     snapshots, role, said = Snapshots(tmp_path), Role("full", "full", "", "full"), []
     run = SimpleNamespace(
-        _kept_in_memory=True,
+        kept_in_memory=True,
         _objects=dict,
         directory=SimpleNamespace(settle=lambda: None),
         say=said.append,

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tilth.flows.callbacks import Callback
 from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
 from tilth.guard.supervisor import Inherited, Supervisor
-from tilth.guard.updates import FIXED, RecipeChange, allowed, check, keep_code, path_of, read_updates
+from tilth.guard.updates import FIXED, NONE, RecipeChange, allowed, check, keep_code, path_of, read_updates
 from tilth.runs.readers import read_state, summarise
 from tilth.runs.signals import Interrupted
 from tilth.ui import format
@@ -129,16 +130,18 @@ def test_an_update_that_waits_is_taken_after_a_recovery_and_before_a_run_ends_ho
     code, errors, found = run(tmp_path, asks, plugins=[PLUGIN, str(lucky)])
     assert code == 0, errors
     first, second = read_updates(found)
-    assert (first.state, first.step, second.state, second.step) == ("in force", 5, "in force", 6)
+    assert (first.state, first.step, second.state, second.step) == ("in force", 4, "in force", 6)
     assert [one["kind"] for one in summarise(found)["recoveries"]] == ["crash"]
     plain = resumed(tmp_path / "plain", monkeypatch, 0)
     assert_same_run(RunResult(found, {}), plain)
 
 
 RAISES = """
-        if step == 4:
-            worker = run.policy._dispatch.backend.probe(1).pid
-            __import__("os").kill(worker, 9)
+        import os, pathlib
+        killed = pathlib.Path(os.environ["ASKS"] + ".killed")
+        if step == 4 and not killed.exists():
+            killed.touch()
+            os.kill(run.policy._dispatch.backend.probe(1).pid, 9)
         if step == 7:
             raise KeyError("a mistake")
 """
@@ -164,7 +167,7 @@ def active(tmp_path):
     (tmp_path / "recipe.toml").write_text(dump_toml(shape("algorithm.kl_coef=0.1")))
     owner = {"pid": os.getpid(), "started": psutil.Process().create_time()}
     state = {"state": "running", "digest": "", "supervisor": owner, "host": os.uname().nodename, "attempts": []}
-    state |= {"pid": os.getpid(), "pid_started": owner["started"]}
+    state |= {"pid": os.getpid(), "pid_started": owner["started"], "change": asdict(NONE)}
     (tmp_path / "run.json").write_text(json.dumps(state))
     return tmp_path
 

@@ -71,10 +71,8 @@ def _update(
     run: Path, state: Mapping[str, Any], overrides: Sequence[str], files: Sequence[str], *, urgent: bool
 ) -> Update:
     recipe = str(run / "recipe.toml")
-    kept = [one for one in read_updates(run) if one.state != "undone"]
-    base = (
-        kept[-1].change if kept else RecipeChange.of(state.get("change") or {"number": 0, "overrides": (), "allow": ()})
-    )
+    pending = [one for one in read_updates(run) if one.state in ("waiting", "trying")]
+    base = pending[-1].change if pending else RecipeChange.of(state["change"])
     plugins = _plugins(run, given(recipe, base.overrides).get("plugins", ()), files)
     brought = (f"plugins={dump_value(plugins)}",) if files else ()
     own = (*overrides, *brought)

@@ -7,7 +7,7 @@ the next controller --> the state from memory --> first commit: in force | fails
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import psutil
 
@@ -17,7 +17,18 @@ from tilth.core.write_queue import PROMPT
 from tilth.flows.run import Run
 from tilth.flows.shrinking import smaller
 from tilth.guard.supervisor import Inherited
-from tilth.guard.updates import LATEST, Change, State, Update, allowed, keep_code, now, path_of, read_updates, request
+from tilth.guard.updates import (
+    LATEST,
+    RecipeChange,
+    State,
+    Update,
+    allowed,
+    keep_code,
+    now,
+    path_of,
+    read_updates,
+    request,
+)
 from tilth.runs.directory import RunDir
 from tilth.runs.signals import HandOver
 
@@ -36,7 +47,8 @@ class HotUpdates:
         self._attempt, self._taken, self._told = directory.attempt, not handed.change.number, False
         supervisor = psutil.Process(os.getppid())
         owner = {"pid": supervisor.pid, "started": supervisor.create_time()}
-        directory.update(supervisor=owner, plugins=list(keep_code(directory.path, plugins)))
+        kept = list(keep_code(directory.path, plugins))
+        directory.update(supervisor=owner, plugins=kept, change=asdict(handed.change))
         self._known: list[Update] = []
         self._look()
 
@@ -107,7 +119,7 @@ class HotUpdates:
             return
         whole = (*self._handed.change.overrides, *overrides)
         allow = (*self._handed.change.allow, *allowed(changes))
-        made = Update(Change(0, whole, allow), changes, recipe.guard.restarts, True, BY, now())
+        made = Update(RecipeChange(0, whole, allow), changes, recipe.guard.restarts, True, BY, now())
         ranks = ", ".join(map(str, sorted(lost)))
         self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
         request(self._directory.path, made)

@@ -49,7 +49,7 @@ from tilth.flows.roles import Roles
 from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
-from tilth.flows.survive import Survival
+from tilth.flows.survive import Survival, is_new, unchanged
 from tilth.flows.workers import threads
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.supervisor import Inherited
@@ -215,9 +215,9 @@ def _train(
                     back = survival.recover(failed, whole.state.step).step == "rollback" or back
                     run = _watched(make(survival.snapshots), updates)
                     if back:
-                        _roll_back(run, whole.sampler.position())
+                        _roll_back(run, whole.sampler.position(), survival.remake)
                     else:
-                        _restore(run, survival.remake)
+                        _restore(run, survival.remake, again=True)
                 whole, back = run, False
                 _complete(run, profiling)
                 if updates is not None:
@@ -250,10 +250,10 @@ def _complete(run: Run, profiling: Profiling) -> None:
         run.secure()
 
 
-def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False) -> None:
+def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False, again: bool = False) -> None:
     """Return to the newest state that a failure has left, in memory or on disk, or to the run's beginning.
 
-    remake: makes roles anew that have loaded a part of a damaged state.
+    remake: makes roles anew that have loaded a part of a damaged state; again: True if roles were kept.
     """
     directory = run.directory
     if _load_from_memory(run, remake):
@@ -263,6 +263,8 @@ def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False) ->
         if directory.resumed:
             run.say(f"continuing after step {step}, from memory")
         return
+    if again:
+        _leave_none(run, remake)
     _restore_from_disk(run, fallback=fallback)
 
 
@@ -284,14 +286,15 @@ def _load_from_memory(run: Run, remake: Callable[[], None]) -> bool:
     return False
 
 
-def _roll_back(run: Run, drawn: Mapping[str, int]) -> None:
+def _roll_back(run: Run, drawn: Mapping[str, int], remake: Callable[[], None]) -> None:
     """Return to the newest checkpoint on disk, or to the beginning, and leave out the data that has been drawn since.
 
-    drawn: positions in the streams. Every checkpoint was saved before the trouble or holds the weights from before it:
-    a step that is not finite changes none.
+    drawn: positions in the streams; remake: as of ``_restore``. Every checkpoint was saved before the trouble or holds
+    the weights from before it: a step that is not finite changes none.
     """
     if run.snapshots is not None:
         run.snapshots.clear()
+    _leave_none(run, remake)
     _restore_from_disk(run, fallback=False)
     left = {name: now - run.state.drawn.get(name, 0) for name, now in drawn.items()}
     run.state.drawn |= drawn
@@ -490,6 +493,12 @@ def _announce(run: Run, parts: RunParts) -> None:
         run.say(line)
 
 
+def _leave_none(run: Run, remake: Callable[[], None]) -> None:
+    """Make kept roles anew that have left the beginning of a run without a checkpoint, to which it returns."""
+    if not run.directory.saved and not all(map(is_new, run.roles.stateful_roles().values())):
+        remake()
+
+
 def _restore_from_disk(run: Run, *, fallback: bool) -> None:
     """Return to the newest checkpoint of the run, or to its beginning."""
     directory = run.directory
@@ -555,11 +564,16 @@ def _check_own(checkpoint: Checkpoint, directory: RunDir) -> None:
 
 
 def _load(checkpoint: Checkpoint, roles: Roles, directory: RunDir) -> None:
-    """Load every role on all its workers. CheckpointError for another shape, or for damage, with the alternative."""
+    """Load every role on all its workers, unless it was kept with this state. CheckpointError for another shape, or for
+    damage, with the alternative."""
     positions = checkpoint.objects["positions"]
     try:
         for role, group in roles.stateful_roles().items():
-            group.load(str(checkpoint.path), positions.get(role, {}))
+            if group.marked is not None:  # it was kept; a save that was given up must end
+                group.saving(True)
+            if not unchanged(group, checkpoint.step):
+                group.load(str(checkpoint.path), positions.get(role, {}))
+                group.mark(checkpoint.step)
     except CheckpointError as error:
         try:
             checkpoint.verify()

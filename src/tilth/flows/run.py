@@ -263,6 +263,7 @@ class Run:
             raise RecipeError(
                 f"flow={self.recipe.flow} has no {target} that could receive weights", key=f"roles.{target}"
             )
+        self.roles[target].called.add("receive")  # weight_sync changes its state
         return any(delivery.probe for delivery in self.roles.weight_sync.sync(target, self.state.version))
 
     def _refresh_engine(self) -> None:

@@ -31,6 +31,10 @@ from tilth.trace.spans import recorder
 
 SETTLE = 0.5
 """Seconds without the end of a call, after a failure, in which workers may still end theirs by themselves."""
+WEIGHT_SYNC = "weight_sync"
+_COPIES = ("copies", "kept", "position", "save", "saving", "snapshot")
+READS = frozenset((*_COPIES, "compile_seconds", "logprobs", "peak_flops", "troubles", "tune", "values"))
+"""Methods of roles with a state that leave it as it is. (A schedule's length is the recipe's.)"""
 
 
 class Survival:
@@ -50,6 +54,8 @@ class Survival:
         roles are not made again yet."""
         self._evicted = set[int]()
         """Those of the workers to replace whose nodes are given up."""
+        self._doubtful = False
+        """True if no role that trains may be kept."""
 
     def recover(self, error: TilthError, step: int) -> Action:
         """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
@@ -110,32 +116,64 @@ class Survival:
                 f"node {action.evict} is given up: its workers failed at {EVICTS} steps, and those of others did not"
             )
             self._evicted.update(action.ranks)
-        self._failed.add(str(verdict.details.get("key", "")).partition(".")[0])
+        role = str(verdict.details.get("key", "")).partition(".")[0]
+        self._failed.add(role)
+        self._doubtful |= not self._has_place(verdict, action, role)
         replaced: list[int] = []
+        made: list[str] = []
         try:
-            self._repair(replaced)
+            self._repair(replaced, made)
             self.prepare()
         except TilthError:
-            self.directory.break_off(_record(verdict, action, step, replaced, began))
+            self.directory.break_off(_record(verdict, action, step, replaced, made, began))
             raise
-        record = _record(verdict, action, step, replaced, began)
+        record = _record(verdict, action, step, replaced, made, began)
         self._begin_attempt(record)
         new = _named(sorted(self._new))
         self._new.clear()
         self._failed.clear()
+        self._doubtful = False
         where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
         self.say(f"going on {where}, {new}, {record['seconds']:.1f} s later")
 
-    def _repair(self, replaced: list[int]) -> None:
-        """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``."""
-        replaced += self.cluster.repair(self._lost, SETTLE, self._evicted)
+    def _repair(self, replaced: list[int], made: list[str]) -> None:
+        """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``, the roles to
+        ``made``."""
+        failed = () if self._doubtful else self._failed
+        replaced += self.cluster.repair(self._lost, SETTLE, self._evicted, failed)
         self._lost.clear()
         self._evicted.clear()
         self._new.update(replaced)
         self._replaced.update(replaced)
-        for group in self.cluster.groups:
-            if not _is_kept(group, self._new, self._failed):
-                self.cluster.make(group)
+        for group in self._not_kept():
+            self.cluster.make(group)
+            made.append(group.role)
+
+    def _has_place(self, verdict: Verdict, action: Action, role: str) -> bool:
+        """Return True if the failure is one of a known role or worker, and says nothing about the state of others."""
+        if action.step == "rollback" or verdict.kind in ("corruption", "not-finite"):
+            return False
+        known = any(group.role == role for group in self.cluster.groups)
+        return known or bool(action.ranks) or verdict.kind == "storage"
+
+    def _not_kept(self) -> list[WorkerGroup]:
+        """Return the roles to make again: those that failed, that lost a worker or a process group, or that pass
+        weights to one of these."""
+        groups = self.cluster.groups
+        if self._doubtful:
+            return [group for group in groups if not _is_kept(group, self._new, self._failed)]
+        broken = {
+            rank for group in groups if group.role in self._failed and len(group.mesh) > 1 for rank in group.mesh.ranks
+        }
+        lost = [
+            group
+            for group in groups
+            if group.role in self._failed
+            or not self._new.isdisjoint(group.mesh.ranks)
+            or (len(group.mesh) > 1 and not broken.isdisjoint(group.mesh.ranks))
+        ]
+        passes = [group for group in groups if group.role == WEIGHT_SYNC and group not in lost]
+        return lost + passes if any(_has_weights(group.role) for group in lost) else lost
 
     def _begin_attempt(self, record: dict[str, Any]) -> None:
         """Record the recovery; events and metrics belong to the next attempt."""
@@ -176,12 +214,14 @@ class Survival:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
 
 
-def _record(verdict: Verdict, action: Action, step: int, replaced: list[int], began: float) -> dict[str, Any]:
+def _record(
+    verdict: Verdict, action: Action, step: int, replaced: list[int], made: list[str], began: float
+) -> dict[str, Any]:
     """Return the line of a recovery."""
     facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
     facts |= {"action": action.step, "details": verdict.details}
     facts |= {"evicted": action.evict} if action.evict else {}
-    return {"step": step, **facts, "replaced": replaced, "seconds": round(time.monotonic() - began, 3)}
+    return {"step": step, **facts, "replaced": replaced, "made": made, "seconds": round(time.monotonic() - began, 3)}
 
 
 def _named(new: Sequence[int]) -> str:
@@ -194,6 +234,21 @@ def _named(new: Sequence[int]) -> str:
 def _first_line(verdict: Verdict, step: int) -> str:
     first = verdict.evidence.partition("\n")[0]
     return f"after step {step}: {verdict.kind}: {first}"
+
+
+def unchanged(group: WorkerGroup, step: int) -> bool:
+    """Return True if a role still has the state that it had after this step."""
+    return group.marked == step and group.called <= READS
+
+
+def is_new(group: WorkerGroup) -> bool:
+    """Return True if a role has the state that it was made with."""
+    return group.marked is None and group.called <= READS
+
+
+def _has_weights(role: str) -> bool:
+    spec = ROLES.get(role)
+    return spec is not None and spec.mesh != "one"
 
 
 def _is_kept(group: WorkerGroup, replaced: AbstractSet[int], failed: AbstractSet[str]) -> bool:

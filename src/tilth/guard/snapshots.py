@@ -110,6 +110,8 @@ class Snapshots:
                 positions[name] = found[0].position
         positions = {role: position for role, position in positions.items() if position}
         self._taken.append(_Taken(step, slot, reports, {**objects, "positions": positions}, mesh))
+        for role in roles.values():
+            role.mark(step)
         if self.files is not None:
             self._begin_copies(self.files, self._taken[-1], roles)
         self._unpublish()

@@ -193,7 +193,10 @@ class TrainEngine:
         return {name: getattr(self, name) for name in POSITION} | (self.noise.position() if self.noise else {})
 
     def restore(self, position: Mapping[str, float]) -> None:
-        """Restore what ``position`` returned."""
+        """Restore what ``position`` returned, and forget a step that was not completed."""
+        self._forget()
+        self._left_out = 0
+        self.troubles.clear()
         for name in POSITION:
             setattr(self, name, position[name])
         if self.noise is not None:

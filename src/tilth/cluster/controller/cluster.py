@@ -41,6 +41,9 @@ class Cluster:
         self.store = LeasedStore(backend.store, self.dispatch)
         self.groups: list[WorkerGroup] = []
         """In the order in which they were made."""
+        self._generation = 0
+        """Least generation of roles that are made now: process groups are named by it, and no name is used again after
+        a worker was replaced."""
         self._open = True
         self._clocks: Clocks | None = None
 
@@ -72,11 +75,13 @@ class Cluster:
             self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * max(hang_after, waits)
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
-    def repair(self, lost: Collection[int], quiet: float, evicted: Collection[int] = ()) -> list[int]:
+    def repair(
+        self, lost: Collection[int], quiet: float, evicted: Collection[int] = (), failed: Collection[str] = ()
+    ) -> list[int]:
         """Bring the workers back to work after a failed call; return those that were replaced, in order.
 
         lost: workers that are dead or to be given up, which are killed first, so that collectives of the others end;
-        evicted: those of them whose nodes are given up too.
+        evicted: those of them whose nodes are given up too; failed: roles that have failed, if that is all that did.
         Those of the others that still have calls when none has ended for ``quiet`` seconds are replaced too: they may
         wait for one that has left the collective with an error. So are those that do not answer: several may have died
         at once. Payload is freed. Every role with a
@@ -85,14 +90,29 @@ class Cluster:
         backend = self.repairable
         assert backend is not None
         backend.kill(lost)
-        gone = {*lost, *self.dispatch.settle(quiet)}
+        gone, alone = set(lost), self._alone(lost, failed)
+        while late := set(self.dispatch.settle(quiet, alone)) - gone:
+            gone |= late
+            backend.kill(gone)
+        self.dispatch.settle(LEAVE, alone)
         gone |= self.dispatch.silent(set(range(self.workers)) - gone, LEAVE)
         backend.kill(gone)
         self.dispatch.settle(LEAVE)
         self.dispatch.forget()
         self.store.clear()
+        self._generation = 1 + max((group.generation for group in self.groups), default=0)
         backend.replace(sorted(gone), evicted)
         return sorted(gone)
+
+    def _alone(self, lost: Collection[int], failed: Collection[str]) -> set[int]:
+        """Return the ranks whose calls in flight wait for no rank that is lost or has failed; none if no cause is
+        known."""
+        hurt = {
+            group.role for group in self.groups if group.role in failed or not set(lost).isdisjoint(group.mesh.ranks)
+        }
+        if not hurt or not failed:
+            return set()
+        return {rank for rank in range(self.workers) if self.dispatch.roles(rank).isdisjoint(hurt | {""})}
 
     @property
     def repairable(self) -> RepairableBackend | None:
@@ -102,7 +122,8 @@ class Cluster:
     def make(self, group: WorkerGroup) -> None:
         """Construct a group's role on its ranks and wait for it. Constructing it again begins its next generation:
         earlier calls and answers are refused (StaleGeneration)."""
-        group.generation += 1
+        group.generation = max(group.generation + 1, self._generation)
+        group.mark(None)
         imports = Call(
             "", "import", (group.role, group.factory.partition(":")[0]), least=patience(IMPORT), patient=True
         )

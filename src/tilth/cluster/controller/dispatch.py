@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -207,14 +207,25 @@ class Dispatch:
             self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
             return not self._failures and all(flight.landed for flight in flights)
 
-    def settle(self, quiet: float) -> list[int]:
+    def settle(self, quiet: float, alone: Collection[int] = ()) -> list[int]:
         """Wait until no call is in flight, or none has ended for ``quiet`` seconds; return the ranks that still have
-        some."""
+        some. alone: ranks that wait for no other, whose calls may go on as long as they show signs of life."""
         with self._changed:
             while any(self._flying):
-                if not self._changed.wait(quiet):
-                    break
-            return [rank for rank, queue in enumerate(self._flying) if queue]
+                if self._changed.wait(quiet):
+                    continue
+                busy = {rank for rank, queue in enumerate(self._flying) if queue}
+                if late := busy.difference(alone):
+                    return sorted(late)
+                self._look()
+                if self._limit() <= time.monotonic():
+                    return sorted(busy)
+            return []
+
+    def roles(self, rank: int) -> set[str]:
+        """Return the roles of the calls in flight on a rank; "": the cluster's own."""
+        with self._changed:
+            return {flight.call.role for flight in self._flying[rank]}
 
     def silent(self, ranks: Iterable[int], seconds: float) -> set[int]:
         """Return those of these idle workers that do not answer within ``seconds``: they are dead, or stand still."""

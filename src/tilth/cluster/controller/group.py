@@ -41,6 +41,10 @@ class WorkerGroup:
         self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
         self.generation = -1
         self.methods: Mapping[str, Transfer] = {}
+        self.marked: int | None = None
+        """Step after which its state was last copied; None: not since it was made."""
+        self.called = set[str]()
+        """Methods called since then."""
         self._dispatch = dispatch
         self._divide = divide or evenly
         self._inline = isinstance(dispatch.backend, InlineBackend)
@@ -64,7 +68,13 @@ class WorkerGroup:
             control = self._dispatch.backend.control
             return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
 
+    def mark(self, step: int | None) -> None:
+        """Note that its state is that after a step; None: that of a new role."""
+        self.marked = step
+        self.called.clear()
+
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
+        self.called.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
