@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tilth.config.schema import OptimizerConfig
+from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import LowRank, converted
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
@@ -24,6 +25,7 @@ CONFIG = DecoderConfig(
 MOE = replace(
     CONFIG, family="qwen3_moe", num_experts=5, experts_per_token=2, expert_size=12, expert_layers=(1,), num_layers=2
 )
+LORA = LowRank(LoraConfig(rank=3, alpha=2.0))
 LENGTHS = (5, 9, 4, 12, 3, 7, 6, 11, 8, 2)
 
 
@@ -47,6 +49,7 @@ class Case:
     experts: bool = False
     num_experts: int = 5
     per_token: int = 2
+    lora: bool = False
     both: bool = False
     """Both layers have experts; else the second one."""
     double: bool = False
@@ -64,7 +67,7 @@ class Case:
         sizes = [f"{n}{s}" for n in ("pp", "dp", "fsdp", "ep", "cp", "tp") if (s := getattr(self, n)) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
-        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows")
+        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora")
         marks = [n for n in names if getattr(self, n)]
         return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp * self.ep > 1) + ["untied"] * (not self.tied) + marks)
 
@@ -84,6 +87,7 @@ def build(case: Case) -> Decoder:
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
     made.checkpointing = case.checkpointing
+    made = converted(made, [LORA] if case.lora else [])
     return made.double() if case.double else made
 
 
@@ -164,7 +168,7 @@ def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) 
     for _ in range(steps):
         found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts))
     found["after"] = scored(sharded, tokens, mask, **how)
-    found["gradients"] = copied(sharded.assemble(names, gradients))
+    found["gradients"] = copied(sharded.assemble(sharded.learned, gradients))
     found["end"] = copied(sharded.assemble(names))
     if engine.ema.tensors:
         found["ema"] = copied(sharded.assemble(names, engine.ema.tensors))

@@ -45,6 +45,8 @@ DOUBLE = [
     Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
     Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
+    Case(tp=2, sp=True, double=True, lora=True, experts=True, tied=False),
+    Case(fsdp=2, double=True, lora=True, value=True, rows=(1,), checkpointing=True),
 ]
 DOUBLE_FOURS = [
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
@@ -73,6 +75,20 @@ DOUBLE_MORE = [
     Case(dp=2, fsdp=2, experts=True, double=True, zero=2, value=True, rows=(1, 0, 6)),
     Case(fsdp=2, tp=2, experts=True, double=True, checkpointing=True, rows=(7,)),
 ]
+DOUBLE_LORA = [
+    Case(dp=2, double=True, lora=True),
+    Case(fsdp=2, double=True, lora=True, zero=2, experts=True, dropout=0.1),
+    Case(tp=2, double=True, lora=True, checkpointing="selective"),
+    Case(tp=4, double=True, lora=True, tied=False),
+    Case(cp=2, double=True, lora=True),
+    Case(ep=2, double=True, lora=True, experts=True, num_experts=4),
+    Case(pp=2, double=True, lora=True, layers=3),
+    Case(pp=2, double=True, lora=True, layers=4, schedule="zero-bubble"),
+    Case(pp=2, double=True, lora=True, layers=4, schedule="interleaved", value=True),
+    Case(fsdp=2, tp=2, sp=True, double=True, lora=True, rows=(7,)),
+    Case(fsdp=2, ep=2, double=True, lora=True, experts=True, num_experts=4),
+]
+"""Adapters: their base is frozen, and has no gradients."""
 HSDP = Case(dp=2, fsdp=2)
 
 
@@ -122,7 +138,7 @@ def check_floats(pool, case):
     return found
 
 
-@pytest.mark.parametrize("case", [*DOUBLE, *DOUBLE_FOURS, *slow(DOUBLE_MORE)], ids=str)
+@pytest.mark.parametrize("case", [*DOUBLE, *DOUBLE_FOURS, *slow(DOUBLE_MORE + DOUBLE_LORA)], ids=str)
 def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case):
     check_double(pool, case)
 

@@ -11,18 +11,22 @@ import torch
 import typer
 
 from tilth.checkpoint.storage import Location, is_url
-from tilth.core.errors import DataError, StorageError
-from tilth.flows.model import load_model, models
+from tilth.core.errors import DataError, ModelError, StorageError
+from tilth.flows.model import LoadedModel, MergedTensors, load_model, models
 from tilth.models.hf import save_pretrained
+from tilth.models.peft import save_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "", as_json: bool = False) -> None:
+def write_model(
+    spec: str, where: Location, *, group: str = "", dtype: str = "", adapter: bool = False, as_json: bool = False
+) -> None:
     """Write weights, tokenizer with its chat template, and configuration into a new local directory.
 
-    group: of a checkpoint's weights, empty: the one of ``spec``. dtype: of the files, empty: as saved. After an error
-    (DataError, StorageError, or one of reading the model) nothing is left behind.
+    adapter: write what the run has learned beside its base instead, in PEFT's format. group: of a checkpoint's
+    weights, empty: the one of ``spec``. dtype: of the files, empty: as saved. After an error (DataError, StorageError,
+    or one of reading the model) nothing is left behind.
     """
     if dtype and dtype not in DTYPES:
         raise DataError(f"--dtype {dtype}: it must be {' or '.join(DTYPES)}", key="--dtype")
@@ -33,6 +37,9 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
     if tokenizer is not None:
         ends = list(tokenizer.stop_ids)
         ids = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": tokenizer.pad_id}
+    if adapter:
+        _write_adapter(model, spec, out, as_json=as_json)
+        return
     with _filled(out) as made:
         save_pretrained(
             made,
@@ -45,12 +52,30 @@ def write_model(spec: str, where: Location, *, group: str = "", dtype: str = "",
             values=models().get(group, False),
         )
     if as_json:
-        files = sorted(file.name for file in out.iterdir())
-        nbytes = sum((out / name).stat().st_size for name in files)
-        typer.echo(json.dumps({"path": str(out), "step": model.step, "files": files, "bytes": nbytes}))
+        _tell(out, model.step)
         return
     loader = "AutoModelForTokenClassification" if models().get(group, False) else "AutoModelForCausalLM"
     typer.echo(f"wrote {out}: transformers.{loader}.from_pretrained({str(out)!r}) loads it")
+
+
+def _write_adapter(model: LoadedModel, spec: str, out: Path, *, as_json: bool) -> None:
+    """Write the adapters of a run. ModelError if it has none, or PEFT has no layers for them."""
+    if not isinstance(model.tensors, MergedTensors):
+        message = f"{spec} has no adapters: it learned its weights; leave --adapter out, or train with policy.lora.rank"
+        raise ModelError(message, key="--adapter")
+    base = str(model.settings.get("model", {}).get("path", ""))
+    with _filled(out) as made:
+        save_adapter(made, model.config, model.tensors.lora, model.tensors.adapters(), base)
+    if as_json:
+        _tell(out, model.step)
+        return
+    typer.echo(f"wrote {out}: peft.PeftModel.from_pretrained(BASE, {str(out)!r}) loads it; its base is {base}")
+
+
+def _tell(out: Path, step: int | None) -> None:
+    files = sorted(file.name for file in out.iterdir())
+    nbytes = sum((out / name).stat().st_size for name in files)
+    typer.echo(json.dumps({"path": str(out), "step": step, "files": files, "bytes": nbytes}))
 
 
 def _local(where: Location) -> Path:

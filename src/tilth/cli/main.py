@@ -157,8 +157,11 @@ def evaluate(
     """Evaluate a model on a dataset: pass@k and avg@k with their confidence intervals."""
 
 
+AdapterOption = Annotated[bool, Option("--adapter", help="of a run with policy.lora: the adapters alone, for PEFT")]
+
+
 @command("export:write_model")
-def export(spec: ModelArgument, where: OutArgument) -> None:
+def export(spec: ModelArgument, where: OutArgument, adapter: AdapterOption = False) -> None:
     """Write a model for transformers and vLLM; tilth ckpt export has more options."""
 
 
@@ -315,6 +318,7 @@ def ckpt_export(
     where: OutArgument,
     group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
     dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = "",
+    adapter: AdapterOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write weights for transformers and vLLM; model.path=OUT loads them.

@@ -27,7 +27,18 @@ _Errors = Iterator[RecipeError]
 
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first contradiction between two keys."""
-    for rule in (_shape, _lengths, _parity, _learning, _other_models, _algorithm, _places, _tasks, _episodes):
+    for rule in (
+        _shape,
+        _lengths,
+        _parity,
+        _learning,
+        _adapters,
+        _other_models,
+        _algorithm,
+        _places,
+        _tasks,
+        _episodes,
+    ):
         for error in rule(recipe):
             raise error
     check_cluster(recipe)
@@ -159,6 +170,27 @@ def _algorithm(recipe: Recipe) -> _Errors:
     if a.minibatches > rows:
         message = f"algorithm.minibatches = {a.minibatches} is more than rollout.prompts x group = {rows}"
         yield RecipeError(message, key="algorithm.minibatches")
+
+
+def _adapters(recipe: Recipe) -> _Errors:
+    if recipe.model.adapter and not recipe.model.path:
+        message = f"model.adapter = {recipe.model.adapter} changes a model: name its base in model.path"
+        yield RecipeError(message, key="model.adapter")
+    for key, lora in (("policy.lora", recipe.policy.lora), ("critic.lora", recipe.critic.lora)):
+        if not lora.rank:
+            continue
+        if not recipe.model.path:
+            message = f"{key}.rank = {lora.rank} adapts a trained model, and this one is new: name it in model.path"
+            yield RecipeError(message, key=f"{key}.rank")
+        if recipe.train.router_correction:
+            message = f"train.router_correction = {recipe.train.router_correction} changes weights, which {key} freezes"
+            yield RecipeError(f"{message}; set it to 0", key="train.router_correction")
+    if recipe.policy.lora.rank and recipe.train.ema:
+        message = f"train.ema = {recipe.train.ema} averages weights, which policy.lora freezes; set it to 0"
+        yield RecipeError(message, key="train.ema")
+    if recipe.policy.lora.rank and recipe.model.optimizer:
+        message = "model.optimizer = true loads the state of weights, which policy.lora freezes; set it to false"
+        yield RecipeError(message, key="model.optimizer")
 
 
 def _other_models(recipe: Recipe) -> _Errors:

@@ -1,7 +1,8 @@
 """Reference of all recipe keys, generated from the schema: ``python -m tilth.config.docs > docs/recipes.md``."""
 
-from tilth.config.keys import Key, keys, layout_entries, sections
+from tilth.config.keys import Key, entries_of, keys, sections
 from tilth.config.load import SHIPPED, dump_value, names
+from tilth.config.schema import LayoutConfig, LoraConfig
 
 INTRODUCTION = """\
 # Recipes
@@ -26,6 +27,12 @@ and tp multiply to the workers of the pool. Engines (`rollout`, `judge`) take dp
 engine over several workers) alone. `tilth layout RECIPE` shows the resulting placement, memory and traffic; with
 `--search` it chooses one."""
 
+ADAPTERS = """\
+Entries of `policy.lora` and `critic.lora`. `policy.lora.rank=16` freezes the weights of `model.path` and learns a
+low-rank change of each matrix (LoRA, arXiv 2106.09685), under any layout; a learning rate ten times that of the
+weights is usual. Engines and all readers of the run get merged weights. `tilth export RUN OUT --adapter` writes the
+adapters for PEFT; `model.adapter=OUT` begins with them."""
+
 
 def reference() -> str:
     """Return all keys as Markdown: name, default, values, meaning."""
@@ -35,7 +42,8 @@ def reference() -> str:
     for name, section in sections().items():
         own = [k for k in table.values() if k.name.startswith(f"{name}.")]
         parts.append(_section(f"[{name}]", section.__doc__ or "", own))
-    parts.append(_section("Layouts", LAYOUTS, layout_entries()))
+    parts.append(_section("Layouts", LAYOUTS, entries_of(LayoutConfig)))
+    parts.append(_section("Adapters", ADAPTERS, entries_of(LoraConfig)))
     return "\n".join(parts)
 
 

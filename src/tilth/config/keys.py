@@ -30,9 +30,9 @@ def keys() -> dict[str, Key]:
     return {key.name: key for key in _walk(Recipe, "")}
 
 
-def layout_entries(prefix: str = "") -> list[Key]:
-    """Return the entries of a layout, their names behind a prefix such as ``policy.layout.``."""
-    return list(_walk(LayoutConfig, prefix))
+def entries_of(kind: type[Section], prefix: str = "") -> list[Key]:
+    """Return the entries of a table with keys of its own, their names behind a prefix such as ``policy.layout.``."""
+    return list(_walk(kind, prefix))
 
 
 def table_entry(table: Key, name: str) -> Key:
@@ -43,28 +43,33 @@ def table_entry(table: Key, name: str) -> Key:
     return Key(name, field, _values(field.annotation, field.metadata))
 
 
+def entries(table: Key) -> list[Key]:
+    """Return the entries of a layout or another table with keys of its own, such as ``policy.lora``; else none."""
+    kind: Any = table.field.annotation
+    return entries_of(kind, f"{table.name}.") if _is_section(kind) else []
+
+
 def find(name: str) -> Key | None:
-    """Return the key of this name, or the entry of a layout (``policy.layout.fsdp``)."""
+    """Return the key of this name, or the entry of a table with keys of its own (``policy.layout.fsdp``)."""
     known = keys()
     if name.startswith("roles.") and name.count(".") > 1:
         role = ".".join(name.split(".")[:2])
         known = {key.name: key for key in _walk(BroughtRole, f"{role}.")}
     table = known.get(name.rpartition(".")[0])
-    if table is not None and table.field.annotation is LayoutConfig:
-        return {key.name: key for key in layout_entries(f"{table.name}.")}.get(name)
+    if table is not None and (own := entries(table)):
+        return {key.name: key for key in own}.get(name)
     return known.get(name)
 
 
 def all_names() -> list[str]:
-    """Return the names that an override can set: all keys, then the entries of layouts."""
-    layouts = [key for key in keys().values() if key.field.annotation is LayoutConfig]
-    return [*keys(), *(entry.name for key in layouts for entry in layout_entries(f"{key.name}."))]
+    """Return the names that an override can set: all keys, then the entries of tables with keys of their own."""
+    return [*keys(), *(entry.name for key in keys().values() for entry in entries(key))]
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         annotation: Any = field.annotation
-        if _is_section(annotation) and annotation is not LayoutConfig:
+        if _is_section(annotation) and section is Recipe:
             yield from _walk(annotation, f"{name}.")
         else:
             yield Key(prefix + name, field, _values(annotation, field.metadata))
@@ -79,8 +84,9 @@ _PLAIN = {bool: "true or false", str: "text", int: "an integer", float: "a numbe
 
 def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Describe the values of an annotation."""
-    if annotation is LayoutConfig:
-        return "a layout, a table of " + ", ".join(LayoutConfig.model_fields)
+    if _is_section(annotation) and annotation is not BroughtRole:
+        what = "a layout, " if annotation is LayoutConfig else ""
+        return f"{what}a table of {', '.join(annotation.model_fields)}"
     if known := _choices(annotation, metadata):
         return f"one of {', '.join(known)}"
     if annotation == Option:

@@ -69,13 +69,18 @@ class RoleSection(Section):
 class ModelConfig(Section):
     """Trained model: one to start from, or the shape of a new decoder."""
 
-    LOADED: ClassVar[frozenset[str]] = frozenset({"path", "optimizer", "context", "dropout"})
+    LOADED: ClassVar[frozenset[str]] = frozenset({"path", "adapter", "optimizer", "context", "dropout"})
     """Keys that apply to a loaded model too; the others are the shape of a new one."""
 
     path: str = Field(
         "",
         description="run, Hugging Face directory or id of the hub (ORG/NAME) to start from, with its own shape; "
         "empty: a new model of the shape below",
+    )
+    adapter: str = Field(
+        "",
+        description="directory of an adapter of model.path in PEFT's format: learned further with policy.lora, else "
+        "merged into the weights",
     )
     optimizer: bool = Field(False, description="with a run in model.path: load its optimizer state too")
     family: Annotated[str, OneOf(family_names)] = Field("qwen3", description="architecture of a new model")
@@ -279,9 +284,21 @@ class RewardModelConfig(RoleSection):
     """Placement of the reward model in reward.model."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA), which are learned in place of the weights."""
+
+    rank: Count = Field(0, description="rows of A and columns of B; 0: the weights themselves are learned")
+    alpha: float = Field(32.0, gt=0, description="the change of a weight is alpha / rank times B A")
+    rslora: bool = Field(False, description="alpha / sqrt(rank) instead (rsLoRA)")
+    targets: tuple[str, ...] = Field(
+        ("*_proj",), min_length=1, description="modules that get one, by the end of their name; `*` matches anything"
+    )
+
+
 class PolicyConfig(RoleSection):
     """Placement of the trained model, and comparison with the rollout engine's copy."""
 
+    lora: LoraConfig = Field(LoraConfig(), description="adapters that are learned instead of the weights")
     probe_every: Count = Field(
         25, description="weight syncs between two comparisons of log-probs on a probe batch; 0: checksums only"
     )
@@ -317,6 +334,7 @@ class CriticConfig(RoleSection):
     lr: Rate = Field(1e-3, description="peak learning rate of the critic")
     steps: Count = Field(0, description="steps that train the critic alone before those of the policy")
     clip: Rate = Field(0.2, description="clip range of values in an update; 0: no clip")
+    lora: LoraConfig = Field(LoraConfig(), description="adapters that are learned instead of the body's weights")
 
 
 class BroughtRole(RoleSection):

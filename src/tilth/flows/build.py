@@ -246,6 +246,8 @@ def rooted(recipe: Recipe) -> Recipe:
             folder, which = split_spec(fetched(path))
             whole = folder if is_url(folder) else Path(folder).resolve()
             recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
+    if recipe.model.adapter:
+        recipe = recipe.replaced("model", adapter=str(Path(recipe.model.adapter).resolve()))
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         recipe = recipe.replaced("data", template=str(template.resolve()))

@@ -14,8 +14,8 @@ from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
 from tilth.config.plugins import load_plugins
 from tilth.config.roles import ROLES
-from tilth.config.schema import Recipe
-from tilth.core.errors import DataError, ModelError
+from tilth.config.schema import LoraConfig, Recipe
+from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.core.files import make_folder, rename, writing
 from tilth.core.layout import Box
 from tilth.data.columns import Prompt
@@ -25,6 +25,9 @@ from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known
 from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
 from tilth.models.hub import fetched
+from tilth.models.lora import merge
+from tilth.models.peft import StoredAdapter, load_adapter
+from tilth.plan.lora import adapter_shapes, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
@@ -123,12 +126,33 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
 
 
 def load_beginning(recipe: Recipe) -> LoadedModel:
-    """Return the model of ``model.path``; in flow reward_model a reward model with its head if it is one."""
+    """Return the model of ``model.path``; in flow reward_model a reward model with its head if it is one.
+
+    With the adapter of ``model.adapter``: merged into the weights, or beside them where the policy learns adapters,
+    which must be of the same kind (RecipeError).
+    """
     spec = recipe.model.path
     named = find_checkpoint(spec) if recipe.flow == "reward_model" else None
-    if named is not None and REWARD_MODEL in open_checkpoint(named.path).groups:
-        return load_model(spec, REWARD_MODEL)
-    return load_model(spec)
+    whole = named is not None and REWARD_MODEL in open_checkpoint(named.path).groups
+    loaded = load_model(spec, REWARD_MODEL) if whole else load_model(spec)
+    if not recipe.model.adapter:
+        return loaded
+    adapter, lora = load_adapter(recipe.model.adapter, loaded.config), recipe.policy.lora
+    both = WithAdapter(loaded.tensors, adapter)
+    if not lora.rank:
+        return loaded._replace(tensors=MergedTensors(both, adapter.lora))
+    for key in ("rank", "alpha", "rslora"):
+        own, theirs = getattr(lora, key), getattr(adapter.lora, key)
+        if own != theirs:
+            message = (
+                f"policy.lora.{key} = {own}, but the adapter in {recipe.model.adapter} has {theirs}: set it to that"
+            )
+            raise RecipeError(f"{message}, or policy.lora.rank = 0 to merge it", key=f"policy.lora.{key}")
+    if adapter_shapes(loaded.config, lora).keys() != adapter.tensors.keys():
+        message = f"policy.lora.targets = {list(lora.targets)}, but the adapter in {recipe.model.adapter} changes"
+        message = f"{message} {list(adapter.lora.targets)}: name these"
+        raise RecipeError(message, key="policy.lora.targets")
+    return loaded._replace(tensors=both)
 
 
 def _from_checkpoint(named: Named) -> LoadedModel:
@@ -150,7 +174,7 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     config = DecoderConfig.from_hf(fields)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
-    tensors = _tensors(checkpoint, named)
+    tensors = _merged(_tensors(checkpoint, named), settings, named.group)
     wanted_shapes = parameter_shapes(config, value=models()[named.group])
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, settings, checkpoint.step)
@@ -169,6 +193,75 @@ def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
             f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}", key=named.group
         )
     return StoredTensors(checkpoint, named.group, named)
+
+
+class MergedTensors(Unread):
+    """Weights with the change by their adapters, which are no tensors of their own."""
+
+    def __init__(self, tensors: Unread, lora: LoraConfig) -> None:
+        """lora: of the adapters."""
+        self._tensors, self.lora, self._scale = tensors, lora, scale_of(lora)
+        self._names = [name for name in tensors if not is_adapter(name)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.part(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Return one block of a weight, reading only what it needs."""
+        found, (a, b) = self._tensors.part(name, slices), pair_of(name)
+        if a not in self._tensors:
+            return found
+        *experts, out, width = slices
+        first = self._tensors.part(a, (*experts, slice(0, self._tensors.shape(a)[-2]), width))
+        second = self._tensors.part(b, (*experts, out, slice(0, self._tensors.shape(b)[-1])))
+        return merge(found, first, second, self._scale)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Return the adapters' own tensors, read."""
+        return {name: self._tensors[name] for name in self._tensors if is_adapter(name)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class WithAdapter(Unread):
+    """Weights of a model and the tensors of an adapter of it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], adapter: StoredAdapter) -> None:
+        self._tensors, self._more = tensors, adapter.tensors
+        self._shapes = shapes(tensors) | shapes(adapter.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._more[name] if name in self._more else self._tensors[name]
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """Return one block of a tensor, reading only what it needs."""
+        unread = isinstance(self._tensors, Unread) and name not in self._more
+        return self._tensors.part(name, slices) if unread else self[name][slices]  # type: ignore[attr-defined]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        yield from self._more
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._more)
+
+
+def _merged(tensors: StoredTensors, settings: Mapping[str, Any], group: str) -> Unread:
+    """Return the tensors of a group with the adapters of its role merged in, if it has some."""
+    if not any(map(is_adapter, tensors)):
+        return tensors
+    section = settings.get("critic" if group == "critic" else "policy", {})
+    return MergedTensors(tensors, LoraConfig.model_validate(section["lora"], strict=False))
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

@@ -9,7 +9,7 @@ import torch
 
 from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
-from tilth.config.schema import OptimizerConfig, Recipe
+from tilth.config.schema import LoraConfig, OptimizerConfig, Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Layout, Mesh
 from tilth.data.documents import Corpus
@@ -21,12 +21,14 @@ from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.flows.weight_sync import DTYPES
 from tilth.models.activations import HostActivations
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import Converter, LowRank
 from tilth.models.decoder import Decoder
 from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.layout import layouts
+from tilth.plan.lora import is_adapter
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
 from tilth.roles.judge import JudgeWorker
@@ -50,8 +52,10 @@ VALUES = ("value_head",)
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
     """Make the policy, from ``model.path`` or new; in flow reward_model it is a reward model."""
     value, more = recipe.flow_spec.value, {"ema": recipe.train.ema, "watch": recipe.train.watch}
-    sharded = shard_model(context, recipe, config, converters=VALUES if value else ())
+    adapters = _adapters(recipe.policy.lora, recipe, "policy")
+    sharded = shard_model(context, recipe, config, converters=(*(VALUES if value else ()), *adapters))
     if recipe.model.path:
+        sharded.init_(recipe.seed, [name for name in sharded.layouts if is_adapter(name)])
         sharded.load_(load_beginning(recipe).tensors)
     else:
         sharded.init_(recipe.seed)
@@ -60,6 +64,12 @@ def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWor
     engine = train_engine(recipe, sharded, recipe.optimizer, **more)
     kind = PairPolicyWorker if recipe.flow_spec.learns == "pairs" else PolicyWorker
     return kind(engine, context.store, temperature=_temperature(recipe))
+
+
+def _adapters(lora: LoraConfig, recipe: Recipe, role: str) -> tuple[Converter, ...]:
+    """Return the converter that gives a role adapters, if it has some; in parity mode it computes with merged weights,
+    as engines do."""
+    return (LowRank(lora, recipe.train.parity, f"{role}.lora.targets"),) if lora.rank else ()
 
 
 def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
@@ -78,7 +88,8 @@ def reward_model(context: Context, recipe: Recipe) -> RatingWorker:
 
 def critic(context: Context, recipe: Recipe, config: DecoderConfig) -> CriticWorker:
     """Make the value model. It gets the policy's weights at the start of its first phase."""
-    sharded = shard_model(context, recipe, config, converters=VALUES)
+    adapters = _adapters(recipe.critic.lora, recipe, "critic")
+    sharded = shard_model(context, recipe, config, converters=(*VALUES, *adapters))
     sharded.init_(recipe.seed)
     section = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr})
     engine = train_engine(recipe, sharded, section, scorer=appraise)
@@ -249,7 +260,7 @@ def threads(recipe: Recipe, workers: int) -> int:
 
 
 def shard_model(
-    context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str] = ()
+    context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str | Converter] = ()
 ) -> ShardedModel:
     """Return this rank's shard of a decoder, converted by ``models.converters``, in the role's layout."""
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)

@@ -5,11 +5,21 @@ model is refused. Converters are applied in their order, on the meta device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError
 from tilth.models.decoder import Decoder
-from tilth.models.value import ValueModel
+from tilth.models.lora import Adapter
+from tilth.models.value import HEAD, ValueModel
+from tilth.plan.lora import INFIX, adapter_rows, scale_of
 from tilth.plan.rules import rule_of
+from tilth.plan.shape import sized_names
+
+Converter = Callable[[Decoder], Decoder]
 
 
 def frozen(model: Decoder) -> Decoder:
@@ -17,19 +27,45 @@ def frozen(model: Decoder) -> Decoder:
     return model.requires_grad_(False)
 
 
-Converter = Callable[[Decoder], Decoder]
+@dataclass(frozen=True)
+class LowRank:
+    """Converter that freezes a model but for its value head, and gives its matrices adapters (``models.lora``).
+
+    merges: as in ``Adapter``. key: of the targets in a recipe, for its RecipeError.
+    """
+
+    lora: LoraConfig
+    merges: bool = False
+    key: str = "policy.lora.targets"
+
+    def __call__(self, model: Decoder) -> Decoder:
+        """Return the model, changed in place; the adapters are uninitialised."""
+        rows, modules = adapter_rows(model.table, self.lora, self.key), dict(model.named_modules())
+        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(HEAD))
+        for name, size in sized_names(model.config, rows).items():
+            path, _, leaf = name.partition(INFIX)
+            if modules[path].lora is None:
+                modules[path].lora = Adapter(scale_of(self.lora), merges=self.merges)
+            setattr(modules[path].lora, leaf, nn.Parameter(torch.empty(size)))
+        model.table += rows
+        return model
+
+
 CONVERTERS: dict[str, Converter] = {"value_head": ValueModel, "frozen": frozen}
 """Name -> converter, which returns the model, changed in place, or another one. value_head: a value per token instead
 of logits."""
 
 
-def converted(model: Decoder, names: Sequence[str]) -> Decoder:
-    """Apply converters. Raises ModelError for an undeclared one, or a parameter without a row in the model's table."""
-    for name in names:
-        if name not in CONVERTERS:
-            message = f"converter {name!r} is not declared; there are {', '.join(CONVERTERS)}"
-            raise ModelError(message, key=f"converters.{name}")
-        model = CONVERTERS[name](model)
+def converted(model: Decoder, converters: Sequence[str | Converter]) -> Decoder:
+    """Apply converters, by name or with options of their own. Raises ModelError for an undeclared name, or a parameter
+    without a row in the model's table."""
+    for own in converters:
+        if isinstance(own, str) and own not in CONVERTERS:
+            message = f"converter {own!r} is not declared; there are {', '.join(CONVERTERS)}"
+            raise ModelError(message, key=f"converters.{own}")
+        model = (CONVERTERS[own] if isinstance(own, str) else own)(model)
     for parameter, _ in model.named_parameters():
         rule_of(model.table, parameter)
     return model

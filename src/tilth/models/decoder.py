@@ -21,6 +21,7 @@ from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
+from tilth.models.lora import Adapter
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, rotate, tables_of
 from tilth.plan.rules import rule_of
@@ -37,21 +38,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Linear(nn.Module):
     """Weight [out, in] and optional bias, cast to the input's dtype at use.
 
-    product: ``linear``, which a layout that computes gradients of weights apart replaces.
+    product: ``linear``, which a layout that computes gradients of weights apart replaces. lora: a low-rank change of
+    the weight (``models.lora``).
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    lora: Adapter | None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
+        self.lora = None
         self.product: Callable[..., Tensor] = linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in] -> [N, out]."""
-        return self.product(x, self.weight, self.bias)
+        if self.lora is None:
+            return self.product(x, self.weight, self.bias)
+        return self.lora.changed(self.product, x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -397,5 +403,7 @@ class Decoder(nn.Module):
         if init in ("zeros", "ones"):
             piece.fill_(init == "ones")
         else:
-            std = 0.02 / math.sqrt(2 * self.config.num_layers) if init == "residual" else 0.02
+            width = (shape or tuple(piece.shape))[-1]
+            stds = {"residual": 0.02 / math.sqrt(2 * self.config.num_layers), "fan_in": 1 / math.sqrt(3 * width)}
+            std = stds.get(init, 0.02)
             fill_normal_(piece, stream(seed, "init", name), std, box, shape)

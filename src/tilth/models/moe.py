@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
+from tilth.models.lora import Adapter
 from tilth.models.rows import pad_rows, spread_rows
 from tilth.plan.kernels import spare_rows
 
@@ -264,11 +265,13 @@ class StackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    lora: Adapter | None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
+        self.lora = None
         self.share = 1.0
         """Of the bias that this rank adds, where results of several ranks are summed."""
         self.product: Callable[..., Tensor] = expert_linear
@@ -277,14 +280,20 @@ class StackedLinear(nn.Module):
     def apart(self) -> list[_Layer]:
         """Return the layer of each expert: x [n, in] -> [n, out]."""
         biases = [None] * len(self.weight) if self.bias is None else self._bias(self.bias).unbind()
-        own = zip(self.weight.unbind(), biases)
+        stack = self._stack()
+        own = zip(stack.unbind(), biases)
         each = ({"expert": i, "weight": weight, "bias": bias} for i, (weight, bias) in enumerate(own))
-        return [partial(self.product, stack=self.weight, **how) for how in each]
+        layers: list[_Layer] = [partial(self.product, stack=stack, **how) for how in each]
+        return layers if self.lora is None else self.lora.of_experts(layers)
 
     def grouped(self, x: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """Apply the layers to rows [M, in] sorted by expert in one kernel. ends: int32 [experts], cumulative counts."""
-        found = self.grouped_product(x, self.weight, ends)
+        found = self.grouped_product(x, self._stack(), ends)
+        found = found if self.lora is None else self.lora.grouped(found, x, ends)
         return found if self.bias is None else found + self._bias(self.bias).to(x.dtype).repeat_interleave(counts, 0)
+
+    def _stack(self) -> Tensor:
+        return self.weight if self.lora is None or not self.lora.merges else self.lora.merged(self.weight)
 
     def _bias(self, bias: Tensor) -> Tensor:
         return bias if self.share == 1 else bias * self.share

@@ -7,7 +7,7 @@ denominators of the whole batch.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from tilth.config.axes import DATA, MODEL
 from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
-from tilth.models.converters import converted
+from tilth.models.converters import Converter, converted
 from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.moe import Experts
@@ -35,6 +35,7 @@ from tilth.parallel.experts import apply_experts
 from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
+from tilth.plan.lora import is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
@@ -49,7 +50,7 @@ def shard(
     build: Callable[[], Decoder],
     grid: ParallelDims,
     *,
-    converters: Sequence[str] = (),
+    converters: Sequence[str | Converter] = (),
     sp: bool = False,
     zero: Zero = 3,
     cp_style: Style = "ring",
@@ -205,6 +206,12 @@ class ShardedModel:
         return {n: p.dtype for n, p in self.parameters.items()} if self.pipeline is None else self.pipeline.dtypes
 
     @property
+    def learned(self) -> list[str]:
+        """Parameters that are learned, those of other stages included: all, or adapters and the value head."""
+        adapters = [name for name in self.layouts if is_adapter(name)]
+        return [*adapters, *(n for n in self.layouts if n.startswith(HEAD))] if adapters else list(self.layouts)
+
+    @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(iter(self.parameters.values())).device
@@ -216,9 +223,11 @@ class ShardedModel:
     # Weights
 
     @torch.no_grad()
-    def init_(self, seed: int) -> None:
-        """Initialise as ``Decoder.init_weights_`` does: the same bits in every layout."""
+    def init_(self, seed: int, names: Collection[str] | None = None) -> None:
+        """Initialise as ``Decoder.init_weights_`` does: the same bits in every layout. names: only these."""
         for name, local in self.parameters.items():
+            if names is not None and name not in names:
+                continue
             for box in self.boxes(name):
                 self.model.init_parameter_(name, local.data, seed, box, self.layouts[name].shape)
         self.reshard()
@@ -228,17 +237,20 @@ class ShardedModel:
         """Copy this rank's boxes of whole tensors; of ``Unread`` tensors only those are read. ModelError: missing, or
         does not fit.
 
-        A value model also accepts the tensors of a decoder: the body is copied, the head is zero.
+        A value model also accepts the tensors of a decoder: the body is copied, the head is zero. Adapters that the
+        tensors lack stay as they are.
         """
         begins = isinstance(self.model, ValueModel) and not any(name.startswith(HEAD) for name in tensors)
         left_out = (HEAD, OUTPUT) if begins else ()
+        fresh = {n for n in self.layouts if is_adapter(n)} if not any(map(is_adapter, tensors)) else set()
         wanted = {n: layout.shape for n, layout in self.layouts.items() if not (begins and n.startswith(HEAD))}
+        wanted = {name: shape for name, shape in wanted.items() if name not in fresh}
         found = {name: shape for name, shape in shapes(tensors).items() if not name.startswith(left_out)}
         check_tensors(source, wanted, found)
         for name, local in self.parameters.items():
             if name in wanted:
                 self._copy(name, tensors)
-            else:
+            elif name not in fresh:
                 local.zero_()
         self.reshard()
 
@@ -429,7 +441,7 @@ class ShardedModel:
             if isinstance(p, DTensor) and name not in self._late:
                 local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
                 p.grad = None
-            if local.grad is None and len(self.grid.mesh) > 1:
+            if local.grad is None and local.requires_grad and len(self.grid.mesh) > 1:
                 local.grad = torch.zeros_like(local)
         self.reshard()
         by_fsdp = {name for name, p in self._own.items() if isinstance(p, DTensor)} - self._late

@@ -116,11 +116,15 @@ class RowLinear(nn.Module):
         """local: with this rank's columns; leave: the sum over ranks."""
         super().__init__()
         self.weight, self.bias, self.leave = local.weight, local.bias, leave
-        self.product = local.product
+        self.product, self.lora = local.product, local.lora
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in / ranks] -> [N, out], with sequence parallelism [ceil(N / ranks), out]."""
-        x = self.leave(self.product(x, self.weight, None))
+        if self.lora is None:
+            x = self.product(x, self.weight, None)
+        else:
+            x = self.lora.changed(self.product, x, self.weight, None)
+        x = self.leave(x)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
@@ -170,7 +174,7 @@ def _divide_blocks(model: Decoder, group: Group, sp: bool) -> None:
     linears = [
         name
         for name, p in model.named_parameters()
-        if p.ndim > 1 and rule_of(model.table, name).tp == "columns" and not name.startswith(apart)
+        if name.endswith(".weight") and rule_of(model.table, name).tp == "columns" and not name.startswith(apart)
     ]
     blocks = dict.fromkeys(name.rsplit(".", 2)[0] for name in linears)
     for name in linears:

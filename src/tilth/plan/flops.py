@@ -19,8 +19,9 @@ class Flops(NamedTuple):
         return self.forward + self.backward
 
 
-def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flops:
+def token_flops(shape: DecoderShape, attended: float, head: bool = True, frozen: bool = False) -> Flops:
     """Return the FLOPs of one token that attends to ``attended`` tokens, itself included. head: with its logits.
+    frozen: no gradients of weights, as with adapters, whose own FLOPs are left out.
 
     Forward: 2 for each matrix element that the token meets (``experts_per_token`` of all experts), and 2 x heads x
     (head_dim + value_dim) for each attended token (scores and mixing). Backward: twice that. Look-ups, norms and the
@@ -29,7 +30,7 @@ def token_flops(shape: DecoderShape, attended: float, head: bool = True) -> Flop
     weights = matrices(shape, active=True) + (shape.vocab_size * shape.hidden_size if head else 0)
     pairs = 2.0 * shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim)
     forward = 2.0 * weights + pairs * attended
-    return Flops(forward, 2 * forward)
+    return Flops(forward, 2 * forward - (2.0 * weights if frozen else 0))
 
 
 def sequence_flops(shape: DecoderShape, lengths: np.ndarray, window: int | None = None) -> Flops:
@@ -37,11 +38,12 @@ def sequence_flops(shape: DecoderShape, lengths: np.ndarray, window: int | None 
     return pass_flops(shape, int(np.sum(lengths)), attended(lengths, window))
 
 
-def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True) -> Flops:
-    """Return the FLOPs of a pass over ``tokens`` with ``pairs`` attended tokens in all. head: with all logits."""
+def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True, frozen: bool = False) -> Flops:
+    """Return the FLOPs of a pass over ``tokens`` with ``pairs`` attended tokens in all. head, frozen: as in
+    ``token_flops``."""
     if tokens == 0:
         return Flops(0.0, 0.0)
-    one = token_flops(shape, pairs / tokens, head)
+    one = token_flops(shape, pairs / tokens, head, frozen)
     return Flops(tokens * one.forward, tokens * one.backward)
 
 

@@ -14,6 +14,7 @@ from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
+from tilth.plan.lora import adapter_rows, adapter_shapes
 from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
@@ -316,7 +317,20 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     copies = mesh.size(*mesh.copies)
     stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
     found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
-    return found._replace(stage=stage, ring=tokens > 1 and wanted.cp_style == "ring")
+    adapters = _adapters(recipe, role, shape, mesh, rank, stage is not None)
+    return found._replace(stage=stage, ring=tokens > 1 and wanted.cp_style == "ring", adapters=adapters)
+
+
+def _adapters(recipe: Recipe, role: str, shape: DecoderShape, mesh: Mesh, rank: int, staged: bool) -> int:
+    """Count the elements of adapters that a rank of a role holds, on a stage of a pipeline with equal layers."""
+    lora = getattr(ROLES[role].placed_by(recipe), "lora", None)
+    if lora is None or not lora.rank:
+        return 0
+    own = mesh.part(rank, *mesh.over(*MODEL))
+    table, sizes = adapter_rows(shape.table, lora, f"{ROLES[role].key}.lora.targets"), adapter_shapes(shape, lora)
+    copies = max(1, mesh.size("tp") // shape.num_kv_heads)
+    found = {n: nested(own, size, ON_STAGES | along_model(table, n, copies)) for n, size in sizes.items()}
+    return elements(found, rank) // (mesh.size("pp") if staged else 1)
 
 
 def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, value: bool) -> StagePart | None:

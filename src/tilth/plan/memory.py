@@ -93,8 +93,8 @@ def together(recipe: Recipe, needs: Sequence[Need], vocab: int, base: int = BASE
 
 def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Return the need of the policy on one rank."""
-    own, head = cut.elements * FP32, not recipe.flow_spec.value
-    held = [Item("parameters", own), Item("optimizer state", _optimizer(recipe, cut))]
+    own, head = cut.learned * FP32, not recipe.flow_spec.value
+    held = [Item("parameters", (cut.elements + cut.adapters) * FP32), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
         held.append(Item("average of the weights", own))
     held.append(_saved_copy(cut, held, "copy being saved"))
@@ -110,8 +110,8 @@ def _saved_copy(cut: ShardFactors, state: Sequence[Item], name: str) -> Item:
 
 def critic_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Return the need of the critic, a value model without logits, on one rank."""
-    own = cut.elements * FP32
-    held = [Item("critic's parameters", own), Item("critic's optimizer state", _optimizer(recipe, cut))]
+    own, every = cut.learned * FP32, (cut.elements + cut.adapters) * FP32
+    held = [Item("critic's parameters", every), Item("critic's optimizer state", _optimizer(recipe, cut))]
     copy = _saved_copy(cut, held, "critic's copy being saved")
     return Need((*held, copy), own, training(recipe, cut, longest, head=False))
 
@@ -147,7 +147,7 @@ def shares_memory(recipe: Recipe) -> bool:
     p, r = recipe.policy.layout, recipe.rollout.layout
     divided = [name for name in over(*MODEL) if getattr(p, name) > 1]
     together = pool_of(recipe, "rollout") == pool_of(recipe, "policy")
-    plain = recipe.train.precision == "fp32" and recipe.rollout.engine in ENGINES
+    plain = recipe.train.precision == "fp32" and recipe.rollout.engine in ENGINES and not recipe.policy.lora.rank
     return plain and together and divided == ["tp"] and p.tp % r.tp == 0 and r.ep == 1
 
 
@@ -210,5 +210,5 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
 def _optimizer(recipe: Recipe, cut: ShardFactors) -> int:
     """Return bytes of optimizer state: Muon's for block matrices, AdamW's for the rest."""
     name = recipe.optimizer.name
-    own = cut.blocks if name == "muon" else cut.elements
-    return FP32 * (len(OPTIMIZERS[name]) * own + len(OPTIMIZERS["adamw"]) * (cut.elements - own))
+    own = (cut.adapters or cut.blocks) if name == "muon" else cut.learned
+    return FP32 * (len(OPTIMIZERS[name]) * own + len(OPTIMIZERS["adamw"]) * (cut.learned - own))

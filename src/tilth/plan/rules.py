@@ -28,8 +28,9 @@ class Parameter(NamedTuple):
     """Along "tp": divided by rows; by rows, of which there may be fewer than ranks; by columns; whole, and each rank
     applies it to its own heads; whole, and with sequence parallelism each rank applies it to its own tokens; whole, and
     every rank computes the same with it."""
-    init: Literal["normal", "residual", "zeros", "ones"]
-    """N(0, 0.02), for a matrix that writes to the residual stream divided by sqrt(2 layers); or a constant."""
+    init: Literal["normal", "residual", "fan_in", "zeros", "ones"]
+    """N(0, 0.02), for a matrix that writes to the residual stream divided by sqrt(2 layers); N(0, 1 / (3 in)); or a
+    constant."""
     when: str = ""
     """Flag of the config, or ``not`` and a flag, under which the parameter exists; "": always."""
     hf: str = ""

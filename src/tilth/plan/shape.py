@@ -53,8 +53,8 @@ class DecoderShape(Protocol):
 Sized = tuple[Parameter, tuple[int, ...]]
 
 
-def _sized(shape: DecoderShape, value: bool = False) -> list[Sized]:
-    """Return the rows of the table that apply to this config, with the sizes of their parameters."""
+def _sized(shape: DecoderShape, value: bool = False, table: Table = ()) -> list[Sized]:
+    """Return the rows of a table, by default the config's, that apply to it, with the sizes of their parameters."""
 
     def size(of: str | int) -> int:
         return of if isinstance(of, int) else getattr(shape, of)
@@ -63,14 +63,23 @@ def _sized(shape: DecoderShape, value: bool = False) -> list[Sized]:
         flag = when.removeprefix("not ")
         return not when or (bool(getattr(shape, flag)) or (value and flag == "tie_embeddings")) == (flag == when)
 
-    rows = shape.table + (VALUE_HEAD if value else ())
+    rows = table or shape.table + (VALUE_HEAD if value else ())
     return [(row, tuple(map(size, row.shape))) for row in rows if there(row.when)]
 
 
 def parameter_shapes(shape: DecoderShape, *, value: bool = False) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every parameter, in module order. value: of a value model on this shape."""
+    return _by_name(shape, _sized(shape, value))
+
+
+def sized_names(shape: DecoderShape, table: Table) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the parameters that further rows give a model of this shape."""
+    return _by_name(shape, _sized(shape, table=table))
+
+
+def _by_name(shape: DecoderShape, rows_with_sizes: Sequence[Sized]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for inside, group in groupby(_sized(shape, value), key=lambda one: "*" in one[0].name):
+    for inside, group in groupby(rows_with_sizes, key=lambda one: "*" in one[0].name):
         rows = [(row, sizes, frozenset(_layers(shape, row))) for row, sizes in group]
         for layer in range(shape.num_layers if inside else 1):
             found |= {row.name.replace("*", str(layer)): sizes for row, sizes, there in rows if layer in there}

@@ -91,6 +91,13 @@ class ShardFactors(NamedTuple):
     """Its stage of a pipeline; None: it has all layers."""
     ring: bool = False
     """True: keys of other ranks visit it, and its attention keeps no probabilities."""
+    adapters: int = 0
+    """Elements of adapters that it holds, which are then learned instead of ``elements``."""
+
+    @property
+    def learned(self) -> int:
+        """Elements with gradients and optimizer state."""
+        return self.adapters or self.elements
 
     @property
     def layers(self) -> int:
@@ -267,11 +274,11 @@ def _moments(
     The gradient of the head exists from the loss on: beside that of earlier micro-batches and, with tied embeddings,
     until the embedding's gradient is added.
     """
-    shape, own = cut.shape, cut.elements * FP32
-    layer, table = layer_bytes(recipe, cut, longest, micro), cut.table * FP32
+    shape, own = cut.shape, cut.learned * FP32
+    layer, table = layer_bytes(recipe, cut, longest, micro), 0 if cut.adapters else cut.table * FP32
     kept, slack = _kept(recipe, cut, micro, layer, longest)
     before, flying = own if micro.several else 0, table if head else 0
-    others = 2 * cut.gathered * FP32
+    others = (1 if cut.adapters else 2) * cut.gathered * FP32
     weights = (
         Item("weights cast to the compute dtype", _cast(recipe, cut)),
         *([Item("parameters and gradients of other ranks", others)] if others else ()),

@@ -13,6 +13,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.checksum import checksum
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
+from tilth.plan.lora import is_adapter
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import check_identity, on_rows, row_names
@@ -53,7 +54,7 @@ class CriticWorker(Learner):
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         sharded = self.engine.sharded
-        missing = {name for name in sharded.layouts if not name.startswith(HEAD)}
+        missing = {name for name in sharded.layouts if not name.startswith(HEAD) and not is_adapter(name)}
         for name, tensor in weights:
             if not name.startswith(OUTPUT):
                 sharded.load_part(name, tensor)
@@ -69,7 +70,7 @@ class CriticWorker(Learner):
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of this rank's part of each tensor of the live body."""
         parts = self.engine.sharded.parameters
-        return {name: checksum(tensor) for name, tensor in parts.items() if not name.startswith(HEAD)}
+        return {n: checksum(tensor) for n, tensor in parts.items() if not n.startswith(HEAD) and not is_adapter(n)}
 
     @transfer(split="rows", gather="rows")
     def values(self, batch: Batch) -> Batch:

@@ -166,7 +166,7 @@ class Learner(Stateful):
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
         kinds = {name: tensor.dtype for name, tensor in state.items()}
         if self.sharded.pipeline is not None:
-            kinds = self.engine.optimizers.state_dtypes(self.sharded.dtypes)
+            kinds = self.engine.optimizers.state_dtypes({n: self.sharded.dtypes[n] for n in self.sharded.learned})
         found = {
             model: weights_group(self.sharded),
             optimizer: Group(state, state_layouts(layouts, kinds), kinds),

@@ -21,6 +21,7 @@ from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Layout, Mesh
+from tilth.parallel.lora import has_adapters, merged_parts
 from tilth.parallel.reshard import Part, Parts, Resharder, allocate, parts_of, share
 from tilth.parallel.sharded import WHOLE, ShardedModel, buckets
 from tilth.plan.reshard import ReshardPlan
@@ -130,11 +131,11 @@ class WeightSyncWorker:
         policy: ShardedModel = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
         return policy
 
-    def _own(self) -> Parts:
-        """Return this worker's part of the policy."""
+    def _own(self, names: Iterable[str]) -> Parts:
+        """Return this worker's part of these weights of the policy, with adapters merged in; a collective call."""
         if self.context.rank not in self.source.ranks:
             return {}
-        return parts_of(self._policy().parameters, self.held, self.context.rank)
+        return parts_of(merged_parts(self._policy(), list(names)), self.held, self.context.rank)
 
     def _share(self, target: str, receiver: Receiver | None) -> None:
         """Let the policy's shards lie in the generation weights of an engine, once, where both can use them.
@@ -148,7 +149,9 @@ class WeightSyncWorker:
             return
         if rank not in self.source.ranks or not engine.engine.shares:
             return
-        policy, own = self.context.roles["policy"], self._own()
+        if has_adapters(self._policy()):  # what an engine holds is merged
+            return
+        policy, own = self.context.roles["policy"], self._own(self.held)
         live = parts_of(dict(engine.engine.named_parameters()), self.routes[target].wanted, rank)
         names = share(self._policy().parameters, own, live)
         if names:
@@ -160,9 +163,10 @@ class WeightSyncWorker:
 
         ``expected`` gets their checksums, ``damaged`` the names of those that did not arrive as they were sent.
         """
-        route, own = self.routes[target], self._own()
+        route = self.routes[target]
         shapes = {name: self.held[name].shape for name in route.wanted}
         for names in buckets(shapes, self.bucket):
+            own = self._own(names)
             into = self._room(target, names) if route.target else {}
             self._bytes += route.resharder.fill(into, own, names, route.dtype)
             damaged += route.resharder.damaged(into, own, names, route.dtype)

@@ -156,7 +156,8 @@ class TrainEngine:
         self.scorer, self.schedule, self.experts = scorer, schedule or self.sharded.schedule, experts
         self.section = optimizer
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
-        self.optimizers = Optimizers(self.sharded.parameters, optimizer, model.table, parts)
+        learned = {name: p for name, p in self.sharded.parameters.items() if p.requires_grad}
+        self.optimizers = Optimizers(learned, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.sharded.layouts)) if "layer_norms" in watch else None

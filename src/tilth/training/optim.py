@@ -112,7 +112,7 @@ class Optimizers:
             return
         blocks = {n: p for n, p in parameters.items() if self._by_muon(n)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
-        self._parts = [(self._adamw(rest), 1.0)]
+        self._parts = [(self._adamw(rest), 1.0)] if rest else []  # adapters are matrices alone
         if blocks:
             self._parts.append((self._muon(blocks), section.muon_lr_ratio))
         self._materialise()

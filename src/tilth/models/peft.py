@@ -1,0 +1,134 @@
+"""Adapters in the format of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tilth.config.schema import LoraConfig
+from tilth.core.errors import ModelError
+from tilth.models.config import DecoderConfig
+from tilth.plan.lora import INFIX, adapter_shapes, is_adapter, weight_of
+from tilth.plan.shape import hf_experts, hf_fused, hf_names
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PLAIN: Mapping[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
+"""Key of adapter_config.json -> the one value that is supported, the default of PEFT."""
+
+
+class StoredAdapter(NamedTuple):
+    """An adapter of a directory."""
+
+    lora: LoraConfig
+    tensors: Mapping[str, Tensor]
+    """Under the names of Tilth."""
+    source: str
+
+
+def save_adapter(
+    folder: Path, shape: DecoderConfig, lora: LoraConfig, tensors: Mapping[str, Tensor], base: str
+) -> None:
+    """Write adapters for ``PeftModel.from_pretrained``. base: reference of the model that they change.
+
+    ModelError: they change experts, for which PEFT has no layers.
+    """
+    there, apart = hf_names(shape), {*hf_experts(shape), *hf_fused(shape)}
+    found, modules = dict[str, Tensor](), dict[str, None]()
+    for name, tensor in tensors.items():
+        weight = weight_of(name)
+        if weight in apart:
+            message = f"{name} changes experts, for which PEFT has no layers; export the merged weights instead"
+            raise ModelError(message, key=f"{name}.peft")
+        path = there.get(weight, weight).removesuffix(".weight")
+        found[f"{_PREFIX}{path}.lora_{name[-1]}.weight"] = tensor.contiguous()
+        modules[path.rpartition(".")[2]] = None
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted(modules),
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        **_PLAIN,
+    }
+    save_file(found, folder / TENSORS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=1))
+
+
+def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> StoredAdapter:
+    """Return the adapter of a directory for a model of this shape. ModelError with the file, the key and the reason."""
+    folder = Path(directory)
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{str(folder)!r} is not an adapter's directory: it has no {CONFIG}", key=CONFIG)
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        _check(config)
+        names = config["target_modules"]
+        lora = LoraConfig(
+            rank=config["r"],
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora")),
+            targets=(names,) if isinstance(names, str) else tuple(sorted(names)),
+        )
+        stored = load_file(folder / TENSORS)
+    except (ValueError, KeyError, TypeError, ValidationError, OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: cannot read the adapter: {error}", key=f"{folder.name}.adapter") from error
+    tensors = dict(_renamed(stored, shape, folder))
+    modules = dict.fromkeys(weight_of(name).split(".")[-2] for name in tensors)
+    lora = lora.model_copy(update={"targets": tuple(sorted(modules))})
+    check_adapter(str(folder), tensors, adapter_shapes(shape, lora))
+    return StoredAdapter(lora, tensors, str(folder))
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for what an adapter of another kind says of itself."""
+    for key, right in {"peft_type": "LORA", **_PLAIN}.items():
+        value = config.get(key, right)
+        if value != right and (value or right):  # an empty one is none
+            message = f"{CONFIG}: {key} = {json.dumps(value)} is not supported; it must be {json.dumps(right)}"
+            raise ModelError(message, key=f"{CONFIG}.{key}")
+
+
+def _renamed(stored: Mapping[str, Tensor], shape: DecoderConfig, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    own = {there: name for name, there in hf_names(shape).items()}
+    for name, tensor in stored.items():
+        path, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+        half = rest.removesuffix(".weight")
+        if half not in ("A", "B"):
+            raise ModelError(f"{folder / TENSORS}: {name} is no part of an adapter of matrices", key=name)
+        weight = own.get(f"{path}.weight", f"{path}.weight")
+        yield f"{weight.removesuffix('.weight')}{INFIX}{half}", tensor
+
+
+def check_adapter(source: str, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError for the first adapter that a model lacks, or that it has in another shape or not at all."""
+    assert all(map(is_adapter, wanted))
+    for name, tensor in found.items():
+        if name not in wanted:
+            raise ModelError(f"{source}: {name} has no place in this model", key=f"{name}.extra")
+        if tuple(tensor.shape) != wanted[name]:
+            message = f"{source}: {name} is {list(tensor.shape)}, and this model's would be {list(wanted[name])}"
+            raise ModelError(f"{message}: an adapter of another base", key=f"{name}.shape")
+    missing = next((name for name in wanted if name not in found), None)
+    if missing is not None:
+        raise ModelError(f"{source}: {missing} is missing", key=f"{missing}.missing")

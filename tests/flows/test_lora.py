@@ -1,0 +1,255 @@
+"""Runs that learn adapters: what engines sample from, resuming, readers, layouts, and PEFT as an independent reader."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.test_resume_exact import benchmark
+from tilth.api import run_recipe
+from tilth.checkpoint import latest, open_checkpoint
+from tilth.cli.export import write_model
+from tilth.config.load import from_dict
+from tilth.core.errors import ModelError, RecipeError
+from tilth.flows.model import MergedTensors, load_beginning, load_model
+from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
+from tilth.models.converters import LowRank, converted
+from tilth.models.decoder import Decoder
+from tilth.models.hf import load_weights
+from tilth.models.peft import CONFIG, TENSORS, load_adapter, save_adapter
+from tilth.plan.lora import is_adapter
+from tilth.runs.readers import read_metrics
+from tilth.runs.signals import Interrupted
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run that the others begin with."""
+    return tiny.run(tiny.recipe(tmp_path_factory.mktemp("base"))).directory
+
+
+def adapted(folder, base, *, name="lora", stop=0, **sections):
+    """A run with adapters of the policy; stop: interrupted in that step."""
+
+    def interrupt(record):
+        if record["step"] == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sections = {"model": {"path": str(base)}, "supervised": {"steps": 3}, "policy": {"lora": LORA}, **sections}
+    made = tiny.recipe(folder, **sections)
+    try:
+        return run_recipe(made, name=name, callbacks=[tiny.Recorder(interrupt)], reward=tiny.close_enough).directory
+    except Interrupted:
+        assert stop
+        return folder / f"{name}-001"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, base):
+    return adapted(tmp_path_factory.mktemp("lora"), base)
+
+
+def stored(run):
+    checkpoint = open_checkpoint(latest(run / "checkpoints"))
+    return {name: checkpoint.read("model", name) for name in checkpoint.names("model")}, checkpoint
+
+
+def test_only_adapters_are_learned(base, whole):
+    begun, (ended, checkpoint) = load_model(base).tensors, stored(whole)
+    assert all(torch.equal(tensor, begun[name]) for name, tensor in ended.items() if not is_adapter(name))
+    adapters = {name for name in ended if is_adapter(name)}
+    assert len(adapters) == 2 * 7 * 2 and all(ended[name].any() for name in adapters)
+    assert {name.partition(".")[2] for name in checkpoint.names("optimizer")} == adapters
+
+
+def test_engines_sample_from_merged_weights(whole):
+    """The trainer adds small products to those of the base, an engine has the sum: they differ by rounding."""
+    found = [record["mismatch/max"] for record in read_metrics(whole) if "mismatch/max" in record]
+    assert found and 0 < max(found) < 1e-4
+
+
+def test_parity_is_to_the_bit(tmp_path, base):
+    run = adapted(tmp_path, base, train={"parity": True, "threads": 1})
+    found = [record["mismatch/max"] for record in read_metrics(run) if "mismatch/max" in record]
+    assert found and max(found) == 0
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, base, whole):
+    adapted(tmp_path, base, stop=5)
+    assert benchmark().differences(adapted(tmp_path, base), whole) == []
+
+
+def test_readers_see_merged_weights(base, whole):
+    found, begun = load_model(whole).tensors, load_model(base).tensors
+    assert isinstance(found, MergedTensors) and set(found) == set(begun)
+    name, ended = "model.layers.1.mlp.down_proj.weight", stored(whole)[0]
+    a, b = (ended[name.replace("weight", f"lora.{half}")] for half in "AB")
+    torch.testing.assert_close(found[name], begun[name] + 2.0 * b @ a)
+    assert torch.equal(found.part(name, (slice(2, 9), slice(5, 6))), found[name][2:9, 5:6])
+    again = tiny.recipe(base.parent, model={"path": str(whole)})
+    assert torch.equal(load_beginning(again).tensors[name], found[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"tp": 2}, {"pp": 2}, {"dp": 2}))]
+)
+def test_layouts_learn_alike(tmp_path, base, whole, layout):
+    cluster = {"backend": "local", "workers": 2}
+    layouts = {"policy": {"lora": LORA, "layout": layout}, "cluster": cluster}
+    found, wanted = read_metrics(adapted(tmp_path, base, **layouts)), read_metrics(whole)
+    for key in ("loss", "grad_norm"):
+        ours = [record[key] for record in found if key in record][:6]
+        np.testing.assert_allclose(ours, [record[key] for record in wanted if key in record][:6], rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("flow", ["ppo", pytest.param("reward_model", marks=pytest.mark.slow)])
+def test_value_models_learn_adapters_too(tmp_path, base, flow):
+    if flow == "ppo":
+        more = {
+            "flow": "ppo",
+            "algorithm": {"steps": 3, "advantage": "gae"},
+            "critic": {"lora": {"rank": 2}, "steps": 1},
+        }
+        run = adapted(tmp_path, base, **more)
+        names = open_checkpoint(latest(run / "checkpoints")).names("critic")
+        assert sum(map(is_adapter, names)) == 28 and "score.weight" in names
+        assert not any(map(is_adapter, load_model(run, "critic").tensors))
+        return
+    made = {"flow": flow, "model": {"path": str(base)}, "policy": {"lora": LORA}}
+    run = run_recipe(tiny.recipe(tmp_path, **made), name=flow).directory
+    names = open_checkpoint(latest(run / "checkpoints")).names("reward_model")
+    assert any(map(is_adapter, names)) and "score.weight" in names
+
+
+# ---- PEFT ----
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, whole):
+    folder = tmp_path_factory.mktemp("peft") / "adapter"
+    write_model(str(whole), folder, adapter=True)
+    return folder
+
+
+def test_peft_loads_it_and_has_the_logits(tmp_path, base, whole, exported):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers")
+    write_model(str(base), tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").double()
+    other = peft.PeftModel.from_pretrained(plain, exported).double()
+    loaded = load_model(whole)
+    model = Decoder(loaded.config, torch.float64).double()
+    load_weights(model, loaded.tensors)
+    ids = torch.arange(3, 11)
+    ours = model.logits(model(ids, PackedContext([8])))
+    torch.testing.assert_close(ours, other(ids[None]).logits[0], rtol=1e-5, atol=1e-6)
+    with other.disable_adapter():
+        assert not torch.allclose(ours, other(ids[None]).logits[0], rtol=1e-4)
+
+
+def test_a_run_begins_with_an_adapter(tmp_path, base, whole, exported):
+    """Learned further from its own values, or merged."""
+    ended, section = stored(whole)[0], {"path": str(base), "adapter": str(exported)}
+    further = load_beginning(tiny.recipe(tmp_path, model=section, policy={"lora": LORA})).tensors
+    assert all(torch.equal(further[name], ended[name]) for name in ended)
+    merged = load_beginning(tiny.recipe(tmp_path, model=section)).tensors
+    assert all(torch.equal(merged[name], load_model(whole).tensors[name]) for name in merged)
+    run = adapted(tmp_path, base, model=section, algorithm={"steps": 0}, supervised={"steps": 1, "lr": 1e-9})
+    begun = stored(run)[0]
+    assert all(torch.allclose(begun[name], ended[name], atol=1e-6) for name in ended)
+
+
+@pytest.mark.parametrize(
+    "lora, key", [({"rank": 2}, "rank"), ({"alpha": 1.0}, "alpha"), ({"targets": ["q_proj"]}, "targets")]
+)
+def test_another_kind_of_adapter_is_refused(tmp_path, base, exported, lora, key):
+    section = {"path": str(base), "adapter": str(exported)}
+    with raises(RecipeError, f"policy.lora.{key}"):
+        load_beginning(tiny.recipe(tmp_path, model=section, policy={"lora": {**LORA, **lora}}))
+
+
+def changed(exported, folder, config=None, tensors=None):
+    folder.mkdir()
+    found = json.loads((exported / CONFIG).read_text()) | (config or {})
+    (folder / CONFIG).write_text(json.dumps(found))
+    own = load_file(exported / TENSORS)
+    save_file(own if tensors is None else tensors(own), folder / TENSORS)
+    return folder
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+OWN = "model.layers.0.self_attn.q_proj.lora.A"
+
+
+@pytest.mark.parametrize(
+    "config, tensors, key",
+    [
+        ({"use_dora": True}, None, f"{CONFIG}.use_dora"),
+        ({"peft_type": "IA3"}, None, f"{CONFIG}.peft_type"),
+        ({"modules_to_save": ["lm_head"]}, None, f"{CONFIG}.modules_to_save"),
+        ({"r": "four"}, None, "changed.adapter"),
+        ({}, lambda own: {k: v for k, v in own.items() if k != Q}, f"{OWN}.missing"),
+        ({}, lambda own: own | {Q: torch.zeros(4, 99)}, f"{OWN}.shape"),
+        (
+            {},
+            lambda own: own | {Q.replace("layers.0", "layers.7"): own[Q].clone()},
+            f"{OWN.replace('.0.', '.7.')}.extra",
+        ),
+        ({}, lambda own: own | {"lm_head.weight": torch.zeros(2)}, "lm_head.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, base, exported, config, tensors, key):
+    folder = changed(exported, tmp_path / "changed", config, tensors)
+    with raises(ModelError, key):
+        load_adapter(folder, load_model(base).config)
+
+
+def test_folders_without_an_adapter(tmp_path, base, whole):
+    with raises(ModelError, CONFIG):
+        load_adapter(tmp_path, load_model(base).config)
+    with raises(ModelError, "--adapter"):
+        write_model(str(base), tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_have_no_place_in_peft(tmp_path):
+    config = DecoderConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
+        family="qwen3_moe", num_experts=2, experts_per_token=1, expert_size=8, expert_layers=(0,),
+    )  # fmt: skip
+    lora = LowRank(from_dict({"policy": {"lora": LORA}, "model": {"path": "x"}}).policy.lora)
+    model = converted(Decoder(config), [lora])
+    tensors = {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
+    with raises(ModelError, "model.layers.0.mlp.experts.gate_proj.lora.A.peft"):
+        save_adapter(tmp_path, config, lora.lora, tensors, "x")
+
+
+# ---- recipes ----
+
+
+@pytest.mark.parametrize(
+    "sections, key",
+    [
+        ({"model": {}}, "policy.lora.rank"),
+        ({"model": {}, "critic": {"lora": LORA}, "policy": {}}, "critic.lora.rank"),
+        ({"train": {"ema": 0.9}}, "train.ema"),
+        ({"train": {"router_correction": 0.1}}, "train.router_correction"),
+        ({"model": {"path": "x", "optimizer": True}}, "model.optimizer"),
+        ({"model": {"adapter": "x"}, "policy": {}}, "model.adapter"),
+        ({"policy": {"lora": {"rank": 4, "alpha": 0.0}}}, "policy.lora.alpha"),
+        ({"policy": {"lora": {"rank": 4, "targets": []}}}, "policy.lora.targets"),
+    ],
+)
+def test_what_contradicts_adapters_is_refused(tmp_path, sections, key):
+    with raises(RecipeError, key):
+        tiny.recipe(tmp_path, **{"model": {"path": "x"}, "policy": {"lora": LORA}, **sections})
