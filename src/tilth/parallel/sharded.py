@@ -183,7 +183,7 @@ class ShardedModel:
         not those of experts, which have shards of their own."""
         peers = self.grid.group(*self.grid.mesh.shards)
         stacks = {p for m in self._fsdp if isinstance(m, Experts) for p in m.parameters()}
-        names = [n for n, p in self._own.items() if isinstance(p, DTensor) and p not in stacks]
+        names = [n for n, p in self._own.items() if isinstance(p, DTensor) and p.requires_grad and p not in stacks]
         sums = GivenSums(peers) if names and peers is not None else None
         for module in self._fsdp:
             watch(module, self.grid.group(*self.grid.mesh.copies), None if isinstance(module, Experts) else sums)
