@@ -6,7 +6,7 @@ from tilth.config.errors import RecipeError
 from tilth.config.keys import keys
 from tilth.config.load import digest, dump_toml, from_dict, load_recipe
 
-BESIDE = {"path", "optimizer", "context", "dropout"}
+BESIDE = {"adapter", "path", "optimizer", "context", "dropout"}
 SHAPE = {"family": "llama", "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn": 64,
          "rope_theta": 5e5, "tied": False, "experts": 4, "experts_per_token": 3, "expert_ffn": 32, "shared_experts": 1,
          "dense_layers": 1}  # fmt: skip

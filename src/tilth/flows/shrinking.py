@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from tilth.config.axes import over
 from tilth.config.checks import pools
 from tilth.config.load import all_differences, dump_value, load_recipe
 from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.errors import RecipeError
 
-ROWS = ("dp", "fsdp")
-"""Axes that shrink."""
+ROWS = tuple(axis for axis in over("rows") if axis not in over("experts"))
+"""Axes that shrink: of replicas, and of the ranks that shard one's parameters."""
+_REPLICAS, _SHARDS = ROWS
 
 
 def smaller(run: Path, recipe: Recipe, lost: Collection[int]) -> tuple[list[str], dict[str, str]]:
@@ -62,12 +64,13 @@ def _overrides(recipe: Recipe, left: Mapping[str, int], changed: Collection[str]
 
 
 def _fit(layout: LayoutConfig, before: int, workers: int) -> dict[str, int] | None:
-    """Return the sizes of dp and fsdp that differ over fewer workers; None if the other axes do not fit them."""
+    """Return the sizes of ``ROWS`` that differ over fewer workers; None if the other axes do not fit them."""
     sizes = layout.sizes(before)
     model = math.prod(size for axis, size in sizes.items() if axis not in ROWS)
     if workers % model:
         return None
     rows = workers // model
-    fsdp = sizes["fsdp"] if rows % sizes["fsdp"] == 0 else rows if sizes["fsdp"] > 1 else 1
-    found = {"dp": rows // fsdp if layout.dp else 0, "fsdp": fsdp}
+    wanted = sizes[_SHARDS]
+    shards = wanted if rows % wanted == 0 else rows if wanted > 1 else 1
+    found = {_REPLICAS: rows // shards if getattr(layout, _REPLICAS) else 0, _SHARDS: shards}
     return {axis: size for axis, size in found.items() if size != getattr(layout, axis)}
