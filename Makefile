@@ -47,8 +47,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# One process more than cores: a third of the time tests wait, for processes of their own or for limits to pass.
-WORKERS ?= $(shell $(BIN)/python -c "import os; print(min(8, 1 + len(os.sched_getaffinity(0))))")
+# Two processes more than cores: a third of the time tests wait, for processes of their own or for limits to pass.
+WORKERS ?= $(shell $(BIN)/python -c "import os; print(min(8, 2 + len(os.sched_getaffinity(0))))")
 # Also where no bytecode is to be written: hundreds of processes would compile the package anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 

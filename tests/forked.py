@@ -224,7 +224,7 @@ def become(request: dict, files: list[int]) -> tuple[str, list[str]]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    base = [path for path in sys.path if path not in (str(ROOT), str(ROOT / "src"), "")]
+    base = [path for path in sys.path if path not in (str(ROOT), "")]
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     kind, *rest = request["arguments"] if request["arguments"][0] in ("-c", "-m") else ["", *request["arguments"]]
     first = "" if kind == "-c" else os.getcwd() if kind == "-m" else str(Path(rest[0]).parent)

@@ -200,8 +200,8 @@ def follow(page: str, folder: Path, *, costly: bool) -> None:
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
-LONG = ("docs/extending.md", "docs/packages/flows.md")
-"""Pages whose commands do what tests of plugins and flows do too."""
+LONG = ("docs/extending.md", "docs/packages/flows.md", "docs/guide.md")
+"""Pages whose commands do what tests of plugins, flows and commands do too."""
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in WITH_COMMANDS])

@@ -42,6 +42,7 @@ def test_what_fails_is_a_row_beside_those_that_it_wrote(gpu):
     assert "wrote no rows" in gpu.run(part(gpu, "pass"), "cpu", True, 60)[0]["error"]
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_ends_with_all_that_it_started(gpu, tmp_path):
     text = WRITES + "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     text += f"Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\ntime.sleep(600)"

@@ -235,6 +235,7 @@ def test_a_store_that_fails_at_any_request(tmp_path):
     assert holds(latest(root), 2)
 
 
+@pytest.mark.slow
 def test_a_slow_store_delays_nobody_but_the_next_save(tmp_path):
     """Two seconds of writing: start is over long before."""
     root, tensors = f"slow://{tmp_path}/s", {"x": tensor((64 << 10,))}

@@ -44,6 +44,7 @@ def nobody():
     return os.fdopen(writer, "wb")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_reader_leaves(tmp_path):
     with run(tmp_path, stderr=subprocess.STDOUT) as process:
         assert b"runs/a" in process.stdout.readline()
@@ -55,6 +56,7 @@ def test_a_run_goes_on_when_its_reader_leaves(tmp_path):
 @pytest.mark.parametrize(
     "where", [pytest.param("/dev/full", id="full"), pytest.param(None, marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.slow
 def test_a_run_goes_on_where_nothing_can_be_written_from_the_start(tmp_path, where):
     with open(where, "wb") if where else nobody() as out, run(tmp_path, stdout=out) as process:
         _, errors = process.communicate(timeout=120)
@@ -187,6 +189,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_controller_alone(tmp_path, backend):
 
 
 @pytest.mark.parametrize("backend", RARELY)
+@pytest.mark.slow
 def test_a_run_that_ignores_the_hangup_goes_on_without_its_terminal(tmp_path, backend):
     command = ["run", "addition-grpo", *SMALL, *backend, "algorithm.steps=14", "run.name=a"]
     terminal = Terminal(tmp_path, *command, before="trap '' HUP;")

@@ -154,6 +154,7 @@ def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, la
 
 
 @pytest.mark.parametrize("engine", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_grpo_of_divided_experts_learns_as_on_one_process(tmp_path, shared, one, engine):
     placed = {"policy": {"layout": {"ep": 2}}, "rollout": {"layout": {"ep": engine}}}
     ours = tiny.run(tiny.recipe(tmp_path, **sections("moe", cluster=LOCAL, **placed)))
@@ -279,6 +280,7 @@ def test_supervised_flows_on_two_workers(tmp_path, shared, flow, layout):
 # ---- from one layout into another ----
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_model_that_was_trained_in_another_layout(tmp_path, shared):
     first = tiny.run(tiny.recipe(tmp_path / "first", **LAYOUTS["fsdp"]))
     again = {"model": {"path": str(first.directory)}, "supervised": {"steps": 0}, "algorithm": {"steps": 2}}
@@ -303,6 +305,7 @@ def test_a_run_over_stages_continues_one_of_shards_and_the_other_way_round(tmp_p
 @pytest.mark.parametrize(
     "name", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pp", "tp", "tp, engine over tp"))]
 )
+@pytest.mark.slow
 def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared, name):
     layout = LAYOUTS[name]
     whole = tiny.run(tiny.recipe(tmp_path / "whole", **layout))

@@ -66,6 +66,7 @@ class Drill(tiny.Recorder):
             inject(run.policy._dispatch.backend.folder, "flip", 1, at=at)
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_at_rest_is_found_without_any_copy_and_names_its_worker(tmp_path):
     plain = tiny.run(tiny.recipe(tmp_path / "plain", **FSDP))
     ours = tiny.run(tiny.recipe(tmp_path / "ours", **FSDP), callbacks=[Drill()])

@@ -86,6 +86,7 @@ def test_a_changed_plugin_is_refused_when_the_run_goes_on_and_can_be_allowed(tmp
     assert result.summary["steps"] == 6 + 8
 
 
+@pytest.mark.slow
 def test_a_run_that_an_edited_plugin_does_not_resume_is_named(tmp_path, plugin):
     recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN)
     stop, watcher = tiny.Recorder(), tiny.Recorder()
@@ -169,6 +170,7 @@ def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(t
     assert max(row["approx_kl_k3"] for row in later) > 0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_plugin_has_moved(tmp_path, plugin):
     named = {"run": {"name": "mine"}}
     first = run_recipe(tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN, **named), name="x")

@@ -371,6 +371,7 @@ def names(path) -> set[str]:
         return {event["name"] for event in json.load(file)["traceEvents"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_profiled_learns_the_very_same(tmp_path):
     def asks(record):
         if record["step"] == 4:

@@ -73,6 +73,7 @@ def test_a_layer_that_fails_changes_no_bit(tmp_path, plain, number):
         seen.stop()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_until_patience_ends_is_an_error_that_names_what_is_lost(tmp_path, plain, monkeypatch):
     for module in (directory_module, run_module):
         monkeypatch.setattr(module, "PATIENCE", 0.3)

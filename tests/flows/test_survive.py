@@ -232,6 +232,7 @@ def test_a_run_that_may_not_recover_ends_at_the_first_failure(tmp_path):
     assert not recoveries(directory)
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_damaged_is_reported_and_the_disk_is_used(tmp_path, plain, monkeypatch):
     repair, damaged = Cluster.repair, []
 

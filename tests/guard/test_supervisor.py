@@ -146,6 +146,7 @@ def test_a_killed_controller_of_workers_on_ray_goes_on_from_memory_with_the_same
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_controller_that_is_stopped_is_replaced(tmp_path):
     with start(tmp_path, "guard.hang_after=1", deaths="4:stop") as process:
         _, errors = process.communicate(timeout=patience(120))

@@ -105,6 +105,7 @@ def test_what_raises_dies_or_hangs_fails_with_its_rank_and_leaves_nothing(own_po
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_all_of_it_at_once_is_told_of_each_rank(own_pool):
     with pytest.raises(PoolError) as caught:
         own_pool.run(3, HERE + "goes_wrong", timeout=30)

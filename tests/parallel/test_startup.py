@@ -12,6 +12,7 @@ from tests.scripts import SCRIPTS
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 def test_operations_grow_with_the_ranks_and_meetings_of_all_do_not_happen(tmp_path):
     rows = tmp_path / "rows.json"
     command = [sys.executable, str(Path(SCRIPTS) / "startup.py"), "--quick", "--json", str(rows)]

@@ -160,6 +160,7 @@ def test_loss_gradients_and_step_are_those_of_one_process_in_float64(pool, case)
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_twenty_steps_in_float32_stay_close(pool, case):
     check_floats(pool, case)
 

@@ -225,6 +225,7 @@ def test_rewards_of_chance_are_the_same_when_steps_run_again(tmp_path, monkeypat
     assert [np.array_equal(a, b) for a, b in zip(found, scores[4:])] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_time_out_is_not_handed_on_to_another_completion(tmp_path):
     """After another learning rate the completions are others; those that never hung have a reward."""
     (folder := tmp_path / "runs").mkdir()

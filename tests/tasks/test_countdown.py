@@ -70,6 +70,7 @@ def check(prompt, digits):
     assert prompt.info == {"numbers": numbers, "target": target, "answer": prompt.answer}
 
 
+@pytest.mark.slow
 def test_some_prompts_of_every_machine_and_version(task):
     assert [task.prompt(i).text + task.prompt(i).answer for i in (0, 500_000, 999_999)] == GOLDEN
     assert task.prompt(1) == CountdownPrompts(2).prompt(1) and isinstance(task.prompt(1), Prompt)

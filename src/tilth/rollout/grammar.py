@@ -103,6 +103,6 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        message = "a sampling schema needs the library llguidance: pip install 'tilth-train[schema]'"
+        message = "a sampling schema needs the library llguidance: pip install '.[schema]' in Tilth's folder"
         raise DataError(message, key="request.schema.llguidance") from None
     return llguidance

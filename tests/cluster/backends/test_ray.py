@@ -246,6 +246,7 @@ class TestWithRay:
     @pytest.mark.parametrize(
         "how, state", [("stop", "stopped"), pytest.param("sleep", "sleeping", marks=pytest.mark.slow)]
     )
+    @pytest.mark.slow
     def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(self, how, state):
         began = time.monotonic()
         with pytest.raises(CallTimeout) as raised, self.open() as cluster:

@@ -172,7 +172,7 @@ def finish(process, seconds=60):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["", "fail", "die"])
+@pytest.mark.parametrize("how", ["", pytest.param("fail", marks=pytest.mark.slow), "die"])
 def test_three_processes_of_slurm(how):
     """The launched ones start first and wait; they are workers 1 and 2 and end with the controller: well if it has told
     them to, also when it fails itself."""
@@ -197,6 +197,7 @@ def test_three_processes_of_slurm(how):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     program = tmp_path / "role.py"
     program.write_text(PROGRAM)
