@@ -179,7 +179,7 @@ def test_an_engine_may_be_lost_at_any_moment_beside_a_divided_trainer(tmp_path, 
     ours = tiny.run(tiny.recipe(tmp_path, **BESIDE), callbacks=[harm])
     assert_same_run(ours, plain(BESIDE))
     found = recoveries(ours.directory)
-    assert len(found) == 5
+    assert 3 <= len(found) <= 5  # a blow may meet a worker that the one before it has killed
     for one in found:  # a weight sync has all ranks as its members
         within = "weight_sync" in one["evidence"].partition("\n")[0] or one["replaced"] != [2]
         assert within or "policy" not in one["made"]
