@@ -26,12 +26,15 @@ def test_first(): ...
 def test_second(): ...
 """
 LOST = """
+import pytest
 from pathlib import Path
 
-def pytest_collection_finish(session):
-    if hasattr(session.config, "workerinput"):
-        Path(session.config.workerinput["groups"]).write_text("{}")
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config):
+    if hasattr(config, "workerinput"):
+        Path(config.workerinput["groups"]).write_text("{}")
 """
+"""Before the process says that it has collected: from then on the groups may be read."""
 
 
 def seen(folder, conftest=""):
