@@ -47,6 +47,16 @@ def recoveries(folder):
     return [json.loads(line) for line in (folder / "runs/a" / RECOVERIES).read_text().splitlines()]
 
 
+def assert_undisturbed(folder, monkeypatch):
+    """The run in the folder is that of a controller that nobody kills."""
+    plain = folder / "plain"
+    plain.mkdir()
+    monkeypatch.chdir(plain)
+    monkeypatch.setenv("DEATHS", str(plain / "deaths"))
+    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", RECIPE), name="addition-grpo")
+    assert_same_run(RunResult(folder / "runs/a", {}), undisturbed)
+
+
 def wait_for_step(folder, process, step):
     until = time.monotonic() + patience(60)
     while not any(record["step"] >= step for record in read_metrics(folder / "runs/a")):
@@ -79,12 +89,7 @@ def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_s
     assert [one["from_step"] for one in attempts] == [0, 3, 6]  # it dies before the snapshot of its step
     assert [one["kind"] for one in summarise(tmp_path / "runs/a")["recoveries"]] == ["controller"] * 2
 
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    monkeypatch.chdir(plain)
-    monkeypatch.setenv("DEATHS", str(plain / "deaths"))
-    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", RECIPE), name="addition-grpo")
-    assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)
+    assert_undisturbed(tmp_path, monkeypatch)
 
 
 @pytest.mark.dist
@@ -137,12 +142,7 @@ def test_a_killed_controller_of_workers_on_ray_goes_on_from_memory_with_the_same
     (found,) = recoveries(tmp_path)
     assert (found["kind"], found["step"]) == ("controller", 4)
     assert (tmp_path / "runs/a/log.txt").read_text().count("from memory") == 1
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    monkeypatch.chdir(plain)
-    monkeypatch.setenv("DEATHS", str(plain / "deaths"))
-    undisturbed = tiny.run_recipe(load_recipe("addition-grpo", RECIPE), name="addition-grpo")
-    assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)
+    assert_undisturbed(tmp_path, monkeypatch)
 
 
 @pytest.mark.dist

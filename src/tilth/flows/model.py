@@ -27,7 +27,7 @@ from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config,
 from tilth.models.hub import fetched
 from tilth.models.lora import merge
 from tilth.models.peft import StoredAdapter, load_adapter
-from tilth.plan.lora import adapter_shapes, is_adapter, pair_of, scale_of
+from tilth.plan.lora import adapter_shapes, blocks_of, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
@@ -211,10 +211,8 @@ class MergedTensors(Unread):
         found, (a, b) = self._tensors.part(name, slices), pair_of(name)
         if a not in self._tensors:
             return found
-        *experts, out, width = slices
-        first = self._tensors.part(a, (*experts, slice(0, self._tensors.shape(a)[-2]), width))
-        second = self._tensors.part(b, (*experts, out, slice(0, self._tensors.shape(b)[-1])))
-        return merge(found, first, second, self._scale)
+        of_a, of_b = blocks_of(slices, self.lora.rank)
+        return merge(found, self._tensors.part(a, of_a), self._tensors.part(b, of_b), self._scale)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors.shape(name)

@@ -55,9 +55,16 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in] -> [N, out]."""
-        if self.lora is None:
-            return self.product(x, self.weight, self.bias)
-        return self.lora.changed(self.product, x, self.weight, self.bias)
+        return project(self, x, self.bias)
+
+
+def project(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [N, in] through the weight of a linear layer, with the change by its adapter: [N, out]."""
+    if layer.lora is None:
+        found: Tensor = layer.product(x, layer.weight, bias)
+        return found
+    changed: Tensor = layer.lora.changed(layer.product, x, layer.weight, bias)
+    return changed
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilth.models.lora import Adapter, merge
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.lora import INFIX, is_adapter, pair_of
+from tilth.plan.lora import blocks_of, is_adapter, pair_of, weight_of
 
 
 def has_adapters(sharded: ShardedModel) -> bool:
@@ -24,20 +24,16 @@ def merged_parts(sharded: ShardedModel, names: Sequence[str]) -> dict[str, Tenso
     changed = [name for name in names if pair_of(name)[0] in sharded.layouts]
     whole = sharded.assemble([half for name in changed for half in pair_of(name)]) if changed else {}
     found = {name: sharded.parameters[name].detach() for name in names if name in sharded.parameters}
+    scales = _scales(sharded) if changed else {}
     for name in changed:
         for box in sharded.boxes(name) if name in found else ():
-            (a, b), (*experts, out, width) = (whole[half] for half in pair_of(name)), box.slices
-            a, b = a[(*experts, slice(None), width)], b[(*experts, out, slice(None))]
-            found[name] = merge(found[name].view(box.size), a, b, _scale(sharded, name)).view_as(found[name])
+            a, b = (whole[half] for half in pair_of(name))
+            of_a, of_b = blocks_of(box.slices, a.shape[-2])
+            found[name] = merge(found[name].view(box.size), a[of_a], b[of_b], scales[name]).view_as(found[name])
     return found
 
 
-def _scale(sharded: ShardedModel, name: str) -> float:
-    path = name.removesuffix(".weight")
-    for part in sharded.parts:
-        modules = dict(part.named_modules())
-        if path in modules:
-            adapter = modules[path + INFIX.rstrip(".")]
-            assert isinstance(adapter, Adapter)
-            return adapter.scale
-    raise KeyError(name)
+def _scales(sharded: ShardedModel) -> dict[str, float]:
+    """Return weight -> scale of its adapter, of the layers on this stage."""
+    modules = (one for part in sharded.parts for one in part.named_modules())
+    return {weight_of(f"{path}."): module.scale for path, module in modules if isinstance(module, Adapter)}

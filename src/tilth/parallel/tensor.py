@@ -19,7 +19,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Mesh, Replicate, Shard
 from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
-from tilth.models.decoder import Decoder, Linear, RMSNorm, WideRMSNorm
+from tilth.models.decoder import Decoder, Linear, RMSNorm, WideRMSNorm, project
 from tilth.models.logprobs import wide
 from tilth.models.moe import MoE
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
@@ -120,11 +120,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, in / ranks] -> [N, out], with sequence parallelism [ceil(N / ranks), out]."""
-        if self.lora is None:
-            x = self.product(x, self.weight, None)
-        else:
-            x = self.lora.changed(self.product, x, self.weight, None)
-        x = self.leave(x)
+        x = self.leave(project(self, x, None))
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 

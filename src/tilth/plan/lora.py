@@ -33,6 +33,12 @@ def pair_of(weight: str) -> tuple[str, str]:
     return f"{path}{INFIX}A", f"{path}{INFIX}B"
 
 
+def blocks_of(block: tuple[slice, ...], rank: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return the blocks of A and B that change this block of their weight."""
+    *experts, out, width = block
+    return (*experts, slice(0, rank), width), (*experts, out, slice(0, rank))
+
+
 def scale_of(lora: LoraConfig) -> float:
     """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
