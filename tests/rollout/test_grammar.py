@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.rollout.reference import make_model
+from tests.rollout.reference import Plain, make_model
 from tilth.core.errors import DataError
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
-from tilth.rollout.protocol import EngineError, GenerationEngine
+from tilth.rollout.protocol import EngineError
 from tilth.rollout.request import Request, SamplingParams
 
 SCHEMAS = [
@@ -65,16 +65,6 @@ def test_without_the_library_a_schema_is_refused(monkeypatch):
 
 
 def test_engines_without_schemas_refuse_them():
-    class Plain(GenerationEngine):
-        def submit(self, requests): ...
-        def poll(self): ...
-        def abort(self, trajectory): ...
-        def peek(self, trajectory): ...
-        def update_weights(self, weights, version): ...
-        def sleep(self): ...
-        def wake_up(self): ...
-        def stats(self, reset=False): ...
-
     with raises(EngineError, "request.schema.engine"):
         Plain().generate(asked(TOKENIZERS["characters"], SCHEMAS[:1]))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
 from tilth.config.roles import resolve
+from tilth.config.schema import LoraConfig
 from tilth.core.checksum import checksum
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
@@ -44,14 +45,18 @@ class GenerationEngine(Protocol):
     """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
 
     constrains: bool = False
-    """True: it draws only what ``SamplingParams.schema`` allows; otherwise ``stream`` refuses such requests."""
+    """True: it draws only what ``SamplingParams.schema`` allows; otherwise ``check_served`` refuses such requests."""
+
+    adapts: bool = False
+    """True: it serves ``Request.adapter``; otherwise ``check_served`` and ``load_adapter`` refuse."""
 
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
 
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served, such as one that names an
+        adapter which is not there (key "request.adapter"). What ``check_served`` refuses never comes here."""
 
     @abstractmethod
     def poll(self) -> list[Trajectory]:
@@ -84,6 +89,33 @@ class GenerationEngine(Protocol):
     def fingerprint(self) -> Mapping[str, int]:
         """Return numbers that change with the weights: by default the checksum of each tensor by its name."""
         return {name: checksum(tensor) for name, tensor in self.named_parameters()}
+
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Hold an adapter for requests that name it, in place of the one that has the name.
+
+        tensors: A and B of every weight that it changes, by the names of ``tilth.plan.lora``; they are copied. Requests
+        in flight go on with the adapter that they began with. Raises ModelError, and changes nothing, for an adapter of
+        another base; DataError for an empty name; EngineError if the engine does not adapt.
+        """
+        raise self._without_adapters(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Refuse this adapter to later requests; those in flight go on with it. Raises DataError for an unknown name,
+        EngineError if the engine does not adapt."""
+        raise self._without_adapters(name)
+
+    def _without_adapters(self, name: str) -> EngineError:
+        message = f"{type(self).__name__} does not serve the adapter {name!r} beside its base; use the native engine"
+        return EngineError(message, key="request.adapter.engine")
+
+    def check_served(self, requests: Iterable[Request]) -> None:
+        """Raise EngineError for a request that engines of this class serve to nobody; for callers of ``submit``."""
+        for request in requests:
+            if request.params.schema and not self.constrains:
+                message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
+                raise EngineError(message, key="request.schema.engine")
+            if request.adapter and not self.adapts:
+                raise self._without_adapters(request.adapter)
 
     @abstractmethod
     def sleep(self) -> None:
@@ -120,9 +152,7 @@ class GenerationEngine(Protocol):
         in flight already, and yielded too.
         """
         requests = list(requests)
-        if not self.constrains and any(r.params.schema for r in requests):
-            message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
-            raise EngineError(message, key="request.schema.engine")
+        self.check_served(requests)
         self.submit(requests)
         mine = {*(r.id for r in requests), *resumed}
         others: list[Trajectory] = []

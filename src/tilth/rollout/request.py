@@ -79,6 +79,8 @@ class Request:
     info: dict[str, Any] = field(default_factory=dict)
     keeps: bool = False
     """True: a later request begins with its tokens, so an engine may keep their KV."""
+    adapter: str = ""
+    """Name of an adapter that the engine holds (``GenerationEngine.load_adapter``); empty: its weights as they are."""
 
 
 @dataclass(eq=False, slots=True)
