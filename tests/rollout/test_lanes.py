@@ -18,9 +18,11 @@ def new_slab():
     return KVCache(CONFIG, torch.float32, torch.device("cpu"))
 
 
-def draw(ids, starts, count):
+def draw(requests, starts, count):
     """A number that says whose it is and of which position."""
-    return np.array([[i * 1000 + s + k for k in range(count)] for i, s in zip(ids, starts)], np.float32)
+    return np.array(
+        [[i * 1000 + s + k for k in range(count)] for i, s in zip((r.id for r in requests), starts)], np.float32
+    )
 
 
 def answer(i, length, more=50, **params):

@@ -64,3 +64,30 @@ def test_nothing_is_seen_of_what_is_not_in_flight():
     engine.abort(4)
     with raises(DataError, "trajectory"):
         engine.peek(4)
+
+
+def test_progress_is_what_was_chosen_since():
+    requests = [*make_requests(12), *(Request(100 + i, [7, i], LONG) for i in range(3))]
+    expected = {t.id: t for t in make_engine(MODEL).generate(requests)}
+    engine = make_engine(MODEL, max_rows=16, kv_tokens=320)
+    engine.submit(requests)
+    parts, found = {r.id: [] for r in requests}, {}
+    while engine.pending:
+        found |= {t.id: t for t in engine.poll()}
+        for i, new in engine.progress({i: sum(len(p.tokens) for p in parts[i]) for i in parts}).items():
+            parts[i].append(new)
+    assert max(len(seen) for seen in parts.values()) == LONG.max_tokens - 1
+    for i, t in expected.items():
+        mine = t.mask == 1
+        for whole, column in ((t.tokens, "tokens"), (t.logprobs, "logprobs")):
+            seen = np.concatenate([whole[:0], *(getattr(p, column) for p in parts[i])])
+            assert np.array_equal(seen, whole[mine][: len(seen)]) and np.array_equal(whole, getattr(found[i], column))
+
+
+def test_a_request_may_draw_from_another_stream():
+    params = SamplingParams(max_tokens=20)
+    apart = [make_engine(MODEL, seed=s).generate([Request(i, [5, 6], params)])[0] for s, i in ((3, 0), (3, 1), (9, 0))]
+    requests = [Request(70 + i, [5, 6], params, draws=d) for i, d in enumerate([(3, 0), (3, 1), (9, 0), (3, 0)])]
+    found = make_engine(MODEL).generate(requests)
+    assert [t.tokens.tolist() for t in found] == [apart[i].tokens.tolist() for i in (0, 1, 2, 0)]
+    assert len({tuple(t.tokens.tolist()) for t in found}) == 3

@@ -11,7 +11,6 @@ from torch import Tensor
 from tilth.config.axes import MODEL
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
-from tilth.core.random import stream_id, uniform_rows
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, not_finite
@@ -25,9 +24,9 @@ from tilth.rollout.lanes import LengthBucket, allowed_tokens
 from tilth.rollout.lockstep import LockStep
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
-from tilth.rollout.request import Request, SamplingParams, SequenceState
+from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
 from tilth.rollout.runner import Runner
-from tilth.rollout.sampling import Chosen, Rules, choose, choose_from
+from tilth.rollout.sampling import Chosen, Rules, choose, choose_from, draws
 from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
@@ -255,6 +254,11 @@ class Engine(GenerationEngine):
                 return answer.completion.copy()
         raise DataError(f"trajectory {trajectory} is not in flight, so it has no tokens to return", key="trajectory")
 
+    def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
+        rows = [(lane.answer(row).request.id, lane, row) for lane, row in self._rows()]
+        found = {id: lane.since(row, seen[id]) for id, lane, row in rows if id in seen}
+        return {id: new for id, new in found.items() if len(new.tokens)}
+
     def _rows(self) -> list[tuple[LengthBucket, int]]:
         return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]
 
@@ -421,7 +425,7 @@ class Engine(GenerationEngine):
     def _first_tokens(self, placed: Sequence[tuple[PrefillJob, SequenceState]]) -> None:
         logits = torch.cat([p.logits for p, _ in placed if p.logits is not None])
         answers = [a for _, a in placed]
-        uniform = self._draw([a.request.id for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
+        uniform = self._draw([a.request for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
         rules = Rules.of([a.request.params for a in answers], self.device)
         allowed = allowed_tokens(answers, logits.shape[1], self.device)
         tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules, allowed))
@@ -542,9 +546,8 @@ class Engine(GenerationEngine):
         more = {"routing": self._routing, "latent": not self._parity}
         return PrefixStore(self._held, size, self.dtype, self.device, most, **more)
 
-    def _draw(self, ids: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
-        streams = torch.tensor([stream_id("sample", i) for i in ids], dtype=torch.int64)
-        return uniform_rows(self.seed, streams, torch.tensor(starts, dtype=torch.int64), count).numpy()
+    def _draw(self, requests: Sequence[Request], starts: Sequence[int], count: int) -> np.ndarray:
+        return draws(self.seed, requests, starts, count)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
 from tilth.rollout.cache import KVCache
-from tilth.rollout.request import SequenceState
+from tilth.rollout.request import Progress, Request, SequenceState
 from tilth.rollout.sampling import Rules
 
-Draw = Callable[[Sequence[int], Sequence[int], int], np.ndarray]
-"""(trajectory ids, first positions, count) -> random numbers of these positions, float32 [ids, count]."""
+Draw = Callable[[Sequence[Request], Sequence[int], int], np.ndarray]
+"""(requests, first positions, count) -> random numbers of these positions, float32 [requests, count]."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class LengthBucket:
         self.fit(max(lengths))
         self.slab.copy(to.tolist(), slab, rows, max(lengths) - 1)
         count = max(min(a.end, self.limit) - n for a, n in zip(answers, lengths))
-        numbers = draw([a.request.id for a in answers], lengths, count) if count else np.zeros((len(answers), 0))
+        numbers = draw([a.request for a in answers], lengths, count) if count else np.zeros((len(answers), 0))
         for row, answer, length, some in zip(to.tolist(), answers, lengths, numbers):
             self._set(row, answer)
             room = min(count, self.limit - length)
@@ -179,6 +179,16 @@ class LengthBucket:
         newest = c.tokens[row, len(answer.tokens) : int(c.position[row]) + 1]
         return np.concatenate([answer.completion, newest])
 
+    def since(self, row: int, seen: int) -> Progress:
+        """Return what a live row has chosen behind the first ``seen`` tokens of its completion."""
+        c, answer = self.columns, self.answer(row)
+        at, known, end = len(answer.request.prompt) + seen, len(answer.tokens), int(c.position[row]) + 1
+        new = slice(max(at, known), end)
+        return Progress(
+            np.concatenate([answer.tokens[at:], c.tokens[row, new]]),
+            np.concatenate([answer.logprobs[at:], c.logprobs[row, new]]),
+        )
+
     def answer(self, row: int) -> SequenceState:
         """Return the sequence of a live row, without the tokens of this lane."""
         answer = self.answers[row]
@@ -205,8 +215,8 @@ class LengthBucket:
         self.slab.copy(to.tolist(), other.slab, rows.tolist(), other.limit - 1)
         self.columns.copy(to, other.columns, rows)
         answers = [other.answers[r] for r in rows]
-        ids, more = [a.request.id for a in answers if a], self.limit - other.limit
-        self.columns.uniform[to, other.limit :] = draw(ids, [other.limit] * len(rows), more)
+        requests, more = [a.request for a in answers if a], self.limit - other.limit
+        self.columns.uniform[to, other.limit :] = draw(requests, [other.limit] * len(rows), more)
         for row, source, answer in zip(to.tolist(), rows.tolist(), answers):
             self.answers[row] = answer
             if source in other.watched:

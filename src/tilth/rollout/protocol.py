@@ -15,7 +15,7 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.models.config import DecoderConfig
-from tilth.rollout.request import Request
+from tilth.rollout.request import Progress, Request
 from tilth.rollout.stats import Stats
 
 
@@ -74,6 +74,11 @@ class GenerationEngine(Protocol):
     @abstractmethod
     def peek(self, trajectory: int) -> np.ndarray:
         """Return a copy of the tokens, int64 [n], that a request in flight has chosen so far. Raises DataError."""
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
+        """Return what requests in flight have chosen behind their first ``seen[id]`` tokens, where there is something;
+        none of an engine that shows a completion when it has finished."""
+        return {}
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,6 +81,15 @@ class Request:
     """True: a later request begins with its tokens, so an engine may keep their KV."""
     adapter: str = ""
     """Name of an adapter that the engine holds (``GenerationEngine.load_adapter``); empty: its weights as they are."""
+    draws: tuple[int, int] | None = None
+    """Seed and number of the stream whose random numbers choose its tokens; None: the engine's seed and its id."""
+
+
+class Progress(NamedTuple):
+    """Newest tokens of a request in flight, int64 [n], with their log-probs, float32 [n]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(eq=False, slots=True)

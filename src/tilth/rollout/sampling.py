@@ -8,11 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.rollout.request import SamplingParams
+from tilth.core.random import stream_id, uniform_rows
+from tilth.rollout.request import Request, SamplingParams
 
 _GROUP = 64
 """Tokens per group: two short cumulative sums replace one over the vocabulary (6 times faster)."""
@@ -20,6 +22,20 @@ _ELEMENTS = 1 << 17
 """Probabilities processed at a time, so that they stay in a CPU's cache."""
 _WIDTH = 256
 """Most likely tokens tried first for top-p, before the whole vocabulary is sorted."""
+
+
+def draws(seed: int, requests: Sequence[Request], starts: Sequence[int], count: int) -> np.ndarray:
+    """Return the random numbers of ``count`` positions of each request from its own start, float32 [requests, count].
+
+    seed: of requests without ``Request.draws``.
+    """
+    found = np.empty((len(requests), count), np.float32)
+    named = [request.draws or (seed, request.id) for request in requests]
+    for each in dict.fromkeys(one for one, _ in named):
+        rows = [row for row, (one, _) in enumerate(named) if one == each]
+        streams = torch.tensor([stream_id("sample", named[row][1]) for row in rows], dtype=torch.int64)
+        found[rows] = uniform_rows(each, streams, torch.tensor([starts[row] for row in rows]), count).numpy()
+    return found
 
 
 @dataclass

@@ -1,0 +1,106 @@
+"""Completion of one request, as a client of an engine room awaits it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilth.core.errors import TilthError
+from tilth.core.trajectory import Trajectory
+from tilth.rollout.request import Progress, Request
+
+
+class RoomError(TilthError):
+    """An engine room has no place for a request, is closed, or could not finish what it had begun."""
+
+
+class Piece(NamedTuple):
+    """Newest tokens of a completion, with their log-probs. whole: the trajectory, in the last piece."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    whole: Trajectory | None = None
+
+
+class Completion:
+    """Pieces of one completion in the order of their tokens, for one coroutine of the event loop that asked for it.
+
+    Iterate to the end, or call ``close``, which ends the request in the engine. Raises the request's failure.
+    """
+
+    def __init__(self, id: int, request: Request, leave: Callable[["Completion"], None]) -> None:
+        """leave: ends it in the room."""
+        self.id, self.asked = id, request
+        self.request = replace(request, id=id, draws=request.draws or (0, request.id))
+        """Request in the room's engine."""
+        self.begun = 0
+        """Times that it was given to an engine."""
+        self._at = 0
+        self._said: list[int] = []
+        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._leave = leave
+        self._ended = False
+
+    # ---- the client's side ----
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            while not self._ended:
+                piece = await self._pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                self._ended = piece.whole is not None
+                yield piece
+        finally:
+            self.close()
+
+    async def whole(self) -> Trajectory:
+        """Return the finished trajectory."""
+        async for piece in self:
+            if piece.whole is not None:
+                return piece.whole
+        raise RoomError(f"request {self.asked.id}: its client has left", key="serve.left")
+
+    def close(self) -> None:
+        """Abort the request unless it has ended; idempotent."""
+        self._ended = True
+        self._leave(self)
+
+    # ---- the side of the room's thread ----
+
+    def begin(self) -> Request:
+        """Return the request for an engine that knows nothing of it."""
+        self.begun += 1
+        self._at = 0
+        return self.request
+
+    def progress(self, new: Progress) -> None:
+        """Deliver its newest tokens; those that were delivered before a restart must be equal. Raises RoomError."""
+        self._put(self._fresh(new.tokens, new.logprobs))
+
+    def finish(self, trajectory: Trajectory) -> None:
+        """Deliver the rest. Raises RoomError."""
+        start = trajectory.prompt_length + self._at
+        rest = self._fresh(trajectory.tokens[start:], trajectory.logprobs[start:])
+        self._put(rest._replace(whole=replace(trajectory, id=self.asked.id)))
+
+    def fail(self, error: Exception) -> None:
+        """Deliver a failure."""
+        self._put(error)
+
+    def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray) -> Piece:
+        """Return what of these tokens was not delivered yet."""
+        again = min(len(tokens), len(self._said) - self._at)
+        if tokens[:again].tolist() != self._said[self._at : self._at + again]:
+            message = f"request {self.asked.id}: after a restart of its worker the engine chose other tokens"
+            raise RoomError(f"{message} than those it had given; ask again", key="serve.replay")
+        self._at += len(tokens)
+        self._said += tokens[again:].tolist()
+        return Piece(tokens[again:], logprobs[again:])
+
+    def _put(self, piece: Any) -> None:
+        if isinstance(piece, Exception) or len(piece.tokens) or piece.whole is not None:
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)

@@ -1,0 +1,88 @@
+"""Worker of an engine room: an engine that takes and answers requests of many clients in rounds."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tilth.cluster.protocol import control, transfer
+from tilth.cluster.worker.context import Context
+from tilth.config.schema import LoraConfig
+from tilth.core.errors import TilthError
+from tilth.core.trajectory import Trajectory
+from tilth.rollout.protocol import GenerationEngine
+from tilth.rollout.request import Progress, Request
+
+MakeEngine = Callable[[], GenerationEngine]
+"""Constructs the engine in the worker, weights and all; pickled by cloudpickle."""
+
+
+class Abilities(NamedTuple):
+    """Properties of an engine that decide which requests it can serve."""
+
+    max_length: int
+    constrains: bool
+    adapts: bool
+
+
+class Round(NamedTuple):
+    """Answer to one round. progress: newest tokens of requests in flight; failed: why a new one is not served."""
+
+    progress: dict[int, Progress]
+    finished: list[Trajectory]
+    failed: dict[int, TilthError]
+
+
+class EngineWorker:
+    """A generation engine and what its clients have seen of their requests."""
+
+    def __init__(self, make: MakeEngine) -> None:
+        self.engine = make()
+        self._seen: dict[int, int] = {}
+
+    @transfer(split="all", gather="first", patient=True)
+    def advance(self, new: Sequence[Request], aborted: Iterable[int]) -> Round:
+        """Take and end requests, then do a bounded piece of work on those in flight."""
+        failed: dict[int, TilthError] = {}
+        for request in new:
+            try:
+                self.engine.check_served([request])
+                self.engine.submit([request])
+                self._seen[request.id] = 0
+            except TilthError as error:
+                failed[request.id] = error
+        for id in aborted:
+            if self._seen.pop(id, None) is not None:
+                self.engine.abort(id)
+        finished = self.engine.poll() if self._seen else []
+        for trajectory in finished:
+            self._seen.pop(trajectory.id)
+        progress = self.engine.progress(self._seen)
+        for id, newest in progress.items():
+            self._seen[id] += len(newest.tokens)
+        return Round(progress, finished, failed)
+
+    @transfer(split="all", gather="first")
+    def abilities(self) -> Abilities:
+        """Return what the engine can serve."""
+        return Abilities(self.engine.max_length, self.engine.constrains, self.engine.adapts)
+
+    @transfer(split="all", gather="first")
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Hold an adapter, as ``GenerationEngine.load_adapter``."""
+        self.engine.load_adapter(name, lora, tensors)
+
+    @transfer(split="all", gather="first")
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter, as ``GenerationEngine.remove_adapter``."""
+        self.engine.remove_adapter(name)
+
+    @control
+    def status(self) -> dict[str, Any]:
+        """Return the engine's counts (``Stats.dump``) and the number of requests ``in_flight``."""
+        return {"in_flight": len(self._seen), **self.engine.stats().dump()}
+
+
+def engine_worker(context: Context, make: MakeEngine) -> EngineWorker:
+    """Construct the role "serve"."""
+    return EngineWorker(make)
