@@ -16,7 +16,7 @@ class RoomError(TilthError):
     """An engine room has no place for a request, is closed, or could not finish what it had begun."""
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """Newest tokens of a completion, with their log-probs. whole: the trajectory, in the last piece."""
 
     tokens: np.ndarray
@@ -39,14 +39,14 @@ class Completion:
         """Times that it was given to an engine."""
         self._at = 0
         self._said: list[int] = []
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._leave = leave
         self._ended = False
 
     # ---- the client's side ----
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
             while not self._ended:
                 piece = await self._pieces.get()
@@ -91,7 +91,7 @@ class Completion:
         """Deliver a failure."""
         self._put(error)
 
-    def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray) -> Piece:
+    def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray) -> Delta:
         """Return what of these tokens was not delivered yet."""
         again = min(len(tokens), len(self._said) - self._at)
         if tokens[:again].tolist() != self._said[self._at : self._at + again]:
@@ -99,7 +99,7 @@ class Completion:
             raise RoomError(f"{message} than those it had given; ask again", key="serve.replay")
         self._at += len(tokens)
         self._said += tokens[again:].tolist()
-        return Piece(tokens[again:], logprobs[again:])
+        return Delta(tokens[again:], logprobs[again:])
 
     def _put(self, piece: Any) -> None:
         if isinstance(piece, Exception) or len(piece.tokens) or piece.whole is not None:

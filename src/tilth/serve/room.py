@@ -23,7 +23,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CallTimeout, OutOfMemory, TilthError, WorkerError, WorkerLost
 from tilth.rollout.request import Request
-from tilth.serve.completion import Completion, Piece, RoomError
+from tilth.serve.completion import Completion, Delta, RoomError
 from tilth.serve.worker import Abilities, MakeEngine
 
 QUIET = 0.5
@@ -116,7 +116,7 @@ class EngineRoom:
             self._changed.notify_all()
         return taken
 
-    async def generate(self, request: Request) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Yield pieces of one completion; leaving the iteration aborts it. Raises RoomError and the request's error."""
         (completion,) = self.admit([request])
         try:
