@@ -13,7 +13,8 @@ from tilth.serve.room import EngineRoom, RoomLimits
 
 
 def small_engine(**options):
-    return make_engine(make_model(), **options)
+    """An engine whose log-probs do not depend on company, bit for bit."""
+    return make_engine(make_model(), parity=True, **options)
 
 
 class Failing(Engine):
@@ -31,7 +32,7 @@ class Failing(Engine):
 
 def failing_engine():
     model = make_model()
-    engine = Failing(model.config, seed=7, max_length=256)
+    engine = Failing(model.config, seed=7, max_length=256, parity=True)
     engine.update_weights(model.named_parameters(), version=1)
     return engine
 

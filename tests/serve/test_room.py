@@ -23,10 +23,10 @@ def test_completions_are_those_of_an_engine_alone_whatever_their_company():
 
         return await asyncio.gather(*map(late, REQUESTS))
 
-    with opened(parity=True) as room:
+    with opened() as room:
         together, apart = asyncio.run(gathered(room, REQUESTS)), asyncio.run(staggered(room))
         assert room.load == 0
-    wanted = alone(REQUESTS, parity=True)
+    wanted = alone(REQUESTS)
     assert [t.tokens.tolist() for t in together] == [t.tokens.tolist() for t in apart] == wanted
 
 
