@@ -207,8 +207,9 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
     messages = [event for event in trial.events if event["what"] == "message"]
     verdicts = [event for event in messages if event["text"].startswith("after step")]
     resumed = [event for event in messages if event["text"].startswith("going on ")]
+    told = [one for past, one in zip([None, *trial.recoveries], trial.recoveries) if not _tries_on(past, one)]
     right, detect, pause, unmatched = 0, list[float](), list[float](), list(faults)
-    for recovery, verdict, onward in zip(trial.recoveries, verdicts, resumed):
+    for recovery, verdict, onward in zip(told, verdicts, resumed):
         before = [one for one in unmatched if one["time"] <= verdict["time"]]
         named = [one for one in before if not row.named or {one["rank"]} == set(recovery["ranks"])]
         if not named or recovery["kind"] not in row.kinds:
@@ -218,9 +219,9 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
         detect.append(verdict["time"] - named[-1]["time"])
         pause.append(onward["time"] - named[-1]["time"])
     for fault in list(unmatched) if row.told else []:
-        if told := _told(messages, row.told, fault["time"]):
+        if at := _told(messages, row.told, fault["time"]):
             right += 1
-            detect.append(told - fault["time"])
+            detect.append(at - fault["time"])
     if "kill-controller" in {fault["kind"] for fault in faults}:
         pause = [_next_step(trial, fault["time"]) - fault["time"] for fault in faults]
     steps = [event["step"] for event in trial.events if event["what"] == "step"]
@@ -229,6 +230,11 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
         "false": 0 if row.kinds or row.told else len(trial.recoveries), "detect": detect, "pause": pause,
         "again": len(steps) - len(set(steps)), "kinds": [one["kind"] for one in trial.recoveries],
     }  # fmt: skip
+
+
+def _tries_on(past: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
+    """Return True for a step without room that is run once more, which is told once."""
+    return past is not None and [(r["kind"], r["step"]) for r in (past, one)] == [("storage", one["step"])] * 2
 
 
 def _told(messages: Sequence[dict[str, Any]], pattern: str, after: float) -> float:

@@ -7,6 +7,7 @@ in there do not happen again when the same run continues.
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ MOUNT = "mount"
 """Folder in the folder of a run: a small file system of its own, if its row needs one."""
 FROZEN = 4.0
 """Seconds that a frozen process stands still before it goes on."""
+_FILLING = threading.Lock()
 
 
 def closeness(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -179,13 +181,16 @@ def _fill_shared(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
 
 
 def _filled(big: Path) -> None:
-    with open(big, "wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 12):  # to the last page
+    """Fill the file system of a file that is not there for some seconds. One after another does."""
+    with _FILLING:
+        with open(big, "wb", buffering=0) as file:
+            free = shutil.disk_usage(big.parent).free
+            os.posix_fallocate(file.fileno(), 0, max(free - (1 << 16), 1))
             with suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-    time.sleep(FROZEN)
-    big.unlink()
+                while True:  # to the last page
+                    file.write(bytes(1 << 12))
+        time.sleep(FROZEN)
+        big.unlink()
 
 
 def _read_only(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:

@@ -93,14 +93,17 @@ class Layer:
 
 
 class Trouble(Callback):
-    """Let a disk fail after one step, and be well again after another one."""
+    """Let a disk fail after one step, and be well again after another one, or once a message has the text ``until``."""
 
     def __init__(self, fault, first: int, last: int) -> None:
         self.fault, self.first, self.last = fault, first, last
         self.messages, self.records, self.under_way = [], [], False
+        self.until = ""
 
     def on_message(self, text):
         self.messages.append(text)
+        if self.until and self.until in text:
+            self.stop()
 
     def on_step_end(self, run, step, metrics):
         self.records.append(step)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.flows import storage, tiny
-from tests.flows.test_survive import assert_same_run
+from tests.flows.test_survive import assert_same_run, recoveries
 from tilth.checkpoint import complete, latest, open_checkpoint
 from tilth.checkpoint.directory import step_of
+from tilth.cluster.backends import session_dir
 from tilth.core import write_queue
 from tilth.core.errors import StorageError
 from tilth.flows import run as run_module
@@ -60,6 +61,22 @@ def test_a_disk_that_fails_while_a_checkpoint_is_due_changes_no_bit(tmp_path, pl
             summarise(ours.directory)
         finally:
             seen.stop()
+
+
+def test_shared_memory_that_is_full_for_some_seconds_changes_no_bit(tmp_path, plain, monkeypatch):
+    with storage.mounted(tmp_path / "shm", megabytes=16) as memory:
+        if memory is None:
+            pytest.skip("mounts are not permitted here")
+        monkeypatch.setattr(session_dir, "SHARED_MEMORY", memory)
+        monkeypatch.setattr(session_dir, "ROOM", 0)
+        seen = storage.Trouble(storage.Full(memory), 7, 99)
+        seen.until = "the step is run again"
+        ours = tiny.run(tiny.recipe(tmp_path, **SECTIONS, cluster={"backend": "local"}), callbacks=[seen])
+    assert_same_run(ours, plain)
+    told = [text for text in seen.messages if "No space left" in text and "storage" in text]
+    assert len(told) == 1 and str(memory) in told[0]
+    assert len([text for text in seen.messages if text.startswith("there is room again")]) == 1
+    assert {one["kind"] for one in recoveries(ours.directory)} == {"storage"}
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ WORKERS, LEARNERS = 3, 2
 SAVE_EVERY = 4
 MOST = 6000
 """Messages after which a run that has not ended makes no progress."""
-KINDS = ("die", "stop", "lose", "raise", "nan", "full", "flip", "flip one", "controller", "spawn", "disk")
+KINDS = ("die", "stop", "lose", "raise", "nan", "full", "flip", "flip one", "controller", "spawn", "disk", "no room")
 AT_WORKERS = ("die", "stop", "lose")
 
 
@@ -80,6 +80,8 @@ class World:
         """Committed steps of the run's folder."""
         self.lock: object | None = None
         self.backend: Machines | None = None
+        self.full = 0.0
+        """Time until which payload finds no room."""
 
     def later(self, seconds: float, do: Callable[[], None]) -> None:
         self._sent += 1
@@ -108,6 +110,11 @@ class World:
         else:
             self.now = until
 
+    def sleep(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.advance(until)
+
     def strike(self, kind: str) -> None:
         self.struck.append(kind)
         if kind == "controller":
@@ -120,6 +127,8 @@ class World:
             states = {name: value for name, value in self.memory.items() if isinstance(value, tuple)}
             newest = max((value[1] for value in states.values()), default=0)
             self.memory |= {name: "flipped" for name, value in states.items() if value[1] == newest}
+        elif kind == "no room":
+            self.full = self.now + self.rng.choice((0.1, 3.0, 40.0))
         else:
             self.armed.append(kind)
 
@@ -207,7 +216,7 @@ class Engine:
     """Role with the policy's weights and without a state, on a worker of its own."""
 
     def __init__(self, context: Any, world: World) -> None:
-        self.value = -1
+        self.value, self.world = -1, world
 
     @transfer("all", "all")
     def receive(self, value: int) -> None:
@@ -215,6 +224,8 @@ class Engine:
 
     @transfer("all", "all")
     def generate(self) -> int:
+        if self.world.now < self.world.full:
+            raise StorageError("no room for tokens", key="tokens")
         return self.value
 
 
@@ -577,7 +588,7 @@ def simulate(seed: int, scratch: Path, world: World | None = None) -> World:
             current[-1].decided.append(action.step)
             return action
 
-    clock = SimpleNamespace(monotonic=lambda: world.now)
+    clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
     condition = SimpleNamespace(Condition=lambda: Waiting(world))
     nothing = SimpleNamespace(conclude=lambda: None, start=lambda *given: None)
     stop = mock.MagicMock()

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from tilth.cluster.backends.base import MEMORY_RAN_OUT
 from tilth.core import errors
-from tilth.guard.recovery import EVICTS, WINDOW, Nodes, Recovery, verdict_of
+from tilth.core.write_queue import LATEST, PATIENCE
+from tilth.guard.recovery import EVICTS, SOONEST, WINDOW, Nodes, Recovery, verdict_of
 from tilth.guard.verdict import Verdict
 
 
@@ -125,5 +126,23 @@ def test_failures_at_one_step_end_the_run_within_the_budget(verdicts, restarts):
         if action.step == "stop":
             assert action.why
             return
-        taken += 1
+        taken += verdict.kind != "storage"
     assert taken <= restarts
+
+
+def test_a_disk_that_takes_nothing_is_tried_for_a_known_time_and_costs_no_restart():
+    recovery, verdict, now = Recovery(1), failed(errors.StorageError, key="tokens"), 0.0
+    waits = []
+    while (action := recovery.decide(verdict, 7, now)).step == "retry":
+        assert action.again == bool(waits)
+        waits.append(action.wait)
+        now += action.wait
+    assert waits[:7] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LATEST] and PATIENCE <= now < PATIENCE + LATEST
+    assert recovery.decide(failed(errors.WorkerLost, ranks=(1,)), 7, now).step == "replace"
+    assert recovery.decide(verdict, 7, now).wait == SOONEST  # it is trouble of its own
+
+
+def test_a_step_that_is_long_is_tried_several_times():
+    recovery, verdict = Recovery(8), failed(errors.StorageError, key="tokens")
+    steps = [recovery.decide(verdict, 7, 2 * PATIENCE * i).step for i in range(4)]
+    assert steps == ["retry"] * 3 + ["stop"]

@@ -198,7 +198,9 @@ def _train(
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins)
-        make = partial(_run, parts, cluster, directory, [_Clocks(cluster), health, *callbacks, profiling], stop, say)
+        make = partial(
+            _run, parts, cluster, directory, [_Clocks(cluster), health, survival, *callbacks, profiling], stop, say
+        )
         run = _watched(make(survival.snapshots), updates)
         _announce(run, parts)
         _restore(run, survival.remake, fallback=fallback)

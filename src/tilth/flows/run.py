@@ -358,6 +358,9 @@ class Run:
             self.kept_in_memory = False
             if before:
                 self.say(f"step {self.state.step} and those after it are not kept in memory: {error}")
+            return
+        if not before:
+            self.say(f"step {self.state.step} is kept in memory again")
 
     def _report_compile_time(self) -> None:
         for role, group in self.roles.items():

@@ -18,7 +18,9 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.roles import ROLES
 from tilth.core.errors import TilthError
+from tilth.core.write_queue import PATIENCE
 from tilth.flows.build import RunParts
+from tilth.flows.callbacks import Callback, RunView
 from tilth.guard.diagnosis import diagnosed
 from tilth.guard.node_check import check_node, second_time
 from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
@@ -37,7 +39,7 @@ READS = frozenset((*_COPIES, "compile_seconds", "logprobs", "peak_flops", "troub
 """Methods of roles with a state that leave it as it is. (A schedule's length is the recipe's.)"""
 
 
-class Survival:
+class Survival(Callback):
     """Recoveries of one run. snapshots: None if the backend cannot replace workers."""
 
     def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
@@ -56,6 +58,8 @@ class Survival:
         """Those of the workers to replace whose nodes are given up."""
         self._doubtful = False
         """True if no role that trains may be kept."""
+        self._full: float | None = None
+        """When the step that is run again until there is room for it first failed."""
 
     def recover(self, error: TilthError, step: int) -> Action:
         """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
@@ -106,8 +110,19 @@ class Survival:
         self.say(f"{'' if found.sound else 'warning: '}this machine: {found.sentence()}")
         return replace(verdict, details={**verdict.details, "node": found.as_dict()})
 
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Tell that a step which had no room is complete."""
+        if self._full is not None:
+            self.say(f"there is room again, {time.monotonic() - self._full:.1f} s later: step {step} is complete")
+            self._full = None
+
     def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
-        self.say(_first_line(verdict, step))
+        if not action.again:
+            self.say(_first_line(verdict, step))
+        if action.wait and not action.again:
+            self._full = began
+            self.say(f"the step is run again until there is room, for {PATIENCE:g} s at least")
+        time.sleep(action.wait)  # nothing to wait on
         if second_time(self._replaced, action.ranks) and isinstance(self.cluster.backend, LocalBackend):
             verdict = self._check_node(verdict)
         self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
@@ -134,7 +149,8 @@ class Survival:
         self._failed.clear()
         self._doubtful = False
         where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
-        self.say(f"going on {where}, {new}, {record['seconds']:.1f} s later")
+        if not action.again:
+            self.say(f"going on {where}, {new}, {record['seconds']:.1f} s later")
 
     def _repair(self, replaced: list[int], made: list[str]) -> None:
         """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``, the roles to

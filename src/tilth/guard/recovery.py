@@ -9,6 +9,7 @@ help. A user's error never replaces a worker.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from tilth.cluster.backends.base import MEMORY_RAN_OUT
@@ -26,6 +27,7 @@ from tilth.core.errors import (
     WorkerError,
     WorkerLost,
 )
+from tilth.core.write_queue import LATEST, PATIENCE
 from tilth.guard.verdict import Kind, Verdict
 
 CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
@@ -45,6 +47,9 @@ CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
 runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
 REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2, "files": 2}
 """Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
+SOONEST, TRIES = 0.5, 4
+"""Seconds before a step without room is run again, each pause twice the one before, and the fewest failures of it that
+end a run; they end none before ``PATIENCE`` seconds have passed."""
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
 
@@ -76,12 +81,14 @@ def verdict_of(error: BaseException) -> Verdict | None:
 @dataclass(frozen=True)
 class Action:
     """Decision about one failure. ranks: workers to replace; why: what ends the run; evict: the node of these workers,
-    which is not used again."""
+    which is not used again; wait: seconds before anything is done; again: it goes on trying what it tried before."""
 
     step: Step
     ranks: tuple[int, ...] = ()
     why: str = ""
     evict: str = ""
+    wait: float = 0.0
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,11 +138,13 @@ class Recovery:
             return Action("stop", why="it would be the same again")
         if not self.restarts:
             return Action("stop", why="guard.restarts=0")
+        if verdict.kind == "storage":
+            return self._await_room(_Past(now, step, verdict, ""))
         gated = verdict.kind == "not-finite" and verdict.details.get("key") not in UNGATED
         if gated and (why := self._refuse_rollback(verdict)):
             return Action("stop", why=why)
         alike = [past for past in self._past if past.step == step and _same_cause(past.verdict, verdict)]
-        recent = [past for past in self._past if now - past.at < WINDOW]
+        recent = [past for past in self._past if now - past.at < WINDOW and past.verdict.kind != "storage"]
         corrupt = verdict.kind == "corruption" and any(past.verdict.kind == "corruption" for past in self._past)
         here = _Past(now, step, verdict, nodes.blamed(verdict))
         self._past.append(here)
@@ -150,6 +159,19 @@ class Recovery:
         if corrupt and verdict.ranks:  # the first time may be chance
             return Action("replace", verdict.ranks)
         return Action("rollback" if gated else "retry")
+
+    def _await_room(self, here: _Past) -> Action:
+        """Run a step again until its disk, or its shared memory, takes what it writes, for ``PATIENCE`` seconds."""
+
+        def goes_on(past: _Past) -> bool:
+            return (past.step, past.verdict.kind) == (here.step, here.verdict.kind)
+
+        tried = list(takewhile(goes_on, reversed(self._past)))
+        self._past.append(here)
+        since = here.at - tried[-1].at if tried else 0.0
+        if since >= PATIENCE and len(tried) + 1 >= TRIES:
+            return Action("stop", why=f"the step was run again for {since:.0f} s, {len(tried)} times")
+        return Action("retry", wait=min(SOONEST * 2 ** len(tried), LATEST), again=bool(tried))
 
     def _refuse_rollback(self, verdict: Verdict) -> str:
         """Return why a step that is not finite ends the run, or ""."""

@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 
@@ -5,10 +6,13 @@ import numpy as np
 import pytest
 
 from tests.cluster.workers import HERE
+from tests.errors import raises
 from tilth.cluster.backends.base import Call, PickledKwargs
 from tilth.cluster.backends.inline import InlineBackend, InlineStore
 from tilth.cluster.protocol import Transfer
+from tilth.cluster.worker.executor import REFUSALS
 from tilth.core.batch import Batch, Column, Jagged
+from tilth.core.errors import StorageError
 from tilth.core.layout import Mesh
 
 
@@ -28,6 +32,21 @@ def test_a_call_runs_in_this_thread_and_its_exception_has_its_own_traceback():
         fleet.submit(0, Call("faulty", "fail", (0, "value")))
     assert raised.traceback[-1].name == "fail" and fleet.probe(0).phase == ""
     assert fleet.probe(0).pid == os.getpid()
+
+
+@pytest.mark.parametrize("number", [*REFUSALS, errno.ENOENT])
+def test_a_file_system_that_takes_no_more_is_a_storage_error_of_the_call(number):
+    fleet = InlineBackend()
+    fleet.submit(0, Call("", "create", ("faulty", f"{HERE}:faulty", PickledKwargs({}), Mesh.of({}))))
+    refused = OSError(number, os.strerror(number), "/data/x")
+    fleet.host.roles["faulty"].sleep = lambda seconds: exec("raise refused", {"refused": refused})
+    if number == errno.ENOENT:  # a wrong path is a bug
+        with pytest.raises(FileNotFoundError):
+            fleet.submit(0, Call("faulty", "sleep", (1,)))
+        return
+    with raises(StorageError, "write") as caught:
+        fleet.submit(0, Call("faulty", "sleep", (1,)))
+    assert f"/data/x: {os.strerror(number)}" in str(caught.value)
 
 
 def test_kwargs_are_passed_as_they_are():

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilth.cluster.backends.base import Call, Failure, PickledKwargs, Reply, place_of, role_of
-from tilth.cluster.backends.capacity import MORE_ROOM
+from tilth.cluster.backends.capacity import MORE_ROOM, advice
 from tilth.cluster.controller.report import in_collective
 from tilth.cluster.protocol import Transfer, offered
 from tilth.cluster.worker.context import Context
@@ -29,6 +29,8 @@ from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 OWN = {"inject": "tilth.guard.strike:strike", "recorder": "tilth.guard.diagnosis:recorded"}
 """Control messages to the worker itself; what answers them is imported only when it is asked for."""
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+"""Numbers of the errors of a file system that is full, read-only or gone."""
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
 
@@ -65,8 +67,8 @@ class Executor:
         self._events = ""
 
     def handle(self, call: Call) -> Reply:
-        """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory, and an exception of a plugin's
-        code a PluginError."""
+        """Execute a call; its exceptions pass, but exhausted memory becomes OutOfMemory, a file system that takes no
+        more a StorageError, and another exception of a plugin's code a PluginError."""
         self._mark(call.name)
         self._patient = call.patient
         self.store.lease = call.lease
@@ -77,6 +79,8 @@ class Executor:
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise self._out_of_memory(call, error) from error
+            if (full := self._no_room(error)) is not None:
+                raise full from error
             if _collective(error) or (found := blame(error, role_of(call))) is None:
                 raise
             raise found from error
@@ -94,7 +98,7 @@ class Executor:
         try:
             return self.handle(call)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported by the controller
-            found = failure(self._no_room(error) or error)
+            found = failure(error)
             self.left = bool(found.collective)
             return found
 
@@ -106,13 +110,17 @@ class Executor:
         return found
 
     def _no_room(self, error: BaseException) -> StorageError | None:
-        """Translate torch's DistStoreError, known by its name alone, if the rendezvous file cannot be written."""
+        """Translate the error of a file system that is full, read-only or gone, and torch's DistStoreError, known by
+        its name alone, if the rendezvous file cannot be written."""
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            where = f"{error.filename}: " if error.filename else ""
+            return StorageError(f"{where}{error.strerror}{advice(error)}", key="write")
         full = type(error).__name__ == "DistStoreError" and os.strerror(errno.ENOSPC) in str(error)
         if not full or not self.init_method.startswith("file://"):
             return None
         place = Path(self.init_method.removeprefix("file://")).parent
         message = f"process groups could not meet in {place}: {os.strerror(errno.ENOSPC)}{MORE_ROOM}"
-        return StorageError(message, key="session_dir.init_method").with_traceback(error.__traceback__)
+        return StorageError(message, key="session_dir.init_method")
 
     def control(self, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a control message, in another thread than the calls. Raises WorkerError for other methods."""
