@@ -54,7 +54,8 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.plan.flops import sequence_flops
-from tilth.training.engine import TrainEngine, measured_flops, negative_log_likelihood
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.rate import measured_flops
 
 HERE = Path(__file__).parent
 TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}

@@ -30,7 +30,7 @@ from tilth.models.hub import fetched
 from tilth.plan.devices import DEVICES, DeviceType, device_type
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
-from tilth.training.engine import measured_flops
+from tilth.training.rate import measured_flops
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
 _PATIENCE = timedelta(minutes=1)

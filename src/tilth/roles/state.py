@@ -20,7 +20,8 @@ from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, 
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.trace.spans import span
-from tilth.training.engine import TrainEngine, UpdateResult, measured_flops
+from tilth.training.engine import TrainEngine, UpdateResult
+from tilth.training.rate import measured_flops
 
 NAMED = 4
 """Most tensors that a message names."""

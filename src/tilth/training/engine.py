@@ -5,12 +5,11 @@ changes nothing but the order of additions.
 """
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +80,16 @@ class UpdateResult:
     not_finite: bool = False
     padded: int = 0
     flops: float = 0.0
+
+
+class Passed(NamedTuple):
+    """Result of the passes over a batch. suspects: rows that may have made the loss not finite."""
+
+    loss: float
+    metrics: Metrics
+    suspects: np.ndarray
+    amounts: dict[str, Any]
+    experts: ExpertStep | None
 
 
 class InFlight:
@@ -235,6 +244,32 @@ class TrainEngine:
         self.before_update()
         self.sharded.begin()
         self._forget()
+        how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "dropout": dropout}
+        found = self.accumulate(tokens, mask, columns, loss, starts=starts, routing=routing, **how)
+        bad = found.suspects
+        named = {
+            name: column[bad].astype(np.int64)
+            for name, column in (names or {"row": np.arange(len(tokens.lengths))}).items()
+        }
+        result = self._step(found, len(tokens.lengths), named, learn=bool(mask.any()))
+        self.after_update(result)
+        self._forget()
+        return result
+
+    def accumulate(
+        self,
+        tokens: Jagged,
+        mask: np.ndarray,
+        columns: Mapping[str, np.ndarray],
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = True,
+        dropout: bool = True,
+        starts: np.ndarray | None = None,
+        routing: np.ndarray | None = None,
+    ) -> "Passed":
+        """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         drops = dropout and bool(self.model.config.dropout)
         share = self._shares and not drops  # each sample has a mask of its own
@@ -255,16 +290,8 @@ class TrainEngine:
         values = torch.stack([one.value for one in done]).tolist() if done else []
         bad = suspects([np.concatenate(groups) for groups, _ in plan], values, tokens, columns)
         found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
-        total, metrics, bad = self.sharded.share_object(found)
         amounts = {"tokens": len(mask), "padded": rounds - len(plan), **_amounts(done)}
-        named = {
-            name: column[bad].astype(np.int64)
-            for name, column in (names or {"row": np.arange(len(tokens.lengths))}).items()
-        }
-        result = self._step(total, metrics, amounts, len(tokens.lengths), named, learn=bool(mask.any()), experts=step)
-        self.after_update(result)
-        self._forget()
-        return result
+        return Passed(*self.sharded.share_object(found), amounts, step)
 
     def _in_flight(
         self,
@@ -363,18 +390,8 @@ class TrainEngine:
         if passed is not None:
             handover.give(one, passed)
 
-    def _step(
-        self,
-        loss: float,
-        metrics: dict[str, Metric],
-        done: dict[str, Any],
-        sequences: int,
-        named: Mapping[str, np.ndarray],
-        *,
-        learn: bool,
-        experts: ExpertStep | None,
-    ) -> UpdateResult:
-        lr = self.lr
+    def _step(self, passed: "Passed", sequences: int, named: Mapping[str, np.ndarray], *, learn: bool) -> UpdateResult:
+        lr, loss, metrics, experts = self.lr, passed.loss, passed.metrics, passed.experts
         loads = None if experts is None else experts.loads()
         if experts is not None and loads is not None:
             metrics |= experts.metrics(loads)
@@ -400,8 +417,27 @@ class TrainEngine:
         self.steps += 1
         self.updates += 1
         return UpdateResult(
-            loss, norm, lr, metrics=metrics, skipped=not (finite and learn), not_finite=not finite, **done
+            loss, norm, lr, metrics=metrics, skipped=not (finite and learn), not_finite=not finite, **passed.amounts
         )
+
+    def step(self, lr: float, clip_norm: float = 0.0) -> float:
+        """Run one optimizer step with the gradients that ``accumulate`` has added up, and drop them; return their norm.
+
+        clip_norm: greatest norm of the gradients; 0: any. All data ranks must call it. NonFiniteError: the norm is not
+        finite; weights and optimizer state stay.
+        """
+        self.sharded.reduce_grads()
+        if wrong := self.sharded.misreduced():
+            raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
+        norm = self.optimizers.clip(clip_norm, self._measure)
+        if math.isfinite(norm):
+            self.optimizers.step(lr)
+            self.steps, self.updates = self.steps + 1, self.updates + 1
+        self._forget()
+        if not math.isfinite(norm):
+            message = f"the gradient norm is {norm:g}: the step is left out, and its gradients are dropped"
+            raise NonFiniteError(message, key="grad_norm.step")
+        return norm
 
     def _leave_out(self, loss: float, norm: float, named: Mapping[str, np.ndarray]) -> None:
         """Leave a step out on all ranks, which have the same loss and norm, or raise NonFiniteError on all of them."""
@@ -556,34 +592,3 @@ def negative_log_likelihood(denominator: float) -> Loss:
         return -micro.logprobs.sum() / max(denominator, 1.0), {}
 
     return loss
-
-
-SIZE = {"cpu": 768, "cuda": 8192}
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the matmul rate of this machine in FLOP/s, as the base of MFU: the best of a few square products (about
-    50 ms, once for each setting of a process).
-
-    Threads and fp32 precision are those set now.
-    """
-    return _measured_flops(device, dtype, torch.get_num_threads(), torch.get_float32_matmul_precision())
-
-
-@cache
-def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str, repeats: int = 5) -> float:
-    n = SIZE.get(device.type, SIZE["cuda"])
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(repeats + 1):  # the first one warms up
-        _wait(device)
-        started = time.perf_counter()
-        torch.mm(a, a)
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return 2.0 * n**3 / min(seconds[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

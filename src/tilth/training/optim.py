@@ -128,7 +128,7 @@ class Optimizers:
         plain = {n: p for n, p in parameters.items() if p.ndim < 2 or self._is_bias(n)}
         decayed = [p for n, p in parameters.items() if n not in plain]
         groups = [
-            {"params": decayed, "weight_decay": self.section.weight_decay},
+            {"params": decayed, "weight_decay": self.section.weight_decay, "decays": True},
             {"params": list(plain.values()), "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
@@ -173,6 +173,14 @@ class Optimizers:
             for p, state in optimizer.state.items():
                 found |= {f"{kind}.{names[p]}": tensor for kind, tensor in state.items()}
         return found
+
+    def retune(self, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Set AdamW's constants of the next steps; matrices alone decay."""
+        for optimizer, _ in self._parts:
+            for group in optimizer.param_groups:
+                group |= {"betas": betas, "eps": eps}
+                if "decays" in group:
+                    group["weight_decay"] = weight_decay
 
     def step(self, lr: float) -> None:
         """Run one update with this learning rate (Muon's part scaled by its ratio)."""

@@ -89,6 +89,8 @@ class WorkAmounts(NamedTuple):
 
 ROUTING = "routing"
 """Column of the generation engine's choices of experts, int64 [N, layers with experts, k]; below 0: not known."""
+TARGETS = "targets"
+"""Column of tokens whose log-probs are asked for at the places of others, int64 [N]."""
 Parts = list[tuple[list[np.ndarray], bool]]
 """Groups of rows of each micro-batch, and True if the rows of a group share their prompt."""
 
@@ -236,6 +238,16 @@ def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: flo
         micro.entropy = _spread(micro, chosen, entropies)
 
 
+def score_targets(
+    model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> None:
+    """Fill in log-probs of the column ``targets`` in place of the tokens in the mask, given the tokens before each."""
+    chosen = _chosen(micro)
+    before, targets = _states(micro, hidden, chosen - 1), micro.columns[TARGETS][chosen]
+    found, _ = model.token_logprobs(before, model.head_weight, targets, temperature=temperature, entropy=False)
+    micro.logprobs = _spread(micro, chosen, found)
+
+
 def score_squares(
     model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool = False
 ) -> None:
@@ -313,6 +325,15 @@ def packed_squares(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarr
     return _without_gradient(score_squares, ("logprobs", "squares"), model, tokens, mask, **how)
 
 
+def packed_targets(
+    model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, targets: np.ndarray, **how: Any
+) -> np.ndarray:
+    """Return the log-prob of ``targets`` (int64 [N]) at each place in the mask, float32 [N]; see
+    ``packed_logprobs``."""
+    given = {TARGETS: targets}
+    return _without_gradient(score_targets, ("logprobs",), model, tokens, mask, columns=given, **how)[0]
+
+
 def packed_values(model: ValueModel | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the value of the state before each token in the mask, float32 [N]; see ``packed_logprobs``."""
     return _without_gradient(appraise, ("values",), model, tokens, mask, **how)[0]
@@ -335,6 +356,7 @@ def _without_gradient(
     temperature: float = 1.0,
     parity: bool = False,
     routing: np.ndarray | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
@@ -342,7 +364,7 @@ def _without_gradient(
     decoder, divided = sharded.model, sharded.context is not None
     device = next(iter(sharded.parameters.values())).device
     plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity, divided))
-    given = {} if routing is None else {ROUTING: routing}
+    given = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:

@@ -1,0 +1,240 @@
+"""Models of clients: adapters of one frozen base that all of them share, or weights of their own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilth.config.schema import LoraConfig, OptimizerConfig
+from tilth.core.batch import Jagged
+from tilth.core.errors import DataError
+from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
+from tilth.models.converters import LowRank
+from tilth.models.decoder import Decoder
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import ShardedModel, shard
+from tilth.plan.lora import is_adapter
+from tilth.rl.metrics import Metric
+from tilth.service.losses import TOKENS, TokenLoss, loss_named, options_of
+from tilth.service.wire import Datum, Topk
+from tilth.training.engine import TrainEngine
+from tilth.training.packed import TARGETS, MicroBatch, packed_targets, score_targets
+
+PLACE = "place"
+"""Column: index of each token in the batch."""
+MICRO_TOKENS = 16_384
+ROWS = 256
+"""Rows of logits that exist at a time."""
+State = dict[str, Tensor]
+"""Tensors by "<group>/<name>": weights, optimizer, gradients."""
+
+
+class AdamStep(NamedTuple):
+    """Constants of one optimizer step, as Tinker's AdamParams. clip_norm: 0: no clipping."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a client's model. lora: rank 0: weights of its own. seed: of the initial adapters."""
+
+    lora: LoraConfig
+    seed: int
+
+
+class SharedBase:
+    """Frozen weights on one device, and models that share them."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        parity: bool = False,
+    ) -> None:
+        """tensors: of the base; those already on the device in fp32 are shared with their owner."""
+        self.config, self.dtype, self.device, self.parity = config, dtype, device, parity
+        self.model = self._made()
+        for name, parameter in self.model.parameters.items():
+            parameter.data = tensors[name].detach().to(device, torch.float32)
+        self.model.model.requires_grad_(False)
+
+    def _made(self, *converters: LowRank) -> ShardedModel:
+        build = lambda: Decoder(self.config, dtype=self.dtype)  # noqa: E731
+        return shard(build, ParallelDims.alone(), converters=converters, device=self.device)
+
+    def adapted(self, spec: ModelSpec) -> ShardedModel:
+        """Return a new model: adapters beside the shared weights, or a copy of these."""
+        if not spec.lora.rank:
+            made = self._made()
+            made.load_({name: p.detach() for name, p in self.model.parameters.items()})
+            return made
+        made = self._made(LowRank(spec.lora, self.parity, "lora_config"))
+        for name, parameter in made.parameters.items():
+            if not is_adapter(name):
+                parameter.data = self.model.parameters[name].data
+        made.init_(spec.seed, [name for name in made.parameters if is_adapter(name)])
+        return made
+
+
+class TrainedModel:
+    """One client's model, its gradients and its optimizer state."""
+
+    def __init__(self, base: SharedBase, spec: ModelSpec) -> None:
+        self.spec, self.base = spec, base
+        self.sharded = base.adapted(spec)
+        section = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
+        how: dict[str, Any] = {"scorer": score_targets, "parity": base.parity}
+        self.engine = TrainEngine(self.sharded, section, total_steps=1, micro_tokens=MICRO_TOKENS, **how)
+        self.accumulated = False
+        """True if there is a gradient that no step has used."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what the client learns: adapters, or all weights; live tensors."""
+        return {name: p.detach() for name, p in self.engine.optimizers.parameters.items()}
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], *, forward_only: bool
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Return log-probs of the targets, float32 of each sequence, and metrics; add to the gradients unless
+        ``forward_only``."""
+        batch = _Packed.of(data, loss)
+        spent = _LossSum(loss_named(loss), options_of(loss, options), np.zeros(len(batch.mask), np.float32))
+        if forward_only:
+            how: dict[str, Any] = {"max_tokens": MICRO_TOKENS, "parity": self.base.parity}
+            found = packed_targets(self.sharded, batch.tokens, batch.mask, batch.columns[TARGETS], **how)
+            spent.measure(batch, found)
+        else:
+            found = spent.logprobs
+            given: dict[str, Any] = {"entropy": False, "dropout": False}
+            self.engine.accumulate(batch.tokens, batch.mask, batch.columns, spent, **given)
+            self.accumulated = True
+        rows = [found[a + 1 : b] for a, b in zip(batch.tokens.offsets, batch.tokens.offsets[1:])]
+        return rows, {"loss:sum": spent.total}
+
+    def step(self, how: AdamStep) -> dict[str, float]:
+        """Run one optimizer step and drop the gradients. Raises DataError without any, NonFiniteError."""
+        if not self.accumulated:
+            message = "there is no gradient: call forward_backward before optim_step"
+            raise DataError(message, key="optim_step.gradient")
+        self.accumulated = False
+        self.engine.optimizers.retune(how.betas, how.eps, how.weight_decay)
+        norm = self.engine.step(how.lr, how.clip_norm)
+        return {"grad_norm:mean": norm, "learning_rate:mean": how.lr, "step:max": float(self.engine.steps)}
+
+    def state(self, *, optimizer: bool = True) -> State:
+        """Return all tensors of the state, live; optimizer: False for the weights alone."""
+        found = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
+        if not optimizer:
+            return found
+        found |= {f"optimizer/{name}": tensor for name, tensor in self.engine.optimizers.state_tensors().items()}
+        grads = {name: p.grad for name, p in self.engine.optimizers.parameters.items() if p.grad is not None}
+        return found | {f"gradients/{name}": grad for name, grad in grads.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor], steps: int = 0) -> None:
+        """Take over a state; what it lacks of optimizer and gradients is zero. steps: that the optimizer has made."""
+        self.engine.begin(0.0, 1)
+        self.engine.optimizers.zero_grad()
+        live = self.state()
+        for name, tensor in state.items():
+            group, _, own = name.partition("/")
+            if group == "gradients":
+                self.engine.optimizers.parameters[own].grad = tensor.to(self.base.device).clone()
+            else:
+                live[name].copy_(tensor)
+        self.engine.steps = self.engine.updates = steps
+        self.accumulated = any(name.startswith("gradients/") for name in state)
+
+
+class _Packed(NamedTuple):
+    """Sequences of one request behind each other. Behind each input stands one more token, so that the place after a
+    token is that of its target."""
+
+    tokens: Jagged
+    mask: np.ndarray
+    columns: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, data: Sequence[Datum], loss: str) -> "_Packed":
+        tokens = Jagged.of([np.append(datum.tokens, datum.columns[TOKENS][-1]) for datum in data])
+        mask = np.ones(len(tokens.values), np.uint8)
+        mask[tokens.offsets[:-1]] = 0
+        columns = {PLACE: np.arange(len(mask))}
+        names = {TOKENS: TARGETS} | {name: name for name in loss_named(loss).needs}
+        for name, own in names.items():
+            columns[own] = np.concatenate([np.insert(datum.columns[name], 0, 0) for datum in data])
+        return cls(tokens, mask, columns)
+
+
+class _LossSum:
+    """The sum of a loss over the tokens of a request, micro-batch by micro-batch, with the log-probs it saw."""
+
+    def __init__(self, loss: TokenLoss, options: Mapping[str, float], logprobs: np.ndarray) -> None:
+        self.loss, self.options, self.logprobs = loss, options, logprobs
+        self.total = 0.0
+
+    def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """Return the sum over a micro-batch."""
+        values = self._values(micro.logprobs, micro.columns, micro.mask)
+        self.logprobs[micro.columns[PLACE].cpu().numpy()] = micro.logprobs.detach().float().cpu().numpy()
+        return values.sum(), {}
+
+    def measure(self, batch: _Packed, logprobs: np.ndarray) -> None:
+        """Add up the loss of log-probs that are known."""
+        columns = {name: torch.from_numpy(values) for name, values in batch.columns.items()}
+        self._values(torch.from_numpy(logprobs), columns, torch.from_numpy(batch.mask))
+
+    def _values(self, logprobs: Tensor, columns: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        values = torch.where(mask != 0, self.loss.values(logprobs, columns, self.options), 0.0)
+        self.total += float(values.detach().double().sum())
+        return values
+
+
+class SequenceScores(NamedTuple):
+    """Log-probs of a sequence under a model: of its own tokens float32 [n], the first NaN; the k most likely at each
+    place [n, k]; of other targets float32 [n - 1, K]."""
+
+    own: np.ndarray
+    topk: Topk | None = None
+    targets: np.ndarray | None = None
+
+
+@torch.no_grad()
+def score_sequence(
+    model: ShardedModel, tokens: np.ndarray, *, parity: bool, topk: int = 0, targets: np.ndarray | None = None
+) -> SequenceScores:
+    """Return log-probs of one sequence int64 [n]. targets: int64 [n - 1, K]."""
+    device = model.device
+    ids = torch.from_numpy(tokens).to(device)
+    hidden = model.forward(ids, PackedContext([len(tokens)], device, parity))[:-1]
+    own, best, others = [np.full(1, np.nan, np.float32)], [], []
+    for at in range(0, len(hidden), ROWS):
+        logp = torch.log_softmax(model.model.logits(hidden[at : at + ROWS]), -1)
+        own.append(logp.gather(1, ids[1 + at : 1 + at + len(logp), None]).squeeze(1).float().cpu().numpy())
+        best.append(logp.topk(min(topk, logp.shape[1])) if topk else None)
+        if targets is not None:
+            wanted = torch.from_numpy(targets[at : at + len(logp)]).to(device)
+            others.append(logp.gather(1, wanted).float().cpu().numpy())
+    found = _topk(best, topk) if topk else None
+    return SequenceScores(np.concatenate(own), found, np.concatenate(others) if others else None)
+
+
+def _topk(parts: Sequence[Any], k: int) -> Topk:
+    """Return the most likely tokens of all parts, behind a first place of which nothing is known."""
+    tokens = torch.cat([part.indices for part in parts]) if parts else torch.zeros(0, k, dtype=torch.int64)
+    logprobs = torch.cat([part.values for part in parts]) if parts else torch.zeros(0, k)
+    first = np.full((1, tokens.shape[1]), np.nan, np.float32)
+    found = np.concatenate([first, logprobs.float().cpu().numpy()])
+    return Topk(np.concatenate([np.zeros_like(first, np.int64), tokens.cpu().numpy()]), found)

@@ -1,0 +1,272 @@
+"""Messages of Tinker's API that travel as Protocol Buffers: data to train on, and answers of the size of data.
+
+The table has the fields of the SDK's version 0.38 by their numbers; a field that it lacks is unknown here, and a
+message that has one is refused, since its meaning would be lost.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, unknown_fields
+from google.protobuf.message import DecodeError, Message
+
+from tilth.core.errors import DataError
+
+MEDIA = "application/x-protobuf"
+PACKAGE = "tinker_public"
+MESSAGES: Mapping[str, tuple[str, ...]] = {
+    "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
+    "Tensor": ("1 dense bytes |", "2 sparse_csr SparseCsr |", "3 dtype enum", "4 shape int64 *"),
+    "BatchedTensor": ("1 data bytes", "2 offsets bytes", "3 dtype enum", "4 trailing_shape int64 *"),
+    "ArrayRecord": ("1 type_tag string", "2 fields BatchedTensor @", "3 num_datums int64"),
+    "ForwardBackwardOutput": ("1 loss_fn_output_type string", "2 loss_fn_outputs ArrayRecord *", "3 metrics double @"),
+    "EncodedTextChunk": ("1 tokens bytes",),
+    "ImageChunk": ("1 data bytes", "2 format string"),
+    "DmelChunk": ("1 dmel bytes",),
+    "Chunk": ("1 encoded_text EncodedTextChunk |", "2 image ImageChunk |", "3 dmel DmelChunk |"),
+    "SourceSpan": ("1 sequence_id string", "2 offset int64", "3 length int64"),
+    "ProvenanceSpan": ("1 prompt_tokens SourceSpan |", "2 sampled_tokens SourceSpan |"),
+    "Datum": (
+        "1 model_input Chunk *",
+        "2 loss_fn_inputs Tensor @",
+        "3 model_input_spans ProvenanceSpan *",
+        "4 loss_fn_input_spans ProvenanceSpan *",
+    ),
+    "LossConfigValue": ("1 number double |", "2 text string |"),
+    "ForwardBackwardRequest": (
+        "1 model_id string",
+        "2 seq_id int32",
+        "3 data Datum *",
+        "4 loss_fn string",
+        "5 loss_fn_config double @",
+        "6 forward_only bool",
+        "7 loss_fn_config_v2 LossConfigValue @",
+    ),
+    "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
+    "SampledSequence": (
+        "1 stop_reason enum",
+        "2 tokens bytes",
+        "3 logprobs bytes",
+        "4 topk_sampled_logprobs TopkLogprobs",
+    ),
+    "PromptAltTokens": ("1 tokens Tensor", "2 logprobs Tensor"),
+    "SampleResponse": (
+        "1 sequences SampledSequence *",
+        "2 prompt_logprobs bytes",
+        "3 topk_prompt_logprobs TopkLogprobs",
+        "4 prompt_cache_hit_tokens int32",
+        "5 target_prompt_logprobs Tensor",
+        "6 prompt_alt_tokens PromptAltTokens",
+    ),
+}
+"""Message -> "number name type", and * for repeated, @ for a map from names, | for one of several."""
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_TYPES: Mapping[str, Any] = {
+    "bytes": _FIELD.TYPE_BYTES,
+    "string": _FIELD.TYPE_STRING,
+    "double": _FIELD.TYPE_DOUBLE,
+    "bool": _FIELD.TYPE_BOOL,
+    "int32": _FIELD.TYPE_INT32,
+    "int64": _FIELD.TYPE_INT64,
+    "uint32": _FIELD.TYPE_UINT32,
+    "enum": _FIELD.TYPE_INT32,
+}
+FLOAT32, INT64 = 1, 2
+_DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+STOP_REASONS = {"stop": 0, "length": 1}
+
+
+def _field(message: Any, number: str, name: str, kind: str, mark: str = "") -> None:
+    """Add one field of the table to a message."""
+    field = message.field.add(name=name, number=int(number), label=_FIELD.LABEL_OPTIONAL)
+    if mark in ("*", "@"):
+        field.label = _FIELD.LABEL_REPEATED
+    if mark == "@":
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry.options.map_entry = True
+        _field(entry, "1", "key", "string")
+        _field(entry, "2", "value", kind)
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
+    elif kind in _TYPES:
+        field.type = _TYPES[kind]
+    else:
+        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    if mark == "|":
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="one")
+        field.oneof_index = 0
+
+
+def _classes() -> Mapping[str, type[Message]]:
+    """Return the classes of all messages of the table, in a pool of their own."""
+    file = descriptor_pb2.FileDescriptorProto(name="tinker_public.proto", package=PACKAGE, syntax="proto3")
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for row in fields:
+            _field(message, *row.split())
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+
+
+_CLASS = _classes()
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence: tokens int64 [N] of the input, and columns of the loss by name, float32 or int64."""
+
+    tokens: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+
+class TrainRequest(NamedTuple):
+    """Request for a forward pass, and a backward pass unless ``forward_only``."""
+
+    model: str
+    seq: int
+    data: Sequence[Datum]
+    loss: str
+    options: Mapping[str, float | str]
+    forward_only: bool
+
+
+class Topk(NamedTuple):
+    """The most likely tokens at each place, int64 [n, k], and their log-probs float32 [n, k]; NaN: not asked for."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+class SampledTokens(NamedTuple):
+    """One completion: tokens int64 [n], log-probs float32 [n]."""
+
+    finish: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk: Topk | None = None
+
+
+class Samples(NamedTuple):
+    """Answer to one request for samples. prompt: log-probs float32 [prompt], NaN where not asked for; targets: float32
+    [prompt - 1, K]."""
+
+    sequences: Sequence[SampledTokens]
+    prompt: np.ndarray | None = None
+    topk: Topk | None = None
+    targets: np.ndarray | None = None
+
+
+def read_train_request(body: bytes) -> TrainRequest:
+    """Return the request that a body holds. DataError names the field that is wrong."""
+    found: Any = _CLASS["ForwardBackwardRequest"]()
+    try:
+        found.ParseFromString(body)
+    except DecodeError as error:
+        raise DataError(f"the body is no ForwardBackwardRequest: {error}", key="body") from error
+    _check_known(found, "request")
+    options: dict[str, float | str] = dict(found.loss_fn_config)
+    for name, value in found.loss_fn_config_v2.items():
+        options[name] = value.text if value.WhichOneof("one") == "text" else value.number
+    data = [_datum(i, datum) for i, datum in enumerate(found.data)]
+    return TrainRequest(found.model_id, found.seq_id, data, found.loss_fn, options, found.forward_only)
+
+
+def _check_known(message: Any, where: str) -> None:
+    more = unknown_fields.UnknownFieldSet(message)
+    if len(more):
+        numbers = ", ".join(str(field.field_number) for field in more)
+        message = f"{where} has the fields {numbers}, which this server does not know: it speaks the API of tinker 0.38"
+        raise DataError(message, key=f"{where}.unknown")
+
+
+def _datum(i: int, datum: Any) -> Datum:
+    where = f"data[{i}]"
+    _check_known(datum, where)
+    kinds = {chunk.WhichOneof("one") for chunk in datum.model_input}
+    if other := kinds - {"encoded_text"}:
+        message = f"{where}.model_input has a chunk of kind {other.pop()}; this server trains on text alone"
+        raise DataError(message, key=f"{where}.model_input")
+    raw = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
+    tokens = _numbers(raw, np.dtype("<i4"), f"{where}.model_input").astype(np.int64)
+    columns = {name: _tensor(tensor, f"{where}.{name}") for name, tensor in datum.loss_fn_inputs.items()}
+    return Datum(tokens, columns)
+
+
+def _tensor(tensor: Any, where: str) -> np.ndarray:
+    """Return a tensor of at most two dimensions; a sparse one with zeros filled in."""
+    if tensor.dtype not in _DTYPES:
+        message = f"{where} has the dtype {tensor.dtype}; it must be float32 ({FLOAT32}) or int64 ({INT64})"
+        raise DataError(message, key=f"{where}.dtype")
+    kind, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
+    if tensor.WhichOneof("one") != "sparse_csr":
+        values = _numbers(tensor.dense, kind, where)
+        if shape and (min(shape) < 0 or int(np.prod(shape)) != len(values)):
+            message = f"{where} has {len(values)} values, which are not of the shape {list(shape)}"
+            raise DataError(message, key=f"{where}.shape")
+        return values.reshape(shape) if shape else values
+    return _dense(tensor.sparse_csr, kind, shape, where)
+
+
+def _dense(sparse: Any, kind: np.dtype[Any], shape: tuple[int, ...], where: str) -> np.ndarray:
+    values = _numbers(sparse.values, kind, where)
+    rows, columns = (_numbers(x, np.dtype("<i8"), where) for x in (sparse.crow_indices, sparse.col_indices))
+    counts = np.diff(rows)
+    good = len(shape) == 2 and len(rows) == shape[0] + 1 and len(values) == len(columns) and (counts >= 0).all()
+    good = good and rows[0] == 0 and rows[-1] == len(values)
+    if not good or ((columns < 0) | (columns >= shape[1])).any():
+        message = f"{where} is no sparse matrix of the shape {list(shape)}"
+        raise DataError(message, key=f"{where}.sparse")
+    found = np.zeros(shape, kind)
+    found[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return found
+
+
+def _numbers(raw: bytes, kind: np.dtype[Any], where: str) -> np.ndarray:
+    if len(raw) % kind.itemsize:
+        message = f"{where} has {len(raw)} bytes, which are no numbers of {kind.itemsize} bytes"
+        raise DataError(message, key=f"{where}.bytes")
+    return np.frombuffer(raw, kind)
+
+
+def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Return the body of the answer to a ``TrainRequest``. logprobs: float32, of each sequence."""
+    out: Any = _CLASS["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
+    record = out.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
+    sizes = [one.size * 4 for one in logprobs]
+    field = record.fields["logprobs"]
+    field.data, field.dtype = b"".join(one.astype("<f4").tobytes() for one in logprobs), FLOAT32
+    field.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype("<i8").tobytes()
+    return bytes(out.SerializeToString(deterministic=True))
+
+
+def write_samples(found: Samples) -> bytes:
+    """Return the body of the answer to a request for samples."""
+    out: Any = _CLASS["SampleResponse"]()
+    for one in found.sequences:
+        row = out.sequences.add(stop_reason=STOP_REASONS[one.finish])
+        row.tokens, row.logprobs = one.tokens.astype("<i4").tobytes(), one.logprobs.astype("<f4").tobytes()
+        if one.topk is not None:
+            _put_topk(row.topk_sampled_logprobs, one.topk)
+    if found.prompt is not None:
+        out.prompt_logprobs = found.prompt.astype("<f4").tobytes()
+    if found.topk is not None:
+        _put_topk(out.topk_prompt_logprobs, found.topk)
+    if found.targets is not None:
+        out.target_prompt_logprobs.dense = found.targets.astype("<f4").tobytes()
+        out.target_prompt_logprobs.dtype = FLOAT32
+        out.target_prompt_logprobs.shape.extend(found.targets.shape)
+    return bytes(out.SerializeToString(deterministic=True))
+
+
+_MASKED = -99999.0
+"""Log-prob of a place that was not asked for, with token 0."""
+
+
+def _put_topk(out: Any, topk: Topk) -> None:
+    unknown = np.isnan(topk.logprobs)
+    out.token_ids = np.where(unknown, 0, topk.tokens).astype("<i4").tobytes()
+    out.logprobs = np.where(unknown, _MASKED, topk.logprobs).astype("<f4").tobytes()
+    out.length, out.k = topk.tokens.shape

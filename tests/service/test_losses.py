@@ -1,0 +1,228 @@
+"""Built-in losses beside the formulas of Tinker's documentation in float64, through the model and its gradients."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.errors import raises
+from tests.models.tiny import FAMILIES, decoder
+from tilth.config.schema import LoraConfig
+from tilth.core.errors import DataError, NonFiniteError
+from tilth.models.attention import PackedContext
+from tilth.models.converters import LowRank, converted
+from tilth.service.losses import LOSSES, check_data, options_of
+from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel, score_sequence
+from tilth.service.wire import Datum
+
+LENGTHS = (5, 1, 9)
+LORA = ModelSpec(LoraConfig(rank=4), 3)
+FULL = ModelSpec(LoraConfig(rank=0), 0)
+STEP = AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
+OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
+
+
+def base(seed=0):
+    model = decoder(FAMILIES["qwen3"])
+    model.init_weights_(seed)
+    return SharedBase(model.config, dict(model.named_parameters())), model
+
+
+def data(loss, vocabulary, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def column(name, n):
+        if name == "logprobs":
+            return (-4.5 + 0.4 * rng.standard_normal(n)).astype(np.float32)
+        return rng.standard_normal(n).astype(np.float32)
+
+    ids = lambda n: rng.integers(0, vocabulary, n)  # noqa: E731
+    made = []
+    for n in LENGTHS:
+        columns = {name: column(name, n) for name in LOSSES[loss].needs}
+        made.append(Datum(ids(n), {"target_tokens": ids(n), **columns}))
+    return made
+
+
+def documented(loss, p, columns, options):
+    """The pseudo code of the documentation."""
+    if loss == "cross_entropy":
+        return -(p * columns["weights"]).sum()
+    q, a = columns["logprobs"], columns["advantages"]
+    ratio = torch.exp(p - q)
+    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
+    clipped = torch.clamp(ratio, low, high)
+    if loss == "importance_sampling":
+        return -(ratio * a).sum()
+    if loss == "ppo":
+        return -torch.min(ratio * a, clipped * a).sum()
+    if loss == "cispo":
+        return -(clipped.detach() * p * a).sum()
+    return -(p * a - 0.5 * options.get("beta", 0.05) * (p - q) ** 2).sum()
+
+
+def oracle(model, trained, loss, rows, options):
+    """Loss, log-probs and gradients in float64."""
+    spec = trained.spec.lora
+    wide = copy.deepcopy(model).double()
+    wide.dtype = torch.float64
+    if spec.rank:
+        wide = converted(wide, [LowRank(spec)]).double()
+    wide.load_state_dict({**wide.state_dict(), **{n: t.double() for n, t in trained.weights().items()}})
+    total, found = 0.0, []
+    for row in rows:
+        hidden = wide(torch.from_numpy(row.tokens), PackedContext([len(row.tokens)]))
+        p = torch.log_softmax(wide.logits(hidden), -1)
+        p = p.gather(1, torch.from_numpy(row.columns["target_tokens"])[:, None]).squeeze(1)
+        columns = {n: torch.from_numpy(c).double() for n, c in row.columns.items() if n != "target_tokens"}
+        total = total + documented(loss, p, columns, options)
+        found.append(p.detach().numpy())
+    total.backward()
+    return total.item(), found, {n: q.grad for n, q in wide.named_parameters() if q.grad is not None}
+
+
+@pytest.mark.parametrize("spec", [LORA, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_logprobs_and_gradients_are_those_of_the_documentation_in_float64(loss, spec):
+    shared, model = base()
+    trained, options = TrainedModel(shared, spec), OPTIONS.get(loss, {})
+    first = data("cross_entropy", model.config.vocab_size)
+    trained.forward_backward(first, "cross_entropy", {}, forward_only=False)
+    trained.step(STEP)  # B is no longer zero
+    rows = data(loss, model.config.vocab_size, seed=1)
+    total, logprobs, grads = oracle(model, trained, loss, rows, options)
+    for forward_only in (True, False):
+        found, metrics = trained.forward_backward(rows, loss, options, forward_only=forward_only)
+        assert metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
+        for mine, right in zip(found, logprobs):
+            np.testing.assert_allclose(mine, right, atol=3e-5)
+    own = {n: p.grad for n, p in trained.engine.optimizers.parameters.items()}
+    for name, grad in own.items():
+        scale = max(grads[name].abs().max().item(), 1e-3)
+        torch.testing.assert_close(grad.double(), grads[name], rtol=2e-3, atol=3e-4 * scale)
+
+
+def test_gradients_of_several_requests_add_up_and_a_step_is_torch_adamw():
+    shared, model = base()
+    rows = data("cross_entropy", model.config.vocab_size)
+    apart, together = TrainedModel(shared, LORA), TrainedModel(shared, LORA)
+    for row in rows:
+        apart.forward_backward([row], "cross_entropy", {}, forward_only=False)
+    together.forward_backward(rows, "cross_entropy", {}, forward_only=False)
+    for a, b in zip(apart.engine.optimizers.parameters.values(), together.engine.optimizers.parameters.values()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    mine = {n: p for n, p in together.engine.optimizers.parameters.items()}
+    twins = {n: torch.nn.Parameter(p.detach().clone()) for n, p in mine.items()}
+    for name, twin in twins.items():
+        twin.grad = mine[name].grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(twins.values(), 0.5)
+    torch.optim.AdamW(twins.values(), lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1).step()
+    metrics = together.step(AdamStep(0.1, (0.8, 0.9), 1e-6, 0.1, 0.5))
+    assert metrics["grad_norm:mean"] == pytest.approx(norm.item(), rel=1e-6)
+    for name, twin in twins.items():
+        torch.testing.assert_close(mine[name].detach(), twin.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_clients_share_one_base_and_none_moves_another():
+    shared, model = base()
+    before = {n: p.clone() for n, p in shared.model.parameters.items()}
+    one, other = TrainedModel(shared, LORA), TrainedModel(shared, ModelSpec(LoraConfig(rank=2), 5))
+    rows = data("cross_entropy", model.config.vocab_size)
+    still, _ = other.forward_backward(rows, "cross_entropy", {}, forward_only=True)
+    one.forward_backward(rows, "cross_entropy", {}, forward_only=False)
+    one.step(STEP)
+    again, _ = other.forward_backward(rows, "cross_entropy", {}, forward_only=True)
+    assert all(np.array_equal(a, b) for a, b in zip(still, again))
+    assert all(torch.equal(before[n], p) for n, p in shared.model.parameters.items())
+    pointers = {n: p.data_ptr() for n, p in shared.model.parameters.items()}
+    assert all(p.data_ptr() == pointers[n] for n, p in one.sharded.parameters.items() if n in pointers)
+
+
+def test_a_restored_state_goes_on_bit_for_bit_with_its_gradients():
+    shared, model = base()
+    rows = data("ppo", model.config.vocab_size)
+    one, other = TrainedModel(shared, LORA), TrainedModel(shared, ModelSpec(LORA.lora, 77))
+    for _ in range(2):
+        one.forward_backward(rows, "ppo", {}, forward_only=False)
+        one.step(STEP)
+    one.forward_backward(rows[:1], "ppo", {}, forward_only=False)
+    other.restore({name: tensor.clone() for name, tensor in one.state().items()}, steps=2)
+    for trained in (one, other):
+        trained.forward_backward(rows[1:], "ppo", {}, forward_only=False)
+        trained.step(STEP)
+    mine, theirs = one.state(), other.state()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+def test_scores_of_a_sequence_are_those_of_the_forward_pass():
+    shared, model = base()
+    trained = TrainedModel(shared, LORA)
+    tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, 12)
+    row = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(11, np.float32)})
+    (wanted,), _ = trained.forward_backward([row], "cross_entropy", {}, forward_only=True)
+    found = score_sequence(trained.sharded, tokens, parity=False, topk=3, targets=tokens[1:, None])
+    assert np.isnan(found.own[0])
+    np.testing.assert_allclose(found.own[1:], wanted, atol=2e-6)
+    np.testing.assert_array_equal(found.targets[:, 0], found.own[1:])
+    assert (found.topk.logprobs[1:, 0] >= found.own[1:]).all() and (np.diff(found.topk.logprobs[1:]) <= 0).all()
+
+
+def test_a_step_without_a_gradient_and_one_that_is_not_finite_are_refused():
+    shared, model = base()
+    trained = TrainedModel(shared, LORA)
+    with raises(DataError, "optim_step.gradient"):
+        trained.step(STEP)
+    before = {n: t.clone() for n, t in trained.weights().items()}
+    rows = data("dro", model.config.vocab_size)
+    trained.forward_backward(rows, "dro", {"beta": 3e38}, forward_only=False)
+    with raises(NonFiniteError, "grad_norm.step"):
+        trained.step(STEP)
+    assert all(torch.equal(before[n], t) for n, t in trained.weights().items())
+    assert not trained.accumulated
+
+
+def changed(**columns):
+    row = data("ppo", 50)[0]
+    return [Datum(row.tokens, {**row.columns, **columns})]
+
+
+TOKENS5, NUMBERS5 = np.arange(5), np.zeros(5, np.float32)
+
+
+@pytest.mark.parametrize(
+    "rows, key",
+    [
+        ([], "data"),
+        (data("cross_entropy", 50), "data[0].loss_fn_inputs"),
+        (changed(mask=NUMBERS5), "data[0].loss_fn_inputs"),
+        (changed(advantages=np.zeros(4, np.float32)), "data[0].loss_fn_inputs.advantages.length"),
+        (changed(target_tokens=np.zeros((5, 2), np.int64)), "data[0].loss_fn_inputs.target_tokens.rank"),
+        (changed(target_tokens=NUMBERS5), "data[0].loss_fn_inputs.target_tokens.dtype"),
+        (changed(logprobs=TOKENS5), "data[0].loss_fn_inputs.logprobs.dtype"),
+        (changed(logprobs=np.full(5, np.nan, np.float32)), "data[0].loss_fn_inputs.logprobs.finite"),
+        (changed(target_tokens=TOKENS5 + 46), "data[0].loss_fn_inputs.target_tokens.vocabulary"),
+        ([Datum(np.zeros(0, np.int64), {})], "data[0].model_input.length"),
+        ([Datum(np.zeros(33, np.int64), {})], "data[0].model_input.length"),
+    ],
+)
+def test_a_loss_with_wrong_columns_is_refused_by_the_column(rows, key):
+    with raises(DataError, key):
+        check_data("ppo", rows, 50, 32)
+    check_data("ppo", data("ppo", 50), 50, 32)
+
+
+@pytest.mark.parametrize(
+    "loss, options, key",
+    [
+        ("gspo", {}, "loss_fn.refused"),
+        ("custom", {}, "loss_fn.refused"),
+        ("pro", {}, "loss_fn"),
+        ("ppo", {"beta": 1.0}, "loss_fn_config.beta"),
+        ("dro", {"beta": "much"}, "loss_fn_config.beta.type"),
+    ],
+)
+def test_losses_and_options_that_are_not_there_are_refused(loss, options, key):
+    with raises(DataError, key):
+        options_of(loss, options)
+    assert options_of("dro", {"beta": 1}) == {"beta": 1.0}

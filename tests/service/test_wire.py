@@ -1,0 +1,116 @@
+"""Messages beside the SDK's own classes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker import types
+from tinker.proto import tinker_public_pb2
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from tests.errors import raises
+from tilth.core.errors import DataError
+from tilth.service.wire import (
+    MESSAGES,
+    SampledTokens,
+    Samples,
+    Topk,
+    read_train_request,
+    write_output,
+    write_samples,
+)
+
+OWN = {"PromptProvenanceSpan": "SourceSpan", "SampledProvenanceSpan": "SourceSpan"}
+UNUSED = {"SamplingParams", "StopStrings", "StopTokens", "ImageDimensions"}
+
+
+def request(**more):
+    data = [types.Datum(types.ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], **more})]
+    inner = types.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.7, "a": "b"})
+    return forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(forward_backward_input=inner, model_id="m", seq_id=3)
+    )
+
+
+def test_the_table_has_the_numbers_and_names_of_the_sdk():
+    for name, message in tinker_public_pb2.DESCRIPTOR.message_types_by_name.items():
+        if name in UNUSED:
+            continue
+        own = {int(number): field for number, field, *_ in map(str.split, MESSAGES[OWN.get(name, name)])}
+        theirs = {field.number: field.name for field in message.fields}
+        more = {n: f for n, f in theirs.items() if n not in own}
+        assert own.items() <= theirs.items() and not (more.keys() - {3, 4} if name == "ImageChunk" else more)
+
+
+def test_a_request_of_the_sdk_is_read():
+    found = read_train_request(request(weights=torch.tensor([0.0, 1.0, 0.5])).SerializeToString())
+    assert (found.model, found.seq, found.loss, found.forward_only) == ("m", 3, "ppo", False)
+    assert found.options == {"clip_low_threshold": 0.7, "a": "b"}
+    (row,) = found.data
+    assert row.tokens.tolist() == [1, 2, 3] and row.columns["weights"].tolist() == [0, 1, 0.5]
+    assert row.columns["target_tokens"].dtype == np.int64
+
+
+def test_a_sparse_matrix_is_filled_with_zeros():
+    sparse = torch.zeros(3, 40)
+    sparse[1, 5], sparse[2, 0] = 2.0, 3.0
+    message = request(weights=sparse)
+    assert message.data[0].loss_fn_inputs["weights"].HasField("sparse_csr")
+    (row,) = read_train_request(message.SerializeToString()).data
+    assert np.array_equal(row.columns["weights"], sparse.numpy())
+
+
+def test_answers_are_read_by_the_sdk():
+    rows = [np.float32([1, 2]), np.float32([3]), np.zeros(0, np.float32)]
+    found = deserialize_forward_backward_output(write_output(rows, {"loss:sum": 2.5}))
+    assert [one["logprobs"].tolist() for one in found.loss_fn_outputs] == [[1, 2], [3], []]
+    assert found.metrics == {"loss:sum": 2.5}
+    topk = Topk(np.array([[0, 0], [3, 4]]), np.float32([[np.nan, np.nan], [-1, -2]]))
+    one = SampledTokens("length", np.array([3, 4]), np.float32([-1, -2]), topk)
+    answer = deserialize_sample_response(
+        write_samples(Samples([one, one._replace(finish="stop", topk=None)], np.float32([np.nan, -1]), topk))
+    )
+    first, second = answer.sequences
+    assert (first.stop_reason, second.stop_reason) == ("length", "stop")
+    assert first.tokens == [3, 4] and second.logprobs == [-1, -2]
+    assert answer.prompt_logprobs == [None, -1] and answer.topk_prompt_logprobs == [None, [(3, -1), (4, -2)]]
+
+
+def broken(change):
+    message = request()
+    change(message)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "body, key",
+    [
+        (b"\xff\xff", "body"),
+        (broken(lambda m: m.data[0].model_input.add().image.SetInParent()), "data[0].model_input"),
+        (
+            broken(lambda m: setattr(m.data[0].model_input[0].encoded_text, "tokens", b"abc")),
+            "data[0].model_input.bytes",
+        ),
+        (broken(lambda m: setattr(m.data[0].loss_fn_inputs["x"], "dtype", 4)), "data[0].x.dtype"),
+        (
+            broken(lambda m: m.data[0].loss_fn_inputs["target_tokens"].shape.append(2)),
+            "data[0].target_tokens.shape",
+        ),
+        (request().SerializeToString() + b"\xa0\x06\x01", "request.unknown"),
+    ],
+)
+def test_a_broken_body_is_refused_by_its_field(body, key):
+    with raises(DataError, key):
+        read_train_request(body)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200), st.integers(0, 80))
+def test_noise_is_refused_and_never_more(noise, cut):
+    for body in (noise, request().SerializeToString()[:cut] + noise):
+        try:
+            read_train_request(body)
+        except DataError as error:
+            assert error.key
