@@ -38,10 +38,27 @@ class Talker(tilth.Environment):
             raise RuntimeError("as asked")
         if said == "bytes":
             return [b"no"], False
+        if said == "slow":
+            await asyncio.sleep(1.0)
+        if said == "stop":
+            os.kill(os.getpid(), 19)
+        if said == "object":
+            return [{"role": "user", "content": "", "extra": object()}], False
+        if said == "mute":
+            raise type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})
+        if said == "order":
+            return [], 0.5, True
+        if said == "tools":
+            return self.call_tools({"tool_calls": [{"name": "wait", "arguments": {}}]}), False
         if said == "new":
             return [{"role": "user", "content": str(time.monotonic_ns())}], False
         await asyncio.sleep(0.001)
         return [{"role": "user", "content": f"{len(self.heard)} {said}"}], said == "bye"
+
+    @tilth.tool
+    async def wait(self) -> str:
+        """Wait."""
+        return "waited"
 
     def reward(self):
         return {"reward": len(self.heard), "first": len(self.heard[0])}
@@ -84,6 +101,13 @@ class Wide(tilth.Environment):
     def much(self) -> str:
         """Say much."""
         return "x" * 3_000_000
+
+    @tilth.tool
+    def loop(self) -> list:
+        """Return what is no JSON."""
+        found = []
+        found.append(found)
+        return found
 
     @tilth.tool
     def fall(self) -> dict:

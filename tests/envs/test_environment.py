@@ -47,6 +47,7 @@ def test_calls_are_answered_in_order():
         ('{"name": "add", "arguments": {"a": "x"}}', "a: Input should be a valid integer"),
         ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "c: Unexpected"),
         ('{"name": "fall", "arguments": {}}', "KeyError"),
+        ('{"name": "loop", "arguments": {}}', "Circular"),
         ('{"name": "fall"', "a tool call is"),
     ],
 )

@@ -70,6 +70,36 @@ def test_one_fails_and_the_others_stay_where_they_are(pool, said, status):
     assert contents(begin(pool, 2)[2]) == ["p2"]
 
 
+@pytest.mark.parametrize(
+    "said, why",
+    [
+        ("object", "not JSON: Object of type object"),
+        ("mute", "Mute: (its text raises ZeroDivisionError) at talkers.py"),
+        ("order", "done=0.5, not True or False"),
+        ("tools", "waits for the async tool wait"),
+        ("bytes", "step returned the message b'no'; a message is"),
+    ],
+)
+def test_nonsense_is_named_at_once(pool, said, why):
+    begin(pool, 0)
+    found = say(pool, e0=said)[0]
+    assert found.status == "error" and why in found.reason and "process.py" not in found.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said, status", [("gil", "timeout"), ("stop", "timeout")])
+def test_who_waits_is_not_blamed_for_who_holds_the_process(pool, said, status):
+    """Three wait, within their limit, when a fourth one stops them."""
+    begin(pool, *range(4))
+    for i in range(3):
+        pool.step(i, {"role": "assistant", "content": "slow"})
+    time.sleep(0.2)
+    pool.step(3, {"role": "assistant", "content": said})
+    found = take(pool, 4, seconds=60)
+    assert [found[i].status for i in range(4)] == ["ok", "ok", "ok", status]
+    assert contents(say(pool, e1="x")[1]) == ["2 x"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("said, status", [("gil", "timeout"), ("exit", "died"), ("kill", "died"), ("spin", "timeout")])
 def test_episodes_of_a_lost_process_begin_again_elsewhere(pool, said, status):

@@ -12,7 +12,10 @@ def describe(error: BaseException, file: str = "") -> str:
     file: the code at fault; its innermost line is named even if code that it called raised the error. Syntax errors
     that Python's importer raises name their line themselves.
     """
-    message = " ".join(str(error).split())[:200]
+    try:
+        message = " ".join(str(error).split())[:200]
+    except Exception as another:  # noqa: BLE001 - whatever a user's __str__ raises
+        message = f"(its text raises {type(another).__name__})"
     trace, frames = error.__traceback__, [("<frozen importlib>", 0)]
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))

@@ -4,6 +4,7 @@ An environment lives in a process without torch (``envs.process``), one object p
 that the policy reads, never tokens that are trained.
 """
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,6 +92,10 @@ class Environment:
         """Call the tools that a message names, in order; an unknown or broken call gets an answer that says so."""
         known = self.tools()
         calls = [ToolCall(**call) for call in message.get("tool_calls") or ()]
+        late = [c.name for c in calls if c.name in known and inspect.iscoroutinefunction(known[c.name].function)]
+        if late and _in_a_loop():
+            text = f"call_tools waits for the async tool {late[0]}, which an async step cannot do: write def step"
+            raise EnvironmentFault(text, key="environment.step.async")
         return [{"role": "tool", "name": c.name, "content": self._answer(known, c)} for c in calls]
 
     def _answer(self, known: Mapping[str, Tool], call: ToolCall) -> str:
@@ -104,6 +109,14 @@ class Environment:
         """Return the episode's tools by name."""
         found = inspect.getmembers(self, lambda member: getattr(member, _IS_TOOL, False))
         return {name: Tool(name, method) for name, method in found}
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def name_of(cls: type) -> str:

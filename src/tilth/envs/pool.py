@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import psutil
+
 from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
@@ -108,6 +110,7 @@ class EnvironmentPool:
         """Forget an episode."""
         if self._episodes.pop(episode, None) is not None and (child := self._child_of(episode)):
             child.episodes.discard(episode)
+            child.threads.pop(episode, None)
             child.send(Asked(episode, "end"))
         self._retire()
 
@@ -179,6 +182,9 @@ class EnvironmentPool:
         episode = self._episodes.get(message.get("episode", -1))
         if episode is None or episode.id not in child.episodes:  # it has ended
             return []
+        if "thread" in message:
+            child.threads[episode.id] = message["thread"]
+            return []
         if "error" in message:
             return [self._fail(episode, message["error"], "error")]
         value = message["value"]
@@ -212,17 +218,41 @@ class EnvironmentPool:
         return Answer(episode.id, op, None, reason, status)
 
     def _overdue(self, episode: _Episode) -> list[Answer]:
-        """Fail an episode that hangs; its process goes on for its other episodes if it still answers."""
+        """Fail an episode that hangs; its process goes on for its other episodes if it still answers.
+
+        If it does not, the episode whose thread computes holds the others up: it fails, once it is beyond its limit
+        too. If none computes, nobody is blamed: each begins again in a process of its own.
+        """
         child = self._child_of(episode.id)
-        assert child is not None and episode.asked is not None
-        reason = f"{episode.asked.op} took longer than {self.timeout:g} s"
-        found = [self._fail(episode, reason, "timeout")]
+        assert child is not None
+        before = child.computed()
+        if child.answers(PING):
+            child.retiring = True
+            return self._too_late(episode)
+        blamed = self._holder(child, before)
+        if blamed is not None and blamed.deadline > time.monotonic():
+            episode.deadline = blamed.deadline
+            return []
         child.retiring = True
-        if child in self._children and not child.answers(PING):  # one that retired already ended with its last episode
+        found = self._too_late(blamed) if blamed is not None else []
+        if child in self._children:  # else it retired with its last episode
             child.kill()
-            found += self._lose(child, "")
-        self._retire()
+            found += self._lose(child, "" if blamed is not None else "its process stands still")
         return found
+
+    def _too_late(self, episode: _Episode) -> list[Answer]:
+        assert episode.asked is not None
+        return [self._fail(episode, f"{episode.asked.op} took longer than {self.timeout:g} s", "timeout")]
+
+    def _holder(self, child: "_Child", before: dict[int, float]) -> _Episode | None:
+        """Return the episode whose thread has computed most since ``before``; None if that is less than it could."""
+        after = child.computed()
+        waiting = [e for i in child.episodes if (e := self._episodes[i]).asked is not None]
+        spent = {e.id: after.get(t, 0.0) - before.get(t, 0.0) for e in waiting if (t := child.threads.get(e.id))}
+        most = max(spent, key=lambda i: spent[i], default=-1)
+        if len(waiting) == 1:
+            return waiting[0]
+        return self._episodes[most] if spent.get(most, 0.0) > max(0.05 * PING, sum(spent.values()) / 2) else None
 
     def _lose(self, child: "_Child", reason: str) -> list[Answer]:
         """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake."""
@@ -271,6 +301,8 @@ class _Child:
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
         self.episodes: set[int] = set()
+        self.threads = dict[int, int]()
+        """Native id of the thread of each episode that it has begun."""
         self.retiring = False
         self._outbox, self._inbox = bytearray(greeting), bytearray()
         self._pongs, self._kept = 0, list[dict[str, Any]]()
@@ -338,6 +370,13 @@ class _Child:
                 return False
             self._kept = self.messages()
         return self._pongs > before
+
+    def computed(self) -> dict[int, float]:
+        """Return the processor seconds of each thread by its native id; none of a process that is gone."""
+        try:
+            return {t.id: t.user_time + t.system_time for t in psutil.Process(self._process.pid).threads()}
+        except psutil.Error:
+            return {}
 
     def kill(self) -> int:
         """Kill the process and its children; return its exit code."""

@@ -81,10 +81,21 @@ class _Answers:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def send(self, answer: Mapping[str, Any]) -> None:
-        body = frame(json.dumps(answer).encode())
+        self.write(encoded(answer))
+
+    def write(self, body: bytes) -> None:
         with self._lock:
             self._pipe.write(body)
             self._pipe.flush()
+
+
+def encoded(answer: Mapping[str, Any]) -> bytes:
+    """Return an answer as a frame for the pipe. Raises EnvironmentFault for one that is not JSON."""
+    try:
+        return frame(json.dumps(answer).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"the environment returned a message or tool with what is not JSON: {error}"
+        raise EnvironmentFault(message, key="environment.json") from None
 
 
 def _episode(kind: type[Environment], queue: "SimpleQueue[Asked]", answers: _Answers) -> None:
@@ -93,12 +104,16 @@ def _episode(kind: type[Environment], queue: "SimpleQueue[Asked]", answers: _Ans
     asyncio.set_event_loop(loop)
     environment: Environment | None = None
     while (asked := queue.get()).op != "end":
+        if environment is None:  # so that an episode that holds up all others can be found
+            answers.send({"episode": asked.episode, "thread": threading.get_native_id()})
         try:
             environment = environment or kind()
-            found = {"value": _answer(environment, asked)}
+            body = encoded({"episode": asked.episode, "value": _answer(environment, asked)})
+        except EnvironmentFault as fault:
+            body = encoded({"episode": asked.episode, "error": str(fault)})
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this episode alone
-            found = {"error": describe(error)}
-        answers.send({"episode": asked.episode, **found})
+            body = encoded({"episode": asked.episode, "error": describe(error)})
+        answers.write(body)
     if environment is not None:
         with suppress(Exception):  # nobody waits for it any more
             _awaited(environment.close())
@@ -121,7 +136,7 @@ def _step(found: Any) -> dict[str, Any]:
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         message = f"step returned {found!r:.80}, not (messages, done) or (messages, done, reward)"
         raise EnvironmentFault(message, key="environment.step")
-    answer = {"messages": _messages(found[0], "step"), "done": bool(found[1])}
+    answer = {"messages": _messages(found[0], "step"), "done": _truth(found[1])}
     if len(found) == 2:
         return answer
     score = normalise(found[2])
@@ -129,6 +144,15 @@ def _step(found: Any) -> dict[str, Any]:
         why = score.reason or "returned parts, which only the reward of the episode has"
         raise EnvironmentFault(f"the reward of a turn: step {why}", key="environment.step.reward")
     return {**answer, "reward": score.value}
+
+
+def _truth(done: Any) -> bool:
+    """Return whether the episode is over; a number may be a reward in the wrong place, and an object is always true."""
+    plain = done.item() if type(done).__name__ in ("bool", "bool_") and hasattr(done, "item") else done  # of numpy
+    if not isinstance(plain, bool):
+        message = f"step returned done={done!r:.80}, not True or False; a turn's reward is the third value"
+        raise EnvironmentFault(message, key="environment.step.done")
+    return plain
 
 
 def _awaited(found: Any) -> Any:

@@ -35,12 +35,12 @@ class Tool:
             found = self._checked(**arguments)
             if inspect.isawaitable(found):
                 found = asyncio.get_event_loop().run_until_complete(found)
+            return as_text(found)
         except pydantic.ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"error: arguments of {self.name}: {wrong}"
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
             return f"error: {type(error).__name__}: {error}"
-        return as_text(found)
 
 
 def as_text(value: Any) -> str:
