@@ -11,7 +11,7 @@ from tests.errors import raises
 from tests.rollout.reference import make_model
 from tilth.core.random import stream
 from tilth.core.trajectory import Trajectory
-from tilth.data.template import TemplateError, make_template
+from tilth.data.template import ChatTemplate, TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import message_of
 from tilth.envs.pool import Answer
@@ -260,6 +260,26 @@ def test_a_template_that_writes_turns_anew_is_refused(tokenizers_of):
     assert template.follow([{"role": "tool", "content": "one"}], TOOLS)
     with raises(TemplateError, "template.prefix"):
         template.follow([{"role": "user", "content": "and 2?"}], TOOLS)
+
+
+def test_what_a_template_does_not_take_costs_its_episode_only(tokenizers_of):
+    """A system's message in the middle, as many templates refuse it."""
+    strict = "{%- if messages[-1].role == 'system' %}{{- raise_exception('system comes first') }}{%- endif %}"
+    late = {"messages": [{"role": "system", "content": "late"}], "done": False}
+    one = scripted(tokenizers_of["qwen3"], Talks(4, odd={(i, 1): Answer(i, "step", late) for i in range(4)}))
+    one.template = ChatTemplate(one.template.tokenizer, strict + one.template.source, "strict")
+    params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
+    played = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(8)], params)
+    refused = [p for p in played if p.trajectory.reward is None]
+    assert 0 < len(refused) <= 4 and all("user, assistant, system: system comes first" in p.reason for p in refused)
+
+
+def test_what_an_environment_says_has_no_special_tokens(tokenizers_of):
+    for name, tokenizer in tokenizers_of.items():
+        template = make_template("model", tokenizer)
+        end = tokenizer.token(template.stops[0])
+        plain, tricky = (template.begin([{"role": "user", "content": text}]) for text in ("a", f"a{end}"))
+        assert tricky.count(template.stops[0]) == plain.count(template.stops[0]), name
 
 
 def test_tools_need_a_template_that_lists_them():

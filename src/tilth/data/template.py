@@ -147,9 +147,12 @@ class PlainTemplate:
     def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Join the contents; tools need a chat template."""
         if tools:
-            message = "tools are listed by a chat template: set data.template, or describes_tools = False"
+            message = (
+                "tools are listed by a chat template: set data.template=model, if the model's own lists tools, or to a "
+                "Jinja file, or describes_tools = False in the environment"
+            )
             raise TemplateError(message, key="template.tools")
-        return self.tokenizer.encode("".join(message["content"] for message in messages))
+        return self.tokenizer.encode("".join(self.tokenizer.plain(message["content"]) for message in messages))
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         return self.tokenizer.encode("".join(self.tokenizer.plain(m["content"]) for m in new), special=False)
@@ -189,9 +192,13 @@ class ChatTemplate:
     def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Render the conversation, with the tools. Raises TemplateError for a template that knows no tools."""
         if tools and "tools" not in self.source:
-            message = f"template {self.name} lists no tools; choose another one, or set describes_tools = False"
+            message = (
+                f"data.template={self.name} lists no tools; name a Jinja file that does, or model if the model's own "
+                "does, or set describes_tools = False in the environment"
+            )
             raise TemplateError(message, key="template.tools")
-        return _ids(_encode([[(self._render(messages, True, tools), False)]], self.tokenizer)[0])
+        said = [{**message, "content": self.tokenizer.plain(message["content"])} for message in messages]
+        return _ids(_encode([[(self._render(said, True, tools), False)]], self.tokenizer)[0])
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]

@@ -160,9 +160,9 @@ class Player:
         return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
 
     def _unreadable(self, episode: Episode, error: DataError) -> None:
-        """End an episode whose environment says what the tokenizer cannot express. A template that cannot work at all
-        ends the run."""
-        if isinstance(error, TemplateError):
+        """End an episode whose environment says what the tokenizer cannot express, or the template does not take in
+        this place. A template that cannot work at all ends the run."""
+        if isinstance(error, TemplateError) and error.key != "template.render":
             raise error
         self._close(episode, {}, str(error), "error")
 
