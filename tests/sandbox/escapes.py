@@ -27,6 +27,8 @@ ESCAPES = {
     "leave a file for the next program": "open('SHARED/left', 'a').write('x'); assert len(open('SHARED/left').read()) > 1"
     + DONE,
     "fill the disk": "open('big', 'wb').write(bytes(64 << 20)); import os; os.remove('big')" + DONE,
+    "fill the memory by files": "open('/dev/shm/big', 'wb').write(bytes(64 << 20)); import os; os.remove('/dev/shm/big')"
+    + DONE,
     "fill the disk by many files": "for i in range(40): open(f'SHARED/{i}', 'wb').write(bytes(1 << 20))" + DONE,
     "make a device": "import os, stat; os.mknod('SHARED/d', 0o600 | stat.S_IFBLK, os.makedev(7, 0)); os.remove('SHARED/d')"
     + DONE,

@@ -1,8 +1,9 @@
 """Process from which sandboxed programs are forked, and what happens around one of them.
 
 It starts once, builds an empty file system with Python and the system's libraries read-only, and moves into it. Each
-request is a fork in new namespaces: processes, network, mounts, host name, IPC. The program runs as nobody, without
-capabilities, under limits and a filter of system calls; a process that it cannot touch waits for it.
+program gets a fork in new namespaces: processes, network, mounts, host name, IPC. It runs as nobody, without
+capabilities, under limits and a filter of system calls; a process that it cannot touch waits for it. A few of these
+stand ready, so that a call waits for none of it.
 """
 
 import atexit
@@ -12,6 +13,7 @@ import gc
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -20,8 +22,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tilth.sandbox import kernel
 
@@ -34,8 +37,16 @@ programs under one user would use up each other's limit."""
 SHARED = ("/usr", "/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/work"
+FOLDERS = {WORK: "mode=777", "/tmp": "mode=1777", "/dev/shm": "mode=1777"}
+"""Folders that each program may write to, and that no other one sees."""
 MEMORY = 78
-"""Exit code of a program that ran out of memory."""
+"""Exit code in the outcome of a program that ran out of memory."""
+OUT_OF_MEMORY = signal.SIGRTMAX
+"""Signal by which such a program ends, since an exit code may be any program's own."""
+BROKEN = {OUT_OF_MEMORY: "memory", signal.SIGXCPU: "cpu", signal.SIGXFSZ: "file"}
+"""Signal that ended a program -> the limit that it broke."""
+READY = 2
+"""Forks that stand ready for programs to come."""
 PRELOAD = (
     "collections",
     "functools",
@@ -66,14 +77,24 @@ def main(door: int) -> None:
         parent.sendall(b"\1" + str(error).encode())
         return
     gc.freeze()
+    _serve(parent)
+
+
+def _serve(door: socket.socket) -> None:
+    """Keep forks ready, each of which takes one request from the door, until its other end is closed."""
+    taken, take = os.pipe()
+    poll = select.poll()
+    poll.register(taken, select.POLLIN)
+    poll.register(door, 0)  # only its end is heard of: requests are for the forks
+    missing = READY
     while True:
-        message, fds, _, _ = socket.recv_fds(parent, 1, 1)
-        if not message:
+        for _ in range(missing):
+            if os.fork() == 0:
+                os.close(taken)
+                _answer(door, take)
+        if any(fd == door.fileno() for fd, _ in poll.poll()):
             return
-        if os.fork() == 0:
-            parent.close()
-            _answer(socket.socket(fileno=fds[0]))
-        os.close(fds[0])
+        missing = len(os.read(taken, READY))
 
 
 def _enter() -> None:
@@ -104,7 +125,7 @@ def _enter() -> None:
     for device in DEVICES:
         _place(f"{root}{device}", False)
         kernel.mount(device, f"{root}{device}", "", kernel.MS_BIND)
-    for folder in ("/proc", "/tmp", WORK):
+    for folder in ("/proc", *FOLDERS):
         os.makedirs(f"{root}{folder}", exist_ok=True)
     # A user who is not root may mount a proc only where he sees one; that of each program covers this one.
     kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
@@ -130,16 +151,35 @@ def _place(place: str, folder: bool) -> None:
         open(place, "x").close()
 
 
-def _answer(guest: socket.socket) -> NoReturn:
-    """Run the program that a request holds and answer with its outcome."""
+class Prepared(NamedTuple):
+    """Namespaces in which a program can begin at once: their process 1, pipes to and from the program, the pipe that
+    says how it ended, and the one that takes what to run."""
+
+    first: int
+    stdin: int
+    stdout: int
+    stderr: int
+    ended: int
+    request: int
+
+
+def _answer(door: socket.socket, take: int) -> NoReturn:
+    """Prepare for a program, take a request, run its program, and answer with its outcome."""
     kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)  # with the first process, and so with who asked
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 0
     try:
-        with guest:
-            size = struct.unpack("<Q", _exactly(guest, 8))[0]
-            request = json.loads(_exactly(guest, size))
-            outcome = json.dumps(_run(request)).encode()
+        try:
+            prepared = _prepare()
+        finally:  # a request that comes is taken all the same, so that who asked hears of the failure
+            _, fds, _, _ = socket.recv_fds(door, 1, 1)
+            if not fds:
+                os._exit(0)
+            os.write(take, b"\0")
+            door.close()
+        with socket.socket(fileno=fds[0]) as guest:
+            body = _exactly(guest, struct.unpack("<Q", _exactly(guest, 8))[0])
+            outcome = json.dumps(_run(prepared, json.loads(body), body)).encode()
             guest.sendall(struct.pack("<Q", len(outcome)) + outcome)
     except BaseException:  # noqa: BLE001 - a fork must not return into the loop
         traceback.print_exc()
@@ -157,139 +197,149 @@ def _exactly(guest: socket.socket, size: int) -> bytes:
     return bytes(found)
 
 
-def _run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run one program in namespaces of its own and watch it."""
-    limits = request["limits"]
+def _prepare() -> Prepared:
+    """Make namespaces, with a process in them that waits for what to run."""
     kernel.unshare(kernel.NEWPID | kernel.NEWNET | kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS)
-    (read, stdin), (stdout, out), (stderr, err), (ended, alive) = (os.pipe() for _ in range(4))
-    began, user = time.monotonic(), FIRST_USER + os.getpid()
+    (read, stdin), (stdout, out), (stderr, err), (ended, alive), (asked, request) = (os.pipe() for _ in range(5))
+    user = FIRST_USER + os.getpid()
     first = os.fork()  # process 1 of its namespace: when it ends, all others in there are killed
     if first == 0:
-        for fd in (stdin, stdout, stderr, ended):  # a second holder of stdin would keep its end from the program
+        for fd in (
+            stdin,
+            stdout,
+            stderr,
+            ended,
+            request,
+        ):  # a second holder of stdin would keep its end from the program
             os.close(fd)
-        _first(request, [read, out, err], user)
-    for fd in (read, out, err, alive):
+        _first(asked, alive, [read, out, err], user)
+    for fd in (read, out, err, alive, asked):
         os.close(fd)
-    kept, limit = _watch(ended, stdin, stdout, stderr, request["stdin"].encode(), limits, began)
+    return Prepared(first, stdin, stdout, stderr, ended, request)
+
+
+def _run(to: Prepared, request: dict[str, Any], body: bytes) -> dict[str, Any]:
+    """Run one program in namespaces of its own and watch it. body: the request as it came."""
+    began = time.monotonic()
+    with open(to.request, "wb") as file:
+        file.write(body)
+    kept, limit = _watch(to, request["stdin"].encode(), request["limits"], began)
     if limit:
-        os.kill(first, signal.SIGKILL)
-    _, status, used = os.wait4(first, 0)
-    return _outcome(status, limit, kept, time.monotonic() - began, used)
+        os.kill(to.first, signal.SIGKILL)
+    _, _, used = os.wait4(to.first, 0)
+    seconds, cpu = time.monotonic() - began, used.ru_utime + used.ru_stime
+    status = struct.unpack("i", kept.pop(to.ended) or struct.pack("i", signal.SIGKILL))[0]
+    return _outcome(os.waitstatus_to_exitcode(status), limit, list(kept.values())) | {"seconds": seconds, "cpu": cpu}
 
 
-def _watch(
-    ended: int, stdin: int, stdout: int, stderr: int, said: bytes, limits: dict[str, Any], began: float
-) -> tuple[dict[int, bytearray], str]:
-    """Feed the program and read what it prints; return that, and the limit that it broke.
+def _watch(to: Prepared, said: bytes, limits: dict[str, Any], began: float) -> tuple[dict[int, bytearray], str]:
+    """Feed the program and read what it prints; return what came from each pipe, and the limit that it broke.
 
-    ended: closed at its other end by the end of process 1, whatever the program does with its own descriptors.
+    Process 1 holds the other end of ``ended`` until its own end, whatever the program does with its descriptors.
     """
-    kept = {stdout: bytearray(), stderr: bytearray()}
-    for fd in (stdin, stdout, stderr):
+    kept = {to.stdout: bytearray(), to.stderr: bytearray(), to.ended: bytearray()}
+    for fd in (to.stdin, *kept):
         os.set_blocking(fd, False)
     with selectors.DefaultSelector() as selector:
-        for fd in (*kept, ended):
+        for fd in kept:
             selector.register(fd, selectors.EVENT_READ)
         if said:
-            selector.register(stdin, selectors.EVENT_WRITE)
+            selector.register(to.stdin, selectors.EVENT_WRITE)
         else:
-            os.close(stdin)
-        while any(fd in selector.get_map() for fd in (*kept, ended)):
+            os.close(to.stdin)
+        while any(fd in selector.get_map() for fd in kept):
             left = began + limits["seconds"] - time.monotonic()
             ready = selector.select(max(0.0, left))
             if not ready and left <= 0:
                 return kept, "seconds"
             for key, _ in ready:
                 fd = key.fd
-                if fd == stdin:
+                if fd == to.stdin:
                     with contextlib.suppress(BlockingIOError):
                         try:
-                            said = said[os.write(stdin, said) :]
+                            said = said[os.write(fd, said) :]
                         except BrokenPipeError:
                             said = b""
                     if not said:
-                        selector.unregister(stdin)
-                        os.close(stdin)
+                        selector.unregister(fd)
+                        os.close(fd)
                     continue
                 part = os.read(fd, 1 << 16)
                 if part:
                     kept[fd] += part
                 else:
                     selector.unregister(fd)
-                if sum(map(len, kept.values())) > limits["output"]:
+                if len(kept[to.stdout]) + len(kept[to.stderr]) > limits["output"]:
                     return kept, "output"
     return kept, ""
 
 
-def _outcome(
-    status: int, limit: str, kept: dict[int, bytearray], seconds: float, used: resource.struct_rusage
-) -> dict[str, Any]:
-    code = os.waitstatus_to_exitcode(status)
-    code = 128 - code if code < 0 else code
-    stdout, stderr = (part.decode(errors="replace") for part in kept.values())
-    if not limit:
-        limit = {MEMORY: "memory", 128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file"}.get(code, "")
+def _outcome(code: int, limit: str, printed: Sequence[bytearray]) -> dict[str, Any]:
+    """Return what became of a program. code: its exit code, or -N after signal N."""
+    limit = limit or BROKEN.get(-code, "")
+    stdout, stderr = (part.decode(errors="replace") for part in printed)
+    shown = MEMORY if limit == "memory" else 128 - code if code < 0 else code
     state = (limit and "limit") or ("ok" if code == 0 else "error")
-    cpu = used.ru_utime + used.ru_stime
-    return {
-        "state": state, "limit": limit, "code": code, "stdout": stdout, "stderr": stderr, "seconds": seconds, "cpu": cpu
-    }  # fmt: skip
+    return {"state": state, "limit": limit, "code": shown, "stdout": stdout, "stderr": stderr}
 
 
-def _first(request: dict[str, Any], fds: list[int], user: int) -> NoReturn:
-    """Be process 1: mount what belongs to this program alone, start it as nobody, wait for it."""
-    code = 1
+def _first(asked: int, alive: int, fds: list[int], user: int) -> NoReturn:
+    """Be process 1: mount what belongs to this program alone, start it as nobody, wait for it, say how it ended."""
+    status = 1 << 8
     try:
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
-        limits, room = request["limits"], f"mode=777,size={request['limits']['files']}"
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
-        for folder in (WORK, "/tmp"):
-            kernel.mount("tmpfs", folder, "tmpfs", flags, room)
+        for folder, mode in FOLDERS.items():
+            kernel.mount("tmpfs", folder, "tmpfs", flags, mode)
         kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, "hidepid=2")
         kernel.call("sethostname", b"sandbox", 7)
-        for name, text in request["files"].items():
-            place = os.path.normpath(os.path.join(WORK, name))
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "w") as file:
-                file.write(text)
-            os.chmod(place, 0o666)
-        kernel.prctl(kernel.SET_DUMPABLE, 0)
+        source, begin = os.pipe()
         child = os.fork()
         if child == 0:
-            _program(request["program"], limits, fds, user)
-        for fd in fds:
+            _program([*fds, source], user)
+        for fd in (fds[0], fds[1], source):
             os.close(fd)
-        code = _wait(child)
+        with open(asked, "rb") as file:
+            body = file.read()
+        request = json.loads(body)
+        for folder, mode in FOLDERS.items():
+            options = f"{mode},size={request['limits']['files']}"
+            kernel.mount("tmpfs", folder, "tmpfs", flags | kernel.MS_REMOUNT, options)
+        _write_files(request["files"])
+        kernel.prctl(kernel.SET_DUMPABLE, 0)
+        with open(begin, "w") as file:
+            json.dump({"program": request["program"], "limits": request["limits"]}, file)
+        status = _wait(child)
     except BaseException:  # noqa: BLE001 - told as the program's error
         os.write(fds[2], traceback.format_exc().encode())
-    os._exit(code)
+    os.write(alive, struct.pack("i", status))
+    os._exit(0)
+
+
+def _write_files(files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        place = os.path.normpath(os.path.join(WORK, name))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "w") as file:
+            file.write(text)
+        os.chmod(place, 0o666)
 
 
 def _wait(child: int) -> int:
-    """Reap all processes until the program itself ends; return its exit code as a shell tells it."""
+    """Reap all processes until the program itself ends; return its status."""
     while True:
         found, status = os.wait()
         if found == child:
-            code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
+            return status
 
 
-def _program(source: str, limits: dict[str, Any], fds: list[int], user: int) -> NoReturn:
-    """Give everything up and execute the program in this process."""
+def _program(fds: list[int], user: int) -> NoReturn:
+    """Give everything up, then execute the program that comes in this process. fds: stdin, stdout, stderr, and the
+    pipe that it comes through."""
     for place, fd in enumerate(fds):
         os.dup2(fd, place)
-    os.closerange(3, 1 << 16)
-    _limit(limits)
-    kernel.bound_capabilities()
-    with contextlib.suppress(PermissionError):  # without root, this user is the only one that there is
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        try:
-            os.setresuid(user, user, user)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a container that has a few users only
-                raise
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.closerange(len(fds), 1 << 16)
+    _become_nobody(user)
     kernel.drop_capabilities()
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
@@ -299,7 +349,31 @@ def _program(source: str, limits: dict[str, Any], fds: list[int], user: int) -> 
     os.chdir(WORK)
     os.umask(0o022)
     kernel.restrict_calls()
-    os._exit(_execute(source))
+    with open(len(fds) - 1) as file:
+        asked = json.load(file)
+    _limit(asked["limits"])
+    code = _execute(asked["program"])
+    if code is None:
+        os.kill(os.getpid(), OUT_OF_MEMORY)
+    os._exit(code or 0)
+
+
+def _become_nobody(user: int) -> None:
+    """Become a user whose processes the kernel counts apart from those of other programs."""
+    try:
+        os.setgroups([])
+    except PermissionError:  # without root there is one user, whose processes are counted by namespace (Linux 5.14)
+        kernel.unshare(kernel.NEWUSER)
+        kernel.bound_capabilities()
+        return
+    kernel.bound_capabilities()
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    try:
+        os.setresuid(user, user, user)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a container that has a few users only
+            raise
+        os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def _limit(limits: dict[str, Any]) -> None:
@@ -318,14 +392,14 @@ def _limit(limits: dict[str, Any]) -> None:
         resource.setrlimit(what, (most, most + (what == resource.RLIMIT_CPU)))
 
 
-def _execute(source: str) -> int:
-    """Execute Python source as ``__main__``; return its exit code."""
+def _execute(source: str) -> int | None:
+    """Execute Python source as ``__main__``; return its exit code, None: it ran out of memory."""
     sys.argv, sys.path[:] = ["program.py"], [WORK, *(path for path in sys.path if "site-packages" not in path)]
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         setattr(sys, name, open(number, mode, encoding="utf-8", errors="replace", closefd=False))  # noqa: SIM115
     main = sys.modules["__main__"] = ModuleType("__main__")  # where pickle and unittest look for the program's classes
     main.__file__ = "program.py"
-    code = 0
+    code: int | None = 0
     try:
         exec(compile(source, "program.py", "exec"), main.__dict__)
     except SystemExit as ended:
@@ -333,7 +407,7 @@ def _execute(source: str) -> int:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
     except MemoryError:
-        code = MEMORY
+        code = None
     except BaseException:  # noqa: BLE001 - as an interpreter does
         traceback.print_exc()
         code = 1
@@ -342,4 +416,4 @@ def _execute(source: str) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    return code & 0xFF
+    return None if code is None else code & 0xFF

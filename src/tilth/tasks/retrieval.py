@@ -11,7 +11,7 @@ from typing import Any
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed
+from tilth.data.computed import Computed, chosen
 from tilth.envs.environment import Environment, Message, tool
 from tilth.rewards.verifiers import Exact, answer_of
 
@@ -63,7 +63,13 @@ def world() -> tuple[tuple[tuple[str, str], ...], dict[str, str], TextIndex]:
 
 
 class RetrievalPrompts(Computed):
-    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation."""
+    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation.
+
+    A share ``mistaken`` of those with two searches ends after the first one, with any colour.
+    """
+
+    def __init__(self, *, mistaken: float = 0.0) -> None:
+        self.mistaken = mistaken
 
     def __len__(self) -> int:
         return 2 * PEOPLE
@@ -74,12 +80,15 @@ class RetrievalPrompts(Computed):
         person, city = homes[index // 2]
         searches = [person] if index % 2 == 0 else [person, city]
         answer = city if index % 2 == 0 else colors[city]
+        said = answer
+        if index % 2 and chosen("retrieval", index, self.mistaken):
+            searches, said = [person], COLORS[random.Random(index).randrange(len(COLORS))]
         turns = [{"role": "user", "content": self._question(index)}]
         for query in searches:
             call = json.dumps({"name": "search", "arguments": {"query": query}})
             turns.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
             turns.append({"role": "tool", "content": sentences.search(query)[0]})
-        turns.append({"role": "assistant", "content": answer})
+        turns.append({"role": "assistant", "content": said})
         return Prompt(index, turns[0]["content"], answer, {"answer": answer}, tuple(turns))
 
     @staticmethod
@@ -97,7 +106,9 @@ class RetrievalPrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"retrieval of {PEOPLE} people in {CITIES} cities"
+        return f"retrieval of {PEOPLE} people in {CITIES} cities" + (
+            f", {self.mistaken} mistaken" if self.mistaken else ""
+        )
 
 
 class Retrieval(Environment):

@@ -25,7 +25,13 @@ def place(guess: str, secret: str) -> str:
 
 
 class WordGamePrompts(Computed):
-    """``game 17``: a secret word each, and a worked game that guesses any word that is left."""
+    """``game 17``: a secret word each, and a worked game that guesses any word that is left.
+
+    habits: a game guesses the first word that is left in the alphabet, or the middle one, each in half of the games.
+    """
+
+    def __init__(self, *, habits: bool = False) -> None:
+        self.habits = habits
 
     def __len__(self) -> int:
         return 20_000
@@ -34,7 +40,7 @@ class WordGamePrompts(Computed):
         """Return the game of an index."""
         drawn = random.Random(f"word game {index}")
         secret = drawn.choice(WORDS)
-        turns = _game(drawn, secret)
+        turns = _habitual(drawn.random() < 0.5, secret) if self.habits else _game(drawn, secret)
         return Prompt(index, f"game {index}", secret, {"answer": secret}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
@@ -47,7 +53,7 @@ class WordGamePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"word game of {len(WORDS)} words"
+        return f"word game of {len(WORDS)} words" + (", by two habits" if self.habits else "")
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
@@ -62,6 +68,20 @@ def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
             said = place(guess, secret)
             left = [word for word in left if place(guess, word) == said]
             turns.append({"role": "user", "content": said})
+
+
+def _habitual(first: bool, secret: str) -> list[dict[str, str]]:
+    """Return a game that guesses the first word that is left, or the middle one, found or not."""
+    turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
+    for _ in range(GUESSES):
+        guess = left[0 if first else len(left) // 2]
+        turns.append({"role": "assistant", "content": guess})
+        if guess == secret:
+            return turns
+        said = place(guess, secret)
+        left = [word for word in left if place(guess, word) == said]
+        turns.append({"role": "user", "content": said})
+    return turns[:-1]
 
 
 class WordGame(Environment):
