@@ -82,6 +82,9 @@ def main() -> None:
     def plain() -> None:
         subprocess.run([sys.executable, "-I", "-c", PROGRAM], check=True, capture_output=True)
 
+    def nothing() -> None:
+        subprocess.run(["/bin/true"], check=True)
+
     judge, tests = load_reward("unit_tests"), {"tests": "assert f(1) == 2\nassert f(2) == 4\nassert f(0) == 0"}
 
     def judged() -> None:
@@ -98,7 +101,7 @@ def main() -> None:
         rows = [measured("sandbox", inside, count, process)]
         rows.append(measured("after a pause", inside, count, process, PAUSE))
     rows.append(measured("subprocess", plain, count))
-    rows.append(measured("/bin/true", lambda: subprocess.run(["/bin/true"], check=True) and None, count))
+    rows.append(measured("/bin/true", nothing, count))
     rows.append(measured("unit_tests", judged, count))
     write_rows(options.json, rows)
 

@@ -43,7 +43,7 @@ MEMORY = 78
 """Exit code in the outcome of a program that ran out of memory."""
 OUT_OF_MEMORY = signal.SIGRTMAX
 """Signal by which such a program ends, since an exit code may be any program's own."""
-BROKEN = {OUT_OF_MEMORY: "memory", signal.SIGXCPU: "cpu", signal.SIGXFSZ: "file"}
+BROKEN: Mapping[int, str] = {OUT_OF_MEMORY: "memory", signal.SIGXCPU: "cpu", signal.SIGXFSZ: "file"}
 """Signal that ended a program -> the limit that it broke."""
 READY = 2
 """Forks that stand ready for programs to come."""
