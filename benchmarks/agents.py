@@ -2,6 +2,9 @@
 
     python benchmarks/agents.py [--quick] [--json PATH] [--episodes N] [--turns N]
 
+With a Python that has TRL (``rl_vs_trl.py`` shows how to make one) its environment support plays a quarter of the
+episodes too, see ``agents_trl.py``.
+
 Engine, template, pool of environments and episodes are the same for both loops, and so are the trajectories: ids,
 log-probs and rewards are compared before anything is timed (parity mode). The lockstep loop generates a turn of every
 episode, then waits until every environment has answered: all episodes at once, or as many as the engine has rows, batch
@@ -10,9 +13,11 @@ the time in which the engine has nothing to do. Recomputed: prompt tokens comput
 """
 
 import string
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,8 @@ ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Waiting"
 SPREAD = 50.0
 ROWS = 64
 CONTEXT = 512
+TOOLS = {"none": 0.0, "heavy-tailed latency": 0.02}
+"""Tool -> seconds of its median call."""
 
 
 class Timed:
@@ -152,6 +159,32 @@ def measured(player: Player, loop: Any, wanted: list[Wanted], params: SamplingPa
     }
 
 
+def beside_trl(count: int, turns: int) -> Iterator[dict[str, Any]]:
+    """Play episodes with a tool here and in TRL, and check that their ids are equal. Yields rows."""
+    import agents_trl
+
+    with tempfile.TemporaryDirectory() as folder:
+        agents_trl.make_model(Path(folder))
+        for tool, middle in TOOLS.items():
+            infos = [wanted.info for wanted in asked(count, turns, middle)]
+            with agents_trl.playing(Path(folder), ROWS) as player:
+                player.pool = Timed(player.pool)  # type: ignore[assignment]
+                params = SamplingParams(max_tokens=64, stop_tokens=player.template.stops)
+                ours = player.play([Wanted(i, info) for i, info in enumerate(infos)], params)
+                row = measured(player, player, [Wanted(i, info) for i, info in enumerate(infos)], params)
+            seconds, ids = agents_trl.trl_plays(Path(folder), infos)
+            for played, theirs in zip(ours, ids, strict=True):
+                t = played.trajectory
+                assert t.tokens[t.prompt_length :].tolist() == theirs, (t.id, len(theirs), len(t.tokens))
+            about = {"tool": tool, "episodes": count, "turns": turns}
+            yield {**about, "loop": "tilth", **row}
+            yield {**about, "loop": "trl", "seconds": seconds, "episodes_per_second": count / seconds}
+            print(
+                f"{tool:22s} tilth {row['episodes_per_second']:.2f} episodes/s, TRL {count / seconds:.2f}: "
+                f"{seconds / row['seconds']:.1f} times as long; {count} equal episodes of {turns} calls"
+            )
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, "96 episodes of 4 turns")
     parser.add_argument("--episodes", type=int, default=512)
@@ -166,7 +199,7 @@ def main() -> None:
     print(f"equal episodes; now {count} of {turns} turns, engine of {ROWS} rows")
     with playing(parity=False) as player:
         player.play(asked(8, 2, 0.0), params)
-        for tool, middle in (("none", 0.0), ("heavy-tailed latency", 0.02)):
+        for tool, middle in TOOLS.items():
             wanted = asked(count, turns, middle)
             loops = {
                 "interleaved": player,
@@ -181,6 +214,8 @@ def main() -> None:
                     f"{tool:22s} {name:16s} {found['episodes_per_second']:7.1f} episodes/s  {ratio:5.2f} times as long"
                     f"  idle {found['idle_share']:.2f}  recomputed {found['tokens_recomputed_per_turn']:.2f} a turn"
                 )
+    if find_spec("trl"):
+        rows += beside_trl(count // 4, turns)
     write_rows(options.json, rows)
 
 

@@ -32,3 +32,26 @@ def latency(number: int, turn: int, middle: float, spread: float) -> float:
         return 0.0
     drawn = random.Random(f"{number} {turn}").gauss(0.0, math.log(spread) / 2.326)
     return min(2.0, max(0.01, middle * math.exp(drawn)))
+
+
+class Looking(Waiting):
+    """Has one tool, which answers after such a time; ends after a last turn whose call is not made."""
+
+    def reset(self, info: dict[str, Any]) -> list[dict[str, str]]:
+        self.info, self.turns, self.calls = info, 0, 0
+        return [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message: Mapping[str, Any]) -> tuple[Any, bool]:
+        self.turns += 1
+        over = self.turns > self.info["turns"]
+        return ([] if over else self.call_tools(message)), over
+
+    @tilth.tool
+    def look(self, number: int) -> str:
+        """Look at a number."""
+        self.calls += 1
+        time.sleep(latency(self.info["number"], self.calls, self.info["middle"], self.info["spread"]))
+        return str(self.info["number"] * self.calls % 97)
+
+    def reward(self) -> float:
+        return float(self.turns)
