@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from tests.models.tiny import FAMILIES
-from tests.rollout.reference import CONFIG, make_model, make_requests
+from tests.rollout.reference import CONFIG, LORAS, halves, make_model, make_requests
 from tilth.core.layout import Mesh
+from tilth.core.trajectory import Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.parallel.dims import ParallelDims
 from tilth.rollout.engine import Engine
@@ -42,6 +43,15 @@ def spoken(rank: int, tp: int, changes: dict[str, Any], requests: int, **options
         "elements": sum(p.numel() for p in parameters.values()),
         "stats": (engine.stats().decoded_tokens, engine.stats().preemptions),
     }
+
+
+def adapted(rank: int, tp: int, changes: dict[str, Any]) -> list[Trajectory]:
+    """What the ranks of one engine say with the adapters of requests, and without."""
+    engine = made(rank, tp, changes)
+    for name in ("a", "b"):
+        engine.load_adapter(name, LORAS[name], halves(name, engine.config))
+    requests = make_requests(9, vocab=engine.config.vocab_size)
+    return engine.generate([replace(r, adapter=["", "a", "b"][r.id % 3]) for r in requests])
 
 
 def aborted(rank: int, tp: int) -> list[tuple[int, str, int]]:

@@ -3,10 +3,12 @@
 import numpy as np
 import torch
 
+from tilth.config.schema import LoraConfig
 from tilth.core.random import stream
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.plan.lora import adapter_shapes
 from tilth.rollout.engine import Engine
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
@@ -32,6 +34,20 @@ def make_engine(model, **options):
     engine = Engine(model.config, **{"seed": 7, "max_length": 256, "dtype": model.dtype, **options})
     engine.update_weights(model.named_parameters(), version=1)
     return engine
+
+
+LORAS = {
+    "a": LoraConfig(rank=3, alpha=6.0),
+    "b": LoraConfig(rank=8, alpha=4.0, rslora=True, targets=("q_proj", "down_proj")),
+    "c": LoraConfig(rank=20, alpha=10.0, targets=("v_proj", "o_proj", "gate_proj")),
+}
+
+
+def halves(name, config=CONFIG, lora=None, size=1.0):
+    """Tensors of an adapter that changes the model's predictions well."""
+    generator = torch.Generator().manual_seed(ord(name[0]))
+    shapes = adapter_shapes(config, lora or LORAS[name])
+    return {half: size * torch.randn(shape, generator=generator) for half, shape in shapes.items()}
 
 
 def draw(logits, u, params):

@@ -62,6 +62,17 @@ def test_it_says_what_one_rank_says(pool, case):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("changes", [{"num_kv_heads": 1}, *slow({})])
+def test_each_rank_has_its_part_of_the_adapters_of_requests(pool, changes):
+    found, (wanted,) = (pool.run(tp, HERE + "adapted", tp=tp, changes=changes) for tp in (2, 1))
+    for said in found:
+        for mine, first, other in zip(said, found[0], wanted, strict=True):
+            assert mine.tokens.tolist() == other.tokens.tolist()
+            assert np.array_equal(mine.logprobs, first.logprobs)
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("sizes", [(2, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in [(4, 1), (2, 2)])])
 def test_an_engine_of_divided_experts_says_what_one_rank_says(pool, sizes):
     ep, tp = sizes

@@ -5,7 +5,7 @@ fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
-from tilth.models.lora import Adapter
+from tilth.models.lora import LinearChange
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, rotate, tables_of
 from tilth.plan.rules import rule_of
@@ -44,7 +44,7 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    lora: Adapter | None
+    lora: LinearChange | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +129,16 @@ def _joined(parts: list[Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
+def _product_of(parts: Sequence[Linear], joined: tuple[Tensor, Tensor | None], x: Tensor) -> Tensor:
+    """Return x [N, in] through joined layers, with the changes of each: [N, out of all]."""
+    found = linear(x, *joined)
+    if any(part.lora is not None for part in parts):
+        for part, own in zip(parts, found.split([part.weight.shape[0] for part in parts], 1)):
+            if part.lora is not None:
+                part.lora.add_(own, x)
+    return found
+
+
 class Attention(nn.Module):
     """Projections, rotary embedding and (Qwen3) norms of queries and keys; the context computes attention.
 
@@ -153,7 +163,8 @@ class Attention(nn.Module):
         rows, hd = x.shape[0], self.head_dim
         heads, kv_heads = (part.weight.shape[0] // hd for part in (self.q_proj, self.k_proj))  # perhaps one rank's
         if self.joined is not None and not torch.is_grad_enabled():
-            every = linear(x, *self.joined).view(rows, heads + 2 * kv_heads, hd)
+            every = _product_of([self.q_proj, self.k_proj, self.v_proj], self.joined, x)
+            every = every.view(rows, heads + 2 * kv_heads, hd)
             both, v = every.split((heads + kv_heads, kv_heads), 1)
             if self.q_norm is None and self.scale == 1:
                 q, k = rotate(both, *tables).split((heads, kv_heads), 1)
@@ -199,7 +210,7 @@ class MLP(nn.Module):
             return self.down_proj(activate(self.activation, self.gate_proj(x)) * self.up_proj(x))
         if self.joined is None:
             return self.down_proj(activate(self.activation, self.gate_proj(x)).mul_(self.up_proj(x)))
-        gate, up = linear(x, *self.joined).chunk(2, -1)
+        gate, up = _product_of([self.gate_proj, self.up_proj], self.joined, x).chunk(2, -1)
         return self.down_proj(activate(self.activation, gate).mul_(up))
 
     def fuse(self) -> None:

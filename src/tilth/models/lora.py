@@ -1,5 +1,6 @@
 """Low-rank adapters of linear layers (LoRA, arXiv 2106.09685): applied, merged into weights, read and written."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-class Adapter(nn.Module):
+class LinearChange(nn.Module):
+    """Change of what a linear layer computes (``Linear.lora``)."""
+
+    @abstractmethod
+    def changed(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [N, in] through the changed layer: [N, out]. product: (x, weight, bias) -> the plain layer's."""
+
+    @abstractmethod
+    def add_(self, found: Tensor, x: Tensor) -> None:
+        """Add the change to the plain layer's result ``found`` [N, out] of x [N, in]; for inference."""
+
+
+class Adapter(LinearChange):
     """Change of a layer's weight by scale B A: A [rank, in], B [out, rank], of stacked experts [experts, ...] each.
 
     merges: compute with the sum W + scale B A, as a generation engine holds it (``train.parity``), instead of adding
@@ -26,10 +39,13 @@ class Adapter(nn.Module):
         self.scale, self.merges = scale, merges
 
     def changed(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x [N, in] through the changed layer: [N, out]. product: (x, weight, bias) -> the plain layer's."""
         if self.merges:
             return product(x, self.merged(weight), bias)
         return product(x, weight, bias) + self._small(x, self.A, self.B)
+
+    def add_(self, found: Tensor, x: Tensor) -> None:
+        assert not self.merges  # the plain result would be that of another weight
+        found += self._small(x, self.A, self.B)
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the changed weight, or the changed stack of weights."""

@@ -1,9 +1,9 @@
 """Accounting of the KV cache in blocks of tokens: allocation and shared prefixes. Pure Python, no tensors.
 
 A block is free, or referenced by one or more tables. A *full* block whose KV is computed may be registered under the
-hash of its tokens and all tokens before it (a chain, salted with the weight version); a later table with the same
-prefix shares it. A freed block keeps its hash on an LRU list, from which a hit takes it back in O(1), until its space
-is needed: roots of chains survive longest (vLLM, arXiv 2309.06180, with an O(1) free list).
+hash of its tokens and all tokens before it (a chain, salted with what computed the KV: weights and adapter); a later
+table with the same prefix shares it. A freed block keeps its hash on an LRU list, from which a hit takes it back in
+O(1), until its space is needed: roots of chains survive longest (vLLM, arXiv 2309.06180, with an O(1) free list).
 
 ``slot`` numbers the registered blocks 0 .. max_cached - 1, for a store that keeps a copy of the KV of each.
 """
@@ -34,6 +34,7 @@ class _Block:
     refs: int = 0
     digest: bytes | None = None
     tokens: bytes = b""
+    salt: int = 0
     slot: int = -1
 
 
@@ -98,6 +99,9 @@ class BlockManager:
             block = self._registered.get(digest)
             if block is None or self._blocks[block].tokens != part:
                 break
+            if self._blocks[block].salt != salt:
+                message = f"block {block} has KV of weights and adapter {self._blocks[block].salt:#x}, not {salt:#x}"
+                raise BlockError(message, key="salt")
             found.append(block)
         return found
 
@@ -135,7 +139,7 @@ class BlockManager:
             slot = self._slot()
             if slot is None:
                 break
-            block.digest, block.tokens, block.slot = digest, part, slot
+            block.digest, block.tokens, block.salt, block.slot = digest, part, salt, slot
             self._registered[digest] = table.blocks[i]
             new.append((i, block.slot))
         return new

@@ -188,20 +188,24 @@ class KeptTail(NamedTuple):
     """KV of the last tokens of a sequence, behind its full blocks. tokens: all its tokens with KV, int64 [n]."""
 
     tokens: np.ndarray
+    salt: int
+    """As of ``BlockManager.register``."""
     start: int
     """First token that is kept here."""
     tensors: list[Tensor]
     """As ``KVCache.tensors``, of one row: [heads, n - start, width] each."""
 
     @classmethod
-    def of(cls, slab: KVCache, row: int, tokens: np.ndarray, start: int) -> "KeptTail":
+    def of(cls, slab: KVCache, row: int, tokens: np.ndarray, salt: int, start: int) -> "KeptTail":
         """Copy the KV of ``tokens[start:]`` from a row."""
-        return cls(tokens, start, [tensor[row, :, start : len(tokens)].clone() for tensor in slab.tensors])
+        return cls(tokens, salt, start, [tensor[row, :, start : len(tokens)].clone() for tensor in slab.tensors])
 
-    def continues(self, tokens: np.ndarray, cached: int) -> bool:
+    def continues(self, tokens: np.ndarray, salt: int, cached: int) -> bool:
         """True if a sequence begins with these tokens, and what comes before the tail is cached."""
         n = len(self.tokens)
-        return cached == self.start and n < len(tokens) and bool((tokens[:n] == self.tokens).all())
+        if salt != self.salt or cached != self.start:
+            return False
+        return n < len(tokens) and bool((tokens[:n] == self.tokens).all())
 
     def load(self, slab: KVCache, row: int) -> None:
         """Copy the tail to its place in a row."""

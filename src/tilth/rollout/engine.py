@@ -2,13 +2,13 @@
 
 import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.config.axes import MODEL
+from tilth.config.schema import LoraConfig
+from tilth.core.checksum import checksum
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
@@ -17,11 +17,12 @@ from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
+from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
 from tilth.rollout.grammar import Grammars
 from tilth.rollout.lanes import LengthBucket, allowed_tokens
-from tilth.rollout.lockstep import LockStep
+from tilth.rollout.lockstep import LockStep, check_divided, part_of
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
@@ -51,6 +52,7 @@ class Engine(GenerationEngine):
     tolerance: float | None = 0.0
     shares = True
     constrains = True
+    adapts = True
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class Engine(GenerationEngine):
             device=str(self.device),
         )
         self.model = self.sharded.model
-        self._held = _part(config, dims.size("tp"))
+        self._adapters = AdapterBank(self.sharded, parity)
+        self._held = part_of(config, dims.size("tp"))
         self._lock = LockStep(dims.group("ep", "tp"), dims.ranks("ep", "tp"))
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
@@ -155,6 +158,19 @@ class Engine(GenerationEngine):
             answer.stamp(version)
             answer.stale = True
 
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        self._adapters.load(name, lora, tensors)
+        self._lock.note("adapter", name, lora, {half: checksum(tensors[half]) for half in sorted(tensors)})
+
+    def remove_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
+        self._lock.note("no adapter", name)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of memory of the adapters that requests may name, and of what passes make of them."""
+        return self._adapters.nbytes
+
     def _check_weight(self, name: str, tensor: Tensor) -> None:
         if name not in self.sharded.layouts:
             raise ModelError(f"weights for the engine: {name} is not in the model", key=f"{name}.extra")
@@ -178,9 +194,9 @@ class Engine(GenerationEngine):
         for answer in answers:
             self._enqueue(answer)
 
-    def resume(self, trajectory: Trajectory, params: SamplingParams) -> None:
+    def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
         """Continue a partial trajectory with its positions and random numbers. Raises DataError."""
-        answer = SequenceState.resume(trajectory, params)
+        answer = SequenceState.resume(trajectory, params, adapter)
         if answer.end <= len(answer.tokens):
             message = f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens"
             raise DataError(message, key="params.max_tokens")
@@ -211,6 +227,7 @@ class Engine(GenerationEngine):
             if self._grammars is None:
                 raise DataError(f"{what}: a schema needs an engine with a tokenizer", key="request.schema.tokenizer")
             self._grammars.begin(r.params.schema, r.params.stop_tokens)
+        answer.adapter = self._adapters.find(r.adapter, what)
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
@@ -222,7 +239,7 @@ class Engine(GenerationEngine):
             answer.grammar.push(answer.completion.tolist())
         self._known.add(answer.request.id)
         self._scheduler.waiting.append(answer)
-        self._lock.note(answer.request.id, answer.tokens, params)
+        self._lock.note(answer.request.id, answer.tokens, params, answer.request.adapter)
 
     @property
     def pending(self) -> int:
@@ -275,6 +292,7 @@ class Engine(GenerationEngine):
         self._lock.check()
         done, self._done = self._done, []
         self._stats.steps += 1
+        self._adapters.forget_stacks()
         self._warm_up()
         self._place(done)
         budget = self.step_tokens - self._decode(done)
@@ -311,7 +329,8 @@ class Engine(GenerationEngine):
         with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
             rules, ids = lane.rules(rows, self.device), self._tensor(c.tokens[every, at])
             inputs = (lane.slab, ids, self._tensor(at), lane.slots)
-            logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit)
+            with self._adapters.serving(lane.adapters(rows), 1) as eager:
+                logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit, eager)
         with span("sample", tokens=decoding.tokens) as sampling:
             uniform = self._tensor(c.uniform[every, at + 1])
             allowed = lane.allowed(rows, logp.shape[1], self.device)
@@ -361,13 +380,18 @@ class Engine(GenerationEngine):
     def _take_tail(self, prompt: PrefillJob) -> None:
         """Use the kept tail of the only sequence of a prompt, if it has one."""
         tail = self._tails.pop(prompt.answers[0].request.id, None)
-        if tail is not None and len(prompt.answers) == 1 and tail.continues(prompt.tokens, prompt.computed):
+        if (
+            tail is not None
+            and len(prompt.answers) == 1
+            and tail.continues(prompt.tokens, salt_of(self.version, prompt.adapter), prompt.computed)
+        ):
             prompt.tail, prompt.computed = tail, len(tail.tokens)
 
     def _keep_tail(self, answer: SequenceState, slab: KVCache, row: int, computed: int) -> None:
         """Keep the KV behind the last full block, if a later request begins with these tokens."""
         if answer.request.keeps and (start := computed - computed % self._block_size) < computed:
-            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.tokens[:computed], start)
+            salt = salt_of(self.version, answer.adapter)
+            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.tokens[:computed], salt, start)
 
     def _load_prefixes(self, prompts: list[PrefillJob]) -> None:
         for prompt in prompts:
@@ -385,7 +409,8 @@ class Engine(GenerationEngine):
         squares = int((((start + chunk) ** 2) - start**2).sum())
         with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
             tensors = (self._tensor(ids), self._tensor(start), length, self._tensor(last))
-            logits = self._runner.prefill(batch.slab, *tensors)
+            with self._adapters.serving([p.adapter for p in batch.prompts], ids.shape[1]):
+                logits = self._runner.prefill(batch.slab, *tensors)
         for i, row in enumerate(ending):
             batch.prompts[row].logits = logits[i : i + 1]
         for prompt, count in zip(batch.prompts, chunk.tolist()):
@@ -394,7 +419,8 @@ class Engine(GenerationEngine):
         self._stats.prefill_seconds += spent.seconds
         if batch.finished:
             for prompt in batch.prompts:
-                new = self._blocks.register(prompt.table, prompt.tokens, prompt.computed, self.version)
+                salt = salt_of(self.version, prompt.adapter)
+                new = self._blocks.register(prompt.table, prompt.tokens, prompt.computed, salt)
                 self._store.save(new, batch.slab, prompt.row)
             self._scheduler.computed()
         return spent.tokens
@@ -471,7 +497,7 @@ class Engine(GenerationEngine):
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
         if not answer.stale:
-            new = self._blocks.register(answer.table, answer.tokens, computed, self.version)
+            new = self._blocks.register(answer.table, answer.tokens, computed, salt_of(self.version, answer.adapter))
             self._store.save(new, lane.slab, row)
             self._keep_tail(answer, lane.slab, row, computed)
         self._blocks.close(answer.table)
@@ -559,28 +585,6 @@ class Engine(GenerationEngine):
             why = f": of the weights {wrong} is not finite" if wrong else ""
             what = f"the engine's logits are not finite under weights of version {self.version}{why}"
             raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
-
-
-def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:
-    """Raise EngineError for a mode that an engine over several ranks does not have."""
-    for axis in dims.mesh.over(*MODEL):
-        size = dims.size(axis)
-        if size > 1 and parity:
-            raise EngineError(
-                f"an engine of parity over {axis}={size} ranks: partial sums round differently; use {axis}=1",
-                key=f"parity.{axis}",
-            )
-        if size > 1 and compile:
-            raise EngineError(
-                f"an engine over {axis}={size} ranks does not compile its steps, which have collectives; use "
-                "compile=False",
-                key=f"compile.{axis}",
-            )
-
-
-def _part(config: DecoderConfig, tp: int) -> DecoderConfig:
-    """Return the shape of the KV cache of one rank: key heads fewer than ranks are held by several."""
-    return replace(config, num_heads=config.num_heads // tp, num_kv_heads=max(1, config.num_kv_heads // tp))
 
 
 def _check_missing(names: Collection[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilth.plan.kernels import KEYS, ROWS, round_up, slots_for
+from tilth.rollout.adapters import LoadedAdapter
 from tilth.rollout.cache import KVCache
 from tilth.rollout.request import Progress, Request, SequenceState
 from tilth.rollout.sampling import Rules
@@ -194,6 +195,10 @@ class LengthBucket:
         answer = self.answers[row]
         assert answer is not None
         return answer
+
+    def adapters(self, rows: int) -> list[LoadedAdapter | None]:
+        """Return the adapters of the first ``rows`` rows."""
+        return [answer.adapter if answer is not None else None for answer in self.answers[:rows]]
 
     def watch(self, row: int, token: int) -> bool:
         """Return True if a live row's text now contains one of its stop strings, or its schema allows nothing more."""

@@ -7,12 +7,17 @@ digests are compared, in one collective of eight bytes.
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from tilth.config.axes import MODEL
 from tilth.core.errors import TilthError
+from tilth.models.config import DecoderConfig
 from tilth.parallel.comm import Group, all_gather, broadcast
+from tilth.parallel.dims import ParallelDims
+from tilth.rollout.protocol import EngineError
 
 
 class LockStepError(TilthError):
@@ -69,3 +74,25 @@ class LockStep:
                 key="rollout.layout.tp",
             )
         return int(counts[0])
+
+
+def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:
+    """Raise EngineError for a mode that an engine over several ranks does not have."""
+    for axis in dims.mesh.over(*MODEL):
+        size = dims.size(axis)
+        if size > 1 and parity:
+            raise EngineError(
+                f"an engine of parity over {axis}={size} ranks: partial sums round differently; use {axis}=1",
+                key=f"parity.{axis}",
+            )
+        if size > 1 and compile:
+            raise EngineError(
+                f"an engine over {axis}={size} ranks does not compile its steps, which have collectives; use "
+                "compile=False",
+                key=f"compile.{axis}",
+            )
+
+
+def part_of(config: DecoderConfig, tp: int) -> DecoderConfig:
+    """Return the shape of the KV cache of one rank: key heads fewer than ranks are held by several."""
+    return replace(config, num_heads=config.num_heads // tp, num_kv_heads=max(1, config.num_kv_heads // tp))

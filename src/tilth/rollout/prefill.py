@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
+from tilth.rollout.adapters import LoadedAdapter
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KeptTail, KVCache
 from tilth.rollout.request import SequenceState
@@ -32,6 +33,8 @@ class PrefillJob:
     row: int = 0
     tail: KeptTail | None = None
     """What is loaded behind the shared blocks."""
+    adapter: LoadedAdapter | None = None
+    """Of all its sequences."""
     logits: Tensor | None = None
     """float32 [1, V] after the last token, once computed."""
     order: int = -1

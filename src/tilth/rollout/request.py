@@ -8,6 +8,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Segment, Trajectory
+from tilth.rollout.adapters import LoadedAdapter
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
 from tilth.rollout.grammar import Grammar
@@ -115,6 +116,7 @@ class SequenceState:
     """True if its KV was computed with earlier weights."""
     routing: np.ndarray | None = None
     """Experts of its first tokens, ``Trajectory.routing``."""
+    adapter: LoadedAdapter | None = None
 
     @classmethod
     def start(cls, request: Request) -> "SequenceState":
@@ -127,14 +129,14 @@ class SequenceState:
         return cls(request, tokens, np.zeros(n, np.uint8), np.zeros(n, np.float32), sampling, segments, [], end)
 
     @classmethod
-    def resume(cls, t: Trajectory, params: SamplingParams) -> "SequenceState":
+    def resume(cls, t: Trajectory, params: SamplingParams, adapter: str = "") -> "SequenceState":
         """Continue a partial trajectory: its last assistant segment, or a new one after another role.
 
         ``max_tokens`` includes the tokens that the segment already has.
         """
         *before, last = t.segments
         before, begin = (before, last.start) if last.role == "assistant" else (t.segments, len(t.tokens))
-        request = Request(t.id, t.tokens[:begin], params, t.group, t.prompt, t.info)
+        request = Request(t.id, t.tokens[:begin], params, t.group, t.prompt, t.info, adapter=adapter)
         sampling = t.sampling_logprobs
         if params.filtered and sampling is None:
             sampling = t.logprobs

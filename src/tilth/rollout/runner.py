@@ -52,15 +52,23 @@ class Runner:
         return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
 
     def decode(
-        self, slab: KVCache, ids: Tensor, start: Tensor, length: int, temperature: Tensor, unit: bool
+        self,
+        slab: KVCache,
+        ids: Tensor,
+        start: Tensor,
+        length: int,
+        temperature: Tensor,
+        unit: bool,
+        eager: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs float32 [B, V] of rows 0 .. B - 1, whose newest token ids [B] is at positions start [B].
 
-        temperature: float32 [B]; unit: all are 1. The second result is their ``group_mass``, if the pass computes it.
+        temperature: float32 [B]; unit: all are 1; eager: rows have adapters, which compiled code leaves out. The second
+        result is their ``group_mass``, if the pass computes it.
         """
-        if self._compiled is not None:
+        if self._compiled is not None and not eager:
             return self._compiled(slab, ids, start, temperature)
-        if self._graphs is not None:
+        if self._graphs is not None and not eager:
             logits = self._graphs.decode(slab, ids, start, length)
         else:
             logits = self.model.logits(self.forward_rows(slab, ids[:, None], start, length))

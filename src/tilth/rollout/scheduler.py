@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from tilth.rollout.adapters import salt_of
 from tilth.rollout.blocks import BlockManager, BlockTable
 from tilth.rollout.prefill import PrefillBatch, PrefillJob, similar
 from tilth.rollout.request import SequenceState
@@ -56,13 +57,13 @@ class Scheduler:
         return found
 
     def _open(self, version: int, spare: int) -> PrefillJob | None:
-        """Open the first prompt of the queue with all sequences behind it that have the same tokens."""
-        tokens = self.waiting[0].tokens
-        table = self.blocks.open(tokens, version, spare)
+        """Open the first prompt of the queue with all sequences behind it that have the same tokens and adapter."""
+        tokens, adapter = self.waiting[0].tokens, self.waiting[0].adapter
+        table = self.blocks.open(tokens, salt_of(version, adapter), spare)
         if table is None:
             return None
-        same = itertools.takewhile(lambda a: np.array_equal(a.tokens, tokens), self.waiting)
-        return PrefillJob(tokens, deque(same), table, table.cached)
+        same = itertools.takewhile(lambda a: a.adapter is adapter and np.array_equal(a.tokens, tokens), self.waiting)
+        return PrefillJob(tokens, deque(same), table, table.cached, adapter=adapter)
 
     def place(self, running: int) -> list[tuple[PrefillJob, SequenceState]]:
         """Return sequences of computed prompts that get a row now, each with its own table."""

@@ -1,0 +1,233 @@
+"""Adapters of requests: many low-rank changes of one base, each for its own rows of a pass.
+
+Rows of an adapter are gathered, and the adapters of a pass are stacked: two batched products per layer, whatever their
+number, and no other row is touched. Ranks are padded to a multiple of 8 and stacked with their like, and rows of parity
+mode are padded as those of experts, so that neither the ranks nor the rows of others change a bit.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilth.config.schema import LoraConfig
+from tilth.core.errors import DataError, ModelError, RecipeError
+from tilth.models.lora import LinearChange
+from tilth.models.peft import check_adapter
+from tilth.parallel.sharded import ShardedModel
+from tilth.plan.kernels import round_up, spare_rows
+from tilth.plan.lora import adapter_rows, blocks_of, pair_of, scale_of, weight_of
+from tilth.plan.shape import sized_names
+
+RANKS = 8
+"""Ranks are padded to a multiple of this."""
+Halves = Mapping[str, tuple[Tensor, Tensor]]
+"""Module -> A [rank, in] and B [out, rank], or stacks of them, [adapters, ...]; B with the scale."""
+
+
+class LoadedAdapter:
+    """An adapter that requests may name; those in flight keep it alive."""
+
+    def __init__(self, serial: int, rank: int, halves: Halves) -> None:
+        """serial: distinct for each content that an engine has held, whatever its name; rank: padded."""
+        self.serial, self.rank, self.halves = serial, rank, halves
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors on this rank."""
+        return sum(a.nbytes + b.nbytes for a, b in self.halves.values())
+
+
+def salt_of(version: int, adapter: LoadedAdapter | None) -> int:
+    """Return the number of what KV depends on beside tokens: the weights and the adapter that computed it."""
+    return version + ((adapter.serial if adapter else 0) << 32)
+
+
+class _RowGroup(NamedTuple):
+    """Rows of one pass whose adapters have one padded rank."""
+
+    stacks: Halves
+    source: Tensor
+    """int64 [adapters * rows]: row of x; fillers take row 0."""
+    real: Tensor | None
+    """Places in ``source`` without fillers; None: there are none."""
+    rows: Tensor
+    """Row of x of each such place."""
+
+    def add_(self, path: str, found: Tensor, x: Tensor) -> None:
+        """Add the change of one layer to its result [N, out] of x [N, in]."""
+        if path not in self.stacks:
+            return
+        a, b = self.stacks[path]
+        inner = torch.bmm(x.index_select(0, self.source).view(len(a), -1, x.shape[1]), a.mT)
+        change = torch.bmm(inner, b.mT).flatten(0, 1)
+        found.index_add_(0, self.rows, change if self.real is None else change.index_select(0, self.real))
+
+
+class _RowChange(LinearChange):
+    """Change of a layer by the adapters of the rows of the pass that runs."""
+
+    def __init__(self, bank: "AdapterBank", path: str) -> None:
+        super().__init__()
+        self._bank, self._path = bank, path
+
+    def changed(self, product: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found: Tensor = product(x, weight, bias)
+        self.add_(found, x)
+        return found
+
+    def add_(self, found: Tensor, x: Tensor) -> None:
+        for group in self._bank.groups:
+            group.add_(self._path, found, x)
+
+
+class AdapterBank:
+    """Adapters by name, beside the weights of one engine."""
+
+    def __init__(self, sharded: ShardedModel, parity: bool) -> None:
+        """parity: pad the rows of each adapter, as ``plan.kernels.spare_rows`` says."""
+        self._sharded, self._parity = sharded, parity
+        self._modules: dict[str, nn.Module] = dict(sharded.model.named_modules())
+        self._held: dict[str, LoadedAdapter] = {}
+        self._serials = itertools.count(1)
+        self._stacks: dict[tuple[int, ...], Halves] = {}
+        self._used: set[tuple[int, ...]] = set()
+        self.groups: Sequence[_RowGroup] = ()
+        """Of the pass that runs."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names that requests may use."""
+        return list(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all adapters by name, and of the stacks of the last passes."""
+        stacks = [half for stack in self._stacks.values() for pair in stack.values() for half in pair]
+        return sum(own.nbytes for own in self._held.values()) + sum(half.nbytes for half in stacks)
+
+    def find(self, name: str, what: str) -> LoadedAdapter | None:
+        """Return an adapter, None for the empty name. DataError for an unknown one; what: who names it."""
+        if name and name not in self._held:
+            there = ", ".join(self._held) or "none"
+            message = f"{what}: there is no adapter {name!r}; there are: {there}"
+            raise DataError(message, key="request.adapter")
+        return self._held[name] if name else None
+
+    def remove(self, name: str) -> None:
+        """Forget a name. DataError if it is unknown."""
+        if not name:
+            raise DataError("the adapter to remove has no name", key="adapter.name")
+        self.find(name, "the adapter to remove")
+        del self._held[name]
+
+    @torch.no_grad()
+    def load(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Hold copies of the tensors under a name; see ``GenerationEngine.load_adapter``."""
+        if not name:
+            raise DataError("an adapter has no name; give it one", key="adapter.name")
+        self._check(name, lora, tensors)
+        rank, scale, halves = round_up(lora.rank, RANKS), scale_of(lora), dict[str, tuple[Tensor, Tensor]]()
+        for weight in dict.fromkeys(map(weight_of, tensors)):
+            for box in self._sharded.boxes(weight):
+                here = self._sharded.parameters[weight]
+                of_a, of_b = blocks_of(box.slices, lora.rank)
+                a, b = (tensors[half].detach() for half in pair_of(weight))
+                wide = (0, rank - lora.rank)
+                a, b = F.pad(a[of_a], (0, 0, *wide)), F.pad(b[of_b].float() * scale, wide)
+                halves[weight.removesuffix(".weight")] = (_copy(a, here), _copy(b, here))
+        for path in halves:
+            if self._modules[path].lora is None:
+                self._modules[path].lora = _RowChange(self, path)
+        self._held[name] = LoadedAdapter(next(self._serials), rank, halves)
+
+    def _check(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ModelError for an adapter that this engine's model cannot use."""
+        config, what = self._sharded.model.config, f"adapter {name!r}"
+        if not lora.rank:
+            raise ModelError(f"{what} has rank 0; the least is 1", key="adapter.rank")
+        try:
+            wanted = sized_names(config, adapter_rows(config.table, lora, "targets"))
+        except RecipeError as error:
+            raise ModelError(f"{what}: {error}: an adapter of another base", key="adapter.targets") from error
+        check_adapter(what, tensors, wanted)
+        for half, tensor in tensors.items():
+            weight = weight_of(half)
+            parent = self._modules[weight.rpartition(".")[0].rpartition(".")[0]]
+            if tensor.ndim != 2:
+                message = f"{what}: {weight} is of experts, whose adapters are served merged into the weights only"
+                raise ModelError(message, key=f"{weight}.experts")
+            if weight.endswith("kv_b_proj.weight") and getattr(parent, "latent", False):
+                message = f"{what}: {weight} is part of attention to latents; serve it merged, or with parity"
+                raise ModelError(message, key=f"{weight}.latent")
+            if not tensor.isfinite().all():
+                raise ModelError(f"{what}: {half} is not finite", key=f"{half}.finite")
+
+    # A pass
+
+    @contextmanager
+    def serving(self, owners: Sequence[LoadedAdapter | None], width: int) -> Iterator[bool]:
+        """Change rows of the passes within by their adapters: ``width`` rows for each owner. Yields False if no row has
+        one."""
+        self.groups = self._grouped(owners, width) if any(owners) else ()
+        try:
+            yield bool(self.groups)
+        finally:
+            self.groups = ()
+
+    def _grouped(self, owners: Sequence[LoadedAdapter | None], width: int) -> list[_RowGroup]:
+        rows = dict[LoadedAdapter, list[int]]()
+        for place, owner in enumerate(owners):
+            if owner is not None:
+                rows.setdefault(owner, []).extend(range(place * width, (place + 1) * width))
+        alike = dict[int, list[LoadedAdapter]]()
+        for owner in sorted(rows, key=lambda own: own.serial):
+            alike.setdefault(owner.rank, []).append(owner)
+        return [self._group(those, [rows[own] for own in those]) for those in alike.values()]
+
+    def _group(self, adapters: Sequence[LoadedAdapter], rows: Sequence[Sequence[int]]) -> _RowGroup:
+        most = max(map(len, rows))
+        most += spare_rows(most) if self._parity else 0
+        source = torch.zeros(len(adapters), most, dtype=torch.int64)
+        for own, some in zip(source, rows):
+            own[: len(some)] = torch.tensor(some)
+        real = [i * most + j for i, some in enumerate(rows) for j in range(len(some))]
+        device = self._sharded.device
+        every = source.flatten().to(device)
+        places = None if len(real) == len(every) else torch.tensor(real, device=device)
+        return _RowGroup(self._stacked(adapters), every, places, every if places is None else every[places])
+
+    def _stacked(self, adapters: Sequence[LoadedAdapter]) -> Halves:
+        """Return the stacks of some adapters of one rank; an adapter without a layer has zeros there."""
+        if len(adapters) == 1:
+            return {path: (a[None], b[None]) for path, (a, b) in adapters[0].halves.items()}
+        key = tuple(own.serial for own in adapters)
+        self._used.add(key)
+        if key not in self._stacks:
+            like = {path: pair for own in adapters for path, pair in own.halves.items()}
+            self._stacks[key] = {
+                path: (
+                    torch.stack(
+                        [own.halves[path][0] if path in own.halves else torch.zeros_like(a) for own in adapters]
+                    ),
+                    torch.stack(
+                        [own.halves[path][1] if path in own.halves else torch.zeros_like(b) for own in adapters]
+                    ),
+                )
+                for path, (a, b) in like.items()
+            }
+        return self._stacks[key]
+
+    def forget_stacks(self) -> None:
+        """Drop the stacks that no pass has used since the last call."""
+        self._stacks = {key: stack for key, stack in self._stacks.items() if key in self._used}
+        self._used = set()
+
+
+def _copy(half: Tensor, weight: Tensor) -> Tensor:
+    """Return a copy of its own, on the device and in the dtype of its weight."""
+    return half.to(weight.device, weight.dtype, copy=True).contiguous()
