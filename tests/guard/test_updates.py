@@ -4,9 +4,10 @@ import json
 import os
 import signal
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,10 +22,12 @@ from tilth.cli import guard_update
 from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.core.errors import DataError, PluginError, RecipeError
 from tilth.flows.callbacks import Callback
+from tilth.flows.hot_update import HotUpdates
 from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
-from tilth.guard.supervisor import Inherited, Supervisor
-from tilth.guard.updates import FIXED, NONE, RecipeChange, allowed, check, keep_code, path_of, read_updates
+from tilth.guard.supervisor import LEFT, Inherited, Supervisor
+from tilth.guard.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, now, path_of, read_updates
+from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_state, summarise
 from tilth.runs.signals import Interrupted
 from tilth.ui import format
@@ -136,6 +139,23 @@ def test_an_update_that_waits_is_taken_after_a_recovery_and_before_a_run_ends_ho
     assert_same_run(RunResult(found, {}), plain)
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_command_that_began_a_run_goes_on_with_its_updates(tmp_path, monkeypatch):
+    asks = {3: [["optimizer.lr=3e-3", "guard.hang_after=60", "--now"]], 5: [["run.save_every=50"]]}
+    unnamed = "run.name="
+    code, errors, _ = run(tmp_path, asks, unnamed, END="5")
+    assert code == 130, errors
+    code, errors, _ = run(tmp_path, {}, unnamed)
+    assert code == 0, errors
+    (found,) = (tmp_path / "runs").iterdir()
+    assert [one.state for one in read_updates(found)] == ["in force", "in force"]
+    text = (found / "recipe.toml").read_text()
+    assert "lr = 0.003" in text and "save_every = 50" in text and "hang_after = 60.0" in text
+    plain = resumed(tmp_path / "plain", monkeypatch, 3, "optimizer.lr=3e-3")
+    assert_same_run(RunResult(found, {}), plain)
+
+
 RAISES = """
         import os, pathlib
         killed = pathlib.Path(os.environ["ASKS"] + ".killed")
@@ -154,7 +174,8 @@ def shape(*overrides):
 
 OTHER = {
     "flow": "flow=dapo", "seed": "seed=9", "model": "model.hidden=32", "data": "data.digits=2",
-    "reference.path": "reference.path=there", "optimizer.name": "optimizer.name=adamw", "train.ema": "train.ema=0.9",
+    "reference.path": "reference.path=there", "policy.lora": "policy.lora.alpha=8",
+    "optimizer.name": "optimizer.name=adamw", "train.ema": "train.ema=0.9",
     "cluster.backend": "cluster.backend=ray", "cluster.address": "cluster.address=there:1",
     "cluster.search": "cluster.search=true", "run.dir": "run.dir=there", "run.name": "run.name=b",
     "run.checkpoints": "run.checkpoints=there",
@@ -173,7 +194,9 @@ def active(tmp_path):
 
 
 def test_every_key_that_makes_another_run_is_refused_with_its_reason(active):
-    assert OTHER.keys() == FIXED.keys()
+    assert OTHER.keys() | {"critic.lora"} == FIXED.keys()
+    with raises(RecipeError, "critic.lora.rank"):
+        check(shape(), shape(), {"critic.lora.rank": "critic.lora.rank was 2 and is 4"})
     for fixed, override in OTHER.items():
         with pytest.raises(RecipeError) as refused:
             guard_update.update(active, [override], now=False)
@@ -288,10 +311,10 @@ def test_the_first_commit_lets_the_former_code_go(supervised, active, monkeypatc
 
 
 def test_changes_of_tables_are_allowed_by_the_table():
-    now = shape("cluster.pools={a=1,b=1}", "rollout.pool=b", "policy.layout.fsdp=1")
-    changes = all_differences(shape(), now)
+    after = shape("cluster.pools={a=1,b=1}", "rollout.pool=b", "policy.layout.fsdp=1")
+    changes = all_differences(shape(), after)
     assert set(allowed(changes)) == {"cluster.pools", "rollout.pool", "policy.layout.fsdp"}
-    check(shape(), now, changes)
+    check(shape(), after, changes)
 
 
 def test_an_update_is_json_and_back(active):
@@ -300,3 +323,72 @@ def test_an_update_is_json_and_back(active):
     assert json.loads(path_of(active, 1).read_text())["change"]["overrides"] == ["optimizer.lr=0.5"]
     assert one.change == RecipeChange(1, ("optimizer.lr=0.5",), ("optimizer.lr",))
     assert abs(one.age) < 60 and datetime.fromisoformat(one.time).tzinfo == UTC
+
+
+class Asked:
+    """Controllers of a supervisor, by their exit codes; the one that tries an update is asked to end, or fails."""
+
+    def __init__(self, one, active, asked):
+        self.one, self.active, self.asked, self.handed = one, active, asked, []
+
+    def __call__(self, handover):
+        self.handed.append(handover)
+        Inherited(handover.folder).enter(self.active)
+        if len(self.handed) == 1:
+            state = json.loads((self.active / "run.json").read_text()) | {"attempts": [{"state": "running"}]}
+            (self.active / "run.json").write_text(json.dumps(state))
+            return LEFT, ""
+        (update,) = read_updates(self.active)
+        path_of(self.active, 1).write_bytes(replace(update, state="trying").dump())
+        if len(self.handed) == 2 and self.asked:
+            Inherited(handover.folder).ask(signal.SIGTERM)
+        return (143 if self.asked else 1 if len(self.handed) == 2 else 0), ""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(active, monkeypatch, asked):
+    guard_update.update(active, ["optimizer.lr=0.5"], now=True)
+    one = Supervisor(8, 120.0)
+    controllers = Asked(one, active, asked)
+    for name, what in (("_serve", Server), ("_wait", lambda: 0), ("_control", controllers)):
+        monkeypatch.setattr(one, name, what)
+    assert one.run(0) == (143 if asked else 0)
+    assert len(controllers.handed) == (2 if asked else 3)
+    assert controllers.handed[1].change.overrides == ("optimizer.lr=0.5",)
+    (update,) = read_updates(active)
+    assert update.state == ("waiting" if asked else "trying")  # the third controller calls it undone
+    assert asked or controllers.handed[2].undone.number == 1
+
+
+def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active):
+    guard_update.update(active, ["guard.hang_after=33"], now=True)
+    handed = supervised._with_updates(Inherited(str(active), str(active)))
+    handed.take()
+    supervised._note_taken()
+    assert (supervised._recovery.restarts, supervised._hang_after) == (3, 33.0)
+    state = json.loads((active / "run.json").read_text()) | {"change": asdict(handed.change)}
+    (active / "run.json").write_text(json.dumps(state))
+    another = Supervisor(8, 120.0)
+    another._scratch = active
+    another._inherit()  # the command that began the run, given again
+    assert (another._recovery.restarts, another._hang_after) == (3, 33.0)
+    assert another._change == handed.change
+    assert "hang_after" not in json.loads(path_of(active, 1).read_text())["changes"]
+
+
+def test_a_module_that_has_changed_is_no_plugin_to_go_back_from(tmp_path, monkeypatch):
+    (tmp_path / "mod.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with RunDir.create(shape(), "demo") as directory:
+        guard_update.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", now()))
+        updates = HotUpdates(Inherited(str(tmp_path), change=NONE), directory, ["mod"])
+        updates._taken = True
+        going = SimpleNamespace(say=said.append, state=SimpleNamespace(step=4))
+        assert not updates._refused(going, updates.waiting())
+        (tmp_path / "mod.py").write_text("A = 2\n")
+        assert updates._refused(going, updates.waiting()) and not updates.waiting()
+        directory.flush()
+    (update,) = read_updates(directory.path)
+    assert update.state == "undone" and "mod of plugins has changed" in update.why == said[0].partition(": ")[2]

@@ -1,7 +1,11 @@
-"""A plugin for runs that are updated: ``ASKS`` is a JSON file, step -> arguments of commands to run after it, once."""
+"""A plugin for runs that are updated: ``ASKS`` is a JSON file, step -> arguments of commands to run after it, once.
+
+``END`` is a step after which the run is asked to end.
+"""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +20,8 @@ class Asks(tilth.Callback):
         left = json.loads(file.read_text()) if file.exists() else {}
         commands = left.pop(str(step), [])
         file.write_text(json.dumps(left))
+        if os.environ.get("END") == str(step):
+            os.kill(os.getpid(), signal.SIGTERM)
         for arguments in commands:
             environment = {name: value for name, value in os.environ.items() if name != "BREAK"}
             command = [sys.executable, "-m", "tilth", "guard", "update", str(run.directory.path), *arguments]

@@ -1,13 +1,16 @@
 """Which run is gone on with: the same work, or work that differs in what was allowed by name."""
 
+import json
+
 import pytest
 
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.config.load import dump_toml
+from tilth.config.load import digest, dump_toml
 from tilth.core.errors import RecipeError
 from tilth.runs.directory import RunDir
-from tilth.runs.identity import Identity, claim, find
+from tilth.runs.files import Lock
+from tilth.runs.identity import Identity, claim, find, of_command
 from tilth.runs.readers import checkpoints_of, read_state
 
 TWO = {"cluster": {"workers": 2, "backend": "local"}, "policy": {"layout": {"fsdp": 2}}}
@@ -156,3 +159,26 @@ def test_checkpoints_stay_where_they_are_once_there_may_be_some(tmp_path):
         run.update(saved=4)
     with RunDir.create(tiny.recipe(tmp_path / "runs", run={"checkpoints": first}), "demo", given("data1")) as run:
         assert run.path == path and run.checkpoints.startswith(second) and run.checkpoints != place
+
+
+def test_a_command_knows_the_run_that_it_began_whatever_updates_have_changed(tmp_path):
+    none = {"number": 0, "overrides": [], "allow": []}
+    path = begun(tmp_path)
+    began = {"recipe": digest(tiny.recipe(tmp_path)), "inputs": given("data1")}
+    change_state(path, began=began, change=none, digest="another")
+    assert find(who(tmp_path), "demo") is None and of_command(who(tmp_path), "demo") == path
+    assert of_command(who(tmp_path, optimizer={"lr": 1.0}), "demo") is None
+    assert of_command(who(tmp_path, inputs={"data": "data1", "plugins": "p"}), "demo") is None
+    change_state(path, change=none | {"allow": ["plugins"]})  # an update brought another one of its name
+    assert of_command(who(tmp_path, inputs={"data": "data1", "plugins": "p"}), "demo") == path
+    assert of_command(who(tmp_path, inputs="data2"), "demo") is None
+    lock = Lock(path / "run.lock")
+    assert of_command(who(tmp_path), "demo") is None  # another process writes it
+    lock.release()
+    change_state(path, state="finished")
+    assert of_command(who(tmp_path), "demo") is None
+
+
+def change_state(path, **fields):
+    state = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(state | fields))

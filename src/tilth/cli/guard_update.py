@@ -92,6 +92,7 @@ def _update(
         urgent,
         asked_by(),
         time_now(),
+        hang_after=after.guard.hang_after,
     )
 
 

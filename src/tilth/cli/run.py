@@ -69,6 +69,10 @@ def _terminable(handed: Inherited | None) -> Iterator[None]:
     except Terminated as ended:
         typer.echo("interrupted; whatever a run has saved is intact", err=True)
         raise typer.Exit(128 + signal.Signals[ended.args[0]]) from None
+    except KeyboardInterrupt:
+        if handed is not None:
+            handed.ask(signal.SIGINT)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

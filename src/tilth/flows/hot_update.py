@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 import psutil
 
+from tilth.config.load import digest
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError, WorkerLost
 from tilth.core.write_queue import PROMPT
@@ -28,14 +29,27 @@ from tilth.guard.updates import (
     path_of,
     read_updates,
     request,
+    waiting,
 )
+from tilth.rewards.fingerprint import files_fingerprint
 from tilth.runs.directory import RunDir
+from tilth.runs.identity import Identity, of_command
+from tilth.runs.readers import read_state
 from tilth.runs.signals import HandOver
 
 UNREPLACED = ("cluster.start", "guard.spares")
 """Keys of the errors of a worker that no other takes the place of."""
 BY = "guard"
 """Who asks for fewer workers."""
+
+
+def leave_for_updated(handed: Inherited, who: Identity, name: str) -> None:
+    """Leave (HandOver) to a controller with the updates of the run that this command resumes, if it has some."""
+    path = None if handed.run else of_command(who, name)
+    if path is None or (who.same(path, read_state(path)) and not waiting(path)):
+        return
+    handed.enter(path)
+    raise HandOver(f"another controller goes on with the updates of {path}", key="guard.update")
 
 
 class HotUpdates:
@@ -45,10 +59,16 @@ class HotUpdates:
         """plugins: of the recipe, which are kept for the way back from an update."""
         self._handed, self._directory = handed, directory
         self._attempt, self._taken, self._told = directory.attempt, not handed.change.number, False
+        self._modules = {name: files_fingerprint([name]) for name in plugins if not name.endswith(".py")}
+        """Plugins that are named as modules, and what is in them."""
         supervisor = psutil.Process(os.getppid())
         owner = {"pid": supervisor.pid, "started": supervisor.create_time()}
-        kept = list(keep_code(directory.path, plugins))
-        directory.update(supervisor=owner, plugins=kept, change=asdict(handed.change))
+        directory.update(supervisor=owner)
+        self._facts = {"plugins": list(keep_code(directory.path, plugins)), "change": asdict(handed.change)}
+        """What the next command goes on with, once it is in force."""
+        if not handed.change.overrides:
+            began = {"recipe": digest(directory.recipe), "inputs": dict(directory.inputs)}
+            directory.update(began=began, **self._facts)
         self._known: list[Update] = []
         self._look()
 
@@ -72,7 +92,7 @@ class HotUpdates:
         self.finish()
         restarted, self._attempt = self._directory.attempt != self._attempt, self._directory.attempt
         waits = self.waiting()
-        if not any(one.urgent or restarted or one.age > LATEST for one in waits):
+        if not any(one.urgent or restarted or one.age > LATEST for one in waits) or self._refused(run, waits):
             return
         if trouble := self._directory.flush(PROMPT):
             if not self._told:
@@ -85,11 +105,26 @@ class HotUpdates:
             run.secure()
         self.leave()
 
+    def _refused(self, run: Run, waits: Sequence[Update]) -> bool:
+        """Refuse updates that come with a module which nothing can go back from."""
+        changed = [name for name, was in self._modules.items() if files_fingerprint([name]) != was]
+        if not changed:
+            return False
+        why = (
+            f"{changed[0]} of plugins has changed since this run imported it, and a module is not kept to go back to: "
+            "restore it, or end the run and resume it with --allow plugins"
+        )
+        for one in waits:
+            self._set(one, "undone", run.state.step, why)
+            run.say(f"{one.title()} is not taken: {why}")
+        return True
+
     def finish(self) -> None:
         """Take note that the updates of this controller have their first commit, or that the run ended without one."""
         if self._taken:
             return
         self._taken = True
+        self._directory.update(**self._facts)
         for one in [one for one in self._known if one.state == "trying"]:
             self._set(one, "in force", one.step)
         self._handed.take()
@@ -119,7 +154,9 @@ class HotUpdates:
             return
         whole = (*self._handed.change.overrides, *overrides)
         allow = (*self._handed.change.allow, *allowed(changes))
-        made = Update(RecipeChange(0, whole, allow), changes, recipe.guard.restarts, True, BY, now())
+        guard = recipe.guard
+        change = RecipeChange(0, whole, allow)
+        made = Update(change, changes, guard.restarts, True, BY, now(), hang_after=guard.hang_after)
         ranks = ", ".join(map(str, sorted(lost)))
         self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
         request(self._directory.path, made)

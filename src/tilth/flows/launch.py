@@ -39,7 +39,7 @@ from tilth.flows.callbacks import Callback, RunView, notify
 from tilth.flows.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.flows.contamination import count_seen
 from tilth.flows.health import RunHealth
-from tilth.flows.hot_update import HotUpdates
+from tilth.flows.hot_update import HotUpdates, leave_for_updated
 from tilth.flows.model import MODEL_FOLDER, save_shape
 from tilth.flows.phases import VALUES, WARMUP
 from tilth.flows.planning import with_found_layouts
@@ -139,6 +139,8 @@ def launch(
     data = material.fingerprint()
     folder = Path(handed.run) if handed and handed.run else None
     who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow), folder)
+    if handed is not None:
+        leave_for_updated(handed, who, name)
     who.check_name()
     if recipe.run.checkpoints:
         _check_place(recipe.run.checkpoints)

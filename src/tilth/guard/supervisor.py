@@ -31,9 +31,10 @@ from tilth.cluster.backends.fork_server import ServerProcess
 from tilth.cluster.backends.local import environment, how_ended
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import WorkerLost
+from tilth.core.files import atomic_write
 from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
-from tilth.guard.updates import NONE, RecipeChange, Undone, Update, waiting
+from tilth.guard.updates import NONE, RecipeChange, Undone, Update, path_of, read_updates, waiting
 from tilth.guard.verdict import Verdict
 
 REPLACEABLE = ("local", "ray")
@@ -159,13 +160,12 @@ class Supervisor:
     """Supervise one run. restarts: most restarts within an hour (``guard.restarts``); hang_after: seconds for which the
     controller may stand still, at least ``LEAST``."""
 
-    def __init__(self, restarts: int, hang_after: float, change: RecipeChange = NONE) -> None:
-        """change: updates that the run has already."""
-        self._recovery, self._hang_after = Recovery(restarts), max(hang_after, LEAST)
+    def __init__(self, restarts: int, hang_after: float) -> None:
+        self._recovery, self._hang_after = Recovery(restarts), hang_after
         self._still: PulseWatch | None = None
         self._hung = ""
         """What held the controller that this process has killed for it."""
-        self._change, self._kept = change, change
+        self._change = self._kept = NONE
         """Updates in force; the same with plugins as they were kept, to go back to."""
         self._trying: Update | None = None
         self._former: ServerProcess | None = None
@@ -194,9 +194,14 @@ class Supervisor:
             while True:
                 code, why = self._control(handover)
                 self._note_taken()
-                if self._trying is not None and code and not self._asked:
+                asked = bool(self._asked) or (self._scratch / ASKED).exists()
+                if self._trying is not None and asked:
+                    _put_back(self._run())
+                elif self._trying is not None and code:
                     handover = self._undo(self._trying, why or _last_words(self._run(), code))
-                elif code == LEFT and not self._asked and waiting(self._run()):
+                    continue
+                if code == LEFT and not asked:
+                    self._inherit()
                     handover = self._with_updates(Inherited(str(self._scratch), self._run()))
                 elif code >= 0 or self._asked or -code not in _FATAL:
                     return _exit_code(code)
@@ -232,13 +237,30 @@ class Supervisor:
         self._kept = replace(self._change, overrides=(*self._change.overrides, *plugins))
         return replace(handover, change=self._trying.change)
 
+    def _inherit(self) -> None:
+        """Take over the updates that the run has had under another supervisor."""
+        run = self._run()
+        now, past = RecipeChange.of(json.loads((Path(run) / "run.json").read_bytes())["change"]), read_updates(run)
+        if now.number < self._change.number:
+            return
+        allow = dict.fromkeys(key for one in past for key in one.change.allow)
+        self._change = replace(now, allow=tuple(allow))
+        for one in past:
+            if one.number == now.number:
+                self._limit(one)
+
+    def _limit(self, update: Update) -> None:
+        """Take the limits of an update for this process."""
+        self._recovery.restarts, self._hang_after = update.restarts, update.hang_after or self._hang_after
+
     def _note_taken(self) -> None:
         """Let the former code go once an update has its first commit."""
         taken = self._scratch / TAKEN
         if self._trying is None or not taken.exists() or int(taken.read_text()) < self._trying.number:
             return
         _end_server(self._former)
-        self._change, self._recovery.restarts = self._trying.change, self._trying.restarts
+        self._change = self._trying.change
+        self._limit(self._trying)
         self._former = self._trying = None
 
     def _undo(self, failed: Update, why: str) -> Inherited:
@@ -307,7 +329,8 @@ class Supervisor:
         if self._still is None:
             return
         self._still.look()
-        if self._still.seconds > self._hang_after:
+        limit = self._hang_after if self._trying is None else max(self._hang_after, self._trying.hang_after)
+        if self._still.seconds > max(limit, LEAST):
             self._hung = self._still.evidence()
             os.kill(self._child, signal.SIGKILL)
             self._still = None
@@ -412,6 +435,14 @@ def _last_words(run: str, code: int) -> str:
     last = json.loads(path.read_bytes())["attempts"][-1] if path.exists() else {}
     ended = f"the controller ended by signal {-code}" if code < 0 else f"the controller ended with exit code {code}"
     return str(last["why"]) if last.get("state") == "failed" else f"{ended} before its first commit"
+
+
+def _put_back(run: str) -> None:
+    """Let updates that were tried when the run was asked to end wait for its next command."""
+    for one in read_updates(run):
+        if one.state == "trying":
+            with atomic_write(path_of(Path(run), one.number)) as new:
+                new.write_bytes(replace(one, state="waiting").dump())
 
 
 def _end_server(server: ServerProcess | None) -> None:

@@ -35,6 +35,8 @@ FIXED: Mapping[str, str] = {
     "model": "its weights have this shape and began so",
     "data": "its positions in the data would lead to others",
     "reference.path": "the KL penalty is towards this model",
+    "policy.lora": "its adapters have this shape and began so",
+    "critic.lora": "its adapters have this shape and began so",
     "optimizer.name": "its optimizer's state is of this kind",
     "train.ema": "its average of the weights began with it",
     "cluster.backend": "its state is in the memory of these workers",
@@ -82,7 +84,8 @@ class Undone:
 class Update:
     """Request for other keys or other code. changes: key -> message; restarts: ``guard.restarts`` with it.
 
-    urgent: at the next commit, else at the next restart. why: it was undone; step: after which it was taken.
+    urgent: at the next commit, else at the next restart. why: it was undone; step: after which it was taken;
+    hang_after: ``guard.hang_after`` with it, 0 in a request of an earlier version.
     """
 
     change: RecipeChange
@@ -94,6 +97,7 @@ class Update:
     state: State = "waiting"
     why: str = ""
     step: int = 0
+    hang_after: float = 0.0
 
     @property
     def number(self) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ class Identity:
             if was != now:
                 found.setdefault(key, _OTHER.get(key, f"{key} led to {was} and leads to {now}"))
         return found
+
+    def began(self, state: Mapping[str, Any]) -> bool:
+        """True if the run with this state began with this recipe and these inputs, whatever its updates have changed
+        since, of the inputs too."""
+        before = state.get("began")
+        if before is None or before["recipe"] != digest(self.recipe):
+            return False
+        free = replace(self, allow=(*self.allow, *state["change"]["allow"]))
+        keys = {*before["inputs"], *self.inputs}
+        return all(before["inputs"].get(key) == self.inputs.get(key) or free.allows(key) for key in keys)
 
     def _refused(self, changes: Mapping[str, str]) -> dict[str, str]:
         return {key: message for key, message in changes.items() if not self.allows(key)}
@@ -137,6 +147,22 @@ def find(who: Identity, name: str) -> Path | None:
         return None
     found[1].release()
     return found[0]
+
+
+def of_command(who: Identity, name: str) -> Path | None:
+    """Return the newest unfinished run that this command resumes, or that it began and updates have changed since; None
+    without one, or if another process writes it."""
+    root = Path(who.recipe.run.dir)
+    named = [root / who.recipe.run.name] if who.recipe.run.name else []
+    for path in named or [path for _, path in reversed(_runs(root, name) if root.is_dir() else [])]:
+        try:
+            state = read_state(path)
+            if state["state"] != "finished" and (who.same(path, state) or who.began(state)):
+                Lock(path / "run.lock").release()
+                return path
+        except (DataError, StorageError):  # not a run, a damaged one, or an active one
+            continue
+    return None
 
 
 def passed_over(who: Identity, name: str) -> list[str]:
