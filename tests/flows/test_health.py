@@ -6,7 +6,7 @@ import pytest
 
 from tests.flows import tiny
 from tilth.flows.callbacks import Callback
-from tilth.flows.health import RunHealth
+from tilth.flows.health import MEASURED, RunHealth
 from tilth.guard import health
 from tilth.guard.verdict import Verdict
 from tilth.runs.readers import read_state, read_warnings
@@ -48,6 +48,18 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
     assert all(row["heartbeat_age"] is not None and row["state"] != "gone" for row in workers)
     assert not as_dict(RunWatcher(ours.directory).look())["workers"]  # it has ended
     assert read_state(ours.directory)["session"]
+
+
+@pytest.mark.parametrize(("limit", "value"), [(3.0, 20), (5.1, None), (float("inf"), None)])
+def test_a_limit_of_hangs_below_the_length_of_a_step_is_told_after_the_first_ones(limit, value):
+    dispatch, said = SimpleNamespace(longest=(0.4, "policy.update"), hang_after=limit), []
+    run, one = SimpleNamespace(say=said.append), RunHealth(SimpleNamespace(backend=None, dispatch=dispatch), None)
+    for step, seconds in enumerate([90.0, 4.0, 5.0, 5.0, 90.0, 90.0], 1):  # the first one compiles
+        one.on_step_end(run, step, {"time/step": seconds})
+        assert len(said) == (step >= MEASURED and value is not None)
+    for text in said:
+        assert "guard.hang_after = 3 is below" in text and f"guard.hang_after={value} " in text
+        assert "0.4 s at most so far, in policy.update" in text
 
 
 def test_a_limit_of_hangs_near_what_is_healthy_is_told_once():

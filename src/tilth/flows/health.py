@@ -1,6 +1,7 @@
 """Health of a run: what the watches of its workers warn of is logged between two steps, and kept in its folder."""
 
 import math
+import statistics
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -16,6 +17,8 @@ from tilth.runs.directory import RunDir
 
 NEAR = 0.5
 """Share of ``guard.hang_after`` for which a healthy call must be without progress for a warning."""
+MEASURED = 4
+"""Steps after which the limit is compared with their length; the first one, which may compile, does not count."""
 
 
 class RunHealth(Callback):
@@ -29,6 +32,8 @@ class RunHealth(Callback):
         self._found: SimpleQueue[Verdict] = SimpleQueue()
         self._open = ExitStack()
         self._step, self._near = 0, NEAR
+        self._took: list[float] = []
+        """Seconds of the first steps."""
         self._dispatch = cluster.dispatch
         self._watch: HealthWatch | None = None
 
@@ -63,6 +68,7 @@ class RunHealth(Callback):
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Log what was found since the last step, and a limit of hangs that is not far from what is healthy."""
         self._step = step
+        self._compare(run, metrics)
         stood, call = self._dispatch.longest
         if stood > self._near * self._dispatch.hang_after:
             self._near = 2.0  # it is told once
@@ -77,6 +83,21 @@ class RunHealth(Callback):
             except Empty:
                 return
             run.say(f"warning: {verdict.kind}: {verdict.evidence}")
+
+    def _compare(self, run: RunView, metrics: dict[str, Any]) -> None:
+        """Tell once, after the first steps, of a limit that is below their length."""
+        if len(self._took) == MEASURED:
+            return
+        self._took.append(metrics.get("time/step", 0.0))
+        length, limit = statistics.median(self._took[1:] or [0.0]), self._dispatch.hang_after
+        if len(self._took) == MEASURED and limit < length:
+            stood, call = self._dispatch.longest
+            most = f", {stood:.1f} s at most so far, in {call}" if call else ""
+            run.say(
+                f"warning: guard.hang_after = {limit:g} is below the length of a step, {length:.1f} s. It limits the "
+                f"time in which a worker ends no operation{most}; with guard.hang_after={math.ceil(4 * length)} no "
+                "step of this length is taken to hang"
+            )
 
 
 def works(cluster: Cluster) -> dict[int, int]:
