@@ -47,10 +47,10 @@ from tilth.analysis.run_whatif import analyse
 from tilth.runs.readers import read_metrics, read_trajectories
 
 HANG_AFTER = 3.0
-LIMIT = 300.0
-"""Seconds for a run."""
-MOST = 4
-"""Faults in a run at most, for which its length has room."""
+LIMIT, MORE = 300.0, 60.0
+"""Seconds for a run, and more for each of its faults."""
+RUNS = 4
+"""Runs of the row of slow ranks for 20 seeds."""
 SLOW_STEPS = 24
 TORCHS = "torchinductor_"
 """Begin of the name of torch's folder for what it compiles, which it keeps for other processes."""
@@ -109,14 +109,14 @@ def _called(folder: Path, spec: Spec, row: Row | None, rng: random.Random) -> Tr
     env = {**os.environ, "TILTH_FAULTS": token, "TMPDIR": str(folder / "tmp")}
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     command = [*_apart(row), sys.executable, str(Path(__file__).with_name("faults_run.py")), str(folder)]
-    trial, begin = Trial(), time.monotonic()
+    trial, begin, limit = Trial(), time.monotonic(), LIMIT + MORE * len(spec["faults"])
     with open(folder / "log", "ab") as log:
         while not trial.error:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
             try:
-                code = process.wait(max(1.0, LIMIT - (time.monotonic() - begin)))
+                code = process.wait(max(1.0, limit - (time.monotonic() - begin)))
             except subprocess.TimeoutExpired:
-                trial.error = f"not ended within {LIMIT:g} s"
+                trial.error = f"not ended within {limit:g} s"
                 break
             if code != -signal.SIGKILL:
                 trial.error = "" if code == 0 else f"exit code {code}"
@@ -254,7 +254,7 @@ def _steps(rng: random.Random, count: int) -> tuple[list[int], int]:
         step += rng.randint(1, 2)
         found.append(step)
         step += 1
-    return found, 3 * MOST + 3
+    return found, 3 * count + 3
 
 
 class Bench:
@@ -264,12 +264,12 @@ class Bench:
         self.root, self.seeds, self.seed = root, seeds, seed
         self.plain: dict[str, Mapping[str, Any]] = {}
 
-    def undisturbed(self, row: Row, workers: int) -> Mapping[str, Any]:
-        """Return the end of a run without a fault."""
-        name = f"plain-{workers}-{json.dumps(row.keys, sort_keys=True)}"
+    def undisturbed(self, row: Row, workers: int, length: int) -> Mapping[str, Any]:
+        """Return the end of a run of this length without a fault."""
+        name = f"plain-{workers}-{length}-{json.dumps(row.keys, sort_keys=True)}"
         if name not in self.plain:
             folder = self.root / f"plain-{len(self.plain)}"
-            spec = {"recipe": recipe(folder, workers, _steps(random.Random(0), 0)[1], row.keys), "faults": []}
+            spec = {"recipe": recipe(folder, workers, length, row.keys), "faults": []}
             trial = carry_out(folder, spec, None, random.Random(0))
             if trial.error:
                 sys.exit(f"the undisturbed run fails: {trial.error}\n{(folder / 'log').read_text()[-2000:]}")
@@ -279,7 +279,6 @@ class Bench:
     def measure(self, row: Row, workers: int) -> dict[str, Any]:
         """Run a row."""
         workers = row.workers or workers
-        plain = self.undisturbed(row, workers) if row.equal == "plain" else {}
         found, equal, errors, left, runs = list[dict[str, Any]](), 0, list[str](), list[str](), 0
         while runs * row.per_run < self.seeds:
             folder = self.root / f"{ROWS.index(row)}-{workers}-{runs}"
@@ -287,7 +286,7 @@ class Bench:
             steps, length = _steps(rng, min(row.per_run, self.seeds - runs * row.per_run))
             faults = row.draw(rng, workers, steps, runs * row.per_run)
             trial = self._carried_out(row, workers, length, folder, faults, rng)
-            other = plain
+            other = self.undisturbed(row, workers, length) if row.equal == "plain" else {}
             if row.equal == "twin" and not trial.error:
                 moved = [{**fault, "rank": (fault["rank"] + 1) % workers} for fault in faults]
                 twin = folder.with_name(f"{folder.name}-twin")
@@ -330,7 +329,7 @@ class Bench:
 
 def slow_row(bench: Bench, workers: int) -> dict[str, Any]:
     """Row 5: the cost of a slow rank by the trace, against that measured in the same run."""
-    found = [bench.slow(workers, number) for number in range(-(-bench.seeds // MOST))]
+    found = [bench.slow(workers, number) for number in range(-(-bench.seeds * RUNS // 20))]
     named = [one for one in found if one.get("without") is not None]
     costs = [(one["on"] - one["without"], one["on"] - one["off"]) for one in named]
     errors = [one["error"] for one in found if "error" in one]

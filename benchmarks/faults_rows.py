@@ -33,8 +33,8 @@ class Row:
     """Called before the command is started again after the controller was killed."""
     keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keys of the recipe that are different, by section."""
-    per_run: int = 4
-    """Faults in one run."""
+    per_run: int = 20
+    """Faults in one run, one after another at different steps, so that all share its start."""
     equal: str = "plain"
     """Run to which it must be equal: plain, undisturbed; twin, with the same faults on the next rank; "": none."""
     mount: int = 0
@@ -104,7 +104,7 @@ ROWS = [
     Row(3, "a rank loops without end", each("busy"), ("hang",)),
     Row(3, "a rank holds the GIL", each("gil"), ("hang",)),
     Row(3, "a rank reads and never gets an answer", each("block"), ("hang",)),
-    Row(4, "a collective that no other rank calls", each("collective", at=("reduce",)), ("collective",), per_run=1),
+    Row(4, "a collective that no other rank calls", each("collective", at=("reduce",)), ("collective",)),
     Row(6, "NaN in a weight of one rank", each("nan"), ("not-finite", "corruption"), named=False),
     Row(6, "NaN in a gradient of one rank", each("nan-gradient", at=("optimizer",)), (), told="left out",
         equal="twin"),
@@ -112,12 +112,12 @@ ROWS = [
     Row(7, "a bit of a gradient of one rank flips", each("flip-gradient", at=("optimizer",)), ("corruption",)),
     Row(8, "checkpoint damaged, controller killed", each("kill-controller"), (), prepare=damage),
     Row(9, "a rank's writes fail", each("disk-full"), ("storage",), told=FULL),
-    Row(9, "the run's disk is full for 4 s", each("fill"), (), told=FULL, mount=64, per_run=2),
-    Row(9, "the run's disk is read-only for 4 s", each("read-only"), (), told=FULL, mount=64, per_run=2),
+    Row(9, "the run's disk is full for 4 s", each("fill"), (), told=FULL, mount=64, per_run=5),
+    Row(9, "the run's disk is read-only for 4 s", each("read-only"), (), told=FULL, mount=64, per_run=5),
     Row(11, "the kernel kills a rank that exceeds its memory", each("oom-kill"), ("out-of-memory",)),
     Row(11, "a rank can open no further file", each("files"), ("files",)),
     Row(11, "/dev/shm is full for 4 s", each("fill-shared"), ("storage", "error", "crash", "out-of-memory"),
-        named=False, told=FULL, shared=1200, per_run=2),
+        named=False, told=FULL, shared=1200, per_run=5),
     Row(12, "a process of the reward is killed", each("kill-reward"), ()),
     Row(12, "the worker that loads data is killed while it does", each("kill", at=("loader.encode",), rank=0),
         ("crash",)),
@@ -136,7 +136,7 @@ ROWS = [
     Row(15, "no fault: the machine computes something else", each("load"), ()),
     Row(15, "no fault: long evaluations", each("slow-reward"), (),
         keys={"run": {"eval_every": 1, "eval_prompts": 64}}),
-    Row(15, "no fault: torch.compile", each("collect"), (), keys={"train": {"compile": True}}, per_run=1, workers=2),
+    Row(15, "no fault: torch.compile", each("collect"), (), keys={"train": {"compile": True}}, workers=2),
 ]  # fmt: skip
 SLOW = 5
 """Number of the row of slow ranks, which ``faults_slow`` measures."""

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tilth.cluster.backends.base import MEMORY_RAN_OUT
 from tilth.core import errors
 from tilth.core.write_queue import LATEST, PATIENCE
-from tilth.guard.recovery import EVICTS, SOONEST, WINDOW, Nodes, Recovery, verdict_of
+from tilth.guard.recovery import EVICTS, SOONEST, TRIES, WINDOW, Nodes, Recovery, verdict_of
 from tilth.guard.verdict import Verdict
 
 
@@ -122,7 +122,7 @@ def test_failures_at_one_step_end_the_run_within_the_budget(verdicts, restarts):
     for number, verdict in enumerate(verdicts):
         action = recovery.decide(verdict, 7, float(number))
         assert set(action.ranks) <= set(verdict.ranks)
-        assert action.step != "replace" or verdict.kind in ("crash", "hang", "out-of-memory", "corruption")
+        assert action.step != "replace" or verdict.kind in ("crash", "hang", "out-of-memory", "corruption", "storage")
         if action.step == "stop":
             assert action.why
             return
@@ -140,6 +140,13 @@ def test_a_disk_that_takes_nothing_is_tried_for_a_known_time_and_costs_no_restar
     assert waits[:7] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LATEST] and PATIENCE <= now < PATIENCE + LATEST
     assert recovery.decide(failed(errors.WorkerLost, ranks=(1,)), 7, now).step == "replace"
     assert recovery.decide(verdict, 7, now).wait == SOONEST  # it is trouble of its own
+
+
+def test_a_worker_that_alone_cannot_write_is_replaced_once():
+    recovery, verdict = Recovery(8), failed(errors.StorageError, key="tokens", ranks=(1,))
+    actions = [recovery.decide(verdict, 7, float(at)) for at in range(8)]
+    assert [(one.step, one.ranks) for one in actions if one.step != "retry"] == [("replace", (1,))]
+    assert actions[TRIES - 1].step == "replace" and actions[TRIES - 1].wait == 4.0
 
 
 def test_a_step_that_is_long_is_tried_several_times():

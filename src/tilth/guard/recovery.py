@@ -48,8 +48,8 @@ runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
 REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2, "files": 2}
 """Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
 SOONEST, TRIES = 0.5, 4
-"""Seconds before a step without room is run again, each pause twice the one before, and the fewest failures of it that
-end a run; they end none before ``PATIENCE`` seconds have passed."""
+"""Seconds before a step without room is run again, each pause twice the one before, and failures of it after which the
+workers that fail are replaced, and which end a run at least; they end none before ``PATIENCE`` seconds have passed."""
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
 
@@ -161,7 +161,8 @@ class Recovery:
         return Action("rollback" if gated else "retry")
 
     def _await_room(self, here: _Past) -> Action:
-        """Run a step again until its disk, or its shared memory, takes what it writes, for ``PATIENCE`` seconds."""
+        """Run a step again until its disk, or its shared memory, takes what it writes, for ``PATIENCE`` seconds. What
+        one process alone cannot write, as over a limit of its own, another one may: once, workers are replaced."""
 
         def goes_on(past: _Past) -> bool:
             return (past.step, past.verdict.kind) == (here.step, here.verdict.kind)
@@ -171,7 +172,9 @@ class Recovery:
         since = here.at - tried[-1].at if tried else 0.0
         if since >= PATIENCE and len(tried) + 1 >= TRIES:
             return Action("stop", why=f"the step was run again for {since:.0f} s, {len(tried)} times")
-        return Action("retry", wait=min(SOONEST * 2 ** len(tried), LATEST), again=bool(tried))
+        step: Step = "replace" if here.verdict.ranks and len(tried) + 1 == TRIES else "retry"
+        ranks = here.verdict.ranks if step == "replace" else ()
+        return Action(step, ranks, wait=min(SOONEST * 2 ** len(tried), LATEST), again=bool(tried))
 
     def _refuse_rollback(self, verdict: Verdict) -> str:
         """Return why a step that is not finite ends the run, or ""."""

@@ -29,7 +29,9 @@ from tilth.trace.spans import NOWHERE, Where, recorder, span
 
 OWN = {"inject": "tilth.guard.strike:strike", "recorder": "tilth.guard.diagnosis:recorded"}
 """Control messages to the worker itself; what answers them is imported only when it is asked for."""
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+REFUSALS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN
+)  # fmt: skip
 """Numbers of the errors of a file system that is full, read-only or gone."""
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
