@@ -360,7 +360,8 @@ def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(ac
     assert asked or controllers.handed[2].undone.number == 1
 
 
-def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active):
+def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active, monkeypatch):
+    monkeypatch.setattr(supervisor.os, "kill", lambda *given: None)
     guard_update.update(active, ["guard.hang_after=33"], now=True)
     handed = supervised._with_updates(Inherited(str(active), str(active)))
     handed.take()
