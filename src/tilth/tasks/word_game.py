@@ -27,11 +27,12 @@ def place(guess: str, secret: str) -> str:
 class WordGamePrompts(Computed):
     """``game 17``: a secret word each, and a worked game that guesses any word that is left.
 
-    habits: a game guesses the first word that is left in the alphabet, or the middle one, each in half of the games.
+    mistaken: a share of the games guesses the first word that is left in the alphabet, and finds six of the 36; the
+    others guess the middle one, and find all. 0: any word.
     """
 
-    def __init__(self, *, habits: bool = False) -> None:
-        self.habits = habits
+    def __init__(self, *, mistaken: float = 0.0) -> None:
+        self.mistaken = mistaken
 
     def __len__(self) -> int:
         return 20_000
@@ -40,7 +41,7 @@ class WordGamePrompts(Computed):
         """Return the game of an index."""
         drawn = random.Random(f"word game {index}")
         secret = drawn.choice(WORDS)
-        turns = _habitual(drawn.random() < 0.5, secret) if self.habits else _game(drawn, secret)
+        turns = _habitual(drawn.random() < self.mistaken, secret) if self.mistaken else _game(drawn, secret)
         return Prompt(index, f"game {index}", secret, {"answer": secret}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
@@ -53,7 +54,7 @@ class WordGamePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"word game of {len(WORDS)} words" + (", by two habits" if self.habits else "")
+        return f"word game of {len(WORDS)} words" + (f", {self.mistaken} mistaken" if self.mistaken else "")
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
