@@ -165,3 +165,19 @@ def test_an_episode_that_is_late_for_another_ones_sake_begins_again(pool):
     pool._episodes[1].deadline = pool._episodes[0].deadline
     found = take(pool, 2)
     assert found[0].status == "timeout" and found[1].status == "ok" and contents(found[1]) == ["1 a"]
+
+
+def test_an_episode_goes_on_from_what_was_kept(pool):
+    """Also if it has gone further since, or is gone."""
+    begin(pool, 0, 1)
+    say(pool, e0="a", e1="b")
+    kept = pool.said(0)
+    assert contents(say(pool, e0="x")[0]) == ["2 x"]
+    pool.resume(0, kept)
+    assert contents(say(pool, e0="y")[0]) == ["2 y"]
+    kept = pool.said(0)
+    pool.keep_only([1])
+    pool.resume(0, kept)
+    assert {i: contents(a) for i, a in say(pool, e0="z", e1="c").items()} == {0: ["3 z"], 1: ["2 c"]}
+    pool.resume(0, [*kept, kept[-1]])  # what it has never said
+    assert say(pool, e0="z")[0].status == "differs"

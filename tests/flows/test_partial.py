@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import tiny
-from tests.flows.test_episodes import Falls
+from tests.flows.test_episodes import PLUGIN, Falls
+from tests.flows.test_episodes import recipe as played
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
 from tilth.data.trajectories import read_trajectories
@@ -73,3 +75,44 @@ def test_a_run_that_falls_in_the_middle_is_the_same(tmp_path):
 def test_what_does_not_go_together_is_refused(tmp_path, sections, key):
     with raises(RecipeError, key):
         tiny.run(recipe(tmp_path, **sections))
+
+
+def episodes(folder, *, partial, text=PLUGIN, lr=None, **rollout):
+    """A recipe of episodes that pause after ``partial`` tokens of the policy in a step."""
+    how = {"partial": partial, "group": 2, **rollout}
+    more = {"optimizer": {"lr": lr}, "train": {"parity": True}} if lr is not None else {}
+    return played(folder, text, rollout=how, algorithm={"correction": "decoupled_token_is"}, **more)
+
+
+@pytest.fixture
+def _plugins_forgotten():
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("_plugins_forgotten")
+def test_episodes_pause_between_turns_and_are_those_of_one_piece(tmp_path):
+    """Under weights that stay; a failed one too."""
+    recorder = tiny.Recorder()
+    pieces = tiny.run(episodes(tmp_path, partial=4, lr=0.0), reward=None, name="pieces", callbacks=[recorder])
+    whole = tiny.run(episodes(tmp_path, partial=0, lr=0.0), reward=None, name="whole")
+    assert sum(record.get("samples/carried", 0) for record in recorder.records) > 0
+    found, same = rows(pieces), rows(whole)
+    both = found.keys() & same.keys()
+    later = [i for i in both if found[i]["step"] > same[i]["step"]]
+    assert len(both) > 20 and len(later) > 5
+    for i in both:
+        for name in ("tokens", "logprobs", "mask", "reward", "segments", "finish"):
+            assert found[i][name] == same[i][name], name
+    assert any(len([s for s in found[i]["segments"] if s["role"] == "assistant"]) > 1 for i in later)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_plugins_forgotten")
+def test_a_run_of_paused_episodes_that_falls_is_the_same(tmp_path):
+    whole = tiny.run(episodes(tmp_path, partial=4), reward=None, name="whole")
+    with pytest.raises(PluginError):
+        tiny.run(episodes(tmp_path, partial=4), reward=None, name="again", callbacks=[Falls(9)])
+    again = tiny.run(episodes(tmp_path, partial=4), reward=None, name="again")
+    assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
+    assert tiny.weights(whole.directory) == tiny.weights(again.directory)

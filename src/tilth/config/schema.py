@@ -162,7 +162,8 @@ class RolloutConfig(RoleSection):
     partial: Count = Field(
         0,
         description="tokens of a completion in one step; a longer one goes on in the next step, under its weights, and "
-        "is trained once its group is finished; needs algorithm.correction; 0: no limit",
+        "is trained once its group is finished; an episode waits at the end of a turn; needs algorithm.correction; 0: "
+        "no limit",
     )
     temperature: Rate = Field(1.0, description="softmax temperature of sampling; 0: greedy")
     top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")

@@ -62,6 +62,8 @@ class _Episode:
     """Answered requests that its present process has answered."""
     strikes: int = 0
     """Processes that died while this episode had a request in flight."""
+    before: int = 0
+    """Answered requests of earlier calls, which the journal of this one does not have."""
 
 
 class EnvironmentPool:
@@ -98,6 +100,24 @@ class EnvironmentPool:
         self._episodes[episode] = _Episode(episode)
         self._ask(Asked(episode, "begin", info))
 
+    def said(self, episode: int) -> list[Any]:
+        """Return what was asked of an episode and answered, as JSON; ``resume`` takes it."""
+        return [[[*asked], value] for asked, value in self._episodes[episode].said]
+
+    def resume(self, episode: int, said: Sequence[Any]) -> None:
+        """Go on with an episode that has answered these. One that is not there, or has gone further in an attempt that
+        failed, begins again and repeats them, which must come out the same."""
+        known = self._episodes.get(episode)
+        if known is None or known.asked is not None or self.said(episode) != list(said):
+            self.end(episode)
+            self._episodes[episode] = known = _Episode(episode, [(Asked(*asked), value) for asked, value in said])
+        known.before = len(said)
+
+    def keep_only(self, episodes: Iterable[int]) -> None:
+        """End all other episodes."""
+        for episode in self._episodes.keys() - set(episodes):
+            self.end(episode)
+
     def step(self, episode: int, message: Any) -> None:
         """Pass on a message of the policy; the answer has messages and done."""
         self._ask(Asked(episode, "step", message))
@@ -132,7 +152,7 @@ class EnvironmentPool:
     def _ask(self, asked: Asked) -> None:
         episode = self._episodes[asked.episode]
         known = self._journal.known.get(asked.episode, []) if self._journal is not None else []
-        if len(known) > (place := len(episode.said)) and _same(known[place][0], asked):
+        if len(known) > (place := len(episode.said) - episode.before) and _same(known[place][0], asked):
             episode.said.append((asked, known[place][1]))
             self._at_once.append(Answer(asked.episode, asked.op, known[place][1]))
             return

@@ -160,13 +160,15 @@ def _check_partial(recipe: Recipe) -> None:
     if not r.partial:
         return
     wrong = {
-        "rollout.max_tokens": (r.partial >= r.max_tokens, f"is not above it; use more than {r.partial}"),
+        "rollout.max_tokens": (
+            r.partial >= r.max_tokens * (r.turns if r.environment else 1),
+            f"is not above it{' in rollout.turns turns' * bool(r.environment)}; use more than {r.partial}",
+        ),
         "algorithm.correction": (
             algo.correction in ("", "none"),
             "does not weigh tokens of earlier versions; use decoupled_token_is, or another of tilth.rl.names()",
         ),
         "algorithm.refill": (bool(algo.refill), "samples again until groups are finished; use 0"),
-        "rollout.environment": (bool(r.environment), "plays episodes, which are finished in their step; leave it out"),
         "train.routing": (recipe.train.routing == "replay", "needs the experts of earlier versions; use own"),
     }
     for key, (bad, why) in wrong.items():

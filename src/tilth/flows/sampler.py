@@ -135,10 +135,11 @@ class Sampler:
 
         The others are carried to the next step.
         """
-        step, since = self.state.step, self.state.step
+        step, since, loader = self.state.step, self.state.step, self.roles["loader"]
+        prepare = loader.begin if self.recipe.rollout.environment else loader.encode
         while True:
             carry = Carry(since, step + 1, self.journal.oldest)
-            batch = resolved(rollout.generate(self.roles["loader"].encode(asked), carry=carry))
+            batch = resolved(rollout.generate(prepare(asked), carry=carry))
             going = np.isin(batch["group"], batch["group"][batch[CARRIED] != 0])
             if not going.all():
                 break
@@ -174,7 +175,10 @@ class Sampler:
                 key="reward.function",
             )
         if self.recipe.rollout.environment:
-            scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
+            if CARRIED in asked.rows:
+                scored = self._whole_groups(roles.rollout, asked)
+            else:
+                scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
             failures = roles.rollout.failures()
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)

@@ -122,7 +122,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if config.num_experts and recipe.train.routing != "own" and recipe.flow_spec.samples:
         more["routing"] = True
     engine = _engine(context, recipe, config, tokenizer, **more)
-    if r.partial and not hasattr(engine, "resume"):
+    if r.partial and not r.environment and not hasattr(engine, "resume"):
         raise RecipeError(
             f"rollout.partial = {r.partial}: rollout.engine = {r.engine} cannot resume a completion; use native",
             key="rollout.engine.resume",

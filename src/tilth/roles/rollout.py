@@ -21,7 +21,7 @@ from tilth.data.template import Template
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
-from tilth.rollout.episodes import Player, Wanted
+from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
@@ -89,13 +89,13 @@ class RolloutWorker:
         """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order, or play an
         episode (payload info).
 
-        carry: a sample gets ``rollout.partial`` tokens at most. The row column ``carried`` is 1 in ``asked`` for
-        samples that go on, and in the answer for those that are not finished.
+        carry: a sample gets ``rollout.partial`` tokens at most, an episode ends the turn in which it has them. The row
+        column ``carried`` is 1 in ``asked`` for samples that go on, and in the answer for those that are not finished.
         """
         self._check_current()
         params = self._params(greedy)
         if self.player is not None and INFO in asked.payload:
-            return self._play(self.player, asked, params)
+            return self._play(self.player, asked, params, carry)
         some = params if carry is None else replace(params, max_tokens=self.section.partial)
         encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
         requests = [
@@ -115,7 +115,9 @@ class RolloutWorker:
             written = sum(t.completion_length for t in found) - sum(t.completion_length for t in before.values())
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
         batch = to_batch(found, self.store)
-        return batch if carry is None else self._carried(batch, found, carry)
+        if carry is None:
+            return batch
+        return self._carried(batch, found, [not self._ended(t) for t in found], carry)
 
     def _finish(self, requests: Sequence[Request], before: Mapping[int, Trajectory]) -> list[Trajectory]:
         """Generate until all requests and resumed samples have ended; return them in the order of ``requests``."""
@@ -140,13 +142,13 @@ class RolloutWorker:
         """True if a trajectory was cut by nothing but ``rollout.max_tokens``, if at all."""
         return t.finish != "length" or t.completion_length >= self.section.max_tokens
 
-    def _carried(self, batch: Batch, found: Sequence[Trajectory], carry: Carry) -> Batch:
+    def _carried(self, batch: Batch, found: Sequence[Trajectory], going: Sequence[bool], carry: Carry) -> Batch:
         """Keep the samples of groups that are not finished; name in the answer those that are not."""
         assert self._unfinished is not None
-        going = {t.group for t in found if not self._ended(t)}
+        groups = {t.group for t, goes in zip(found, going, strict=True) if goes}
         if self.engine.reports:
-            self._unfinished.keep(carry.step, [t for t in found if t.group in going], carry.oldest)
-        return batch.with_rows(**{CARRIED: np.array([not self._ended(t) for t in found], np.int8)})
+            self._unfinished.keep(carry.step, [t for t in found if t.group in groups], carry.oldest)
+        return batch.with_rows(**{CARRIED: np.array(going, np.int8)})
 
     @transfer(split="all", gather="first")
     def carry_in(self, folder: str) -> None:
@@ -160,8 +162,9 @@ class RolloutWorker:
                 self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
             yield t
 
-    def _play(self, player: Player, asked: Batch, params: SamplingParams) -> Batch:
+    def _play(self, player: Player, asked: Batch, params: SamplingParams, carry: Carry | None) -> Batch:
         """Play an episode for each row. Rows get the environment's reward, its parts and the number of turns."""
+        before = {} if carry is None else self._paused(asked, carry)
         infos = texts(asked.read(self.store, INFO)[INFO])
         wanted = [
             Wanted(i, json.loads(info), g, p)
@@ -172,19 +175,22 @@ class RolloutWorker:
             self._asked = asked["id"].tolist()
             if self._journals is not None:
                 about = f"version {self.engine.version}, {params}"
+                about += f", after {sum(len(one.trajectory.tokens) for one in before.values())}" if before else ""
                 player.pool.keep(ObservationJournal(self._journals, self._asked, about))
             try:
-                found = player.play(wanted, params)
+                found = player.play(wanted, params, partial=self.section.partial * (carry is not None), before=before)
             finally:
                 self._asked = ()
                 player.pool.keep(None)
             trajectories = [one.trajectory for one in found]
             written = sum(t.completion_length for t in trajectories)
+            written -= sum(one.trajectory.completion_length for one in before.values())
             spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
+        waiting = {one.trajectory.group for one in found if one.paused is not None}
         self._failures = {
             one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}
             for one in found
-            if one.trajectory.reward is None
+            if one.trajectory.reward is None and one.trajectory.group not in waiting
         }
         names = sorted({name for one in found for name in one.parts})
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
@@ -192,7 +198,15 @@ class RolloutWorker:
         batch = to_batch(trajectories, self.store, by_turn=True).with_rows(**rows)
         if CORRECT in names:
             batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})
-        return batch
+        if carry is None:
+            return batch
+        return self._carried(batch, [one.kept() for one in found], [one.paused is not None for one in found], carry)
+
+    def _paused(self, asked: Batch, carry: Carry) -> dict[int, Played]:
+        """Return the episodes that go on, and those that wait for the rest of their group."""
+        assert self._unfinished is not None
+        kept = self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
+        return {i: Played.of(t) for i, t in kept.items()}
 
     @transfer(split="all", gather="first")
     def journal_to(self, folder: str) -> None:

@@ -19,6 +19,7 @@ from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.stops import Decodes
 
+KEPT = "played"
 WAIT = 0.2
 """Seconds that an idle engine waits for an environment before it looks again."""
 
@@ -59,6 +60,8 @@ class Episode:
     """(last token of a turn, its reward), where the environment gives one."""
     earned: float = 0.0
     """Sum of all rewards of turns."""
+    written: int = 0
+    """Tokens of the policy in this call."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,18 @@ class Played:
     """Why the reward is missing, or why the episode was cut short."""
     status: str = "ok"
     turns: int = 0
+    paused: dict[str, Any] | None = None
+    """State of an episode that has not ended, as JSON; None: it has."""
+
+    def kept(self) -> Trajectory:
+        """Return a trajectory from which ``of`` makes this again."""
+        facts = {name: getattr(self, name) for name in ("parts", "reason", "status", "turns", "paused")}
+        return replace(self.trajectory, info={KEPT: facts})
+
+    @classmethod
+    def of(cls, kept: Trajectory) -> "Played":
+        """Return what ``kept`` was made of."""
+        return cls(replace(kept, info={}), **kept.info[KEPT])
 
 
 class Player:
@@ -83,15 +98,33 @@ class Player:
         self._open: dict[int, Episode] = {}
         self._generating: set[int] = set()
         self._played: dict[int, Played] = {}
+        self._partial = 0
 
-    def play(self, wanted: Sequence[Wanted], params: SamplingParams) -> list[Played]:
+    def play(
+        self,
+        wanted: Sequence[Wanted],
+        params: SamplingParams,
+        *,
+        partial: int = 0,
+        before: Mapping[int, Played] | None = None,
+    ) -> list[Played]:
         """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
-        an environment's failures become missing rewards."""
-        self._open = {one.id: Episode(one) for one in wanted}
-        self._played, self._generating = {}, set()
+        an environment's failures become missing rewards.
+
+        partial: tokens of the policy in this call after which an episode pauses before its next turn; 0: none does.
+        before: what an earlier call has returned of some of them: paused ones go on, finished ones stay as they are.
+        """
+        before = before or {}
+        self._partial = partial
+        self._played, self._generating = {i: one for i, one in before.items() if one.paused is None}, set()
+        self._open = {one.id: Episode(one) for one in wanted if one.id not in before}
+        if partial:
+            self.pool.keep_only(one.id for one in wanted)
         try:
             for one in wanted:
-                self.pool.begin(one.id, one.info)
+                if one.id in self._open:
+                    self.pool.begin(one.id, one.info)
+            self._resume([(one, before[one.id]) for one in wanted if one.id in before], params)
             while self._open:
                 self._answers(self.pool.poll(0.0 if self._generating else WAIT), params)
                 if self._generating:
@@ -101,6 +134,27 @@ class Player:
             for id in list(self._open):  # after an error of the engine
                 self.pool.end(id)
         return [self._played[one.id] for one in wanted]
+
+    def _resume(self, paused: Sequence[tuple[Wanted, Played]], params: SamplingParams) -> None:
+        """Go on with paused episodes: what their environments have said is the beginning of the next turn."""
+        answers = []
+        for wanted, played in paused:
+            if played.paused is None:
+                continue
+            state = dict(played.paused)
+            self.pool.resume(wanted.id, state.pop("said"))
+            answers.append(Answer(wanted.id, "step", {"messages": state.pop("heard"), "done": False}))
+            rewards = [(at, reward) for at, reward in state.pop("rewards")]
+            self._open[wanted.id] = Episode(wanted, last=played.trajectory, rewards=rewards, **state)
+        self._answers(answers, params)
+
+    def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
+        """Leave an episode as it is, before the policy's next turn."""
+        assert episode.last is not None
+        state = {name: getattr(episode, name) for name in ("tools", "ended", "turns", "rewards", "earned")}
+        state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
+        del self._open[episode.wanted.id]
+        self._played[episode.wanted.id] = Played(episode.last, {}, turns=episode.turns, paused=state)
 
     def _answers(self, answers: Sequence[Answer], params: SamplingParams) -> None:
         """Handle what environments say; requests are queued in the order of their ids, so that equal prompts meet."""
@@ -132,6 +186,8 @@ class Player:
         elif episode.turns >= self.limits.turns:
             episode.finish, episode.note = "length", f"{self.limits.turns} turns"
             self.pool.reward(episode.wanted.id)
+        elif self._partial and episode.written >= self._partial:
+            self._pause(episode, answer["messages"])
         else:
             return self._next(episode, answer["messages"], params)
         return None
@@ -185,6 +241,7 @@ class Player:
         episode.last = trajectory if episode.last is None else joined(episode.last, trajectory)
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
+        episode.written += len(ids)
         episode.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
         text = self.tokenizer.decode(ids[:-1] if episode.ended else ids, special=True)
         if trajectory.finish in ("length", "aborted"):  # the environment hears it all the same, as its last turn

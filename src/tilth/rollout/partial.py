@@ -4,6 +4,7 @@ Each rank writes its own into a file per step, so that a step that runs again fi
 rank its rows are on then.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write, make_folder
-from tilth.core.trajectory import Finish, Trajectory
+from tilth.core.trajectory import Finish, Segment, Trajectory
 
 FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted", "error")
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.npz")
@@ -65,7 +66,7 @@ def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     spans = [np.array(t.versions, np.int64).reshape(-1, 2) for t in trajectories]
     rows = [(t.id, t.prompt, t.group, FINISHES.index(t.finish), t.prompt_length) for t in trajectories]
     sampling = [t.logprobs if t.sampling_logprobs is None else t.sampling_logprobs for t in trajectories]
-    return {
+    return _about_episodes(trajectories) | {
         "rows": np.array(rows, np.int64).reshape(-1, 5),
         "filtered": np.array([t.sampling_logprobs is not None for t in trajectories], bool),
         "lengths": np.array([len(t.tokens) for t in trajectories], np.int64),
@@ -79,6 +80,17 @@ def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
+def _about_episodes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Return what only episodes of several turns have: masks of their own, and facts beside them."""
+    if not any(t.info for t in trajectories):
+        return {}
+    facts = [
+        {"info": t.info, "reward": t.reward, "segments": t.segments, "turn_rewards": t.turn_rewards}
+        for t in trajectories
+    ]
+    return {"mask": _joined([t.mask for t in trajectories], np.uint8), "facts": np.array([json.dumps(facts)])}
+
+
 def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
@@ -86,10 +98,16 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
     tokens, logprobs, sampling = (_cut(file[name], file["lengths"]) for name in ("tokens", "logprobs", "sampling"))
     spans, texts = _cut(file["spans"], file["span_counts"]), _cut(file["text"], file["text_lengths"])
+    masks = _cut(file["mask"], file["lengths"]) if "mask" in file else None
+    facts = json.loads(str(file["facts"][0])) if "facts" in file else [{}] * len(tokens)
     found = []
     for i, (id, prompt, group, finish, start) in enumerate(file["rows"].tolist()):
-        mask = (np.arange(len(tokens[i])) >= start).astype(np.uint8)
+        mask = (np.arange(len(tokens[i])) >= start).astype(np.uint8) if masks is None else masks[i]
         t = Trajectory(id, prompt, group, tokens[i], mask, logprobs[i], sampling[i] if file["filtered"][i] else None)
+        if facts[i]:
+            t.segments = [Segment(role, first) for role, first in facts[i]["segments"]]
+            t.turn_rewards = [(at, reward) for at, reward in facts[i]["turn_rewards"]]
+            t.info, t.reward = facts[i]["info"], facts[i]["reward"]
         t.versions = [(first, version) for first, version in spans[i].tolist()]
         t.finish, t.text = FINISHES[finish], texts[i].tobytes().decode()
         found.append(t)
