@@ -41,13 +41,13 @@ AHEAD = (
     "tilth.cli.main",
     "tilth.flows.run",
     "tilth.cluster.worker.fork_server",
-    "torch._dynamo",
-    "numpy.random",
     "pytest",
     "hypothesis",
     "tests.flows.killed",
-    *("tilth.flows.workers", "tilth.models.family", "tilth.rollout.engine"),
 )
+"""Beside what a fork server imports."""
+LATER = ("PYTHONPATH", "GOMP_SPINCOUNT", "TORCH_FR_BUFFER_SIZE")
+"""Variables that a fork takes over by itself, or that torch reads when it makes its first process group."""
 _own: list = []
 
 
@@ -120,7 +120,7 @@ def fork_servers_too() -> None:
 
     def loaded(environment: dict[str, str]) -> dict[str, str]:
         found = fork_server.loaded_by(environment)
-        return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "GOMP_SPINCOUNT")}
+        return {name: value for name, value in found.items() if name not in LATER}
 
     def command(environment: dict[str, str]) -> list[str]:
         others = [Path(path) for path in environment["PYTHONPATH"].split(os.pathsep) if path not in own]
@@ -242,6 +242,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     for name in AHEAD:
+        importlib.import_module(name)
+    for name in importlib.import_module("tilth.cluster.worker.fork_server").AHEAD:
         importlib.import_module(name)
     fork_servers_too()
     gc.collect()

@@ -11,6 +11,7 @@ import pytest
 
 from tests import forked
 from tests.cluster.backends.test_local import gone
+from tilth.cluster.backends import fork_server, local
 
 
 def run(*arguments, **how):
@@ -73,3 +74,9 @@ def test_signals_reach_it_and_it_goes_with_its_client():
         assert process.wait(20) == status
         if psutil.pid_exists(pid):
             gone([psutil.Process(pid)])
+
+
+def test_fork_servers_of_workers_are_forks_but_where_libraries_would_load_in_another_way(monkeypatch):
+    assert fork_server.command(local.environment(2))[: len(forked.python()) - 1] == forked.python()[:-1]
+    monkeypatch.setenv("TORCH_LOGS", "dynamo")
+    assert fork_server.command({**local.environment(2), "TORCH_LOGS": "all"})[1:3] == ["-u", "-P"]

@@ -13,11 +13,11 @@ from tilth.flows.model import load_model
 from tilth.runs.signals import Interrupted
 
 MINE = """
-import tilth, torch
+import tilth  # torch, too, would take a second of every process of rewards
 
 @tilth.advantage("my_rloo")
 def my_rloo(rewards, groups, *, scale: float = 1.0):
-    found = torch.empty_like(rewards)
+    found = rewards.clone()
     for group in groups.unique():
         own = groups == group
         n = int(own.sum())
@@ -27,7 +27,7 @@ def my_rloo(rewards, groups, *, scale: float = 1.0):
 @tilth.policy_loss("my_clip")
 def my_clip(logprobs, old_logprobs, advantages, *, clip: float = 0.2):
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
+    return (-advantages * ratio).maximum(-advantages * ratio.clamp(1 - clip, 1 + clip))
 
 @tilth.reward("my_reward")
 def my_reward(prompt, completion, info):

@@ -111,9 +111,11 @@ def test_a_process_that_outlives_its_reward_does_not_hold_up_the_end(tmp_path):
 
 @pytest.mark.parametrize("cluster", [{}, pytest.param({"backend": "local", "workers": 2}, marks=pytest.mark.dist)])
 def test_a_run_has_a_file_of_them_and_says_where(tmp_path, capfd, cluster):
+    close_enough = tiny.close_enough  # itself: its process need not import the module
+
     def reward(prompt, completion, info):
         print("scoring", prompt)
-        return tiny.close_enough(prompt, completion, info)
+        return close_enough(prompt, completion, info)
 
     watcher = tiny.Recorder()
     more = {"cluster": cluster, "policy": {"layout": {"fsdp": 2}}} if cluster else {}
