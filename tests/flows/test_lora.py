@@ -16,7 +16,7 @@ from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.cli.export import write_model
 from tilth.config.load import from_dict
-from tilth.core.errors import ModelError, RecipeError
+from tilth.core.errors import ModelError, RecipeError, WeightMismatch
 from tilth.flows.model import MergedTensors, load_beginning, load_model
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -25,6 +25,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
 from tilth.models.peft import CONFIG, TENSORS, load_adapter, save_adapter
 from tilth.plan.lora import is_adapter
+from tilth.rollout.engine import Engine
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 
@@ -81,6 +82,69 @@ def test_parity_is_to_the_bit(tmp_path, base):
     run = adapted(tmp_path, base, train={"parity": True, "threads": 1})
     found = [record["mismatch/max"] for record in read_metrics(run) if "mismatch/max" in record]
     assert found and max(found) == 0
+
+
+def synced(run, name):
+    return [record[name] for record in read_metrics(run) if name in record]
+
+
+def test_engines_that_take_adapters_get_only_a_and_b(tmp_path, base, whole, monkeypatch):
+    """The base travels once; the engine computes as the trainer, up to rounding."""
+    update, taken = Engine.update_weights, []
+
+    def counted(self, weights, version, keep_kv=False):
+        taken.append(0)
+
+        def each():
+            for name, tensor in weights:
+                taken[-1] += tensor.nbytes
+                yield name, tensor
+
+        update(self, each(), version, keep_kv)
+
+    monkeypatch.setattr(Engine, "update_weights", counted)
+    run = adapted(tmp_path, base, rollout={"adapters": "adapter"})
+    size = {name: tensor.nbytes for name, tensor in stored(run)[0].items()}
+    small, large = (sum(n for name, n in size.items() if is_adapter(name) == kind) for kind in (True, False))
+    assert taken[0] == small + large and set(taken[1:]) == {small} and len(taken) > 3
+    assert set(synced(whole, "sync/bytes")) == {large} and set(synced(run, "sync/bytes")) == {small}
+    assert 0 < max(synced(run, "mismatch/max")) < 1e-4
+    np.testing.assert_allclose(synced(run, "loss"), synced(whole, "loss"), rtol=2e-3, atol=2e-4)
+
+
+def test_parity_with_adapters_in_the_engine_is_to_the_bit(tmp_path, base):
+    """In parity mode both compute with merged weights, each with its own."""
+    more = {"rollout": {"adapters": "adapter"}, "train": {"parity": True, "threads": 1}}
+    run = adapted(tmp_path, base, **more)
+    assert max(synced(run, "mismatch/max")) == 0
+
+
+def test_a_base_that_changes_in_the_engine_is_seen(tmp_path, base, monkeypatch):
+    """It is not sent again, but its checksums are compared at every weight sync."""
+    update, versions = Engine.update_weights, []
+
+    def damaged(self, weights, version, keep_kv=False):
+        update(self, weights, version, keep_kv)
+        versions.append(version)
+        if len(versions) == 2:
+            dict(self.named_parameters())["model.layers.1.mlp.up_proj.weight"].view(-1)[3] += 1
+
+    monkeypatch.setattr(Engine, "update_weights", damaged)
+    with raises(WeightMismatch, "model.layers.1.mlp.up_proj.weight"):
+        adapted(tmp_path, base, rollout={"adapters": "adapter"})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"fsdp": 2}, {"pp": 2}, {"dp": 2}))],
+)
+def test_layouts_send_adapters_alike(tmp_path, base, whole, layout):
+    cluster = {"backend": "local", "workers": 2}
+    more = {"rollout": {"adapters": "adapter"}, "policy": {"lora": LORA, "layout": layout}, "cluster": cluster}
+    run = adapted(tmp_path, base, **more)
+    assert 0 <= max(synced(run, "mismatch/max")) < 1e-4
+    np.testing.assert_allclose(synced(run, "loss")[:6], synced(whole, "loss")[:6], rtol=2e-3, atol=2e-4)
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, base, whole):
@@ -243,6 +307,7 @@ def test_experts_have_no_place_in_peft(tmp_path):
         ({"model": {}}, "policy.lora.rank"),
         ({"model": {}, "critic": {"lora": LORA}, "policy": {}}, "critic.lora.rank"),
         ({"train": {"ema": 0.9}}, "train.ema"),
+        ({"policy": {}, "rollout": {"adapters": "adapter"}}, "rollout.adapters"),
         ({"train": {"router_correction": 0.1}}, "train.router_correction"),
         ({"model": {"path": "x", "optimizer": True}}, "model.optimizer"),
         ({"model": {"adapter": "x"}, "policy": {}}, "model.adapter"),

@@ -11,12 +11,14 @@ from tests.errors import raises
 from tests.models.tiny import FAMILIES
 from tests.rollout.reference import LORAS, Plain, halves, make_engine, make_model, make_requests
 from tilth.config.schema import LoraConfig
-from tilth.core.errors import DataError, ModelError
+from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.models.lora import merge
 from tilth.plan.lora import pair_of, scale_of, weight_of
 from tilth.rollout import adapters, scheduler
 from tilth.rollout.blocks import BlockError, BlockManager
+from tilth.rollout.engine import Engine
 from tilth.rollout.protocol import EngineError
+from tilth.rollout.protocol import make_engine as make_native
 from tilth.rollout.request import Request, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=10, stop_tokens=(3,))
@@ -241,6 +243,47 @@ def test_memory_is_counted_and_given_back():
     for name in padded:
         engine.remove_adapter(name)
     assert engine.adapter_bytes == 0
+
+
+# ---- adapters among the weights ----
+
+
+def made_of(lora, **options):
+    """An engine whose weights have adapters, and all its weights."""
+    weights = dict(MODEL.named_parameters()) | halves("a", lora=lora)
+    engine = make_native("native", MODEL.config, seed=7, max_length=256, lora=lora, **options)
+    engine.update_weights(weights, version=1)
+    return engine, weights
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_weights_may_have_adapters_that_are_updated_alone(parity):
+    engine, _ = made_of(LORAS["a"], parity=parity)
+    requests, changed = asked("", params=SamplingParams(max_tokens=10)), merged("a")
+    wanted = make_engine(changed, parity=parity).generate(requests)
+    for mine, other in zip(engine.generate(requests), wanted):
+        assert np.array_equal(mine.tokens, other.tokens) and (not parity or same(mine, other))
+        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-4)
+    engine.update_weights({name: 0 * tensor for name, tensor in halves("a").items()}, version=2)
+    found = engine.generate(requests)
+    assert found[0].versions == [(40, 2)]
+    assert all(same(mine, other) for mine, other in zip(found, make_engine(MODEL, parity=parity).generate(requests)))
+
+
+def test_adapters_alone_are_no_first_update():
+    engine = make_native("native", MODEL.config, max_length=64, lora=LORAS["b"])
+    for weights in (halves("b"), iter(halves("b").items())):
+        with raises(ModelError, "lm_head.weight.missing"):
+            engine.update_weights(weights, version=1)
+    engine, weights = made_of(LORAS["a"])
+    with raises(ModelError, f"{Q}.A.missing"):
+        engine.update_weights({n: t for n, t in weights.items() if n != f"{Q}.A"}, version=2)
+
+
+def test_an_engine_that_takes_no_adapters_is_refused(monkeypatch):
+    monkeypatch.setattr(Engine, "syncs_adapters", False)
+    with raises(RecipeError, "rollout.adapters.engine"):
+        make_native("native", MODEL.config, lora=LORAS["a"])
 
 
 # ---- refused ----

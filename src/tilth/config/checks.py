@@ -185,6 +185,11 @@ def _adapters(recipe: Recipe) -> _Errors:
         if recipe.train.router_correction:
             message = f"train.router_correction = {recipe.train.router_correction} changes weights, which {key} freezes"
             yield RecipeError(f"{message}; set it to 0", key="train.router_correction")
+    if recipe.rollout.adapters == "adapter" and not recipe.policy.lora.rank:
+        message = (
+            "rollout.adapters = adapter, but the policy learns its weights (policy.lora.rank = 0): set it to merged"
+        )
+        yield RecipeError(message, key="rollout.adapters")
     if recipe.policy.lora.rank and recipe.train.ema:
         message = f"train.ema = {recipe.train.ema} averages weights, which policy.lora freezes; set it to 0"
         yield RecipeError(message, key="train.ema")

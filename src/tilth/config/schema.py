@@ -181,6 +181,11 @@ class RolloutConfig(RoleSection):
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")])] = Field(
         "native", description="generation engine; plugins can add others"
     )
+    adapters: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="how engines get a policy that learns adapters: weights with these merged in, or the base once "
+        "and A and B alone from then on",
+    )
     environment: str = Field(
         "",
         description="environment of episodes of several turns: a task's, a plugin's class or FILE.py:Class; it gives "

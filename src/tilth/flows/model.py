@@ -27,7 +27,7 @@ from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config,
 from tilth.models.hub import fetched
 from tilth.models.lora import merge
 from tilth.models.peft import StoredAdapter, load_adapter
-from tilth.plan.lora import adapter_shapes, blocks_of, is_adapter, pair_of, scale_of
+from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
@@ -256,7 +256,7 @@ class WithAdapter(Unread):
 
 def _merged(tensors: StoredTensors, settings: Mapping[str, Any], group: str) -> Unread:
     """Return the tensors of a group with the adapters of its role merged in, if it has some."""
-    if not any(map(is_adapter, tensors)):
+    if not has_adapters(tensors):
         return tensors
     section = settings.get("critic" if group == "critic" else "policy", {})
     return MergedTensors(tensors, LoraConfig.model_validate(section["lora"], strict=False))

@@ -264,7 +264,10 @@ class Run:
                 f"flow={self.recipe.flow} has no {target} that could receive weights", key=f"roles.{target}"
             )
         self.roles[target].called.add("receive")  # weight_sync changes its state
-        return any(delivery.probe for delivery in self.roles.weight_sync.sync(target, self.state.version))
+        found = self.roles.weight_sync.sync(target, self.state.version)
+        if self.recipe.policy.lora.rank:
+            self.metrics.add("sync/bytes", float(sum(delivery.taken for delivery in found)))
+        return any(delivery.probe for delivery in found)
 
     def _refresh_engine(self) -> None:
         if self._engine_version != self.state.version:

@@ -27,7 +27,7 @@ from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.layout import layouts
+from tilth.plan.layout import layouts, policy_layouts
 from tilth.plan.lora import is_adapter
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
@@ -117,10 +117,15 @@ def reference(context: Context, recipe: Recipe, config: DecoderConfig) -> Refere
 def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer) -> RolloutWorker:
     """Make this worker's engine, or its part of one; weight sync brings its weights."""
     r = recipe.rollout
-    more = {"kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context, "max_length": recipe.model.context}
+    more: dict[str, Any] = {
+        "kv_tokens": r.kv_tokens or r.max_rows * recipe.model.context,
+        "max_length": recipe.model.context,
+    }
     more |= {"compile": r.compile, "parity": recipe.train.parity}
     if config.num_experts and recipe.train.routing != "own" and recipe.flow_spec.samples:
         more["routing"] = True
+    if r.adapters == "adapter":
+        more["lora"] = recipe.policy.lora
     engine = _engine(context, recipe, config, tokenizer, **more)
     if r.partial and not r.environment and not hasattr(engine, "resume"):
         raise RecipeError(
@@ -200,7 +205,7 @@ def weight_sync(
     """Make the role that copies the policy's weights: to engines in their dtype, to other roles in fp32."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh in ("copies", "engines") else torch.float32 for name in targets}
-    held = layouts(config, source, schedule=recipe.policy.layout.pp_schedule)
+    held = policy_layouts(recipe, config, source, schedule=recipe.policy.layout.pp_schedule)
     wanted = {name: _wanted(recipe, config, name, mesh) for name, mesh in targets.items()}
     return WeightSyncWorker(context, held, wanted, dtypes, source, targets, device=device)
 
@@ -209,6 +214,8 @@ def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dic
     """Return the layouts in which a role takes the policy's weights: its own parts, whole ones for a plugin's role."""
     spec = ROLES[role]
     how: dict[str, Any] = {"value": spec.values, "schedule": spec.placed_by(recipe).layout.pp_schedule}
+    if role == "rollout":
+        return policy_layouts(recipe, config, mesh, schedule=how["schedule"], engine=True)
     found = layouts(config, mesh, engine=spec.mesh == "engines", **how)
     if role not in SHIPPED_ROLES:
         return {name: whole_layout(layout, mesh) for name, layout in found.items()}

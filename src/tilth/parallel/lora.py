@@ -7,12 +7,7 @@ from torch import Tensor
 
 from tilth.models.lora import Adapter, merge
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.lora import blocks_of, is_adapter, pair_of, weight_of
-
-
-def has_adapters(sharded: ShardedModel) -> bool:
-    """True if adapters of the model are learned instead of its weights."""
-    return any(map(is_adapter, sharded.layouts))
+from tilth.plan.lora import blocks_of, pair_of, weight_of
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from tilth.parallel.experts import apply_experts
 from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
-from tilth.plan.lora import is_adapter
+from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
@@ -206,10 +206,14 @@ class ShardedModel:
         return {n: p.dtype for n, p in self.parameters.items()} if self.pipeline is None else self.pipeline.dtypes
 
     @property
+    def adapted(self) -> bool:
+        """True if adapters of the model are learned instead of its weights."""
+        return has_adapters(self.layouts)
+
+    @property
     def learned(self) -> list[str]:
         """Parameters that are learned, those of other stages included: all, or adapters and the value head."""
-        adapters = [name for name in self.layouts if is_adapter(name)]
-        return [*adapters, *(n for n in self.layouts if n.startswith(HEAD))] if adapters else list(self.layouts)
+        return [n for n in self.layouts if is_adapter(n) or n.startswith(HEAD)] if self.adapted else list(self.layouts)
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +246,7 @@ class ShardedModel:
         """
         begins = isinstance(self.model, ValueModel) and not any(name.startswith(HEAD) for name in tensors)
         left_out = (HEAD, OUTPUT) if begins else ()
-        fresh = {n for n in self.layouts if is_adapter(n)} if not any(map(is_adapter, tensors)) else set()
+        fresh = {n for n in self.layouts if is_adapter(n)} if not has_adapters(tensors) else set()
         wanted = {n: layout.shape for n, layout in self.layouts.items() if not (begins and n.startswith(HEAD))}
         wanted = {name: shape for name, shape in wanted.items() if name not in fresh}
         found = {name: shape for name, shape in shapes(tensors).items() if not name.startswith(left_out)}

@@ -189,6 +189,19 @@ def layouts(
     return found
 
 
+def policy_layouts(
+    recipe: Recipe, shape: DecoderShape, mesh: Mesh, *, schedule: str, engine: bool = False
+) -> dict[str, Layout]:
+    """Return what weight sync takes from the policy, or gives to engines: parameter -> layout, with those of adapters
+    unless they are merged."""
+    how: dict[str, Any] = {"schedule": schedule, "engine": engine}
+    if recipe.rollout.adapters == "merged":
+        return layouts(shape, mesh, **how)
+    lora = recipe.policy.lora
+    sizes = parameter_shapes(shape) | adapter_shapes(shape, lora)
+    return layouts(shape, mesh, table=shape.table + adapter_rows(shape.table, lora), sizes=sizes, **how)
+
+
 def nested(mesh: Mesh, shape: Sizes, along: Mapping[str, Placement]) -> Layout:
     """Lay a parameter over a mesh: axes in ``along`` split first, as it says by name; shards that are not in it split
     the rows of what those left, all together; copies copy. AxisError for another axis that divides the model.
@@ -324,6 +337,8 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
 def _adapters(recipe: Recipe, role: str, shape: DecoderShape, mesh: Mesh, rank: int, staged: bool) -> int:
     """Count the elements of adapters that a rank of a role holds, on a stage of a pipeline with equal layers."""
     lora = getattr(ROLES[role].placed_by(recipe), "lora", None)
+    if role == "rollout" and recipe.rollout.adapters == "adapter":
+        lora = recipe.policy.lora
     if lora is None or not lora.rank:
         return 0
     own = mesh.part(rank, *mesh.over(*MODEL))

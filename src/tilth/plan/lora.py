@@ -5,6 +5,7 @@ A weight W [out, in] is frozen, and W + scale B A is computed with, A [rank, in]
 """
 
 import math
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,6 +21,11 @@ _WEIGHT = ".weight"
 def is_adapter(name: str) -> bool:
     """True for a parameter of an adapter."""
     return INFIX in name
+
+
+def has_adapters(names: Iterable[str]) -> bool:
+    """True if some of a model's parameters are those of adapters, which are learned instead of its weights."""
+    return any(map(is_adapter, names))
 
 
 def weight_of(name: str) -> str:

@@ -189,7 +189,7 @@ def _engine_need(
     working = generation(recipe, cut.shape, asked, element, vocab=cut.shape.vocab_size * tp)
     grows = Item("cache while it grows", besides)
     return Need(
-        (Item(weights, cut.elements * element), Item(cache, held)),
+        (Item(weights, (cut.elements + cut.adapters) * element), Item(cache, held)),
         generation=max((working, (grows,)), key=total),  # not while tokens are computed
     )
 

@@ -12,7 +12,8 @@ from tilth.config.schema import Recipe
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.context import RING_SHARE
 from tilth.plan.experts import dispatch_elements, dispatch_mode
-from tilth.plan.layout import Placed, cut, has_values, layouts, place
+from tilth.plan.layout import Placed, cut, has_values, layouts, place, policy_layouts
+from tilth.plan.lora import is_adapter
 from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of, stages_of
 from tilth.plan.reshard import ReshardPlan
@@ -239,8 +240,11 @@ def _engine(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, long
 def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: DecoderShape) -> list[GroupTraffic]:
     """Return the exchange of boxes among the ranks of each group; layers are alike, so each kind is planned once."""
     theirs = ROLES[role].placed_by(recipe).layout.pp_schedule
-    held = layouts(shape, source.mesh, schedule=recipe.policy.layout.pp_schedule)
+    held = policy_layouts(recipe, shape, source.mesh, schedule=recipe.policy.layout.pp_schedule)
     wanted = layouts(shape, target.mesh, schedule=theirs, engine=target.engines)
+    if role == "rollout" and recipe.rollout.adapters == "adapter":  # the base goes once
+        wanted = policy_layouts(recipe, shape, target.mesh, schedule=theirs, engine=True)
+        wanted = {name: layout for name, layout in wanted.items() if is_adapter(name)}
     kinds: dict[tuple[Layout, Layout], list[str]] = {}
     for name, layout in wanted.items():
         kinds.setdefault((held[name], layout), []).append(name)

@@ -21,9 +21,10 @@ from tilth.config.roles import ROLES
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Layout, Mesh
-from tilth.parallel.lora import has_adapters, merged_parts
+from tilth.parallel.lora import merged_parts
 from tilth.parallel.reshard import Part, Parts, Resharder, allocate, parts_of, share
 from tilth.parallel.sharded import WHOLE, ShardedModel, buckets
+from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.reshard import ReshardPlan
 from tilth.roles.rollout import RolloutWorker
 from tilth.trace.spans import span
@@ -58,6 +59,8 @@ class Delivery(NamedTuple):
     probe: bool
     """The receiver cannot show its weights; a probe must compare what it computes."""
     shared: int = 0
+    taken: int = 0
+    """Bytes that the receiver took, from wherever, without those of a base that is sent once."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ class Route:
     """Layouts of the receiver, by parameter."""
     resharder: Resharder
     dtype: torch.dtype
+
+    @property
+    def adapters(self) -> bool:
+        """True if the receiver takes the policy's adapters as they are."""
+        return has_adapters(self.wanted)
 
 
 class WeightSyncWorker:
@@ -93,6 +101,8 @@ class WeightSyncWorker:
         self.held, self.source, self.bucket = dict(held), source, bucket
         self.routes = {name: self._route(mesh, wanted[name], dtypes[name]) for name, mesh in targets.items()}
         self._shared: dict[str, Parts] = {}
+        self._bases: dict[str, dict[str, int]] = {}
+        """Of targets that take adapters: the checksums of what they have got once and for all."""
 
     def _route(self, target: Mesh, wanted: Layouts, dtype: torch.dtype) -> Route:
         rank = self.context.rank
@@ -106,11 +116,12 @@ class WeightSyncWorker:
 
     @transfer(split="all", gather="all")
     def sync(self, target: str, version: int) -> Delivery:
-        """Send the policy's weights to a target. WeightMismatch names the tensors that arrived changed."""
+        """Send the policy's weights to a target, of adapters that it takes A and B alone after the first time.
+        WeightMismatch names the tensors that arrived changed, or changed since."""
         route, expected, damaged = self.routes[target], dict[str, int](), list[str]()
         receiver: Receiver | None = self.context.roles[target] if route.target else None  # type: ignore[assignment]
         self._share(target, receiver)
-        self._bytes = 0
+        self._bytes = self._taken = 0
         stream = self._stream(target, expected, damaged)
         with span("publish") as sent:
             if receiver is not None:
@@ -121,21 +132,31 @@ class WeightSyncWorker:
         with span("verify"):
             if damaged:
                 raise _mismatch(damaged, target)
+            received = len(expected)
+            if route.adapters:
+                base = {name: value for name, value in expected.items() if not is_adapter(name)}
+                expected = self._bases.setdefault(target, base) | expected
             if receiver is not None and receiver.tolerance == 0:
                 verify_weights(expected, receiver.fingerprint(), target)
         probe = receiver is not None and receiver.tolerance is None
         shared = len(self._shared.get(target, ()))
-        return Delivery(self.context.rank, len(expected), self._bytes, probe, shared)
+        return Delivery(self.context.rank, received, self._bytes, probe, shared, self._taken)
 
     def _policy(self) -> ShardedModel:
         policy: ShardedModel = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
         return policy
 
-    def _own(self, names: Iterable[str]) -> Parts:
-        """Return this worker's part of these weights of the policy, with adapters merged in; a collective call."""
+    def _own(self, names: Iterable[str], *, apart: bool = False) -> Parts:
+        """Return this worker's part of these weights of the policy, with adapters merged in unless these go ``apart``;
+        a collective call."""
         if self.context.rank not in self.source.ranks:
             return {}
-        return parts_of(merged_parts(self._policy(), list(names)), self.held, self.context.rank)
+        policy = self._policy()
+        if apart:
+            own: Mapping[str, Tensor] = {n: policy.parameters[n] for n in names if n in policy.parameters}
+        else:
+            own = merged_parts(policy, list(names))
+        return parts_of(own, self.held, self.context.rank)
 
     def _share(self, target: str, receiver: Receiver | None) -> None:
         """Let the policy's shards lie in the generation weights of an engine, once, where both can use them.
@@ -149,7 +170,7 @@ class WeightSyncWorker:
             return
         if rank not in self.source.ranks or not engine.engine.shares:
             return
-        if has_adapters(self._policy()):  # what an engine holds is merged
+        if self._policy().adapted:  # what an engine holds is merged
             return
         policy, own = self.context.roles["policy"], self._own(self.held)
         live = parts_of(dict(engine.engine.named_parameters()), self.routes[target].wanted, rank)
@@ -164,9 +185,9 @@ class WeightSyncWorker:
         ``expected`` gets their checksums, ``damaged`` the names of those that did not arrive as they were sent.
         """
         route = self.routes[target]
-        shapes = {name: self.held[name].shape for name in route.wanted}
+        shapes = {name: self.held[name].shape for name in route.wanted if self._due(target, name)}
         for names in buckets(shapes, self.bucket):
-            own = self._own(names)
+            own = self._own(names, apart=route.adapters)
             into = self._room(target, names) if route.target else {}
             self._bytes += route.resharder.fill(into, own, names, route.dtype)
             damaged += route.resharder.damaged(into, own, names, route.dtype)
@@ -174,7 +195,12 @@ class WeightSyncWorker:
                 values = into[name].values if name in into else self._nothing(shapes[name], route.dtype)
                 if route.wanted[name].mesh.has(self.context.rank):
                     expected[name] = checksum(values)
+                    self._taken += values.nbytes * (is_adapter(name) or not route.adapters)
                 yield name, values
+
+    def _due(self, target: str, name: str) -> bool:
+        """True unless the target has this weight for good."""
+        return target not in self._bases or is_adapter(name)
 
     def _room(self, target: str, names: list[str]) -> dict[str, Part]:
         """Return where the parts of a bucket go: into shared memory, or new tensors."""

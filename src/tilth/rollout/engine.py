@@ -1,7 +1,7 @@
 """The native generation engine: continuous batching of requests over one model, its weights and its KV cache."""
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -13,10 +13,12 @@ from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
+from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
 from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
+from tilth.plan.lora import is_adapter
 from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
@@ -27,7 +29,7 @@ from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
 from tilth.rollout.runner import Runner
-from tilth.rollout.sampling import Chosen, Rules, choose, choose_from, draws
+from tilth.rollout.sampling import Rules, choose, choose_from, draws
 from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
@@ -45,14 +47,15 @@ class Engine(GenerationEngine):
     of a packed forward pass with ``parity`` bit for bit (CPU). routing: record the experts of each token
     (``Trajectory.routing``). dims: ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads,
     widths of MLPs and vocabulary along "tp", where each holds the KV of its own heads. All of them get the same calls
-    and return the same trajectories. Raises ModelError, RecipeError or EngineError, with the key, for what the model or
-    ``dims`` does not allow.
+    and return the same trajectories. lora: of adapters among the weights (``syncs_adapters``). Raises ModelError,
+    RecipeError or EngineError, with the key, for what the model or ``dims`` does not allow.
     """
 
     tolerance: float | None = 0.0
     shares = True
     constrains = True
     adapts = True
+    syncs_adapters = True
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class Engine(GenerationEngine):
         parity: bool = False,
         routing: bool = False,
         dims: ParallelDims | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         dims = dims or ParallelDims.alone()
         check_divided(dims, compile=compile, parity=parity)
@@ -85,11 +89,12 @@ class Engine(GenerationEngine):
         self.sharded = shard(
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
             dims,
+            converters=() if lora is None else (LowRank(lora, parity), frozen),
             engine=True,
             device=str(self.device),
         )
         self.model = self.sharded.model
-        self._adapters = AdapterBank(self.sharded, parity)
+        self._adapters, self._based = AdapterBank(self.sharded, parity), False
         self._held = part_of(config, dims.size("tp"))
         self._lock = LockStep(dims.group("ep", "tp"), dims.ranks("ep", "tp"))
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
@@ -137,7 +142,7 @@ class Engine(GenerationEngine):
         if isinstance(weights, Mapping):
             for name, tensor in weights.items():
                 self._check_weight(name, tensor)
-            _check_missing(mine.keys() - weights.keys())
+            _check_missing(self._unsent(mine.keys() - weights.keys()))
             weights = weights.items()
         missing = set(mine)
         self._interrupt(rows=not keep_kv)
@@ -150,13 +155,17 @@ class Engine(GenerationEngine):
             if tensor.data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(tensor)
             missing.discard(name)
-        _check_missing(missing)
-        self.version = version
+        _check_missing(self._unsent(missing))
+        self.version, self._based = version, True
         self._lock.note("weights", version)
         for lane, row in self._rows():
             answer = lane.settle(row)
             answer.stamp(version)
             answer.stale = True
+
+    def _unsent(self, missing: Set[str]) -> Set[str]:
+        """Return those of the missing weights that an update must bring: none of a base that is there."""
+        return {name for name in missing if is_adapter(name)} if self._based and self.sharded.adapted else missing
 
     def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         self._adapters.load(name, lora, tensors)
@@ -334,7 +343,7 @@ class Engine(GenerationEngine):
         with span("sample", tokens=decoding.tokens) as sampling:
             uniform = self._tensor(c.uniform[every, at + 1])
             allowed = lane.allowed(rows, logp.shape[1], self.device)
-            tokens, logprobs, filtered = _to_host(choose_from(logp, mass, uniform, rules, allowed))
+            tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, allowed).on_host()
             self._check_finite(logprobs[live])
             self._lock.note(tokens[live])
             ended = lane.advance(tokens, logprobs, filtered)
@@ -454,7 +463,7 @@ class Engine(GenerationEngine):
         uniform = self._draw([a.request for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
         rules = Rules.of([a.request.params for a in answers], self.device)
         allowed = allowed_tokens(answers, logits.shape[1], self.device)
-        tokens, logprobs, sampling = _to_host(choose(logits, self._tensor(uniform), rules, allowed))
+        tokens, logprobs, sampling = choose(logits, self._tensor(uniform), rules, allowed).on_host()
         self._check_finite(logprobs)
         self._lock.note(tokens)
         for i, answer in enumerate(answers):
@@ -592,8 +601,3 @@ def _check_missing(names: Collection[str]) -> None:
         first = sorted(names)
         message = f"weights for the engine: missing: {', '.join(first[:5])} ({len(first)} in all)"
         raise ModelError(message, key=f"{first[0]}.missing")
-
-
-def _to_host(chosen: Chosen) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    sampling = None if chosen.sampling is None else chosen.sampling.cpu().numpy()
-    return chosen.tokens.cpu().numpy(), chosen.logprobs.cpu().numpy(), sampling

@@ -50,6 +50,10 @@ class GenerationEngine(Protocol):
     adapts: bool = False
     """True: it serves ``Request.adapter``; otherwise ``check_served`` and ``load_adapter`` refuse."""
 
+    syncs_adapters: bool = False
+    """True: it takes the keyword ``lora``, a LoraConfig: A and B are then among its weights (``plan.lora``), and after
+    an update by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
+
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
 
@@ -193,6 +197,7 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
     if name not in ENGINES and name not in declared("engine"):
         load_plugins(plugins)
     if name in ENGINES:
+        _check_adapters(name, resolve(ENGINES[name]), options)
         shipped: GenerationEngine = resolve(ENGINES[name])(config, **options)
         return shipped
     if (declaration := declared("engine").get(name)) is None:
@@ -202,5 +207,12 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
     if GenerationEngine not in getattr(declaration.value, "__mro__", ()):
         message = f"{declaration.title} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
         raise PluginError(message, key=f"engine.{name}.class")
+    _check_adapters(name, declaration.value, options)
     engine: GenerationEngine = call_declared(declaration, config, **options)
     return engine
+
+
+def _check_adapters(name: str, kind: Any, options: Mapping[str, Any]) -> None:
+    if options.get("lora") is not None and not kind.syncs_adapters:
+        message = f"rollout.adapters = adapter: rollout.engine = {name} takes no adapters of the policy; use merged"
+        raise RecipeError(message, key="rollout.adapters.engine")

@@ -83,6 +83,11 @@ class Chosen:
     logprobs: Tensor
     sampling: Tensor | None
 
+    def on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return all three as arrays."""
+        sampling = None if self.sampling is None else self.sampling.cpu().numpy()
+        return self.tokens.cpu().numpy(), self.logprobs.cpu().numpy(), sampling
+
 
 def choose(logits: Tensor, uniform: Tensor, rules: Rules, allowed: Tensor | None = None) -> Chosen:
     """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1); allowed: as ``choose_from``."""

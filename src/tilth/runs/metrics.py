@@ -137,6 +137,12 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("mismatch/chi2_token", "1", "mean", "chi-square of trainer and engine: squared ratio of a token - 1"),
     ("mismatch/chi2_seq", "1", "mean", "chi-square of a sample: squared product of its tokens' ratios - 1"),
     ("mismatch/effective", "share", "mean", "effective sample size if each token were weighted by its ratio"),
+    (
+        "sync/bytes",
+        "bytes",
+        "last",
+        "what engines take in a weight sync, if adapters are learned; without a base sent once",
+    ),
     ("experts/flips", "share", "mean", "recorded pairs of a token and an expert that the trainer's router leaves out"),
     ("experts/load_max", "1", "mean", "load of the busiest expert of any layer over the mean load, in one update"),
     ("experts/entropy", "share", "mean", "entropy of the loads of a layer's experts over its maximum, mean of layers"),

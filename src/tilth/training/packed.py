@@ -21,7 +21,7 @@ from tilth.models.value import ValueModel
 from tilth.parallel.context import ContextParallel, TokenShare
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.flops import Flops, attended, pass_flops
-from tilth.plan.lora import is_adapter
+from tilth.plan.lora import has_adapters
 from tilth.plan.packing import micro_batches
 from tilth.trace.spans import span
 
@@ -83,7 +83,7 @@ class WorkAmounts(NamedTuple):
     def of(cls, model: Decoder, micro: MicroBatch) -> "WorkAmounts":
         """Count model FLOPs, with the output head at every token; a value model has none."""
         tokens, pairs = micro.computed, micro.pairs
-        head, frozen = not isinstance(model, ValueModel), any(is_adapter(row.name) for row in model.table)
+        head, frozen = not isinstance(model, ValueModel), has_adapters(row.name for row in model.table)
         return cls(tokens, 2 * pairs - tokens, pass_flops(model.config, tokens, pairs, head, frozen))
 
 

@@ -25,6 +25,7 @@ from tilth.models.family import (
     linear,
     norm,
 )
+from tilth.models.lora import Adapter
 from tilth.models.moe import ExpertContext
 from tilth.models.rope import Tables, rotate
 from tilth.plan.rules import Table
@@ -148,7 +149,9 @@ class LatentAttention(nn.Module):
     def _expansion(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrices of each head from the latent to keys and to values, [heads, width, kv_lora_rank]."""
         c = self.config
-        every = self.kv_b_proj.weight.to(x.dtype).view(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        weight: Tensor = self.kv_b_proj.weight
+        weight = self.kv_b_proj.lora.merged(weight) if isinstance(self.kv_b_proj.lora, Adapter) else weight
+        every = weight.to(x.dtype).view(-1, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
         keys, values = every.split((c.qk_nope_head_dim, c.v_head_dim), 1)
         return keys, values
 
