@@ -1,6 +1,6 @@
-"""Training adapters: memory and step time beside full training, and beside PEFT on transformers.
+"""Training adapters beside full training and beside PEFT on transformers, and serving many at once.
 
-    python benchmarks/lora.py [--quick] [--json PATH] [--model 6M] [--rank 16] [--rounds N] [--device cpu]
+    python benchmarks/lora.py [--quick] [--json PATH] [--model 6M] [--rank 16] [--rounds N] [--device cpu] [--serve]
 
 Contenders: ``TrainEngine`` that learns all weights ("tilth full") or adapters of all ``*_proj`` ("tilth lora"); PEFT on
 ``Qwen3ForCausalLM`` with the same targets, rank, scale and initial A, in a plain loop with fused AdamW and clipping
@@ -10,6 +10,10 @@ loss, fp32, as in ``train.py``.
 Checked before anything is timed: the losses of the first three steps of both with adapters are equal within 2e-4.
 Steps alternate in one process, a figure is the best of all rounds. Peak memory: each contender once in a process of its
 own, less what the process had before it built its model.
+
+--serve: the native engine instead, 64 requests of 64 prompt tokens and 64 new ones, of which none has an adapter
+("base"), all have one ("1 adapter"), or 4 each have one of 16 ("16 adapters"). Checked before: the tokens of the mixed
+requests are those of each adapter alone. Alternating rounds, the best counts.
 """
 
 import os
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,11 +39,14 @@ from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, converted
-from tilth.plan.lora import is_adapter
+from tilth.plan.lora import adapter_shapes, is_adapter
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 LR, CLIP, CHECKED, TOLERANCE = 1e-3, 1.0, 3, 2e-4
 Step = Callable[[int], float]
+ADAPTERS = 16
 CONTENDERS = ("tilth full", "tilth lora", "peft lora")
 
 
@@ -144,6 +152,53 @@ def timed(step: Step, i: int, device: str) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
+def completed(engine: Engine, asked: list[Request], _: int) -> float:
+    """Generate all; the number of completions."""
+    return float(len(engine.generate(asked)))
+
+
+def serving(options: Any) -> list[dict[str, Any]]:
+    """Rows of the engine with requests of no, one and many adapters."""
+    config, lora, rows = config_of(options.model), LoraConfig(rank=options.rank), 16 if options.quick else 64
+    engine = Engine(config, seed=0, max_rows=64, max_length=256, device=options.device)
+    engine.update_weights(random_model(config, torch.float32, options.device).named_parameters(), version=1)
+    for i in range(ADAPTERS):
+        generator = torch.Generator().manual_seed(i)
+        shapes = adapter_shapes(config, lora).items()
+        engine.load_adapter(f"a{i}", lora, {n: 0.02 * torch.randn(size, generator=generator) for n, size in shapes})
+    params = SamplingParams(max_tokens=8 if options.quick else 64)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, config.vocab_size, (rows, 64))
+    cases = {"base": [""], "1 adapter": ["a0"], f"{ADAPTERS} adapters": [f"a{i}" for i in range(ADAPTERS)]}
+
+    def requests(names: list[str]) -> list[Request]:
+        return [Request(i, prompt, params, adapter=names[i % len(names)]) for i, prompt in enumerate(prompts)]
+
+    mixed = {t.id: t for t in engine.generate(requests(cases[f"{ADAPTERS} adapters"]))}
+    for name in ("a0", "a1"):
+        alone = engine.generate([r for r in requests(cases[f"{ADAPTERS} adapters"]) if r.adapter == name])
+        wrong = sum(not np.array_equal(t.tokens, mixed[t.id].tokens) for t in alone)
+        assert wrong <= len(alone) // 8, f"{wrong} of {len(alone)} requests of {name} have other tokens alone"
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    for _ in range(2 if options.quick else options.rounds):
+        for name, adapters in cases.items():
+            engine.reset_prefix_cache()
+            asked = requests(adapters)
+            times[name].append(timed(partial(completed, engine, asked), 0, options.device))
+    found = []
+    for name in cases:
+        wall, cpu = (min(column) for column in zip(*times[name]))
+        new = rows * params.max_tokens
+        row = {"contender": f"serve {name}", "model": options.model, "rank": options.rank, "seconds": wall}
+        found.append(row | {"cpu_seconds": cpu, "tokens_per_second": new / wall, "tokens_per_cpu_second": new / cpu})
+        found[-1]["base_over_it"] = found[0]["cpu_seconds"] / cpu
+        print(
+            f"{row['contender']:18} {new / wall:,.0f} tokens/s  {new / cpu:,.0f} tokens per processor second "
+            f"(x base {found[-1]['base_over_it']:.2f}); adapters hold {engine.adapter_bytes / 1e6:.1f} MB"
+        )
+    return found
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, "4 sequences a step, two rounds")
     parser.add_argument("--model", default="6M", help="shape of shapes.py")
@@ -151,11 +206,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--serve", action="store_true", help="serve adapters instead of training them")
     parser.add_argument("--memory-of", choices=CONTENDERS, help="only print the peak bytes of this contender")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory_of:
         print(measure_memory(options.memory_of, options))
+        return
+    if options.serve:
+        write_rows(options.json, serving(options))
         return
     names = [name for name in CONTENDERS if name != "peft lora" or importlib.util.find_spec("peft")]
     if "peft lora" not in names:

@@ -1,7 +1,7 @@
 """The native generation engine: continuous batching of requests over one model, its weights and its KV cache."""
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ class Engine(GenerationEngine):
         if isinstance(weights, Mapping):
             for name, tensor in weights.items():
                 self._check_weight(name, tensor)
-            _check_missing(self._unsent(mine.keys() - weights.keys()))
+            self._check_missing(mine.keys() - weights.keys())
             weights = weights.items()
         missing = set(mine)
         self._interrupt(rows=not keep_kv)
@@ -155,7 +155,7 @@ class Engine(GenerationEngine):
             if tensor.data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(tensor)
             missing.discard(name)
-        _check_missing(self._unsent(missing))
+        self._check_missing(missing)
         self.version, self._based = version, True
         self._lock.note("weights", version)
         for lane, row in self._rows():
@@ -163,9 +163,11 @@ class Engine(GenerationEngine):
             answer.stamp(version)
             answer.stale = True
 
-    def _unsent(self, missing: Set[str]) -> Set[str]:
-        """Return those of the missing weights that an update must bring: none of a base that is there."""
-        return {name for name in missing if is_adapter(name)} if self._based and self.sharded.adapted else missing
+    def _check_missing(self, names: Set[str]) -> None:
+        """Raise ModelError unless an update may leave out these weights: those of a base that is there, of adapters."""
+        if first := sorted(n for n in names if is_adapter(n) or not (self._based and self.sharded.adapted)):
+            message = f"weights for the engine: missing: {', '.join(first[:5])} ({len(first)} in all)"
+            raise ModelError(message, key=f"{first[0]}.missing")
 
     def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         self._adapters.load(name, lora, tensors)
@@ -594,10 +596,3 @@ class Engine(GenerationEngine):
             why = f": of the weights {wrong} is not finite" if wrong else ""
             what = f"the engine's logits are not finite under weights of version {self.version}{why}"
             raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
-
-
-def _check_missing(names: Collection[str]) -> None:
-    if names:
-        first = sorted(names)
-        message = f"weights for the engine: missing: {', '.join(first[:5])} ({len(first)} in all)"
-        raise ModelError(message, key=f"{first[0]}.missing")
