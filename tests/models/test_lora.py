@@ -10,7 +10,8 @@ from tests.errors import raises
 from tests.models.tiny import FAMILIES, decoder
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError, RecipeError
-from tilth.models.attention import PackedContext
+from tilth.core.random import dropout_mask, stream
+from tilth.models.attention import DropoutContext, PackedContext
 from tilth.models.converters import LowRank, converted
 from tilth.models.decoder import Decoder
 from tilth.models.lora import merge
@@ -70,6 +71,36 @@ def test_a_new_adapter_changes_nothing():
     assert torch.equal(outcome(model), outcome(plain))
     first = dict(model.named_parameters())["model.layers.0.self_attn.q_proj.lora.A"]
     assert first.std().item() == pytest.approx((3 * first.shape[1]) ** -0.5, rel=0.15)
+
+
+def test_dropout_zeroes_inputs_of_adapters_alone():
+    """Of the input of A a share, scaled up; the same in every pass with the same numbers, none without them."""
+    model, plain = adapted("qwen3", LORA.model_copy(update={"dropout": 0.25}))
+    without, _ = adapted("qwen3")
+    layer, ids = "model.layers.1.self_attn.q_proj", torch.arange(sum(LENGTHS))
+    seen = {}
+
+    def look(module, args, found):
+        seen["x"], seen["found"] = args[0].detach(), found.detach()
+
+    model.get_submodule(layer).register_forward_hook(look)
+    dropout = DropoutContext(3, 7, 5 + ids)
+    first = model(ids, PackedContext(LENGTHS, dropout=dropout))
+    adapter, weight = model.get_submodule(layer).lora, plain.get_parameter(f"{layer}.weight")
+    keep = dropout_mask(stream(3, "dropout", layer, 7), 5 + ids, seen["x"].shape[1], 0.25)
+    assert 0.6 < keep.double().mean() < 0.9
+    wanted = seen["x"] @ weight.T + (seen["x"] * keep / 0.75) @ adapter.A.T @ adapter.B.T * adapter.scale
+    torch.testing.assert_close(seen["found"], wanted)
+    assert torch.equal(first, model(ids, PackedContext(LENGTHS, dropout=dropout)))
+    assert not torch.equal(first, model(ids, PackedContext(LENGTHS, dropout=DropoutContext(3, 8, 5 + ids))))
+    for other in (model(ids, PackedContext(LENGTHS)), model.eval()(ids, PackedContext(LENGTHS, dropout=dropout))):
+        assert torch.equal(other, without(ids, PackedContext(LENGTHS)))
+
+
+def test_experts_have_no_dropout_of_adapters():
+    with raises(RecipeError, "policy.lora.dropout.experts"):
+        adapted("qwen3-moe", LORA.model_copy(update={"dropout": 0.1}))
+    adapted("qwen3-moe", LORA.model_copy(update={"dropout": 0.1, "targets": ("q_proj",)}))
 
 
 @pytest.mark.parametrize("rslora, scale", [(False, 2.0), (True, 6 / 3**0.5)])

@@ -50,6 +50,7 @@ class Case:
     num_experts: int = 5
     per_token: int = 2
     lora: bool = False
+    lora_dropout: float = 0.0
     both: bool = False
     """Both layers have experts; else the second one."""
     double: bool = False
@@ -67,7 +68,7 @@ class Case:
         sizes = [f"{n}{s}" for n in ("pp", "dp", "fsdp", "ep", "cp", "tp") if (s := getattr(self, n)) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
-        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora")
+        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora", "lora_dropout")
         marks = [n for n in names if getattr(self, n)]
         return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp * self.ep > 1) + ["untied"] * (not self.tied) + marks)
 
@@ -87,7 +88,8 @@ def build(case: Case) -> Decoder:
     model = Decoder(config, torch.float64 if case.double else torch.float32)
     made = ValueModel(model) if case.value else model
     made.checkpointing = case.checkpointing
-    made = converted(made, [LORA] if case.lora else [])
+    lora = LORA.lora.model_copy(update={"dropout": case.lora_dropout})
+    made = converted(made, [LowRank(lora)] if case.lora else [])
     return made.double() if case.double else made
 
 

@@ -47,6 +47,7 @@ DOUBLE = [
     Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
     Case(tp=2, sp=True, double=True, lora=True, experts=True, tied=False),
     Case(fsdp=2, double=True, lora=True, value=True, rows=(1,), checkpointing=True),
+    Case(tp=2, double=True, lora=True, lora_dropout=0.3, checkpointing=True),
 ]
 DOUBLE_FOURS = [
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
@@ -80,7 +81,9 @@ DOUBLE_LORA = [
     Case(fsdp=2, double=True, lora=True, zero=2, experts=True, dropout=0.1),
     Case(tp=2, double=True, lora=True, checkpointing="selective"),
     Case(tp=4, double=True, lora=True, tied=False),
-    Case(cp=2, double=True, lora=True),
+    Case(cp=2, double=True, lora=True, lora_dropout=0.3),
+    Case(pp=2, double=True, lora=True, layers=3, lora_dropout=0.3, checkpointing=True),
+    Case(dp=2, fsdp=2, double=True, lora=True, lora_dropout=0.3, dropout=0.1, rows=(3, 0, 4)),
     Case(ep=2, double=True, lora=True, experts=True, num_experts=4),
     Case(pp=2, double=True, lora=True, layers=3),
     Case(pp=2, double=True, lora=True, layers=4, schedule="zero-bubble"),

@@ -182,6 +182,7 @@ def _adapters(recipe: Recipe) -> _Errors:
         if not recipe.model.path:
             message = f"{key}.rank = {lora.rank} adapts a trained model, and this one is new: name it in model.path"
             yield RecipeError(message, key=f"{key}.rank")
+        yield from _adapter_dropout(recipe, key, lora.dropout)
         if recipe.train.router_correction:
             message = f"train.router_correction = {recipe.train.router_correction} changes weights, which {key} freezes"
             yield RecipeError(f"{message}; set it to 0", key="train.router_correction")
@@ -196,6 +197,21 @@ def _adapters(recipe: Recipe) -> _Errors:
     if recipe.policy.lora.rank and recipe.model.optimizer:
         message = "model.optimizer = true loads the state of weights, which policy.lora freezes; set it to false"
         yield RecipeError(message, key="model.optimizer")
+
+
+def _adapter_dropout(recipe: Recipe, key: str, dropout: float) -> _Errors:
+    """Check that dropout of adapters has a use, and nothing that it contradicts."""
+    if not dropout:
+        return
+    supervised = bool(recipe.supervised.steps or recipe.supervised.epochs) and recipe.flow_spec.learns != "pairs"
+    why = {
+        "only supervised steps have dropout, and there are none": not supervised or key != "policy.lora",
+        "train.parity compares weights with the adapters merged in, which have none": recipe.train.parity,
+        "train.compile would compile every step anew": recipe.train.compile,
+        "policy.layout.sp divides tokens between layers": recipe.policy.layout.sp,
+    }
+    for reason in (reason for reason, wrong in why.items() if wrong):
+        yield RecipeError(f"{key}.dropout = {dropout}: {reason}; set it to 0", key=f"{key}.dropout")
 
 
 def _other_models(recipe: Recipe) -> _Errors:

@@ -31,7 +31,7 @@ _GROUP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class DropoutContext:
-    """Random numbers of residual dropout: stream (seed, "dropout", layer, branch, step) at ``tokens``."""
+    """Random numbers of dropout. Residual stream: stream (seed, "dropout", layer, branch, step) at ``tokens``."""
 
     seed: int
     step: int
@@ -40,8 +40,17 @@ class DropoutContext:
 
     def apply(self, x: Tensor, p: float, layer: int, branch: str) -> Tensor:
         """Zero a share p of x [N, width] and scale the rest by 1 / (1 - p). Rows past N stay."""
+        numbers = stream(self.seed, "dropout", layer, branch, self.step)
+        return self._dropped(x, dropout_mask(numbers, self.tokens, x.shape[1], p), p)
+
+    def apply_columns(self, x: Tensor, p: float, name: str, first: int, width: int) -> Tensor:
+        """``apply`` to the columns from ``first`` on of the input, [N, width] as a whole, of an adapter: stream
+        (seed, "dropout", name, step)."""
+        keep = dropout_mask(stream(self.seed, "dropout", name, self.step), self.tokens, width, p)
+        return self._dropped(x, keep[:, first : first + x.shape[1]], p)
+
+    def _dropped(self, x: Tensor, keep: Tensor, p: float) -> Tensor:
         n = self.tokens.shape[0]
-        keep = dropout_mask(stream(self.seed, "dropout", layer, branch, self.step), self.tokens, x.shape[1], p)
         scale = keep.to(x.dtype).mul_(1 / (1 - p))
         return x * (scale if n == x.shape[0] else F.pad(scale, (0, 0, 0, x.shape[0] - n), value=1.0))
 

@@ -6,14 +6,16 @@ model is refused. Converters are applied in their order, on the meta device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from tilth.config.schema import LoraConfig
-from tilth.core.errors import ModelError
+from tilth.core.errors import ModelError, RecipeError
 from tilth.models.decoder import Decoder
 from tilth.models.lora import Adapter
+from tilth.models.moe import StackedLinear
 from tilth.models.value import HEAD, ValueModel
 from tilth.plan.lora import INFIX, adapter_rows, scale_of
 from tilth.plan.rules import rule_of
@@ -44,13 +46,30 @@ class LowRank:
         model.requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(HEAD))
+        dropping = dict[str, list[Adapter]]()
         for name, size in sized_names(model.config, rows).items():
             path, _, leaf = name.partition(INFIX)
             if modules[path].lora is None:
-                modules[path].lora = Adapter(scale_of(self.lora), merges=self.merges)
+                own: dict[str, Any] = {
+                    "merges": self.merges,
+                    "dropout": self._dropout(path, modules[path]),
+                    "name": path,
+                }
+                modules[path].lora = Adapter(scale_of(self.lora), **own, width=size[-1])
+                dropping.setdefault(".".join(path.split(".")[:3]), []).append(modules[path].lora)
             setattr(modules[path].lora, leaf, nn.Parameter(torch.empty(size)))
+        for layer, adapters in dropping.items() if self.lora.dropout else ():
+            modules[layer].dropping = tuple(adapters)
         model.table += rows
         return model
+
+    def _dropout(self, path: str, module: nn.Module) -> float:
+        """Return the dropout of a layer. RecipeError: of experts, whose rows do not say which tokens they are."""
+        if self.lora.dropout and isinstance(module, StackedLinear):
+            key = self.key.replace("targets", "dropout")
+            message = f"{key} = {self.lora.dropout}: {path} is of experts, whose adapters have no dropout; set it to 0"
+            raise RecipeError(f"{message}, or leave experts out of {self.key}", key=f"{key}.experts")
+        return self.lora.dropout
 
 
 CONVERTERS: dict[str, Converter] = {"value_head": ValueModel, "frozen": frozen}

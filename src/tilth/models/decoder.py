@@ -21,7 +21,7 @@ from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
-from tilth.models.lora import LinearChange
+from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, rotate, tables_of
 from tilth.plan.rules import rule_of
@@ -236,9 +236,13 @@ class Layer(nn.Module):
         self.mlp: nn.Module = _block(config, layer)
         self.input_layernorm, self.post_attention_layernorm = norm_of(config), norm_of(config)
         self.parts: Parts = (type(self).enter, type(self).leave)
+        self.dropping: tuple[Adapter, ...] = ()
+        """Adapters with dropout; their random numbers are those of the pass, also where it is computed again."""
 
     def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
+        for adapter in self.dropping:
+            adapter.drop = ctx.dropout.apply_columns if ctx.dropout is not None and self.training else None
         enter, leave = self.parts
         own = tables_of(tables, self.window is not None)
         sinks = () if self.self_attn.sinks is None else (self.self_attn.sinks,)

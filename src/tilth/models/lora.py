@@ -26,17 +26,24 @@ class Adapter(LinearChange):
     """Change of a layer's weight by scale B A: A [rank, in], B [out, rank], of stacked experts [experts, ...] each.
 
     merges: compute with the sum W + scale B A, as a generation engine holds it (``train.parity``), instead of adding
-    two small products.
+    two small products. dropout: of the input of A. name, width: of the layer in the whole model, and of its input.
     """
 
     A: nn.Parameter
     B: nn.Parameter
 
-    def __init__(self, scale: float, *, merges: bool = False) -> None:
+    def __init__(
+        self, scale: float, *, merges: bool = False, dropout: float = 0.0, name: str = "", width: int = 0
+    ) -> None:
         super().__init__()
         self.register_parameter("A", None)
         self.register_parameter("B", None)
         self.scale, self.merges = scale, merges
+        self.dropout, self.name, self.width = dropout, name, width
+        self.part = 0
+        """Number of this rank's part of the input's columns."""
+        self.drop: Callable[..., Tensor] | None = None
+        """``DropoutContext.apply_columns`` of the pass that runs; None: it has no dropout."""
 
     def changed(self, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.merges:
@@ -71,6 +78,9 @@ class Adapter(LinearChange):
         return found + F.grouped_mm(inner, self.B.to(x.dtype).transpose(1, 2), offs=ends) * self.scale
 
     def _small(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        if self.dropout and self.drop is not None:
+            first = self.part * x.shape[1] if x.shape[1] < self.width else 0
+            x = self.drop(x, self.dropout, self.name, first, self.width)
         return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * self.scale
 
 

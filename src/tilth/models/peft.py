@@ -67,7 +67,7 @@ def save_adapter(
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
         "target_modules": sorted(modules),
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "inference_mode": True,
         **_PLAIN,
     }
@@ -88,6 +88,7 @@ def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> Sto
             rank=config["r"],
             alpha=float(config["lora_alpha"]),
             rslora=bool(config.get("use_rslora")),
+            dropout=float(config.get("lora_dropout") or 0.0),
             targets=(names,) if isinstance(names, str) else tuple(sorted(names)),
         )
         stored = load_file(folder / TENSORS)

@@ -21,6 +21,7 @@ from tilth.models.attention import AttentionContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder, Linear, RMSNorm, WideRMSNorm, project
 from tilth.models.logprobs import wide
+from tilth.models.lora import Adapter
 from tilth.models.moe import MoE
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.dims import ParallelDims
@@ -67,6 +68,13 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     group = grid.group("tp")
     if group is None:
         return TensorPlan(placements, ())
+    for adapter in (module for module in model.modules() if isinstance(module, Adapter)):
+        adapter.part = grid.coordinate("tp")
+        if sp and adapter.dropout:
+            message = (
+                f"dropout of adapters, {adapter.dropout}, does not work with sp, which divides tokens: set it to 0"
+            )
+            raise ModelError(message, key="lora.dropout.sp")
     for name, placement in placements.items():
         cut_parameter(model, name, placement, grid.coordinate("tp"), tp)
     vocabulary = Vocabulary(group, config.vocab_size)

@@ -180,7 +180,7 @@ def _of_samples(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Larg
 
 def _shared(recipe: Recipe, longest: int) -> float:
     """Return the share of tokens that is computed if the samples of a prompt share it."""
-    if recipe.train.parity or recipe.model.dropout:
+    if recipe.train.parity or recipe.model.dropout or recipe.policy.lora.dropout:
         return 1.0
     group, new = recipe.rollout.group, min(recipe.rollout.max_tokens, longest)
     share = (longest - new + group * new) / (group * longest)

@@ -186,6 +186,8 @@ class TrainEngine:
             model.compile()
         self._compiling = compile
         self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
+        modules = (module for part in self.sharded.parts for module in part.modules())
+        self._drops = bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in modules)
         self._shares = shares_prompts(model.config, parity, self.sharded.context is not None)
         self.device = next(iter(self.optimizers.parameters.values())).device
 
@@ -271,7 +273,7 @@ class TrainEngine:
     ) -> "Passed":
         """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
-        drops = dropout and bool(self.model.config.dropout)
+        drops = dropout and self._drops
         share = self._shares and not drops  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
         given = columns if routing is None else {**columns, ROUTING: routing}
