@@ -30,6 +30,8 @@ ESCAPES = {
     "fill the memory by files": "open('/dev/shm/big', 'wb').write(bytes(64 << 20)); import os; os.remove('/dev/shm/big')"
     + DONE,
     "fill the disk by many files": "for i in range(40): open(f'SHARED/{i}', 'wb').write(bytes(1 << 20))" + DONE,
+    "empty files without number": "import os\nfor i in range(5000): open(f'SHARED/{i}', 'w').close()\n"
+    "for i in range(5000): os.remove(f'SHARED/{i}')" + DONE,
     "make a device": "import os, stat; os.mknod('SHARED/d', 0o600 | stat.S_IFBLK, os.makedev(7, 0)); os.remove('SHARED/d')"
     + DONE,
     "climb out of a new root": "import os; os.makedirs('r', exist_ok=True); d = os.open('/', 0); os.chroot('r'); os.fchdir(d)"
@@ -62,6 +64,10 @@ ESCAPES = {
     + DONE,
     "an abstract socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + 'NAME')" + DONE,
     "shared memory of System V": CALL + "i = libc.shmget(KEY, 0, 0)\nassert i >= 0" + DONE,
+    "memory that nobody has attached": CALL + "libc.shmctl(call(29, 0, 700 << 20, 0o1600), 0, None)" + DONE,
+    "memory of semaphores": CALL + "libc.semctl(call(64, 0, 32000, 0o1600), 0, 0)" + DONE,
+    "memory of message queues": CALL + "libc.msgctl(call(68, 0, 0o1600), 0, None)" + DONE,
+    "memory of files without a name": "import os\nfor i in range(40): os.write(os.memfd_create('m'), bytes(1 << 20))" + DONE,
     "see the network's devices": "import socket; assert len(socket.if_nameindex()) > 1" + DONE,
     # ---- privileges and the kernel ----
     "become root": "import os; os.setuid(0); assert os.getuid() == 0" + DONE,

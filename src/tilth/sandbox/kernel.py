@@ -32,9 +32,11 @@ CALLS: Mapping[str, tuple[int, int]] = {
     "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161),
     "setdomainname": (171, 162), "syslog": (103, 116), "lookup_dcookie": (212, 18), "vhangup": (153, 58),
     "socket": (41, 198), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "memfd_secret": (447, 447), "landlock_create_ruleset": (444, 444),
+    "memfd_secret": (447, 447), "landlock_create_ruleset": (444, 444), "memfd_create": (319, 279),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
 }  # fmt: skip
-"""Calls that fail with EPERM: new privileges, other processes, the network, and wide interfaces of the kernel."""
+"""Calls that fail with EPERM: new privileges, other processes, the network, wide interfaces of the kernel, and memory
+that no limit of a process counts."""
 MISSING: Mapping[str, tuple[int, int]] = {"clone3": (435, 435)}
 """Calls that fail with ENOSYS: their arguments lie in memory, where a filter does not see them; the C library then uses
 the older one."""

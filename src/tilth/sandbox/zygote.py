@@ -39,6 +39,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/work"
 FOLDERS = {WORK: "mode=777", "/tmp": "mode=1777", "/dev/shm": "mode=1777"}
 """Folders that each program may write to, and that no other one sees."""
+INODES = 4096
+"""Most files and folders in each of them: an empty one takes memory too."""
 MEMORY = 78
 """Exit code in the outcome of a program that ran out of memory."""
 OUT_OF_MEMORY = signal.SIGRTMAX
@@ -290,7 +292,7 @@ def _first(asked: int, alive: int, fds: list[int], user: int) -> NoReturn:
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         for folder, mode in FOLDERS.items():
-            kernel.mount("tmpfs", folder, "tmpfs", flags, mode)
+            kernel.mount("tmpfs", folder, "tmpfs", flags, f"{mode},nr_inodes={INODES}")
         kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, "hidepid=2")
         kernel.call("sethostname", b"sandbox", 7)
         source, begin = os.pipe()
