@@ -132,7 +132,7 @@ def test_answers_that_are_bare_numbers_are_put_as_gsm8k_reads_them(folder, funct
     (folder / "bare.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     one = found(function, "bare.jsonl", "--n", 3)
     assert one["verdict"] == "works" and one["tried"][0]["completions"]["other"]["parts"]["format"] == 1
-    put = "Answers that are bare numbers were scored in the form that gsm8k reads, as in '#### 10'."
+    put = "Bare answers were scored in the form that the reward reads, as in '#### 10'."
     assert put in one["sentences"] and put not in found("exact", "bare.jsonl")["sentences"]
     assert not any("bare numbers" in s for s in found(function, "sums.jsonl", "--n", 3)["sentences"])
 

@@ -24,8 +24,16 @@ def server(monkeypatch):
             self.server.asked.append((body, self.headers.get("Authorization")))
             state, answer = self.server.answers.pop(0)
             self.send_response(state)
+            if state == 302:
+                self.send_header("Location", self.server.url)
             self.end_headers()
             self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def do_GET(self):
+            self.server.asked.append(("GET", self.headers.get("Authorization")))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"1.0")
 
         def log_message(self, *_):
             pass
@@ -55,6 +63,7 @@ def test_it_is_asked_again_where_that_may_help(server):
     "answers, key, count",
     [
         ([(404, b"")], "reward.function.url", 1),
+        ([(302, b"")], "reward.function.url", 1),
         ([(500, b"")] * 9, "reward.function.url", endpoint.TRIES),
         ([(200, b"no")], "reward.function.json", 1),
         ([(200, b"1" * (endpoint.MOST + 1))], "reward.function.size", 1),
@@ -65,6 +74,11 @@ def test_what_is_no_reward(server, answers, key, count):
     with raises(RewardError, key):
         load_reward(server.url)("p", "c", {})
     assert len(server.asked) == count
+
+
+def test_a_url_without_a_host():
+    with raises(RewardError, "reward.function.url"):
+        load_reward("https:///score")
 
 
 def test_nobody_listens(monkeypatch):
@@ -80,6 +94,16 @@ MATH = [
     ("It is 8.", "7", 0.0),
     ("", "7", 0.0),
     (r"$\{1,2\}$", r"$\{2,1\}$", 1.0),
+    (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}", 1.0),
+    ("It is 2.", r"2\sqrt{3}", 0.0),
+    (r"\boxed{1000}", "10^{3}", 1.0),
+    (r"\boxed{(-\infty, 3]}", r"(-\infty, 3]", 1.0),
+    ("$x^2+1$", "1+x^2", 1.0),
+    (r"\boxed{3yx}", "3xy", 1.0),
+    (r"\boxed{5}", r"\$5", 1.0),
+    (r"\boxed{10}", "10 cm", 1.0),
+    ("It is 2.", "the answer is 2", 1.0),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1.0),
 ]
 
 

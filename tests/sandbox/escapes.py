@@ -67,7 +67,8 @@ ESCAPES = {
     "memory that nobody has attached": CALL + "libc.shmctl(call(29, 0, 700 << 20, 0o1600), 0, None)" + DONE,
     "memory of semaphores": CALL + "libc.semctl(call(64, 0, 32000, 0o1600), 0, 0)" + DONE,
     "memory of message queues": CALL + "libc.msgctl(call(68, 0, 0o1600), 0, None)" + DONE,
-    "memory of files without a name": "import os\nfor i in range(40): os.write(os.memfd_create('m'), bytes(1 << 20))" + DONE,
+    "memory of files without a name": "import os\nfor i in range(40): os.write(os.memfd_create('m'), bytes(1 << 20))"
+    + DONE,
     "see the network's devices": "import socket; assert len(socket.if_nameindex()) > 1" + DONE,
     # ---- privileges and the kernel ----
     "become root": "import os; os.setuid(0); assert os.getuid() == 0" + DONE,

@@ -185,8 +185,8 @@ app.command()(ls)
 reward = group("reward", "Inspect reward functions.")
 REWARD = Argument(
     metavar="REWARD",
-    help="FILE.py:function, module:function, a verifier (addition, countdown, gsm8k, exact, regex:PATTERN), "
-    "or several with weights, as in '{gsm8k = 1.0, \"regex:####\" = 0.1}'",
+    help="FILE.py:function, module:function, a verifier (gsm8k, math_equal, unit_tests, exact, json:SCHEMA.json, "
+    "regex:PATTERN, https://HOST/PATH ...), or several with weights, as in '{gsm8k = 1.0, \"regex:####\" = 0.1}'",
 )
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RecipeError
 from tilth.rewards.functions import check_answers
 from tilth.rewards.process_pool import Outcome, RewardPool
-from tilth.rewards.verifiers import Gsm8k, builtin, marked_number
+from tilth.rewards.verifiers import Gsm8k, MathEquivalence, builtin, marked_number
 from tilth.ui import format
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ def examine(reward: str, source: str, options: RewardOptions) -> Trial:
             check_answers(spec, prompts)
         chosen = _spread(prompts, options.n)
         names = [spec] if isinstance(spec, str) else spec
-        wants_mark = any(isinstance(builtin(name), Gsm8k) for name in names)  # it looks for the number behind ####
-        asked = _completions(chosen, prompts, options.completion, wants_mark)
+        kinds = [type(builtin(name)) for name in names]
+        form = next((form for kind, form in FORMS.items() if kind in kinds), None)
+        asked = _completions(chosen, prompts, options.completion, form)
         pool.ready()
         found = pool.score([(key, chosen[key[0]].text, text, chosen[key[0]].info) for key, text in asked.items()])
     outcomes = dict(zip(asked, found))
@@ -184,16 +185,18 @@ def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
     return [prompts[i] for i in prompts.rows[places]]
 
 
-def _formed(answer: str) -> str:
-    """Format an answer as a completion of GSM8K: a bare number gets the mark before it."""
-    return answer if marked_number(answer) is not None else f"#### {answer}"
+FORMS: dict[type, Callable[[str], str]] = {
+    Gsm8k: lambda answer: answer if marked_number(answer) is not None else f"#### {answer}",
+    MathEquivalence: lambda answer: answer if "$" in answer or "\\boxed" in answer else f"\\boxed{{{answer}}}",
+}
+"""Verifier -> an answer in the form that it looks for in a completion."""
 
 
 def _completions(
-    chosen: "list[Prompt]", prompts: "PromptSet", given: str | None, wants_mark: bool
+    chosen: "list[Prompt]", prompts: "PromptSet", given: str | None, form: Callable[[str], str] | None
 ) -> dict[tuple[int, str], str]:
     """Return what to score: (place, case) -> completion."""
-    form = _formed if wants_mark else str
+    form = form or str
     asked: dict[tuple[int, str], str] = {}
     neighbours = [prompts[i] for i in prompts.rows[:MOST_ROWS]]
     for i, prompt in enumerate(chosen):
@@ -264,7 +267,7 @@ def _shape(trial: Trial) -> Sentences:
     """Report that answers were reformatted before scoring."""
     if not trial.formed:
         return []
-    return [(0, f"Answers that are bare numbers were scored in the form that gsm8k reads, as in {trial.formed!r}.")]
+    return [(0, f"Bare answers were scored in the form that the reward reads, as in {trial.formed!r}.")]
 
 
 def _steady(trial: Trial) -> Sentences:

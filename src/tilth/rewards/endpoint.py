@@ -4,6 +4,7 @@ import json
 import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,16 @@ AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """HTTP states after which the same request may succeed."""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuse redirections: they would carry the token to another host, and drop what was sent."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
 @dataclass(frozen=True)
 class HttpReward:
     """Asks an HTTP endpoint: POST of JSON {prompt, completion, info}, answered by a number or a dict with ``reward``.
@@ -31,6 +42,11 @@ class HttpReward:
 
     url: str
     decides: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not urllib.parse.urlsplit(self.url).hostname:
+            message = f"reward {self.url!r} names no host; an endpoint is https://HOST/PATH"
+            raise RewardError(message, key="reward.function.url")
 
     def __call__(self, prompt: str, completion: str, info: dict[str, Any]) -> Any:
         body = json.dumps({"prompt": prompt, "completion": completion, "info": info}, default=str).encode()
@@ -51,7 +67,7 @@ class HttpReward:
         raise AssertionError
 
     def _ask(self, request: urllib.request.Request) -> Any:
-        with urllib.request.urlopen(request) as answer:
+        with _OPENER.open(request) as answer:
             text = answer.read(MOST + 1)
         if len(text) > MOST:
             raise RewardError(f"{self.url}: the answer is longer than {MOST} bytes", key="reward.function.size")

@@ -192,6 +192,11 @@ def missing(info: Info) -> str:
 # ---- mathematics and JSON, by libraries ----
 
 
+_MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+_COMMAND = re.compile(r"\\(?:text|mathrm|begin|end)\{[^}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(r"(?:^|\s)[A-Za-z]{2}")
+
+
 @dataclass(frozen=True)
 class MathEquivalence:
     """1.0 if the completion's last expression equals that of ``info["answer"]`` as mathematics (library math-verify).
@@ -206,9 +211,15 @@ class MathEquivalence:
         return float(bool(found) and _library("math_verify").verify(self._gold(info), found, timeout_seconds=None))
 
     def _gold(self, info: Info) -> list[Any]:
+        """Parse the answer: marked or in a sentence as it stands, else all of it.
+
+        The library finds no more than a number in bare LaTeX: 2 in 2\\sqrt{3}.
+        """
         answer = answer_of(info)
-        bare = re.search(r"[0-9\\=+*/^]", answer)  # not a sentence, whose words would be symbols
-        return self._parse(answer) or (self._parse(f"${answer}$") if bare else [])
+        whole = f"${answer}$" if re.search(r"[0-9\\=+*/^]", answer) else ""  # else words, which would be symbols
+        if _MARKED.search(answer) or _WORD.search(_COMMAND.sub("", answer)):
+            return self._parse(answer) or self._parse(whole)
+        return self._parse(whole) or self._parse(answer)
 
     @staticmethod
     def _parse(text: str) -> list[Any]:
