@@ -27,7 +27,16 @@ from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap
 from tilth.cluster.controller.leases import PAYLOAD
 from tilth.core.batch import Batch, Jagged, concat
-from tilth.core.errors import DataError, PayloadLeak, PluginError, RecipeError, StaleGeneration, WorkerError, WorkerLost
+from tilth.core.errors import (
+    CallTimeout,
+    DataError,
+    PayloadLeak,
+    PluginError,
+    RecipeError,
+    StaleGeneration,
+    WorkerError,
+    WorkerLost,
+)
 from tilth.core.layout import Mesh
 from tilth.roles.experience import FINISHES
 from tilth.trace.spans import recorder
@@ -534,7 +543,7 @@ def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_tha
     assert len(group.status()) == cluster.workers  # nothing of this ends a worker
 
 
-def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
+def test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch):
     if backend[0] == "inline":
         pytest.skip("a process does not ask itself when it is stopped")
     monkeypatch.setattr("tilth.cluster.backends.control.LIMIT", 0.5)
@@ -546,8 +555,15 @@ def test_a_stopped_worker_is_lost_to_control_messages(backend, monkeypatch):
         try:
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:  # a thread of it may still run an instant
                 time.sleep(0.001)
-            with raises(WorkerLost, "faulty.status"):
+            with raises(CallTimeout, "faulty.status") as caught:
                 group.status()
+            assert caught.value.ranks == (0,)
+            monkeypatch.setattr("tilth.cluster.controller.group.STILL", 0.0)
+            beats = itertools.count()
+            monkeypatch.setattr(cluster.backend, "life", lambda rank: (0, next(beats)))
+            with raises(CallTimeout, "faulty.status") as caught:  # it only takes long
+                group.status()
+            assert caught.value.ranks == ()
         finally:
             os.kill(pid, signal.SIGCONT)
 

@@ -345,3 +345,12 @@ def test_one_that_did_would_be_seen():
     assert direct("import torch.distributed as dist\ndist.all_reduce(x)") == ["all_reduce"]
     assert direct("from torch.distributed import broadcast, init_process_group") == ["broadcast"]
     assert direct("def f(share): share.broadcast(x)") == []
+
+
+@pytest.mark.parametrize("count", [comm.FEW - 1, comm.FEW, 100_003, 1 << 20])
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand])
+def test_fast_sums_are_off_by_less_than_the_rounding_that_a_check_of_gradients_allows(count, draw):
+    torch.manual_seed(count)
+    rows = draw(2, count)
+    allowed = 32 * torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(rows.double(), dim=1)  # a half of ROUNDINGS
+    assert ((comm.exact_sums(rows) - rows.double().sum(1)).abs() < allowed).all()

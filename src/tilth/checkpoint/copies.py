@@ -25,6 +25,7 @@ COST, LOOKS = 0.005, 3
 snapshot, before the next one."""
 WORK_OF_A_BYTE = {"cpu": 12.0, "cuda": 160.0}
 """FLOPs of a matrix product that take as long as the digest of a byte, by kind of device."""
+SLOWEST = max(WORK_OF_A_BYTE.values())
 
 
 class Copies:
@@ -33,6 +34,8 @@ class Copies:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._holders: dict[Layout, int] = {}
+        self._newest: dict[tuple[str, str], tuple[Layout, int]] = {}
+        """Tensor -> its layout at the last look, and the hash of its holders: to hash a layout takes longer."""
 
     def digests(self, groups: Mapping[str, Group]) -> dict[int, int]:
         """Return set of ranks -> digest of all tensors that exactly these ranks hold; none of tensors without copies.
@@ -58,11 +61,18 @@ class Copies:
             for name, tensor in group.tensors.items():
                 if not tensor.numel():
                     continue
-                if holders := self.holders(group.layouts[name]):
+                if holders := self.holding(title, name, group.layouts[name]):
                     held[f"{title}/{name}"] = holders, tensor
                 else:
                     alone[f"{title}/{name}"] = tensor
         return held, alone
+
+    def holding(self, title: str, name: str, layout: Layout) -> int:
+        """Return ``holders`` of a tensor of a group."""
+        newest = self._newest.get((title, name))
+        if newest is None or newest[0] is not layout:
+            newest = self._newest[title, name] = layout, self.holders(layout)
+        return newest[1]
 
     def holders(self, layout: Layout) -> int:
         """Return a hash of the ranks that hold the same part as this one; 0 if it is alone."""
@@ -90,20 +100,21 @@ class AtRest:
 
     def remember(self, groups: Mapping[str, Group], flops: float = math.inf) -> None:
         """Remember the present digests. flops: work of the update before; infinite: of all tensors."""
-        self._tensors = self._some(self._copies.split(groups)[1], flops)
+        self._tensors = self._some(groups, flops)
         self._digests = digests(self._tensors)
 
-    def _some(self, alone: dict[str, Tensor], flops: float) -> dict[str, Tensor]:
-        """Return the tensors whose turn it is."""
-        if not alone:
-            return alone
-        device = next(iter(alone.values())).device.type
-        room = max(LEAST, COST * flops / (LOOKS * WORK_OF_A_BYTE.get(device, WORK_OF_A_BYTE["cuda"])))
-        names, found = list(alone), dict[str, Tensor]()
-        while room > 0 and len(found) < len(names):
-            name = names[self._next % len(names)]
-            found[name], self._next = alone[name], (self._next + 1) % len(names)
-            room -= alone[name].nbytes
+    def _some(self, groups: Mapping[str, Group], flops: float) -> dict[str, Tensor]:
+        """Return the tensors without copies whose turn it is."""
+        names, found, spent = [(t, n) for t, group in groups.items() for n in group.tensors], dict[str, Tensor](), 0
+        for title, name in [*names[self._next :], *names[: self._next]]:
+            tensor = groups[title].tensors[name]
+            if spent >= max(LEAST, COST * flops / (LOOKS * WORK_OF_A_BYTE.get(tensor.device.type, SLOWEST))):
+                break
+            self._next += 1
+            if tensor.numel() and not self._copies.holding(title, name, groups[title].layouts[name]):
+                found[f"{title}/{name}"] = tensor
+                spent += tensor.nbytes
+        self._next %= max(1, len(names))
         return found
 
     def changed(self) -> list[str]:

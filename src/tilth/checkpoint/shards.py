@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from torch import Tensor
 
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Box, Layout, Replicate
+from tilth.core.layout import Box, Layout, Mesh, Replicate
 
 LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Kinds of optimizer state with the shape of the parameter."""
@@ -48,7 +49,11 @@ def state_layouts(layouts: Mapping[str, Layout], tensors: Iterable[str]) -> dict
             known = ", ".join((*LIKE_PARAMETER, *REPLICATED))
             message = f"optimizer state {name}: no layout is known for the kind {kind!r}; known are {known}"
             raise CheckpointError(message, key=f"{name}.kind")
-        layout = layouts[parameter]
-        whole = Layout(layout.mesh, (Replicate(),) * len(layout.mesh.sizes), ())
-        found[name] = whole if kind in REPLICATED else layout
+        found[name] = _everywhere(layouts[parameter].mesh) if kind in REPLICATED else layouts[parameter]
     return found
+
+
+@cache
+def _everywhere(mesh: Mesh) -> Layout:
+    """Return the layout of a number that all ranks hold."""
+    return Layout(mesh, (Replicate(),) * len(mesh.sizes), ())

@@ -194,7 +194,8 @@ class Backend(Protocol):
         """
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Run a control method of a role now, beside its calls. Raises WorkerError; WorkerLost without an answer."""
+        """Run a control method of a role now, beside its calls. Raises WorkerError, CallTimeout without an answer,
+        WorkerLost."""
 
     def probe(self, rank: int) -> Probe:
         """Read a worker's state from outside, in at most about a second."""

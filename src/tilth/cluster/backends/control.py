@@ -12,7 +12,7 @@ from socketserver import StreamRequestHandler, UnixStreamServer
 from threading import Thread
 from typing import Any
 
-from tilth.core.errors import WorkerError, WorkerLost
+from tilth.core.errors import CallTimeout, WorkerError, WorkerLost
 
 LIMIT = 5.0
 """Seconds for an answer; only a worker that is stopped or holds the GIL takes longer."""
@@ -35,7 +35,8 @@ def serve(address: str, answer: Callable[[str, str, Mapping[str, Any]], Any]) ->
 
 
 def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-    """Send a message and return the answer. Raises WorkerError if the method failed, WorkerLost without an answer."""
+    """Send a message and return the answer. Raises WorkerError if the method failed, CallTimeout without an answer in
+    time, WorkerLost if nobody is there."""
     where, key = f"role {role}, rank {rank}, {method}", f"{role}.{method}"
     try:
         with socket.socket(socket.AF_UNIX) as there:
@@ -43,8 +44,12 @@ def ask(address: str, rank: int, role: str, method: str, arguments: Mapping[str,
             there.connect(address)
             there.sendall(json.dumps([role, method, arguments]).encode() + b"\n")
             reply = json.load(there.makefile())
+    except TimeoutError:
+        raise CallTimeout(f"{where}: no answer to a control message within {LIMIT:g} s", key=key) from None
     except (OSError, ValueError) as error:
-        raise WorkerLost(f"{where}: the worker does not answer a control message: {error}", key=key) from None
+        lost = WorkerLost(f"{where}: the worker does not answer a control message: {error}", key=key)
+        lost.ranks = (rank,)
+        raise lost from None
     if "error" in reply:
         raise WorkerError(f"{where}: {reply['error']}", key=key)
     return reply["value"]

@@ -1,22 +1,25 @@
 """Controller's handle on the ranks of one role."""
 
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from tilth.cluster.backends.base import Call
+from tilth.cluster.backends.base import Call, RepairableBackend
 from tilth.cluster.backends.inline import InlineBackend
 from tilth.cluster.controller.dispatch import Dispatch, PendingCall
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.batch import Batch, Lease
-from tilth.core.errors import StaleGeneration
+from tilth.core.errors import CallTimeout, StaleGeneration
 from tilth.core.layout import Mesh
 from tilth.trace.spans import current_step, span
 
+STILL = 1.0
+"""Seconds without a sign of life of a worker that has not answered in time, after which it is taken to stand still."""
 call_numbers = itertools.count()
 """Numbers of the calls of this controller."""
 
@@ -63,10 +66,22 @@ class WorkerGroup:
         return partial(self._control, name) if how.control else partial(self._call, name, how)
 
     def _control(self, method: str, /, **arguments: Any) -> list[Any]:
-        """Send a control message to every rank, beside the calls in flight. Raises WorkerError or WorkerLost."""
+        """Send a control message to every rank, beside the calls in flight. Raises WorkerError, WorkerLost, and
+        CallTimeout, which names a rank that runs no Python."""
+
+        def ask(rank: int) -> Any:
+            backend = self._dispatch.backend
+            try:
+                return backend.control(rank, self.role, method, arguments)
+            except CallTimeout as error:
+                if isinstance(backend, RepairableBackend):
+                    before = backend.life(rank)
+                    time.sleep(STILL)  # nothing to wait on
+                    error.ranks = (rank,) if backend.life(rank) == before else ()  # a slow one shows signs of life
+                raise
+
         with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
-            control = self._dispatch.backend.control
-            return list(pool.map(lambda rank: control(rank, self.role, method, arguments), self.mesh.ranks))
+            return list(pool.map(ask, self.mesh.ranks))
 
     def mark(self, step: int | None) -> None:
         """Note that its state is that after a step; None: that of a new role."""
