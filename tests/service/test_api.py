@@ -1,0 +1,284 @@
+"""Tinker's API through the SDK's own objects, beside the same loop in this process."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tests.service.served import TOKENIZER, base, service, serving
+from tilth.config.schema import LoraConfig
+from tilth.flows.model import load_model
+from tilth.service.desk import ALPHA, TARGETS
+from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
+from tilth.service.wire import Datum
+from tilth.service.worker import read_state
+
+ADAM = types.AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)
+PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return base(tmp_path_factory.mktemp("base") / "m")
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with serving(model, tmp_path_factory.mktemp("state"), name="Org/small", most=64) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return service(server)
+
+
+def rows(seed, lengths=(5, 9)):
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(3, 20, n + 1) for n in lengths]
+
+
+def datum(row):
+    weights = {"weights": [1.0] * (len(row) - 1)}
+    return types.Datum(types.ModelInput.from_ints(row[:-1].tolist()), {"target_tokens": row[1:].tolist(), **weights})
+
+
+def own_datum(row):
+    return Datum(row[:-1], {"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)})
+
+
+def run(client, steps=3, begin=0, **more):
+    """Steps of a supervised loop; the metrics of each."""
+    trained = client.create_lora_training_client("Org/small", **more).result() if "rank" in more else more["trained"]
+    found = []
+    for step in range(begin, begin + steps):
+        passed, done = trained.forward_backward([*map(datum, rows(step))], "cross_entropy"), trained.optim_step(ADAM)
+        found.append((passed.result(), done.result().metrics))
+    return trained, found
+
+
+def weights_of(server, trained, name):
+    """Weights and optimizer state of a run, as the server saves them."""
+    trained.save_state(name).result()
+    folder = server.desk.folder.checkpoint(f"tinker://{trained.model_id}/weights/{name}")
+    return read_state(folder)[0]
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "full"])
+def test_a_loop_through_the_sdk_is_the_loop_in_process_bit_for_bit(server, client, model, rank):
+    trained, found = run(client, rank=rank, seed=3)
+    loaded = load_model(model)
+    lora = LoraConfig(rank=rank, alpha=ALPHA, targets=sum(TARGETS.values(), ())) if rank else LoraConfig(rank=0)
+    twin = TrainedModel(SharedBase(loaded.config, loaded.tensors), ModelSpec(lora, 3))
+    for step, (passed, metrics) in enumerate(found):
+        logprobs, sums = twin.forward_backward([*map(own_datum, rows(step))], "cross_entropy", {}, forward_only=False)
+        assert passed.metrics == sums
+        assert all(np.array_equal(a["logprobs"].to_numpy(), b) for a, b in zip(passed.loss_fn_outputs, logprobs))
+        assert metrics == twin.step(AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 1.0))
+    stored, mine = weights_of(server, trained, "end"), twin.state()
+    assert stored.keys() == mine.keys() and all(torch.equal(stored[name], mine[name]) for name in mine)
+    info = trained.get_info()
+    assert (info.lora_rank, info.is_lora) == (rank or None, bool(rank))
+
+
+def test_a_custom_loss_is_forward_and_weights(client):
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
+    twin = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
+    data = [*map(datum, rows(1))]
+
+    def squares(given, logprobs):
+        return sum((one**2).sum() for one in logprobs), {"squares": 1.0}
+
+    found = trained.forward_backward_custom(data, squares).result()
+    logprobs = twin.forward(data, "cross_entropy").result().loss_fn_outputs
+    inputs = [
+        {"target_tokens": one.loss_fn_inputs["target_tokens"], "weights": -2 * p["logprobs"].to_torch()}
+        for one, p in zip(data, logprobs)
+    ]
+    again = [types.Datum(one.model_input, columns) for one, columns in zip(data, inputs)]
+    twin.forward_backward(again, "cross_entropy").result()
+    assert trained.optim_step(ADAM).result().metrics == twin.optim_step(ADAM).result().metrics
+    assert found.metrics["loss:sum"] == pytest.approx(
+        sum(float((p["logprobs"].to_torch() ** 2).sum()) for p in logprobs), rel=1e-5
+    )
+
+
+def test_samples_come_from_the_weights_that_were_saved(client):
+    trained, _ = run(client, steps=8, rank=8, seed=1)
+    old = client.create_sampling_client(base_model="Org/small").result()
+    new = trained.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=8, temperature=1.0)
+    one, other = (who.sample(PROMPT, 3, params, include_prompt_logprobs=True).result() for who in (old, new))
+    for who, answer in ((old, one), (new, other)):
+        first = answer.sequences[0]
+        whole = types.ModelInput.from_ints(PROMPT.to_ints() + first.tokens)
+        scored = who.compute_logprobs(whole).result()
+        np.testing.assert_allclose(scored[PROMPT.length :], first.logprobs, atol=1e-4)
+        assert answer.prompt_logprobs[0] is None
+        np.testing.assert_allclose(answer.prompt_logprobs[1:], scored[1 : PROMPT.length], atol=1e-5)
+        assert all(s.stop_reason == ("length" if len(s.tokens) == 8 else s.stop_reason) for s in answer.sequences)
+    assert not np.allclose(one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=1e-3)
+    assert len({tuple(s.tokens) for s in other.sequences}) > 1
+    assert len({s.sequence_id for s in other.sequences}) == 3
+
+
+def test_a_seed_stops_and_likely_tokens_are_honoured(client):
+    sampler = client.create_sampling_client(base_model="Org/small").result()
+    seeded = types.SamplingParams(max_tokens=6, seed=5)
+    first, second = (sampler.sample(PROMPT, 2, seeded, topk_sample_logprobs=2).result() for _ in range(2))
+    assert [s.tokens for s in first.sequences] == [s.tokens for s in second.sequences]
+    for one in first.sequences:
+        assert len(one.topk_logprobs) == len(one.tokens) and all(len(two) == 2 for two in one.topk_logprobs)
+    greedy = types.SamplingParams(max_tokens=6, temperature=0.0)
+    (likely,) = (
+        sampler.sample(PROMPT, 1, greedy, topk_prompt_logprobs=3, include_prompt_logprobs=True).result().sequences
+    )
+    at_second = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[likely.tokens[1]])
+    (ended,) = sampler.sample(PROMPT, 1, at_second).result().sequences
+    assert (ended.tokens, ended.stop_reason) == (likely.tokens[:2], "stop") or likely.tokens[0] == likely.tokens[1]
+
+
+def test_checkpoints_are_listed_loaded_and_deleted(server, client):
+    trained, _ = run(client, rank=4, seed=2)
+    path = trained.save_state("middle", user_metadata={"a": "b"}, ttl_seconds=3600).result().path
+    sampled = trained.save_weights_for_sampler("sampled").result().path
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
+    listed = {one.tinker_path: one for one in rest.list_checkpoints(trained.model_id).result().checkpoints}
+    assert listed.keys() == {path, sampled}
+    assert listed[path].user_metadata == {"a": "b"} and listed[path].expires_at is not None
+    assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    fresh = client.create_training_client_from_state(path).result()
+    _, found = run(client, trained=trained, begin=3)
+    _, same = run(client, trained=again, begin=3)
+    _, other = run(client, trained=fresh, begin=3)
+    assert [a for _, a in found] == [a for _, a in same]
+    assert found[0][0].metrics == other[0][0].metrics and found[-1][0].metrics != other[-1][0].metrics
+    with pytest.raises(tinker.NotFoundError):
+        client.create_training_client_from_state(path.replace("middle", "nothing")).result()
+    with pytest.raises(tinker.NotFoundError):
+        client.create_training_client_from_state_with_optimizer(sampled).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert [one.tinker_path for one in rest.list_checkpoints(trained.model_id).result().checkpoints] == [sampled]
+    assert client.create_sampling_client(model_path=sampled).result().get_base_model() == "Org/small"
+    runs = rest.list_training_runs(limit=100).result()
+    assert trained.model_id in [one.training_run_id for one in runs.training_runs]
+
+
+def test_files_for_others_are_downloaded_by_signed_links(server, client):
+    trained, _ = run(client, rank=4, seed=2, steps=1)
+    path = trained.save_weights_external("files").result().path
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert urls.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert httpx.get(urls["adapter_config.json"]).json()["r"] == 4
+    assert httpx.get(urls["adapter_config.json"].replace("expires=", "expires=1")).status_code == 404
+
+
+def test_publishing_and_what_else_is_not_offered_is_refused_with_a_sentence(server, client):
+    trained, _ = run(client, rank=4, seed=2, steps=1)
+    path = trained.save_state("mine").result().path
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
+    with pytest.raises(tinker.BadRequestError) as refused:
+        rest.publish_checkpoint_from_tinker_path(path).result()
+    assert "save_weights_external" in str(refused.value)
+    for method, place in (("POST", "copy_weights"), ("GET", "audit"), ("POST", "sessions/search"), ("POST", "nothing")):
+        assert httpx.request(method, f"{server.url}/api/v1/{place}").status_code == 400
+    with pytest.raises(tinker.RequestFailedError):
+        trained.save_weights_and_get_sampling_client(kind="inflight").result()
+    sampler = client.create_sampling_client(base_model="Org/small").result()
+    with pytest.raises(tinker.BadRequestError):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2), prompt_alt_tokens_k=2).result()
+
+
+def test_bad_input_reaches_the_client_as_the_sdks_own_errors_and_the_client_goes_on(client):
+    with pytest.raises(tinker.BadRequestError):
+        client.create_lora_training_client("Org/other", rank=4).result()
+    with pytest.raises(tinker.BadRequestError):
+        client.create_lora_training_client("Org/small", rank=4, train_mlp=False, train_attn=False).result()
+    trained = client.create_lora_training_client("Org/small", rank=4).result()
+    data = [*map(datum, rows(1))]
+    with pytest.raises(tinker.RequestFailedError) as failed:
+        trained.forward_backward(data, "ppo").result()
+    assert failed.value.category is types.RequestErrorCategory.User and "advantages" in str(failed.value)
+    with pytest.raises(tinker.RequestFailedError):
+        trained.optim_step(ADAM).result()
+    with pytest.raises(tinker.RequestFailedError):
+        trained.forward_backward(data, "gspo").result()
+    trained.save_state("same").result()
+    with pytest.raises(tinker.RequestFailedError):
+        trained.save_state("same").result()
+    with pytest.raises(tinker.RequestFailedError):
+        trained.save_state("../same").result()
+    assert trained.save_state("same", overwrite=True).result().path.endswith("same")
+    trained.forward_backward(data, "cross_entropy").result()
+    assert trained.optim_step(ADAM).result().metrics["step:max"] == 1
+
+
+def test_a_request_that_is_sent_again_runs_once_and_another_with_its_number_is_refused(server, client):
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=4).result()
+    trained.forward_backward([*map(datum, rows(1))], "cross_entropy").result()
+    body = {"model_id": trained.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}
+    answers = [httpx.post(f"{server.url}/api/v1/optim_step", json=body).json() for _ in range(3)]
+    assert len({json.dumps(one) for one in answers}) == 1
+    found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": answers[0]["request_id"]}).json()
+    assert found["metrics"]["step:max"] == 1
+    body["adam_params"]["learning_rate"] = 0.02
+    again = httpx.post(f"{server.url}/api/v1/optim_step", json=body)
+    assert again.status_code == 400 and "two clients with one name" in again.json()["detail"]
+    with_lora = {"session_id": trained.model_id.split(":")[0], "model_seq_id": 0, "base_model": "Org/small"}
+    again = httpx.post(f"{server.url}/api/v1/create_model", json={**with_lora, "lora_config": {"rank": 5}})
+    assert again.status_code == 400 and "two clients with one name" in again.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "place, body, field",
+    [
+        ("optim_step", {"model_id": "m"}, "seq_id"),
+        ("optim_step", {"model_id": "m", "seq_id": 1, "adam_params": {"beta1": 2}}, "adam_params.beta1"),
+        ("asample", {"sampling_session_id": "s", "seq_id": 0}, "prompt"),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "b", "more": 1}, "more"),
+        ("retrieve_future", {"request_id": "odd"}, "request_id"),
+        ("create_session", [], "body"),
+    ],
+)
+def test_a_malformed_body_is_refused_by_its_field(server, place, body, field):
+    found = httpx.post(f"{server.url}/api/v1/{place}", json=body)
+    assert found.status_code == 400 and field in found.json()["detail"]
+
+
+@pytest.mark.slow
+def test_eight_clients_at_once_each_train_their_own(server, client):
+    def one(seed):
+        _, found = run(service(server), steps=2, rank=2, seed=seed)
+        return [passed.metrics for passed, _ in found]
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(one, range(8)))
+    assert together[0] == one(0) and together[5] == one(5)
+    assert len({json.dumps(each) for each in together}) > 1
+
+
+def test_a_client_that_asks_too_much_waits(server):
+    queue = server.desk.clients[next(iter(server.desk.clients))].queue
+    before, queue.most = queue.most, 0
+    body = {"model_id": queue.name, "seq_id": queue.next, "adam_params": {}}
+    try:
+        assert httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code == 429
+    finally:
+        queue.most = before
+
+
+def test_the_session_says_what_differs_and_ends(server):
+    made = service(server)
+    made.create_sampling_client(base_model="Org/small").result()
+    name = made.holder.get_session_id()
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-x")
+    assert rest.get_session(name).result().sampler_ids == [f"{name}:sample:0"]
+    made.close("success").result()
+    assert httpx.post(f"{server.url}/api/v1/session_heartbeat", json={"session_id": name}).status_code == 410

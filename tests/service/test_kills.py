@@ -1,0 +1,131 @@
+"""A server that is killed and started again: clients go on, and every bit is that of an undisturbed server."""
+
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tinker import types
+
+from tests.errors import raises
+from tests.service.served import TOKENIZER, Served, base, service
+from tests.service.test_api import ADAM, datum, rows
+from tilth.core.errors import CheckpointError
+from tilth.service import desk
+from tilth.service.start import open_desk
+from tilth.service.worker import read_state
+
+PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return base(tmp_path_factory.mktemp("base") / "m")
+
+
+def loop(server, steps, strike):
+    """Steps of a small RL loop; ``strike`` may kill the server at any of its places. Returns the last state's path."""
+    client = service(server)
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
+    for step in range(steps):
+        sampler = trained.save_weights_and_get_sampling_client().result()
+        strike(step, "snapshot")
+        answer = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=5, seed=step))
+        strike(step, "sample")
+        data = []
+        for number, one in enumerate(answer.result().sequences):
+            tokens = PROMPT.to_ints() + one.tokens
+            columns = {"target_tokens": np.array(tokens[1:])}
+            columns["logprobs"] = np.float32([0.0] * (PROMPT.length - 1) + one.logprobs)
+            columns["advantages"] = np.float32([1.0 - 2 * number] * len(tokens[1:]))
+            data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), columns))
+        passed = trained.forward_backward(data, "importance_sampling")
+        strike(step, "passes")
+        passed.result()
+        passed = trained.forward_backward([*map(datum, rows(step))], "cross_entropy")
+        done = trained.optim_step(ADAM)
+        strike(step, "step")
+        passed.result(), done.result()
+    strike(steps, "save")
+    return trained.save_state("end").result().path
+
+
+class Striker:
+    """Kills the server in a phase of each step, and starts it again on the same port."""
+
+    def __init__(self, model, state, phase):
+        self.model, self.state, self.phase, self.struck = model, state, phase, 0
+        self.options = {"name": "Org/small", "parity": True}
+        self.server = Served(model, state, **self.options)
+
+    def __call__(self, step, phase):
+        if phase == self.phase:
+            self.server.kill()
+            self.struck += 1
+            self.server = Served(self.model, self.state, port=self.server.port, **self.options)
+
+
+def outcome(model, state, phase, steps):
+    striker = Striker(model, state, phase)
+    try:
+        path = loop(striker.server, steps, striker)
+        return read_state(striker.server.desk.folder.checkpoint(path))[0], striker
+    finally:
+        striker.server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    return outcome(model, tmp_path_factory.mktemp("calm"), "never", 3)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
+def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch, undisturbed, phase):
+    monkeypatch.setattr(desk, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
+    found, striker = outcome(model, tmp_path, phase, 3)
+    assert striker.struck == (1 if phase == "save" else 3)
+    assert found.keys() == undisturbed.keys()
+    assert all(torch.equal(found[name], undisturbed[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_lost_request_would_change_the_weights(model, tmp_path, monkeypatch, undisturbed):
+    """Without the requests behind the state on disk, a restarted server trains on from other weights."""
+    monkeypatch.setattr(desk, "REPEATED", ())
+    monkeypatch.setattr(desk, "STEPS", 100)
+    striker = Striker(model, tmp_path, "save")
+    try:
+        path = loop(striker.server, 3, striker)
+        found = read_state(striker.server.desk.folder.checkpoint(path))[0]
+        assert not all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
+    finally:
+        striker.server.close()
+
+
+def test_a_folder_of_another_base_is_refused(model, tmp_path):
+    open_desk(str(model), tmp_path / "state")[0].room.close(0.0)
+    with raises(CheckpointError, "service.state"):
+        open_desk(str(base(tmp_path / "other", seed=1)), tmp_path / "state")
+
+
+def test_waiting_clients_are_told_to_ask_again(model, tmp_path, monkeypatch):
+    """A request whose predecessor has not come waits, and runs when that is there."""
+    monkeypatch.setattr(desk, "WAIT", 0.2)
+    server = Served(model, tmp_path, name="Org/small")
+    try:
+        trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()
+        body = {"model_id": trained.model_id, "seq_id": 2, "path": "second"}
+        name = httpx.post(f"{server.url}/api/v1/save_weights", json=body).json()["request_id"]
+        ask = lambda: httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": name})  # noqa: E731
+        assert ask().status_code == 408
+        first = httpx.post(f"{server.url}/api/v1/save_weights", json={**body, "seq_id": 1, "path": "first"})
+        assert first.status_code == 200
+        until = time.monotonic() + 20
+        while ask().status_code == 408 and time.monotonic() < until:
+            threading.Event().wait(0.01)
+        assert ask().json()["path"].endswith("/second")
+    finally:
+        server.close()
