@@ -26,6 +26,8 @@ from tests.guard.test_supervisor import RECIPE
 from tilth.cluster.backends.capacity import patience
 from tilth.config.load import load_recipe
 from tilth.flows.launch import RunResult
+from tilth.guard.updates import read_updates
+from tilth.runs.readers import read_metrics
 
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 """Runs a command with a /dev/shm of its own, which is gone when its processes are."""
@@ -144,3 +146,26 @@ def test_the_next_controller_goes_on_from_the_memory_of_all_nodes(tmp_path, thre
     monkeypatch.setenv("DEATHS", str(tmp_path / "deaths"))
     undisturbed = tiny.run_recipe(load_recipe("addition-grpo", [*RECIPE, "run.dir=plain"]), name="addition-grpo")
     assert_same_run(RunResult(tmp_path / "runs/a", {}), undisturbed)
+
+
+@pytest.mark.ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_goes_on_with_two_of_three_nodes_where_no_other_has_room(tmp_path, three_nodes):
+    address, env, pids = three_nodes
+    plugin = str(Path(__file__).with_name("lost_for_good.py"))
+    shape = [word for word in RECIPE if not word.startswith(("plugins", "cluster", "policy"))]
+    shape += [f"plugins={json.dumps([plugin])}", "cluster.workers=3", "policy.layout.fsdp=3"]
+    command = [*TILTH, "run", "addition-grpo", *shape, "cluster.backend=ray", f"cluster.address={address}"]
+    until, around = time.monotonic() + patience(60.0), {**ENVIRONMENT, **env, "NODES": json.dumps(pids)}
+    while True:
+        found = subprocess.run(
+            command, env=around, cwd=tmp_path, capture_output=True, text=True, timeout=patience(240.0)
+        )
+        if "CPUs on" not in found.stderr or time.monotonic() > until:  # the others are still coming
+            break
+    assert found.returncode == 0, found.stderr[-6000:]
+    (update,) = read_updates(tmp_path / "runs/a")
+    assert (update.by, update.state) == ("guard", "in force") and update.step in (2, 3)
+    assert update.changes.keys() == {"cluster.workers", "policy.layout.fsdp"}
+    assert [one["step"] for one in read_metrics(tmp_path / "runs/a")] == list(range(1, 9))

@@ -3,7 +3,9 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from tests.flows import storage, tiny
@@ -13,7 +15,9 @@ from tilth.checkpoint.directory import step_of
 from tilth.cluster.backends import session_dir
 from tilth.core import write_queue
 from tilth.core.errors import StorageError
+from tilth.data.trajectories import TrajectoryFiles
 from tilth.flows import run as run_module
+from tilth.flows.run import Run
 from tilth.runs import directory as directory_module
 from tilth.runs.readers import read_metrics, read_state, summarise
 
@@ -106,3 +110,35 @@ def test_a_disk_that_fails_until_patience_ends_is_an_error_that_names_what_is_lo
     ours = tiny.run(tiny.recipe(tmp_path, **SECTIONS))  # goes on from the last good checkpoint
     assert Path(ours.directory) == directory
     assert tiny.weights(ours.directory) == tiny.weights(plain.directory)
+
+
+def test_rows_that_only_their_writer_has_are_told_until_a_file_has_them(tmp_path):
+    with storage.mounted(tmp_path / "shm", megabytes=1) as memory:
+        if memory is None:
+            pytest.skip("mounts are not permitted here")
+        files, full = TrajectoryFiles(tmp_path / "trajectories", memory / "trajectories"), storage.Full(memory)
+        (tmp_path / "trajectories").mkdir()
+        full.begin()
+        for step in (1, 2):
+            files.add(table_of(step))
+            trouble = files.commit(step)
+            assert trouble["alone"] and trouble["path"] == str(memory / "trajectories")
+        full.end()
+        files.add(table_of(3))
+        assert files.commit(3)["alone"]  # of step 2
+        assert not files.flush() and not files.commit(4)
+        files.close()
+
+
+def test_a_step_whose_rows_only_their_writer_has_is_no_snapshot():
+    said, state = [], SimpleNamespace(step=5)
+    trouble = {"alone": True, "path": "/dev/shm/x", "reason": "full"}
+    run = SimpleNamespace(directory=SimpleNamespace(settle=lambda: trouble), kept_in_memory=True, say=said.append)
+    run.state = state
+    Run._keep_in_memory(run, None)
+    Run._keep_in_memory(run, None)
+    assert not run.kept_in_memory and len(said) == 1 and "find no room in /dev/shm/x: full" in said[0]
+
+
+def table_of(step):
+    return pa.Table.from_pylist([{"step": step, "id": step}])

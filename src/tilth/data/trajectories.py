@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
 
@@ -77,6 +78,9 @@ class TrajectoryFiles:
         self._open: list[pa.Table] = []
         self._committed: list[pa.Table] = []
         self._queue, self._writing, self._lock = WriteQueue(), Lock(), Lock()
+        self._alone: Trouble = {}
+        """Trouble that keeps committed rows out of ``spill``: only this process has them."""
+        self._alone_until = 0
         if spill is not None:
             with writing(spill):
                 make_folder(spill)
@@ -88,7 +92,7 @@ class TrajectoryFiles:
     def commit(self, step: int) -> Trouble:
         """Commit a step and drop added rows of other steps; rows are written by ``flush``, or beyond PART_BYTES.
 
-        Return what cannot be written now. StorageError if too much waits."""
+        Return what cannot be written now; ``alone`` if nobody else has these rows. StorageError if too much waits."""
         added, self._open = self._open, []
         kept = [table.filter(pc.equal(table["step"], step)) for table in added]
         new = [table for table in kept if len(table)]
@@ -98,7 +102,7 @@ class TrajectoryFiles:
             nbytes = sum(t.nbytes for t in self._committed)
         if nbytes > PART_BYTES:
             self._queue.put(self.folder, self._write_committed, nbytes, newest=True)
-        return self._queue.status()
+        return self._alone or self._queue.status()
 
     def _spill(self, step: int, tables: list[pa.Table]) -> list[pa.Table]:
         """Put rows into shared memory and return them from there; without room they are in this process only."""
@@ -108,7 +112,16 @@ class TrajectoryFiles:
             with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), COLUMNS) as out:
                 for table in tables:
                     out.write_table(table)
-        except StorageError:
+        except StorageError as error:
+            nbytes, cause = sum(table.nbytes for table in tables), error.__cause__
+            reason = (cause.strerror if isinstance(cause, OSError) else "") or str(error)
+            facts = {
+                "path": str(self.spill),
+                "reason": reason,
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            more = {"bytes": nbytes, "writes": 1, "slow": False, "files": [path.name], "alone": True}
+            self._alone, self._alone_until = facts | more, step
             return tables
         return [pa.ipc.open_file(pa.memory_map(str(path))).read_all()]
 
@@ -144,6 +157,7 @@ class TrajectoryFiles:
             with self._lock:
                 del self._committed[: len(tables)]
             last = max((pc.max(table["step"]).as_py() for table in tables), default=0)
+            self._alone = {} if last >= self._alone_until else self._alone
             for spilled in self._spilled():
                 if _step(spilled) <= last:
                     spilled.unlink()
@@ -165,7 +179,7 @@ class TrajectoryFiles:
     def rewind(self, step: int) -> None:
         """Drop all rows of later steps; a file with earlier rows too is rewritten before it is removed."""
         with self._writing, self._lock:
-            self._open, self._committed = [], []
+            self._open, self._committed, self._alone = [], [], {}
             for spilled in self._spilled():
                 if _step(spilled) > step:
                     spilled.unlink()

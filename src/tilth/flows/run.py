@@ -353,9 +353,11 @@ class Run:
         The step's trajectories come first: a writer that dies with them would lose rows of a step that is never run
         again.
         """
-        self.directory.settle()
+        rows = self.directory.settle()
         before, self.kept_in_memory = self.kept_in_memory, True
         try:
+            if rows.get("alone"):
+                raise StorageError(f"its trajectories find no room in {rows['path']}: {rows['reason']}", key="snapshot")
             snapshots.take(self.roles.stateful_roles(), self.state.step, self._objects(), self.policy.mesh)
         except StorageError as error:
             self.kept_in_memory = False

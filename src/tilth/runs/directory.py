@@ -161,9 +161,10 @@ class RunDir:
         self._tell(dict(before))
         return written
 
-    def settle(self) -> None:
-        """Wait until the writer has the trajectories of the committed step. Raises as any call if it is lost."""
-        dict(self._answer)
+    def settle(self) -> Trouble:
+        """Wait until the writer has the trajectories of the committed step, and return its trouble; ``alone`` if they
+        would be lost with it. Raises as any call if it is lost."""
+        return dict(self._answer)
 
     def _tell(self, elsewhere: Trouble) -> None:
         """Report trouble that has begun or ended, also in run.json. elsewhere: that of the trajectories."""
