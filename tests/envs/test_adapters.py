@@ -126,9 +126,9 @@ def test_episodes_of_verifiers_in_a_pool(verifiers):
 def test_a_game_that_is_drawn_is_read_as_text(gymnasium):
     one, first = begun("gymnasium:FrozenLake-v1", {"seed": 1})
     assert contents(first) == ["\n[S]FFF\nFHFH\nFFFH\nHFFG\n"]
-    said, done = one.step({"content": "9"})
-    assert "0 to 3" in said[0]["content"] and not done
-    said, done = one.step({"content": " 1"})
+    said, done, paid = one.step({"content": "9"})
+    assert "0 to 3" in said[0]["content"] and not done and not paid
+    said, done, paid = one.step({"content": " 1"})
     assert said[0]["content"].count("[") == 1 and not done and one.reward() == {"reward": 0.0, "steps": 1.0}
 
 
@@ -153,7 +153,7 @@ def test_a_game_whose_actions_are_text(gymnasium):
     one, first = begun("gymnasium:Echo-v0", {"seed": 0})
     assert contents(first) == ["say abc"] and "1 to 5" in one.step({"content": "xyz"})[0][0]["content"]
     assert contents(one.step({"content": "ab"})[0]) == ["ba"]
-    assert one.step({"content": "abc"})[1] and one.reward()["reward"] == 1.0
+    assert one.step({"content": "abc"})[1:] == (True, 1.0) and one.reward() == {"reward": 0.0, "steps": 2.0}
 
 
 @pytest.mark.parametrize(

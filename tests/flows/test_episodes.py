@@ -1,13 +1,21 @@
 """Runs whose experience is episodes of several turns."""
 
+import json
+import string
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.config.test_plugins import forget, write
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.config.errors import RecipeError
+from tilth.config.plugins import load_plugins
 from tilth.core.errors import PluginError, RewardError
+from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import read_trajectories
+from tilth.envs.process import load_environment
 
 PLUGIN = """
 import tilth
@@ -111,6 +119,70 @@ def test_rewards_of_turns_are_trained_on_and_written(tmp_path, how):
     for row in rows:
         assert row["turn_rewards"] == [(k + 1) / 4 for k in range(len(row["turn_rewards"]))]
         assert len(row["turn_rewards"]) == sum(s["role"] == "assistant" for s in row["segments"])
+
+
+GAME = """
+import gymnasium
+from tilth.envs.adapters import GymnasiumEnvironment
+
+class Letters(gymnasium.Env):
+    observation_space = gymnasium.spaces.Text(20)
+    action_space = gymnasium.spaces.Text(20, charset="0123456789+=")
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 3
+        return f"{seed}+", {}
+
+    def step(self, action):
+        self.left -= 1
+        return action[::-1], len(set(action)) / 4, not self.left, False, {}
+
+gymnasium.register("Letters-v0", entry_point=Letters)
+
+class Digits(GymnasiumEnvironment):
+    id = "Letters-v0"
+
+    def _actions(self):
+        return "1+1="  # a tokenizer of digits has no letters
+"""
+
+
+def test_a_game_of_gymnasium_is_trained_on(tmp_path):
+    """The rewards of its steps are those of turns."""
+    pytest.importorskip("gymnasium")
+    result = tiny.run(brought(tmp_path, "digits", GAME), reward=None)
+    rows = [row for row in read_trajectories(result.directory).to_pylist() if row["reward"] is not None]
+    assert len({row["id"] for row in rows}) > 100 and any(len(row["turn_rewards"] or ()) > 2 for row in rows)
+    assert all(sum(row["turn_rewards"] or ()) == row["reward"] for row in rows)
+
+
+@pytest.mark.slow
+def test_an_environment_of_verifiers_is_trained_on(tmp_path, monkeypatch):
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "load_environment"):
+        pytest.skip("this version of verifiers has no environments of its first kind")
+    community = str(Path(__file__).parents[1] / "envs" / "community")
+    monkeypatch.setattr(sys, "path", [community, *(p for p in sys.path if Path(p).name != "benchmarks")])
+    result = tiny.run(brought(tmp_path, "verifiers:guess-word"), reward=None)
+    rows = [row for row in read_trajectories(result.directory).to_pylist() if row["reward"] is not None]
+    assert len(rows) > 100 and any(len([s for s in row["segments"] if s["role"] == "user"]) > 1 for row in rows)
+
+
+def brought(folder, name, text=""):
+    """A recipe of an environment that brings its records, as ``tilth env records`` writes them."""
+    plugins = [str(write(folder, text))] if text else []
+    load_plugins(plugins)
+    kind = load_environment(name)
+    records = [json.dumps(record) for record in kind.records(64)]
+    (folder / "records.jsonl").write_text("\n".join(records))
+    letters = sorted(set(string.printable) - set("\r\x0b\x0c"))
+    Tokenizer.characters("".join(letters)).save(folder / "tokenizer.json")
+    return tiny.recipe(
+        folder, plugins=plugins, model={"context": 160}, supervised={"steps": 0},
+        data={"source": str(folder / "records.jsonl"), "holdout": 0, "tokenizer": str(folder / "tokenizer.json")},
+        rollout={"environment": name, "turns": 3, "stop": ["0", "1", "2", "3"], "max_tokens": 12},
+    )  # fmt: skip
 
 
 def test_an_estimator_that_reads_no_reward_refuses_those_of_turns(tmp_path):

@@ -225,7 +225,7 @@ class GymnasiumEnvironment(Environment, declares=False):
     """An environment of the package ``gymnasium`` whose observations are text, or are rendered as it, unmodified.
 
     Actions: the policy's turn where the action space is text, else a whole number in it. A turn that names no action
-    is answered with what would be one. The reward is the sum over the episode.
+    is answered with what would be one. Each step's reward is that of its turn, so that the episode's is their sum.
     """
 
     id: ClassVar[str] = ""
@@ -257,22 +257,22 @@ class GymnasiumEnvironment(Environment, declares=False):
         if not isinstance(info.get("seed"), int):
             message = "the record has no column seed with a whole number, so that the game could not be played again"
             raise EnvironmentFault(message, key="environment.gymnasium.seed")
-        self._env, self._total, self._steps = self._make(), 0.0, 0
+        self._env, self._steps = self._make(), 0
         seen, _ = self._env.reset(seed=info["seed"])
         return [{"role": "user", "content": "\n".join(filter(None, (self.intro, self._seen(seen))))}]
 
-    def step(self, message: Message) -> tuple[Sequence[Message], bool]:
+    def step(self, message: Message) -> tuple[Sequence[Message], bool, float]:
         """Take the action of a turn."""
         action = self._action(message["content"].strip())
         if action is None:
-            return [{"role": "user", "content": f"an action is {self._actions()}"}], False
+            return [{"role": "user", "content": f"an action is {self._actions()}"}], False, 0.0
         seen, reward, ended, cut, _ = self._env.step(action)
-        self._total, self._steps = self._total + float(reward), self._steps + 1
-        return [{"role": "user", "content": self._seen(seen)}], bool(ended or cut)
+        self._steps += 1
+        return [{"role": "user", "content": self._seen(seen)}], bool(ended or cut), float(reward)
 
     def reward(self) -> dict[str, float]:
-        """Return the sum of rewards."""
-        return {"reward": self._total, "steps": float(self._steps)}
+        """Return the number of steps, as a part: turns have the rewards."""
+        return {"reward": 0.0, "steps": float(self._steps)}
 
     def close(self) -> None:
         """Close the game."""
