@@ -119,6 +119,23 @@ def _in_a_loop() -> bool:
     return True
 
 
+class Answering(Environment, declares=False):
+    """Asks the record's prompt; the turn without a call is the answer."""
+
+    describes_tools = False  # a small model learns them from examples
+
+    def reset(self, info: dict[str, Any]) -> Sequence[Message]:
+        """Ask the question."""
+        self.info, self.said = info, ""
+        return [{"role": "user", "content": info["prompt"]}]
+
+    def step(self, message: Message) -> tuple[Sequence[Message], bool]:
+        """Call the tools of a turn, or take it as the answer."""
+        self.said = message["content"]
+        found = self.call_tools(message)
+        return found, not found
+
+
 def name_of(cls: type) -> str:
     """Return the name of an environment's class in a recipe: ``WordGame`` -> ``word_game``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()

@@ -9,14 +9,10 @@ import json
 import os
 import pickle
 import selectors
-import signal
-import struct
-import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +21,8 @@ import psutil
 from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
-from tilth.rewards.process import drain, frame
+from tilth.rewards.piped import PipedProcess, death
+from tilth.rewards.process import frame
 
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
@@ -131,7 +128,7 @@ class EnvironmentPool:
         if self._episodes.pop(episode, None) is not None and (child := self._child_of(episode)):
             child.episodes.discard(episode)
             child.threads.pop(episode, None)
-            child.send(Asked(episode, "end"))
+            child.ask(Asked(episode, "end"))
         self._retire()
 
     def poll(self, seconds: float) -> list[Answer]:
@@ -160,9 +157,9 @@ class EnvironmentPool:
         episode.asked, episode.deadline = asked, time.monotonic() + self.timeout
         child = self._child_of(episode.id)
         if child is None:  # its first request, or the first that the journal does not know
-            self._assign(episode).send(episode.said[0][0] if episode.said else asked)
+            self._assign(episode).ask(episode.said[0][0] if episode.said else asked)
         elif episode.repeated == len(episode.said):
-            child.send(asked)
+            child.ask(asked)
 
     def _child_of(self, episode: int) -> "_Child | None":
         return next((child for child in self._children if episode in child.episodes), None)
@@ -192,7 +189,7 @@ class EnvironmentPool:
             for message in child.messages():
                 found += self._take_in(child, message)
             if not alive:
-                found += self._lose(child, f"its process {_death(child.kill())}")
+                found += self._lose(child, f"its process {death(child.kill())}")
         now = time.monotonic()
         while late := [e for e in self._episodes.values() if e.asked is not None and e.deadline <= now]:
             found += self._overdue(late[0])  # which may give the others of its process more time
@@ -227,9 +224,9 @@ class EnvironmentPool:
         episode.repeated += 1
         episode.deadline = time.monotonic() + self.timeout
         if episode.repeated < len(episode.said):
-            child.send(episode.said[episode.repeated][0])
+            child.ask(episode.said[episode.repeated][0])
         elif episode.asked is not None:
-            child.send(episode.asked)
+            child.ask(episode.asked)
         return []
 
     def _fail(self, episode: _Episode, reason: str, status: Status) -> Answer:
@@ -292,7 +289,7 @@ class EnvironmentPool:
             episode.repeated, episode.deadline = 0, time.monotonic() + self.timeout
             first = episode.said[0][0] if episode.said else episode.asked
             if first is not None:
-                self._assign(episode).send(first)
+                self._assign(episode).ask(first)
         return found
 
     def _retire(self) -> None:
@@ -302,34 +299,16 @@ class EnvironmentPool:
             child.kill()
 
 
-class _Child:
-    """One process, its pipes, and the episodes that live in it."""
+class _Child(PipedProcess):
+    """One process, and the episodes that live in it."""
 
     def __init__(self, greeting: bytes) -> None:
-        arguments = json.dumps([[str(p) for p in sys.path], os.getpid()])
-        threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOT, arguments],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONHASHSEED": "0", **os.environ, **threads},
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.requests, False)
-        os.set_blocking(self.replies, False)
+        super().__init__(BOOT, [[str(p) for p in sys.path], os.getpid()], greeting)
         self.episodes: set[int] = set()
         self.threads = dict[int, int]()
         """Native id of the thread of each episode that it has begun."""
         self.retiring = False
-        self._outbox, self._inbox = bytearray(greeting), bytearray()
         self._pongs, self._kept = 0, list[dict[str, Any]]()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._outbox)
 
     def wait_ready(self) -> None:
         """Wait until it has loaded the environment; raises PluginError if it cannot."""
@@ -343,39 +322,19 @@ class _Child:
                 self.kill()
                 raise PluginError(message["failed"], key=message["key"])
             if not alive:
-                raise PluginError(f"a process of environments {_death(self.kill())} at its start", key="environment")
+                raise PluginError(f"a process of environments {death(self.kill())} at its start", key="environment")
         self.kill()
         raise PluginError(f"a process of environments has not started within {START:g} s", key="environment.start")
 
-    def send(self, asked: Asked) -> None:
+    def ask(self, asked: Asked) -> None:
         """Queue a request."""
-        self._outbox += frame(pickle.dumps(asked))
-        self.write()
-
-    def write(self) -> bool:
-        """Write as much as the pipe takes; False if the other end is gone."""
-        try:
-            while self._outbox:
-                del self._outbox[: os.write(self.requests, self._outbox)]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            return False
-        return True
-
-    def read(self) -> bool:
-        """Read what there is; False at the end of the stream."""
-        return drain(self.replies, self._inbox)
+        self.send(frame(pickle.dumps(asked)))
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the complete messages received so far."""
         found, self._kept = self._kept, []
-        while len(self._inbox) >= 8:
-            end = 8 + struct.unpack_from("<Q", self._inbox)[0]
-            if len(self._inbox) < end:
-                break
-            message = json.loads(self._inbox[8:end])
-            del self._inbox[:end]
+        for body in self.bodies():
+            message = json.loads(body)
             self._pongs += "pong" in message
             found += [message] if "pong" not in message else []
         return found
@@ -383,7 +342,7 @@ class _Child:
     def answers(self, seconds: float) -> bool:
         """Ask whether its threads still run; messages that come meanwhile are kept."""
         before, until = self._pongs, time.monotonic() + seconds
-        self.send(Asked(-1, "ping"))
+        self.ask(Asked(-1, "ping"))
         while time.monotonic() < until and self._pongs == before:
             _ready([self], until - time.monotonic())
             if not (self.write() and self.read()):
@@ -397,15 +356,6 @@ class _Child:
             return {t.id: t.user_time + t.system_time for t in psutil.Process(self._process.pid).threads()}
         except psutil.Error:
             return {}
-
-    def kill(self) -> int:
-        """Kill the process and its children; return its exit code."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # does not change the exit code of one that died already
-        code = self._process.wait()
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.stdout.close()  # type: ignore[union-attr]
-        return code
 
 
 def _ready(children: Sequence[_Child], seconds: float) -> list[_Child]:
@@ -430,7 +380,3 @@ def _shut_down(children: list[_Child], owner: int) -> None:
         for child in children:
             child.kill()
         children.clear()
-
-
-def _death(code: int) -> str:
-    return f"died with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

@@ -7,16 +7,11 @@ the pipe: both ends trust each other, since the child runs the user's code and n
 ``concurrent.futures`` and ``multiprocessing.Pool`` cannot kill one hanging call and keep the others.
 """
 
-import contextlib
-import json
 import math
 import os
 import pickle
 import select
 import selectors
-import signal
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,8 +30,9 @@ import cloudpickle
 
 from tilth.core.errors import RewardError
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
+from tilth.rewards.piped import PipedProcess, death
 from tilth.rewards.prints import Prints
-from tilth.rewards.process import ScoringProgress, drain, frame
+from tilth.rewards.process import ScoringProgress, frame
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
@@ -228,11 +224,11 @@ class RewardPool:
             child.take_in(message, job)
         self._children.remove(child)
         if starting:  # would fail again, so this call does not retry
-            why = f"not ready after {START_SECONDS:g} s" if status == "timeout" else _death(code)
+            why = f"not ready after {START_SECONDS:g} s" if status == "timeout" else death(code)
             self._failure = child.failure or RewardError(f"the reward process {why}", key=f"reward.start.{status}")
             return
         seconds = time.monotonic() - begun
-        reason = f"took longer than {self.timeout:g} s" if status == "timeout" else f"its process {_death(code)}"
+        reason = f"took longer than {self.timeout:g} s" if status == "timeout" else f"its process {death(code)}"
         job.lost(child.chunk, child.finished, place, Outcome(None, {}, who + reason, seconds, status))
         self._fill()
 
@@ -296,23 +292,23 @@ class Job:
         return [outcome for outcome in self.outcomes if outcome is not None]
 
 
-class Child:
-    """One process, its pipes and its current chunk."""
+class Child(PipedProcess):
+    """One process and its current chunk."""
 
     def __init__(self, greeting: bytes, errors: int | None) -> None:
+        if not sys.executable:
+            message = "sys.executable is empty: without the path of this Python no reward process can be started"
+            raise RewardError(message, key="sys.executable")
         self.state: Literal["starting", "idle", "busy", "lost"] = "starting"
         self.failure: RewardError | None = None
         self.chunk: list[int] = []
         self.finished = 0
-        self._inbox, self._outbox = bytearray(), memoryview(greeting)
         with tempfile.TemporaryFile() as shared:
             shared.truncate(ScoringProgress.NBYTES)
-            self.progress = ScoringProgress(shared.fileno())
-            self._process = _start_process(shared.fileno(), errors)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.requests, self.replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.requests, False)
-        os.set_blocking(self.replies, False)
+            fd = shared.fileno()
+            self.progress = ScoringProgress(fd)
+            arguments = [[str(p) for p in sys.path], fd, os.getpid()]
+            super().__init__(BOOT, arguments, greeting, variables={IN_CHILD: "1"}, errors=errors, pass_fds=(fd,))
         self.progress.put(time.monotonic(), -1)
 
     def deadline(self, timeout: float) -> float:
@@ -328,11 +324,6 @@ class Child:
         late = time.monotonic() > self.deadline(timeout)
         return work if late and work == self.progress.get() else None
 
-    @property
-    def unsent(self) -> bool:
-        """True if bytes wait to be written to the process."""
-        return len(self._outbox) > 0
-
     def give(self, chunk: list[int], job: Job) -> None:
         """Send a chunk of items; what cannot be sent is settled as an error, one by one."""
         try:
@@ -342,33 +333,11 @@ class Child:
             return
         self.state, self.chunk, self.finished = "busy", chunk, 0
         self.progress.put(time.monotonic(), -1)
-        self._outbox = memoryview(frame(body))
-        self.write()
-
-    def write(self) -> bool:
-        """Write as much as the pipe takes; False if the other end is gone."""
-        try:
-            while len(self._outbox):
-                self._outbox = self._outbox[os.write(self.requests, self._outbox) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            return False
-        return True
-
-    def read(self) -> bool:
-        """Read what there is; False at the end of the stream."""
-        return drain(self.replies, self._inbox)
+        self.send(frame(body))
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield the complete messages received so far."""
-        while len(self._inbox) >= 8:
-            end = 8 + struct.unpack_from("<Q", self._inbox)[0]
-            if len(self._inbox) < end:
-                return
-            body = bytes(self._inbox[8:end])
-            del self._inbox[:end]
-            yield pickle.loads(body)
+        yield from map(pickle.loads, self.bodies())
 
     def take_in(self, message: tuple[Any, ...], job: Job) -> None:
         """Handle one message: ready, failed, unreadable or results."""
@@ -393,45 +362,14 @@ class Child:
     def kill(self) -> int:
         """Kill the process and its children, read its last messages, return its exit code (-n: by signal n)."""
         self.state = "lost"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # does not change the exit code of one that died already
-        code = self._process.wait()
-        self.read()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
+        code = super().kill()
         self.progress.close()
         return code
-
-    def hang_up(self) -> None:
-        """Close its request pipe, on which an idle process ends."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait until the deadline (time.monotonic) for an idle process to end, which closes its pipe."""
         while self.state == "idle" and self.read() and (left := deadline - time.monotonic()) > 0:
             select.select([self.replies], [], [], left)
-
-
-def _start_process(progress_fd: int, errors: int | None) -> subprocess.Popen[bytes]:
-    if not sys.executable:
-        message = "sys.executable is empty: without the path of this Python no reward process can be started"
-        raise RewardError(message, key="sys.executable")
-    arguments = json.dumps([[str(p) for p in sys.path], progress_fd, os.getpid()])
-    threads = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
-    # A fixed hash seed: a function that iterates over a set returns the same numbers when the run is replayed.
-    environment = {"PYTHONHASHSEED": "0", **os.environ, **threads, IN_CHILD: "1"}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", BOOT, arguments],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env=environment,
-        pass_fds=(progress_fd,),
-        start_new_session=True,  # Ctrl-C goes to the run alone; killing the group ends the function's children too
-    )
 
 
 def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
@@ -486,9 +424,3 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"died with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"

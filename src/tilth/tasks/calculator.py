@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, chosen
-from tilth.envs.environment import Environment, Message, tool
+from tilth.envs.environment import Answering, tool
 from tilth.tasks.addition import AdditionVerifier
 
 _STRIDE = 618_033
@@ -73,21 +72,8 @@ def _call(name: str, a: int, b: int) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': {'a': a, 'b': b}})}</tool_call>"
 
 
-class Calculator(Environment):
+class Calculator(Answering):
     """Answers calls of two tools; the turn without a call is the result."""
-
-    describes_tools = False  # a small model learns them from examples
-
-    def reset(self, info: dict[str, Any]) -> list[Message]:
-        """Ask the question."""
-        self.info, self.said = info, ""
-        return [{"role": "user", "content": info["prompt"]}]
-
-    def step(self, message: Message) -> tuple[list[Message], bool]:
-        """Call the tools of a turn."""
-        self.said = message["content"]
-        found = self.call_tools(message)
-        return found, not found
 
     @tool
     def add(self, a: int, b: int) -> int:

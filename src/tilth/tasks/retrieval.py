@@ -7,12 +7,11 @@ import random
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
 from tilth.data.computed import Computed, chosen
-from tilth.envs.environment import Environment, Message, tool
+from tilth.envs.environment import Answering, tool
 from tilth.rewards.verifiers import Exact, answer_of
 
 COLORS = ("red", "blue", "green", "white", "black", "gray")
@@ -111,21 +110,8 @@ class RetrievalPrompts(Computed):
         )
 
 
-class Retrieval(Environment):
+class Retrieval(Answering):
     """Searches an index of sentences; the turn without a call is the answer."""
-
-    describes_tools = False  # a small model learns it from examples
-
-    def reset(self, info: dict[str, Any]) -> list[Message]:
-        """Ask the question."""
-        self.info, self.said = info, ""
-        return [{"role": "user", "content": info["prompt"]}]
-
-    def step(self, message: Message) -> tuple[list[Message], bool]:
-        """Search."""
-        self.said = message["content"]
-        found = self.call_tools(message)
-        return found, not found
 
     @tool
     def search(self, query: str) -> str:

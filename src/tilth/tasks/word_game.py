@@ -31,11 +31,11 @@ class WordGamePrompts(Computed):
     others guess the middle one, and find all. 0: any word.
     """
 
-    def __init__(self, *, mistaken: float = 0.0) -> None:
-        self.mistaken = mistaken
+    def __init__(self, *, mistaken: float = 0.0, games: int = 20_000) -> None:
+        self.mistaken, self.games = mistaken, games
 
     def __len__(self) -> int:
-        return 20_000
+        return self.games
 
     def prompt(self, index: int) -> Prompt:
         """Return the game of an index."""
@@ -54,7 +54,8 @@ class WordGamePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"word game of {len(WORDS)} words" + (f", {self.mistaken} mistaken" if self.mistaken else "")
+        mistaken = f", {self.mistaken} mistaken" if self.mistaken else ""
+        return f"word game of {len(WORDS)} words{mistaken}" + (f", {self.games} games" if self.games != 20_000 else "")
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
