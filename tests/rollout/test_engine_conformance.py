@@ -18,8 +18,9 @@ from tests.flows import tiny
 from tests.models.tiny import reference
 from tests.roles import small
 from tests.rollout.reference import CONFIG, make_model, make_requests
+from tests.rollout.standin import standing
 from tilth.cluster.backends.inline import InlineStore
-from tilth.config.plugins import ENGINES, engine, load_plugins
+from tilth.config.plugins import ENGINES, SERVED, engine, load_plugins
 from tilth.core.errors import DataError, LogprobMismatch, PluginError, RecipeError, WeightMismatch
 from tilth.data.prompts import PromptSet
 from tilth.flows.evaluate import EvalSettings, evaluate
@@ -38,8 +39,10 @@ REQUESTS = make_requests(12, kinds=KINDS, longest=20)
 
 
 @pytest.fixture(params=[*ENGINES, "slow"])
-def name(request, tmp_path):
-    if request.param not in ENGINES:
+def name(request, tmp_path, monkeypatch):
+    if request.param in SERVED:
+        standing(monkeypatch)
+    elif request.param not in ENGINES:
         load_plugins([str(write(tmp_path, ENGINE))])
     return request.param
 

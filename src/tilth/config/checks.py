@@ -12,7 +12,7 @@ from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
 from tilth.config.errors import RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
-from tilth.config.plugins import ENGINES, declared, task_names
+from tilth.config.plugins import SERVED, declared, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe, RewardConfig
 from tilth.config.tasks import task_of
@@ -30,6 +30,7 @@ def check(recipe: Recipe) -> None:
     for rule in (
         _shape,
         _lengths,
+        _engine,
         _parity,
         _learning,
         _adapters,
@@ -97,6 +98,20 @@ def _episodes(recipe: Recipe) -> _Errors:
                 f"rollout.layout.{axis} = {size}: ranks of one engine would hear an environment at different times"
             )
             yield RecipeError(f"{message}; use 1", key=f"rollout.layout.{axis}")
+
+
+def _engine(recipe: Recipe) -> _Errors:
+    """Check what only some generation engines have."""
+    r, served = recipe.rollout, recipe.rollout.engine in SERVED
+    if r.python and not served:
+        message = f"rollout.python = {r.python!r} is for engines of another environment ({', '.join(SERVED)})"
+        yield RecipeError(f"{message}; rollout.engine is {r.engine}", key="rollout.python.engine")
+    if r.options and r.engine == "native":
+        message = f"rollout.options has {', '.join(r.options)}; the native engine takes its options as keys of rollout"
+        yield RecipeError(message, key="rollout.options")
+    if served and recipe.train.parity:
+        message = f"train.parity = true: rollout.engine = {r.engine} rounds in its own kernels; use native"
+        yield RecipeError(message, key="train.parity.engine")
 
 
 def _parity(recipe: Recipe) -> _Errors:
@@ -534,7 +549,7 @@ def _divided_engine(recipe: Recipe, role: str, axis: str, size: int) -> _Errors:
     key, r = f"{role}.layout.{axis}", recipe.rollout
     if size == 1:
         return
-    if r.engine not in ENGINES:
+    if r.engine != "native":
         message = f"{key} = {size}, but rollout.engine = {r.engine} is not divided by Tilth; set {key} = 1"
         yield RecipeError(message, key=f"{key}.engine")
     if role == "rollout" and r.compile:

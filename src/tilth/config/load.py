@@ -206,7 +206,11 @@ def dump_toml(recipe: Recipe) -> str:
 
 _SAVING = ("save_every", "save_minutes", "save_background", "save_failures", "grace", "checkpoints", "keep")
 _OBSERVING = ("track", "collect_every", "prometheus", "profile", "profile_ranks")
-_SAME_WORK = {"run": ("dir", "name", "keep_every", *_OBSERVING, *_SAVING), "cluster": ("timeout", "address", "search")}
+_SAME_WORK = {
+    "run": ("dir", "name", "keep_every", *_OBSERVING, *_SAVING),
+    "cluster": ("timeout", "address", "search"),
+    "rollout": ("python",),
+}
 """Section -> keys that change no number of a run."""
 
 
@@ -253,7 +257,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
             del data[section][name]
     del data["guard"]
     del data["plugins"]  # flows.launch compares their content; their paths do not matter
-    for table, key in ((data, "roles"), (data["data"], "options")):  # keys that older runs do not have
+    newer = ((data, "roles"), (data["data"], "options"), (data["rollout"], "options"))
+    for table, key in newer:  # keys that older runs do not have
         if not table[key]:
             del table[key]
     if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key

@@ -85,8 +85,10 @@ class Declaration:
         return getattr(self.value, "__module__", ""), getattr(self.value, "__qualname__", "")
 
 
-ENGINES = {"native": "tilth.rollout.engine:Engine"}
+ENGINES = {"native": "tilth.rollout.engine:Engine", "vllm": "tilth.rollout.vllm:VLLM"}
 """Generation engines that come with Tilth: name -> module and class."""
+SERVED = ("vllm",)
+"""Those that run in a process of their own, with the interpreter ``rollout.python``."""
 BACKENDS = {
     "inline": "tilth.cluster.backends.inline:InlineBackend",
     "local": "tilth.cluster.controller.launcher:local_backend",

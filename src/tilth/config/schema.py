@@ -148,6 +148,8 @@ class RolloutConfig(RoleSection):
         description="how engines get a policy that learns adapters: weights with these merged in, or the base once "
         "and A and B alone from then on",
     )
+    python: str = Field("", description="interpreter of an environment that has vLLM or SGLang; empty: this one")
+    options: Options = Field({}, description="further arguments of the engine, as in {gpu_memory_utilization = 0.5}")
     environment: str = Field(
         "",
         description="environment of episodes of several turns: a task's, a plugin's class or FILE.py:Class; it gives "

@@ -280,8 +280,9 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
     """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32."""
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
+    section = loaded.settings.get("rollout", {})
     engine = protocol.make_engine(
-        loaded.settings.get("rollout", {}).get("engine", "native"),
+        section.get("engine", "native"),
         loaded.config,
         plugins=loaded.settings.get("plugins", ()),
         tokenizer=loaded.tokenizer,
@@ -290,6 +291,8 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
         seed=seed,
         max_rows=max_rows,
         max_length=max_length,
+        python=section.get("python", ""),
+        **section.get("options", {}),
     )
     engine.update_weights(loaded.tensors.items(), version=0)  # one at a time
     return engine

@@ -148,7 +148,7 @@ def _engine(
         more |= {"dims": ParallelDims.of(context.mesh, context.rank, context.generation)}
     more |= {"device": prepare(context, recipe), "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
     more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
-    return make_engine(r.engine, config, tokenizer=tokenizer, **more)
+    return make_engine(r.engine, config, tokenizer=tokenizer, python=r.python, **{**more, **r.options})
 
 
 def reward(context: Context, pool: RewardPool) -> RewardWorker:

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -383,6 +383,23 @@ def _write_file(
             if _entries(name, known[name], stored):
                 values = _values(name, state, stored.get(name), dtype)
                 file.write(values.view(-1).view(torch.uint8).numpy().data)
+
+
+def stored_tensors(config: DecoderConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that files of this family hold, each as soon as the weights that it is made of have come."""
+    stored: Stored = {**hf_names(config), **hf_experts(config), **hf_fused(config)}
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        there = stored.get(name, name)
+        if isinstance(there, str):
+            yield there, tensor
+        elif isinstance(there, tuple):
+            yield from zip(there, tensor)
+        else:
+            waiting[name] = tensor
+            if all(part in waiting for part in there.parts):
+                yield there.name, _values(name, waiting, there, tensor.dtype)
+                waiting = {name: tensor for name, tensor in waiting.items() if name not in there.parts}
 
 
 def _values(

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from tilth.config.axes import MODEL, over
 from tilth.config.checks import pool_of
 from tilth.config.open_sets import OPTIMIZERS
-from tilth.config.plugins import ENGINES
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import BLOCK, round_up
 from tilth.plan.rules import rule_of
@@ -147,7 +146,7 @@ def shares_memory(recipe: Recipe) -> bool:
     p, r = recipe.policy.layout, recipe.rollout.layout
     divided = [name for name in over(*MODEL) if getattr(p, name) > 1]
     together = pool_of(recipe, "rollout") == pool_of(recipe, "policy")
-    plain = recipe.train.precision == "fp32" and recipe.rollout.engine in ENGINES and not recipe.policy.lora.rank
+    plain = recipe.train.precision == "fp32" and recipe.rollout.engine == "native" and not recipe.policy.lora.rank
     return plain and together and divided == ["tp"] and p.tp % r.tp == 0 and r.ep == 1
 
 

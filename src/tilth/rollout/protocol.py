@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
+from tilth.config.plugins import ENGINES, SERVED, call_declared, declared, load_plugins
 from tilth.config.roles import resolve
 from tilth.config.schema import LoraConfig
 from tilth.core.checksum import checksum
@@ -189,8 +189,11 @@ def _popped(ids: deque[int] | None) -> list[int]:
     return list(dict.fromkeys(ids.popleft() for _ in range(len(ids)))) if ids else []
 
 
-def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = (), **options: Any) -> GenerationEngine:
-    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it.
+def make_engine(
+    name: str, config: DecoderConfig, *, plugins: Iterable[str] = (), python: str = "", **options: Any
+) -> GenerationEngine:
+    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it; python: interpreter of
+    one that runs in a process of its own.
 
     Raises RecipeError for an unknown name, PluginError for a declared class that is no engine or cannot be constructed.
     """
@@ -198,7 +201,8 @@ def make_engine(name: str, config: DecoderConfig, *, plugins: Iterable[str] = ()
         load_plugins(plugins)
     if name in ENGINES:
         _check_adapters(name, resolve(ENGINES[name]), options)
-        shipped: GenerationEngine = resolve(ENGINES[name])(config, **options)
+        more = {"python": python} if name in SERVED else {}
+        shipped: GenerationEngine = resolve(ENGINES[name])(config, **more, **options)
         return shipped
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])

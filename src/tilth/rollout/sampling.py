@@ -7,6 +7,7 @@ neither ties nor the largest ``top_k`` of the batch change it; the inverse CDF f
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilth.core.random import stream_id, uniform_rows
-from tilth.rollout.request import Request, SamplingParams
+
+if TYPE_CHECKING:  # workers of another engine import this module, and nothing more of Tilth than they need
+    from tilth.rollout.request import Request, SamplingParams
 
 _GROUP = 64
 """Tokens per group: two short cumulative sums replace one over the vocabulary (6 times faster)."""
@@ -24,7 +27,7 @@ _WIDTH = 256
 """Most likely tokens tried first for top-p, before the whole vocabulary is sorted."""
 
 
-def draws(seed: int, requests: Sequence[Request], starts: Sequence[int], count: int) -> np.ndarray:
+def draws(seed: int, requests: "Sequence[Request]", starts: Sequence[int], count: int) -> np.ndarray:
     """Return the random numbers of ``count`` positions of each request from its own start, float32 [requests, count].
 
     seed: of requests without ``Request.draws``.
@@ -57,7 +60,7 @@ class Rules:
     all_greedy: bool
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "Rules":
+    def of(cls, params: "Sequence[SamplingParams]", device: torch.device | str = "cpu") -> "Rules":
         """Return a row for each of these."""
 
         def column(values: list, dtype: torch.dtype) -> Tensor:

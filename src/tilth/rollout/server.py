@@ -1,0 +1,135 @@
+"""A server of another engine in a process of its own, with an interpreter of its own, reached over loopback."""
+
+import http.client
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from tilth.core.errors import RecipeError, TilthError
+
+_SECONDS = 600.0
+"""Limit of one request; a start, which may compile kernels, is the longest."""
+_TAIL = 12
+"""Lines of the log in an error."""
+_HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Environment variables of this interpreter that would mislead another one."""
+_PROGRAMS = Path(__file__).parent / "servers"
+
+
+class ServerError(TilthError):
+    """The server of a generation engine cannot start, or fails again and again; it ends with the log's last lines."""
+
+
+class ServerLost(Exception):
+    """The server ended, or gave no answer; its engine starts another one."""
+
+
+def find_python(python: str, engine: str, package: str) -> str:
+    """Return the path of the interpreter that has this package. Raises RecipeError with the key ``rollout.python``."""
+    if sys.platform != "linux":
+        message = f"rollout.engine = {engine} needs Linux, which can end a server with the process that started it"
+        raise RecipeError(message, key="rollout.engine.system")
+    where = shutil.which(python) if python else sys.executable
+    if where is None:
+        message = f"rollout.python = {python!r} is no program; use the interpreter of an environment that has {package}"
+        raise RecipeError(message, key="rollout.python")
+    check = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    if subprocess.run([where, "-P", "-c", check], env=_environment({}), capture_output=True).returncode:
+        message = f"rollout.engine = {engine}: {where} has no package {package}; set rollout.python to the interpreter "
+        raise RecipeError(f"{message}of an environment that has it", key="rollout.python.package")
+    return where
+
+
+class Connection:
+    """Connection to a server on this machine, whose token it knows."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self.port, self._token = port, token
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
+
+    def call(self, method: str, body: bytes | Mapping[str, Any] = b"") -> Any:
+        """Call a method of the server and return its answer. Raises ServerLost."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            self._connection.request("POST", f"/{method}", data, {"Authorization": f"Bearer {self._token}"})
+            response = self._connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerLost(f"{method}: {error!r}") from error
+        if response.status != 200:
+            raise ServerLost(f"{method}: status {response.status}, {answer[:200].decode(errors='replace')}")
+        return json.loads(answer) if answer else None
+
+    def stop(self) -> None:
+        """Close it."""
+        self._connection.close()
+
+    def log_tail(self) -> str:
+        """Return the last lines of the server's log."""
+        return ""
+
+
+class EngineProcess(Connection):
+    """Process of a program in ``servers``; it and its children end with this process, however this one ends.
+
+    Settings go to it over a pipe, requests over loopback with a token that only it knows. Its log is a file without a
+    name, so nothing is left behind.
+    """
+
+    def __init__(self, python: str, program: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        token, self._log = secrets.token_hex(16), tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            super().__init__(listening.getsockname()[1], token)
+            self._process = subprocess.Popen(
+                [python, "-P", str(_PROGRAMS / program)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env=_environment(environment),
+                pass_fds=(listening.fileno(),),
+                start_new_session=True,
+            )
+            told = {**settings, "token": token, "listening": listening.fileno()}
+        self._tell(json.dumps(told).encode() + b"\n")
+
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as pipe:  # the first request finds out if it has ended
+            pipe.write(line)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the process and its children."""
+        super().stop()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
+        return _tail(self._log)
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    lines = os.pread(log.fileno(), 16384, max(0, size - 16384)).decode(errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL:])
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment variables without those of its interpreter; what is set wins over ``more``."""
+    return {**more, **{name: value for name, value in os.environ.items() if name not in _HIDDEN}}
