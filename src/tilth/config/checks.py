@@ -109,6 +109,12 @@ def _engine(recipe: Recipe) -> _Errors:
     if r.options and r.engine == "native":
         message = f"rollout.options has {', '.join(r.options)}; the native engine takes its options as keys of rollout"
         yield RecipeError(message, key="rollout.options")
+    filters = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(r, name) != off]
+    if r.engine == "sglang" and filters:
+        message = (
+            f"rollout.{filters[0]} = {getattr(r, filters[0])}: rollout.engine = sglang returns no log-probs after "
+        )
+        yield RecipeError(f"{message}filters; leave it out, or use vllm", key=f"rollout.{filters[0]}.engine")
     if served and recipe.train.parity:
         message = f"train.parity = true: rollout.engine = {r.engine} rounds in its own kernels; use native"
         yield RecipeError(message, key="train.parity.engine")

@@ -85,9 +85,13 @@ class Declaration:
         return getattr(self.value, "__module__", ""), getattr(self.value, "__qualname__", "")
 
 
-ENGINES = {"native": "tilth.rollout.engine:Engine", "vllm": "tilth.rollout.vllm:VLLM"}
+ENGINES = {
+    "native": "tilth.rollout.engine:Engine",
+    "vllm": "tilth.rollout.vllm:VLLM",
+    "sglang": "tilth.rollout.sglang:SGLang",
+}
 """Generation engines that come with Tilth: name -> module and class."""
-SERVED = ("vllm",)
+SERVED = ("vllm", "sglang")
 """Those that run in a process of their own, with the interpreter ``rollout.python``."""
 BACKENDS = {
     "inline": "tilth.cluster.backends.inline:InlineBackend",

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +23,7 @@ _TAIL = 12
 """Lines of the log in an error."""
 _HIDDEN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables of this interpreter that would mislead another one."""
+_JSON = "application/json"
 _PROGRAMS = Path(__file__).parent / "servers"
 
 
@@ -57,18 +58,38 @@ class Connection:
         self.port, self._token = port, token
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SECONDS)
 
+    def request(self, method: str, path: str, data: bytes = b"", kind: str = _JSON) -> bytes:
+        """Send a request and return the body of its answer. Raises ServerLost."""
+        try:
+            self._connection.request(method, f"/{path}", data, self._headers(kind))
+            return self._answer(path, self._connection.getresponse()).read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ServerLost(f"{path}: {error!r}") from error
+
+    def stream(self, path: str, data: bytes) -> Iterator[bytes]:
+        """Send a request over a connection of its own and yield the lines of its answer as they come."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=_SECONDS)) as connection:
+            connection.request("POST", f"/{path}", data, self._headers(_JSON))
+            yield from self._answer(path, connection.getresponse())
+
     def call(self, method: str, body: bytes | Mapping[str, Any] = b"") -> Any:
         """Call a method of the server and return its answer. Raises ServerLost."""
+        whole = isinstance(body, bytes)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            self._connection.request("POST", f"/{method}", data, {"Authorization": f"Bearer {self._token}"})
-            response = self._connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerLost(f"{method}: {error!r}") from error
+        return json.loads(self.request("POST", method, data, "application/octet-stream" if whole else _JSON))
+
+    def _headers(self, kind: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}", "Content-Type": kind}
+
+    def _answer(self, path: str, response: http.client.HTTPResponse) -> http.client.HTTPResponse:
         if response.status != 200:
-            raise ServerLost(f"{method}: status {response.status}, {answer[:200].decode(errors='replace')}")
-        return json.loads(answer) if answer else None
+            raise ServerLost(f"{path}: status {response.status}, {response.read()[:200].decode(errors='replace')}")
+        return response
+
+    def alive(self) -> bool:
+        """Return False once the server's process has ended."""
+        return True
 
     def stop(self) -> None:
         """Close it."""
@@ -99,13 +120,16 @@ class EngineProcess(Connection):
                 pass_fds=(listening.fileno(),),
                 start_new_session=True,
             )
-            told = {**settings, "token": token, "listening": listening.fileno()}
+            told = {**settings, "token": token, "listening": listening.fileno(), "port": self.port}
         self._tell(json.dumps(told).encode() + b"\n")
 
     def _tell(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # the first request finds out if it has ended
             pipe.write(line)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:
