@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -16,7 +17,7 @@ from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.cli.export import write_model
 from tilth.config.load import from_dict
-from tilth.core.errors import ModelError, RecipeError, WeightMismatch
+from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
 from tilth.flows.model import MergedTensors, load_beginning, load_model
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -25,6 +26,8 @@ from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
 from tilth.models.peft import CONFIG, TENSORS, load_adapter, save_adapter
 from tilth.plan.lora import is_adapter
+from tilth.roles import state
+from tilth.roles.state import Learner
 from tilth.rollout.engine import Engine
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
@@ -60,14 +63,17 @@ def whole(tmp_path_factory, base):
 
 
 def stored(run):
+    """Everything that a model of a run is computed with, and its newest checkpoint."""
     checkpoint = open_checkpoint(latest(run / "checkpoints"))
-    return {name: checkpoint.read("model", name) for name in checkpoint.names("model")}, checkpoint
+    own = {name: checkpoint.read("model", name) for name in checkpoint.names("model")}
+    return dict(load_model(checkpoint.objects["base"]["path"]).tensors) | own, checkpoint
 
 
 def test_only_adapters_are_learned(base, whole):
     begun, (ended, checkpoint) = load_model(base).tensors, stored(whole)
     assert all(torch.equal(tensor, begun[name]) for name, tensor in ended.items() if not is_adapter(name))
     adapters = {name for name in ended if is_adapter(name)}
+    assert set(checkpoint.names("model")) == adapters
     assert len(adapters) == 2 * 7 * 2 and all(ended[name].any() for name in adapters)
     assert {name.partition(".")[2] for name in checkpoint.names("optimizer")} == adapters
 
@@ -163,6 +169,54 @@ def test_readers_see_merged_weights(base, whole):
     assert torch.equal(load_beginning(again).tensors[name], found[name])
 
 
+# ---- the base, to which checkpoints refer ----
+
+
+def test_a_base_that_is_gone_or_another_one_is_named(tmp_path, base):
+    """By readers, which go on as soon as it is back."""
+    own = tmp_path / "base"
+    write_model(str(base), own)
+    run = adapted(tmp_path / "runs", own, supervised={"steps": 1}, algorithm={"steps": 0})
+    wanted = dict(load_model(run).tensors)
+    own.rename(tmp_path / "elsewhere")
+    with raises(ModelError, "base.path"):
+        load_model(run)
+    shutil.copytree(tmp_path / "elsewhere", own)
+    weights = load_file(own / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
+    with raises(ModelError, "base.weights"):
+        load_model(run)
+    shutil.rmtree(own)
+    (tmp_path / "elsewhere").rename(own)
+    found = load_model(run).tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_checkpoints_that_hold_the_base_too_are_read_and_resumed(tmp_path, base, whole, monkeypatch):
+    """Those of earlier versions."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "saved", Learner.groups)
+        run = adapted(tmp_path, base, stop=5)
+    checkpoint = open_checkpoint(latest(run / "checkpoints"))
+    assert len(checkpoint.names("model")) == len(stored(whole)[0])
+    assert set(load_model(run).tensors) == set(load_model(base).tensors)
+    found = stored(adapted(tmp_path, base))[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored(whole)[0].items())
+
+
+def test_a_base_that_changes_in_memory_is_not_gone_on_with(tmp_path, base, monkeypatch):
+    read = state.read_state
+
+    def damaged(path, groups, sharded, *whole):
+        read(path, groups, sharded, *whole)
+        sharded.parameters["model.layers.1.mlp.up_proj.weight"].data.view(-1)[3] += 1
+
+    adapted(tmp_path, base, stop=5)
+    monkeypatch.setattr(state, "read_state", damaged)
+    with raises(ReplicaMismatch, "base"):
+        adapted(tmp_path, base)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "layout", [{"fsdp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"tp": 2}, {"pp": 2}, {"dp": 2}))]
@@ -192,7 +246,9 @@ def test_value_models_learn_adapters_too(tmp_path, base, flow):
     made = {"flow": flow, "model": {"path": str(base)}, "policy": {"lora": LORA}}
     run = run_recipe(tiny.recipe(tmp_path, **made), name=flow).directory
     names = open_checkpoint(latest(run / "checkpoints")).names("reward_model")
-    assert any(map(is_adapter, names)) and "score.weight" in names
+    assert any(map(is_adapter, names)) and set(names) == {n for n in names if is_adapter(n) or n.startswith("score.")}
+    found = load_model(run, "reward_model").tensors
+    assert not any(map(is_adapter, found)) and "score.weight" in found and "lm_head.weight" not in found
 
 
 # ---- PEFT ----

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ from tilth.models.family import is_known
 from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
 from tilth.models.hub import fetched
 from tilth.models.lora import merge
-from tilth.models.peft import StoredAdapter, load_adapter
+from tilth.models.peft import load_adapter
 from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
-from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint, run_settings
+from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
 
 MODEL_FOLDER = "model"
 """Folder of a run with config.json and tokenizer; the weights are in the checkpoints."""
@@ -138,7 +138,7 @@ def load_beginning(recipe: Recipe) -> LoadedModel:
     if not recipe.model.adapter:
         return loaded
     adapter, lora = load_adapter(recipe.model.adapter, loaded.config), recipe.policy.lora
-    both = WithAdapter(loaded.tensors, adapter)
+    both = WithAdapter(loaded.tensors, adapter.tensors)
     if not lora.rank:
         return loaded._replace(tensors=MergedTensors(both, adapter.lora))
     for key in ("rank", "alpha", "rslora"):
@@ -174,8 +174,9 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     config = DecoderConfig.from_hf(fields)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
-    tensors = _merged(_tensors(checkpoint, named), settings, named.group)
     wanted_shapes = parameter_shapes(config, value=models()[named.group])
+    stored = _with_base(_tensors(checkpoint, named), checkpoint, named, wanted_shapes)
+    tensors = _merged(stored, settings, named.group)
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, settings, checkpoint.step)
 
@@ -229,32 +230,50 @@ class MergedTensors(Unread):
 
 
 class WithAdapter(Unread):
-    """Weights of a model and the tensors of an adapter of it."""
+    """Weights of a model, and the adapters beside them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], adapter: StoredAdapter) -> None:
-        self._tensors, self._more = tensors, adapter.tensors
-        self._shapes = shapes(tensors) | shapes(adapter.tensors)
+    def __init__(self, tensors: Mapping[str, Tensor], more: Mapping[str, Tensor], names: Collection[str] = ()) -> None:
+        """names: weights to take of ``tensors``; empty: all."""
+        self._tensors, self._more = tensors, more
+        base = shapes(tensors)
+        self._shapes = {name: base[name] for name in names or base} | shapes(more)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._more[name] if name in self._more else self._tensors[name]
+        return self._source(name)[name]
+
+    def _source(self, name: str) -> Mapping[str, Tensor]:
+        if name not in self._shapes:
+            raise KeyError(name)
+        return self._more if name in self._more else self._tensors
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """Return one block of a tensor, reading only what it needs."""
-        unread = isinstance(self._tensors, Unread) and name not in self._more
-        return self._tensors.part(name, slices) if unread else self[name][slices]  # type: ignore[attr-defined]
+        source = self._source(name)
+        return source.part(name, slices) if isinstance(source, Unread) else source[name][slices]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._tensors
-        yield from self._more
+        return iter(self._shapes)
 
     def __len__(self) -> int:
-        return len(self._tensors) + len(self._more)
+        return len(self._shapes)
 
 
-def _merged(tensors: StoredTensors, settings: Mapping[str, Any], group: str) -> Unread:
+def _with_base(stored: StoredTensors, checkpoint: Checkpoint, named: Named, wanted: Collection[str]) -> Unread:
+    """Return the tensors of a checkpoint with those of the model whose adapters it holds. ModelError if that is gone,
+    or another one now."""
+    lacks = [name for name in wanted if name not in stored]
+    base = checkpoint.objects.get("base")
+    if base is None or not lacks or not has_adapters(stored):
+        return stored
+    check_pinned(base, str(named))
+    begun = load_model(base["path"], base["group"]).tensors
+    return WithAdapter(begun, stored, [name for name in lacks if name in begun])
+
+
+def _merged(tensors: Unread, settings: Mapping[str, Any], group: str) -> Unread:
     """Return the tensors of a group with the adapters of its role merged in, if it has some."""
     if not has_adapters(tensors):
         return tensors

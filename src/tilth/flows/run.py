@@ -36,6 +36,7 @@ from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.runs.directory import REWARD_LOG, RunDir
 from tilth.runs.metrics import Metrics
+from tilth.runs.model_refs import pinned
 from tilth.runs.signals import Interrupted, StopRequest
 from tilth.runs.state import RunState
 from tilth.trace.spans import span
@@ -86,6 +87,7 @@ class Run:
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
         self._syncs = self._empty = 0
+        self._base = pinned(recipe.model.path) if recipe.policy.lora.rank else None
 
     @property
     def critic(self) -> WorkerGroup:
@@ -419,7 +421,8 @@ class Run:
     def _objects(self) -> dict[str, Any]:
         """Return ``checkpoint_objects`` without the roles' positions."""
         events = {"attempt": self.directory.attempt, "step": self.state.step}
-        return {"progress": asdict(self.state), "digest": self.directory.digest, "events": events}
+        found = {"progress": asdict(self.state), "digest": self.directory.digest, "events": events}
+        return found if self._base is None else {**found, "base": self._base}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Set the state to that of a checkpoint, in place: the parts of the run share it."""

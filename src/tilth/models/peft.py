@@ -47,14 +47,14 @@ def save_adapter(
 ) -> None:
     """Write adapters for ``PeftModel.from_pretrained``. base: reference of the model that they change.
 
-    ModelError: they change experts, for which PEFT has no layers.
+    ModelError: they change experts, which are not exported (PEFT's ``target_parameters``).
     """
     there, apart = hf_names(shape), {*hf_experts(shape), *hf_fused(shape)}
     found, modules = dict[str, Tensor](), dict[str, None]()
     for name, tensor in tensors.items():
         weight = weight_of(name)
         if weight in apart:
-            message = f"{name} changes experts, for which PEFT has no layers; export the merged weights instead"
+            message = f"{name} changes experts, which PEFT adapts in another form; export the merged weights instead"
             raise ModelError(message, key=f"{name}.peft")
         path = there.get(weight, weight).removesuffix(".weight")
         found[f"{_PREFIX}{path}.lora_{name[-1]}.weight"] = tensor.contiguous()

@@ -96,7 +96,8 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     held = [Item("parameters", (cut.elements + cut.adapters) * FP32), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
         held.append(Item("average of the weights", own))
-    held.append(_saved_copy(cut, held, "copy being saved"))
+    saved = [Item("adapters", own), *held[1:]] if cut.adapters else held
+    held.append(_saved_copy(cut, saved, "copy being saved"))
     if "noise_scale" in recipe.train.watch:
         held.append(Item("gradients of one micro-batch", own))
     return Need(tuple(held), own, training(recipe, cut, longest, head=head))

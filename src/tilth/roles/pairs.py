@@ -191,7 +191,7 @@ class RewardModelWorker(PairLearner, Learner):
 
     def __init__(self, engine: TrainEngine, store: Store) -> None:
         """engine: of a value model, with the scorer ``rate``."""
-        super().__init__(engine, "reward_model", "optimizer")
+        super().__init__(engine, "reward_model", "optimizer", based=True)
         self.store = store
 
     def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:

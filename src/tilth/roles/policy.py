@@ -40,7 +40,7 @@ class PolicyWorker(Learner):
 
     def __init__(self, engine: TrainEngine, store: Store, *, temperature: float = 1.0) -> None:
         """temperature: of sampling, which log-probs share."""
-        super().__init__(engine, "model", "optimizer")
+        super().__init__(engine, "model", "optimizer", based=True)
         self.store, self.temperature = store, temperature
         self._corrections: Metrics = {}
         self._moved = False

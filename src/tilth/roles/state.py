@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
+from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
@@ -53,8 +54,12 @@ class Stateful:
         """This worker's part in the names of its files; "" if it is alone."""
 
     def groups(self) -> Groups:
-        """Return the groups of its checkpoint by name."""
+        """Return the groups of its state by name."""
         raise NotImplementedError
+
+    def saved(self) -> Groups:
+        """Return what of them a checkpoint holds."""
+        return self.groups()
 
     @transfer(split="all", gather="first")
     def position(self) -> dict[str, float]:
@@ -74,7 +79,7 @@ class Stateful:
         message of this save or the one before, or "".
         """
         try:
-            self._saver.start(folder, self.groups(), self.grid.rank, self._part, background=background)
+            self._saver.start(folder, self.saved(), self.grid.rank, self._part, background=background)
         except (StorageError, CheckpointError) as error:
             return str(error)
         return ""
@@ -86,13 +91,13 @@ class Stateful:
         Raises NonFiniteError for a state that no run could go on from, and ReplicaMismatch for one that is not that of
         the end of the last update.
         """
-        groups = self.groups()
         self.check_at_rest()
-        check_finite(groups)
+        saved = self.saved()
+        check_finite(saved)
         with span("checksums"):
-            digests = self._copies.digests(groups)
+            digests = self._copies.digests(self.groups())
         try:
-            reports = self._memory.take(Path(folder), slot, groups, self.grid.rank, self._part)
+            reports = self._memory.take(Path(folder), slot, saved, self.grid.rank, self._part)
         except StorageError as error:
             return StateCopy([], {}, str(error), digests)
         return StateCopy(reports, self.position(), "", digests)
@@ -138,20 +143,23 @@ def check_finite(groups: Groups) -> None:
                 raise NonFiniteError(message, key="snapshot")
 
 
-def weights_group(sharded: ShardedModel) -> Group:
-    """Return the parameters of a model as a group of a checkpoint."""
-    own = {name: p.detach() for name, p in sharded.parameters.items()}
-    return Group(own, sharded.layouts, sharded.dtypes)
+def weights_group(sharded: ShardedModel, names: Collection[str] = ()) -> Group:
+    """Return the parameters of a model as a group of a checkpoint. names: only these."""
+    layouts = {name: layout for name, layout in sharded.layouts.items() if not names or name in names}
+    own = {name: p.detach() for name, p in sharded.parameters.items() if name in layouts}
+    return Group(own, layouts, {name: sharded.dtypes[name] for name in layouts})
 
 
 class Learner(Stateful):
     """A role with a train engine: weights, optimizer state and, where there is one, the average of the weights."""
 
-    def __init__(self, engine: TrainEngine, model: str, optimizer: str) -> None:
-        """model, optimizer: what a checkpoint calls these groups."""
+    def __init__(self, engine: TrainEngine, model: str, optimizer: str, *, based: bool = False) -> None:
+        """model, optimizer: what a checkpoint calls these groups. based: frozen weights are those of ``model.path``, to
+        which a checkpoint refers."""
         super().__init__(engine.sharded)
         self.engine = engine
         self._names = model, optimizer
+        self._frozen = self._base_sums() if based and engine.sharded.adapted else {}
         engine.before_update, engine.after_update = self._before_update, self._after_update
 
     def _before_update(self) -> None:
@@ -173,6 +181,17 @@ class Learner(Stateful):
             optimizer: Group(state, state_layouts(layouts, kinds), kinds),
         }
         return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
+
+    def saved(self) -> Groups:
+        groups, sharded = self.groups(), self.sharded
+        if self._frozen:
+            groups[self._names[0]] = weights_group(sharded, sharded.learned)
+        return groups
+
+    def _base_sums(self) -> dict[str, int]:
+        """Return the checksums of this rank's part of the frozen weights."""
+        learned = set(self.sharded.learned)
+        return {name: checksum(p.detach()) for name, p in self.sharded.parameters.items() if name not in learned}
 
     @transfer(split="all", gather="first")
     def troubles(self) -> list[str]:
@@ -210,7 +229,10 @@ class Learner(Stateful):
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         with self._changing():
-            read_state(path, self.groups(), self.sharded)
+            read_state(path, self.saved(), self.sharded, self.groups())
+        if self._frozen and (wrong := [n for n, value in self._base_sums().items() if value != self._frozen[n]]):
+            message = f"{wrong[0]}: other bits than when the base was loaded, although nothing writes to it"
+            raise ReplicaMismatch(message, key="base")
         self.engine.restore(position)
 
     @transfer(split="all", gather="first")
@@ -219,12 +241,17 @@ class Learner(Stateful):
         return self.engine.compile_seconds
 
 
-def read_state(path: str, groups: Groups, sharded: ShardedModel) -> None:
-    """Fill tensors of a model in place from a checkpoint of any layout; a collective call. CheckpointError."""
+def read_state(path: str, groups: Groups, sharded: ShardedModel, whole: Groups | None = None) -> None:
+    """Fill tensors of a model in place from a checkpoint of any layout; a collective call. CheckpointError.
+
+    whole: what earlier checkpoints hold of these groups, with the base of adapters.
+    """
     grid = sharded.grid
     share = replicas(grid) if storage_of(path).remote or not _one_machine(grid) else None
     checkpoint = open_checkpoint(path, share)
     for name, group in groups.items():
+        if whole is not None and len(checkpoint.names(name)) == len(whole[name].layouts):
+            group = whole[name]
         checkpoint.restore(name, group.tensors, group.layouts, grid.rank, share)
     sharded.reshard()
 

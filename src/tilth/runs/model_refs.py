@@ -1,6 +1,7 @@
 """References to checkpoints: RUN, RUN@best, RUN@STEP, a checkpoint or a folder of checkpoints, by path or URL."""
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,16 +64,40 @@ def identity(spec: str) -> str:
 
     The fingerprint covers a checkpoint's manifest, which has checksums of all tensors, or the bytes of all files.
     """
+    named, found = find_checkpoint(spec), fingerprint(spec)
+    return f"{spec} (files {found})" if named is None else f"{named} (step {step_of(named.path)}, weights {found})"
+
+
+def pinned(spec: str) -> dict[str, str]:
+    """Return where the model of a reference is now, as plain data: ``path``, absolute, of its checkpoint or directory,
+    ``group``, and ``weights``, its fingerprint."""
+    named = find_checkpoint(spec)
+    path, group = (fetched(spec), "") if named is None else (named.path, named.group)
+    where = str(path) if is_url(path) else os.path.abspath(path)
+    return {"path": where, "group": group, "weights": fingerprint(spec)}
+
+
+def check_pinned(base: Mapping[str, str], user: str) -> None:
+    """Raise ModelError unless the model that ``pinned`` described is there unchanged; user: what needs it."""
+    path = base["path"]
+    message = f"{user} holds adapters of {path}, "
+    if not is_url(path) and not Path(path).is_dir():
+        raise ModelError(f"{message}which is not there: bring it back, its weights are nowhere else", key="base.path")
+    if (found := fingerprint(path)) != base["weights"]:
+        raise ModelError(f"{message}whose weights were {base['weights']} and are {found} now", key="base.weights")
+
+
+def fingerprint(spec: str) -> str:
+    """Return a hash of the weights of a reference; see ``identity``."""
     named = find_checkpoint(spec)
     if named is not None:
         with explained(named):
             checkpoint = open_checkpoint(named.path)
-        weights = hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
-        return f"{named} (step {checkpoint.step}, weights {weights})"
+        return hashlib.blake2b(checkpoint.manifest.dump(), digest_size=8).hexdigest()
     files = sorted(file for pattern in ("*.safetensors", "*.json") for file in Path(fetched(spec)).glob(pattern))
     with reaching(spec):
         listed = " ".join(f"{file.name} {_bytes_hash(file)}" for file in files)
-    return f"{spec} (files {hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()})"
+    return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
 
 
 def _bytes_hash(file: Path) -> str:
