@@ -17,7 +17,7 @@ from tilth.flows import launch
 from tilth.flows.model import load_model
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_layers")]
 LOCAL = {"backend": "local", "workers": 2}
 SPLIT = {"backend": "local", "pools": {"learn": 1, "speak": 1}}
 ELSEWHERE = {"pool": "speak"}

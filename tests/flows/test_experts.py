@@ -11,7 +11,7 @@ from tilth.flows.callbacks import Callback
 from tilth.flows.model import load_model
 from tilth.runs.readers import read_metrics
 
-MODEL = {**tiny.SHAPE, "context": 16, "family": "qwen3_moe", "experts": 4, "dense_layers": 1}
+MODEL = {**tiny.SHAPE, "layers": 2, "context": 16, "family": "qwen3_moe", "experts": 4, "dense_layers": 1}
 GRPO = {
     "model": MODEL,
     "supervised": {"steps": 3, "check_every": 3, "batch": 16, "lr": 5e-3},

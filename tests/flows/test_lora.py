@@ -32,6 +32,7 @@ from tilth.rollout.engine import Engine
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 
+pytestmark = pytest.mark.usefixtures("two_layers")
 LORA = {"rank": 4, "alpha": 8.0}
 
 

@@ -63,7 +63,7 @@ def test_an_allocation_that_fails_is_a_sentence_and_the_run_goes_on(tmp_path):
 
 
 def test_what_can_never_fit_is_refused_before_anything_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilth.flows.build.rooms", lambda recipe: (Room(10**5, 10**5, "this machine"), []))
+    monkeypatch.setattr("tilth.flows.build.rooms", lambda recipe: (Room(10**4, 10**4, "this machine"), []))
     with raises(RecipeError, "memory"):
         tiny.run(tiny.recipe(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -29,6 +29,7 @@ from tilth.runs.readers import read_metrics, read_trajectories
 from tilth.runs.signals import Interrupted
 
 __all__ = ["shared", "workers"]
+pytestmark = pytest.mark.usefixtures("two_layers")
 FLOWS = ("dpo", "reward_model")
 PAIRS = {"supervised": {"steps": 6, "batch": 8, "check_every": 3, "lr": 5e-3}}
 

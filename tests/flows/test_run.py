@@ -138,12 +138,12 @@ def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
 
     def drops_one(self, weights, version, **options):
         some = {n: t for n, t in weights}
-        name = "model.layers.1.mlp.up_proj.weight"
+        name = "model.layers.0.mlp.up_proj.weight"
         mine = dict(self.named_parameters())
         whole(self, iter({**some, name: mine[name].clone()}.items()), version, **options)
 
     monkeypatch.setattr(Engine, "update_weights", drops_one)
-    with raises(WeightMismatch, "model.layers.1.mlp.up_proj.weight"):
+    with raises(WeightMismatch, "model.layers.0.mlp.up_proj.weight"):
         tiny.run(tiny.recipe(tmp_path))
 
 

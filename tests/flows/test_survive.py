@@ -33,7 +33,7 @@ LAYOUTS = {
         "policy": {"layout": {"tp": 2}},
         "rollout": {"layout": {"tp": 2}},
     },
-    "pp": {"cluster": LOCAL, "policy": {"layout": {"pp": 2}}},
+    "pp": {"cluster": LOCAL, "policy": {"layout": {"pp": 2}}, "model": {"layers": 2}},
     "split": {
         "cluster": {"backend": "local", "pools": {"learn": 1, "speak": 1}},
         "rollout": {"pool": "speak"},

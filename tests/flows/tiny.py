@@ -20,7 +20,7 @@ from tilth.runs.readers import read_metrics
 from tilth.runs.state import RunState
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
-SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32}
+SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32}
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
 
 
