@@ -6,6 +6,7 @@ import os
 import re
 import threading
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from tilth.cli.main import app
 from tilth.cli.top import _follow, _lines
 from tilth.config.load import load_recipe
 from tilth.runs.directory import RunDir
+from tilth.runs.files import replace
 from tilth.ui import top as ui
 from tilth.ui.top import RunWatcher, Tail, as_dict, drawn, last_line, shares
 
@@ -39,6 +41,17 @@ def shown(look, width=100):
 def directory(tmp_path):
     with RunDir.create(load_recipe("addition-grpo", [f"run.dir={tmp_path}"]), "addition-grpo") as made:
         yield made
+
+
+@pytest.mark.parametrize("away, state", [(0.0, "restarting"), (100.0, "interrupted")])
+def test_between_two_controllers_a_run_goes_on(directory, away, state):
+    """A controller that has ended, under a supervisor that lives or does not."""
+    me = psutil.Process()
+    owner = {"pid": me.pid, "started": me.create_time() - away}
+    on_disk = json.loads((directory.path / "run.json").read_text())
+    replace(directory.path / "run.json", json.dumps({**on_disk, "pid": 2**22 + 5, "supervisor": owner}).encode())
+    look = RunWatcher(directory.path).look()
+    assert look.running == (state == "restarting") and state in shown(look)
 
 
 def test_a_look_follows_the_run(directory):

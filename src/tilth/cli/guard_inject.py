@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilth.core.errors import DataError
 from tilth.guard.inject import inject, named, session_of
-from tilth.runs.readers import read_state
+from tilth.runs.readers import read_state, supervised
 
 
 def drill(run: Path, kind: str, *, rank: int, after: float, at: str = "", as_json: bool = False) -> None:
@@ -24,7 +24,8 @@ def _controller(run: Path) -> int:
     """Return the process of a run that is active on this machine. DataError for any other."""
     state = read_state(run)
     if state["state"] != "running":
-        message = f"{run} is {state['state']}: a fault can only happen to an active run"
+        again = "; its next controller begins: ask again in some seconds" if supervised(state) else ""
+        message = f"{run} is {state['state']}: a fault can only happen to an active run{again}"
         raise DataError(message, key="run.json.state")
     if state.get("host") != os.uname().nodename:
         message = f"{run} is active on {state.get('host')!r}; a drill happens on the run's own machine"

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 
 from tilth.config.load import all_differences, dump_value, given, load_recipe
@@ -23,7 +22,7 @@ from tilth.guard.updates import (
     request,
 )
 from tilth.guard.updates import now as time_now
-from tilth.runs.readers import read_state
+from tilth.runs.readers import read_state, supervised
 
 
 def update(
@@ -47,24 +46,16 @@ def _active(run: Path) -> dict[str, Any]:
         raise DataError(
             f"{run} is finished: the same command with --allow KEY KEY=VALUE makes it longer", key="run.json.state"
         )
-    owner = state.get("supervisor")
     if state.get("host") != (here := os.uname().nodename):
         message = f"{run} is active on {state.get('host')!r}, and this is {here!r}; ask there"
         raise DataError(message, key="run.json.host")
-    if not owner or not _alive(owner):
+    if not supervised(state):
         why = (
             "is not active" if state["state"] != "running" else "has no supervisor (guard.restarts = 0, or no command)"
         )
         message = f"{run} {why}: end it and resume it with --allow KEY KEY=VALUE"
         raise DataError(message, key="run.json.supervisor")
     return state
-
-
-def _alive(owner: Mapping[str, Any]) -> bool:
-    try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _update(

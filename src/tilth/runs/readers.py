@@ -129,12 +129,23 @@ def _gone(state: Record) -> bool:
     """True if the process that wrote the state has ended; False if it ran on another machine."""
     if state.get("host") != os.uname().nodename:
         return False
+    return not _lives(state["pid"], state["pid_started"])
+
+
+def supervised(state: Record) -> bool:
+    """True if the supervisor of a run is alive on this machine: where the controller has ended, another one follows."""
+    owner = state.get("supervisor")
+    here = state.get("host") == os.uname().nodename
+    return owner is not None and here and _lives(owner["pid"], owner["started"])
+
+
+def _lives(pid: int, started: float) -> bool:
+    """True if a process is alive, and is the one that started then."""
     try:
-        process = psutil.Process(state["pid"])
-        same = abs(process.create_time() - state["pid_started"]) < 2
-        return not same or process.status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 2 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 def curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:

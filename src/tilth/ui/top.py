@@ -22,7 +22,7 @@ from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEER
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.guard.health import read_health
-from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings
+from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, supervised
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
@@ -94,7 +94,7 @@ class Look:
 
     @property
     def running(self) -> bool:
-        return bool(self.state["state"] == "running")
+        return self.state["state"] in ("running", "restarting")
 
 
 class RunWatcher:
@@ -111,6 +111,8 @@ class RunWatcher:
 
     def look(self) -> Look:
         state = read_state(self.run)
+        if state["state"] == "interrupted" and not state.get("ended") and supervised(state):
+            state["state"] = "restarting"  # between two controllers
         records, again = self._tail.new()
         if again:
             self._progress, self._before = LiveState(self._recipe), 0.0
