@@ -14,10 +14,12 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.template import ChatTemplate, TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import message_of
+from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
-from tilth.rollout.episodes import Limits, Player, Wanted
+from tilth.rollout.episodes import Episode, Limits, Player, Wanted
+from tilth.rollout.grammar import added_tokens, grammar_of_calls
 from tilth.rollout.request import SamplingParams
 
 TEXTS = [
@@ -368,3 +370,15 @@ def test_a_missing_reward_is_missing_whatever_turns_have_earned(tokenizers_of):
     pool = Pays(5, odd={(3, 2): Answer(3, "step", None, "as asked", "error")})
     played = drawn(scripted(tokenizers_of["qwen3"], pool), 6)
     assert played[3].trajectory.reward is None and played[3].trajectory.turn_rewards
+
+
+def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
+    tokenizer = tokenizers_of["qwen3"]
+    one = scripted(tokenizer, Talks(4))
+    one.constrained, one._added, asked = True, added_tokens(tokenizer), []
+    inner = one.engine.submit
+    one.engine.submit = lambda requests: (asked.extend(requests), inner(requests))
+    drawn(one, 4)
+    assert {r.params.schema for r in asked} == {grammar_of_calls(json.dumps(TOOLS), added_tokens(tokenizer))}
+    with raises(EnvironmentFault, "rollout.tool_schemas.none"):
+        one._schema(Episode(Wanted(0, {})))

@@ -1,20 +1,24 @@
 """Completions of a JSON schema: what is drawn, its log-probs, and company that has no schema."""
 
 import json
+import random
 import string
 import sys
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from tests.errors import raises
 from tests.rollout.reference import Plain, make_model
 from tilth.core.errors import DataError
-from tilth.data.tokenizer import Tokenizer
+from tilth.data.tokenizer import EOS, PAD, Tokenizer
+from tilth.envs.calls import parse_calls
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
+from tilth.rollout.grammar import Grammars, added_tokens, grammar_of_calls
 from tilth.rollout.protocol import EngineError
 from tilth.rollout.request import Request, SamplingParams
 
@@ -152,3 +156,39 @@ def test_a_text_that_no_token_continues_ends_as_an_error():
     engine._grammars._known = {("{}", (1,)): Stuck()}
     (t,) = engine.generate([Request(0, [3], SamplingParams(9, schema="{}", stop_tokens=(1,)))])
     assert t.finish == "error" and t.tokens.tolist() == [3, 2, 1]
+
+
+ADD = {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "yy"]}}
+TOOLS = json.dumps(
+    [
+        {"function": {"name": name, "parameters": {"type": "object", "properties": ADD, "required": ["a"]}}}
+        for name in ("add", "take")
+    ]
+)
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+def test_calls_of_tools_follow_their_schemas(library, kind):
+    """Random turns of whatever is allowed, in which a call begins here and there."""
+    tags = ["<tool_call>", "</tool_call>"]
+    core = tokenizers.Tokenizer.from_str(Tokenizer.train([*TEXTS, *tags * 20], 340).to_json())
+    if kind != "text":
+        core.add_special_tokens(tags) if kind == "special" else core.add_tokens(tags)
+    tokenizer = Tokenizer(core, EOS, PAD)
+    stop, begin = tokenizer.eos_id, core.encode("<tool_call>").ids
+    grammars, calls = Grammars(tokenizer, tokenizer.vocab_size), 0
+    for seed in range(12):
+        draw = random.Random(seed)
+        one, ids = grammars.begin(grammar_of_calls(TOOLS, added_tokens(tokenizer)), (stop,)), []
+        while len(ids) < 200 and (not ids or ids[-1] != stop):
+            allowed = np.flatnonzero(one.allowed()).tolist()
+            new = begin if set(begin) <= set(allowed) and draw.random() < 0.3 else [draw.choice(allowed)]
+            one.push(new)
+            ids += new
+        assert not one.stuck
+        whole, found, _ = tokenizer.decode(ids, special=True).rpartition("</tool_call>")
+        for call in parse_calls(whole + found)[1] if found else ():
+            assert not call.problem and call.name in ("add", "take") and call.arguments["a"] <= 99
+            assert call.arguments.get("b", "x") in ("x", "yy") and call.arguments.keys() <= ADD.keys()
+            calls += 1
+    assert calls > 10

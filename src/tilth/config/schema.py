@@ -160,6 +160,11 @@ class RolloutConfig(RoleSection):
         10.0, gt=0, description="limit of one call of an environment; an episode beyond it gives no reward"
     )
     environments: Positive = Field(1, description="processes with environments beside each engine")
+    tool_schemas: bool = Field(
+        False,
+        description="draw only such tokens that calls <tool_call>...</tool_call> name a tool of the environment, with "
+        "arguments of its schema (library llguidance)",
+    )
 
 
 class RewardConfig(Section):

@@ -136,7 +136,8 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     player = None
     if r.environment:
         pool = EnvironmentPool(r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins)
-        player = Player(engine, template, tokenizer, pool, Limits(r.turns, recipe.model.context))
+        limits = Limits(r.turns, recipe.model.context)
+        player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
     return RolloutWorker(engine, template, r, context.store, player, context.rank)
 
 

@@ -4,6 +4,7 @@ While an environment works, its episode holds no row of the engine; its tokens s
 only appended: what the policy wrote is never rendered or tokenised again.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,9 @@ from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Role, Segment, Trajectory
 from tilth.data.template import Template, TemplateError
 from tilth.envs.calls import message_of
+from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
+from tilth.rollout.grammar import added_tokens, grammar_of_calls
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.stops import Decodes
@@ -92,8 +95,16 @@ class Player:
     """Plays episodes: an engine, a template, a tokenizer that shows special tokens, and a pool of environments."""
 
     def __init__(
-        self, engine: GenerationEngine, template: Template, tokenizer: Decodes, pool: EnvironmentPool, limits: Limits
+        self,
+        engine: GenerationEngine,
+        template: Template,
+        tokenizer: Decodes,
+        pool: EnvironmentPool,
+        limits: Limits,
+        constrained: bool = False,
     ) -> None:
+        """constrained: calls of tools follow the tools' schemas (``rollout.grammar``)."""
+        self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
         self._open: dict[int, Episode] = {}
         self._generating: set[int] = set()
@@ -230,8 +241,17 @@ class Player:
             episode.finish, episode.note = "length", f"{what}, of a context of {self.limits.context}"
             self.pool.reward(wanted.id)
             return None
-        some = replace(params, max_tokens=min(params.max_tokens, room))
+        some = replace(params, max_tokens=min(params.max_tokens, room), schema=self._schema(episode))
         return Request(wanted.id, tokens, some, wanted.group, wanted.prompt, keeps=True)
+
+    def _schema(self, episode: Episode) -> str:
+        """Return the grammar of the policy's turns, "" for any text."""
+        if not self.constrained:
+            return ""
+        if not episode.tools:
+            message = "rollout.tool_schemas = true, but the environment lists no tools in its prompts; use false"
+            raise EnvironmentFault(message, key="rollout.tool_schemas.none")
+        return grammar_of_calls(json.dumps(episode.tools), self._added)
 
     def _turn_ended(self, trajectory: Trajectory, params: SamplingParams) -> None:
         """Take the policy's turn: pass it on, or end an episode whose turn was cut."""

@@ -1,13 +1,52 @@
-"""Completions that a JSON schema allows, by the library llguidance (extra ``schema``): a mask of tokens each step."""
+"""Completions that a JSON schema allows, or whose calls of tools follow the tools' schemas, by the library llguidance
+(extra ``schema``): a mask of tokens each step.
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.rollout.stops import Decodes
+
+GRAMMAR = "%llguidance"
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+def added_tokens(tokenizer: Decodes) -> frozenset[str]:
+    """Return the texts of tokens that were added to a vocabulary, which are no text to a grammar."""
+    return frozenset(token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"])
+
+
+@cache
+def grammar_of_calls(tools: str, added: frozenset[str] = frozenset()) -> str:
+    """Return the grammar of a turn: any text, and calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of
+    these tools with arguments of their schemas.
+
+    tools: JSON of a list of ``envs.tools.Tool.schema``. added: ``added_tokens``."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": one["name"]}, "arguments": _closed(one["parameters"])},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for one in (tool["function"] for tool in json.loads(tools))
+    ]
+    begin, end = (tag if tag in added else json.dumps(tag) for tag in ("<tool_call>", "</tool_call>"))
+    lazy = "" if "<tool_call>" in added else "[lazy]"
+    return (
+        f"{GRAMMAR} {{}}\nstart: (begin call)* TEXT\nbegin{lazy}: TEXT {begin}\n"
+        f"call: /\\n?/ body /\\n?/ {end}\nbody: %json {json.dumps({'anyOf': calls, 'x-guidance': _SPACES})}\n"
+        "TEXT: /(.|\\n)*/\n"
+    )
+
+
+def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {**parameters, "additionalProperties": False}
 
 
 class Grammar:
@@ -47,7 +86,9 @@ class Grammars:
         self._read: dict[tuple[int, ...], Any] = {}
 
     def begin(self, schema: str, stops: tuple[int, ...]) -> Grammar:
-        """Return the beginning of a completion. Raises DataError for a schema that cannot be followed."""
+        """Return the beginning of a completion. Raises DataError for a schema that cannot be followed.
+
+        schema: text of a JSON schema, or of a grammar of the library, which begins with ``GRAMMAR``."""
         key = schema, stops
         if key not in self._known:
             self._known[key] = self._compile(schema, stops)
@@ -64,7 +105,10 @@ class Grammars:
         if stops not in self._read:
             self._read[stops] = self._tokens(library, stops)
         try:
-            grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+            if schema.startswith(GRAMMAR):
+                grammar = library.LLMatcher.grammar_from_lark(schema)
+            else:
+                grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
             matcher = library.LLMatcher(self._read[stops], grammar)
         except ValueError as error:
             raise _refused(schema, str(error)) from None

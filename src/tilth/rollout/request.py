@@ -29,7 +29,7 @@ class SamplingParams:
     ``stop`` may contain special tokens, although texts do not.
 
     schema: text of a JSON schema. Only tokens with which the text can become JSON of this schema are drawn, a filter
-    before the others, and the completion ends where nothing can follow.
+    before the others, and the completion ends where nothing can follow. It may be a grammar too (``rollout.grammar``).
     """
 
     max_tokens: int = 64
