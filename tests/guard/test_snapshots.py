@@ -78,7 +78,7 @@ def test_a_run_goes_on_without_room_and_says_so_once_until_there_is_room(tmp_pat
     run = SimpleNamespace(
         kept_in_memory=True,
         _objects=dict,
-        directory=SimpleNamespace(settle=lambda: None),
+        directory=SimpleNamespace(settle=dict),
         say=said.append,
         state=SimpleNamespace(step=1),
         policy=SimpleNamespace(mesh=Mesh.of({})),
@@ -86,7 +86,7 @@ def test_a_run_goes_on_without_room_and_says_so_once_until_there_is_room(tmp_pat
     )
     for run.state.step in range(1, 5):
         Run._keep_in_memory(run, snapshots)
-    assert [text.partition(" and")[0] for text in said] == ["step 1", "step 4"]
+    assert [text.partition(" and")[0] for text in said] == ["step 1", "step 3 is kept in memory again", "step 4"]
 
 
 def test_a_state_that_is_not_finite_is_no_snapshot_and_the_step_runs_again():
