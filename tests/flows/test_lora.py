@@ -119,6 +119,7 @@ def test_engines_that_take_adapters_get_only_a_and_b(tmp_path, base, whole, monk
     np.testing.assert_allclose(synced(run, "loss"), synced(whole, "loss"), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_parity_with_adapters_in_the_engine_is_to_the_bit(tmp_path, base):
     """In parity mode both compute with merged weights, each with its own."""
     more = {"rollout": {"adapters": "adapter"}, "train": {"parity": True, "threads": 1}}
@@ -141,11 +142,9 @@ def test_a_base_that_changes_in_the_engine_is_seen(tmp_path, base, monkeypatch):
         adapted(tmp_path, base, rollout={"adapters": "adapter"})
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "layout",
-    [{"tp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"fsdp": 2}, {"pp": 2}, {"dp": 2}))],
-)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"fsdp": 2}, {"pp": 2}, {"dp": 2}])
 def test_layouts_send_adapters_alike(tmp_path, base, whole, layout):
     cluster = {"backend": "local", "workers": 2}
     more = {"rollout": {"adapters": "adapter"}, "policy": {"lora": LORA, "layout": layout}, "cluster": cluster}
@@ -193,6 +192,7 @@ def test_a_base_that_is_gone_or_another_one_is_named(tmp_path, base):
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.slow
 def test_checkpoints_that_hold_the_base_too_are_read_and_resumed(tmp_path, base, whole, monkeypatch):
     """Those of earlier versions."""
     with monkeypatch.context() as patch:

@@ -80,7 +80,13 @@ def test_company_changes_no_bit_in_parity_mode():
         assert same(mixed, holding(*names, parity=True).generate([request])[0])
 
 
-@pytest.mark.parametrize("options", [{"kv_tokens": 128, "max_rows": 4}, {"max_rows": 2}, {"step_tokens": 24}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_tokens": 128, "max_rows": 4},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({"max_rows": 2}, {"step_tokens": 24})),
+    ],
+)
 def test_preempted_and_waiting_requests_keep_their_adapter(options):
     requests = asked("a", "", "b", "c", params=SamplingParams(max_tokens=24))
     found = holding("a", "b", "c", parity=True, **options).generate(requests)
