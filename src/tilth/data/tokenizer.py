@@ -94,7 +94,7 @@ class Tokenizer:
         """Load a directory with ``tokenizer.json``, or that file. Raises ``DataError``."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
-            message = f"no tokenizer at {str(path)!r}; give a tokenizer.json or its directory"
+            message = f"no tokenizer at {str(path)!r}; give a tokenizer.json or its directory, characters, or bpe:SIZE"
             raise DataError(message, key="tokenizer.json.missing")
         core = _parse(file)
         files = {name: _text(file.parent / name) for name in _BESIDE if (file.parent / name).is_file()}

@@ -202,5 +202,6 @@ def load_environment(spec: str) -> type[Environment]:
         found = own.value if own else task_of(spec).environment if spec in shipped_tasks() else None
     if not (isinstance(found, type) and issubclass(found, Environment)):
         message = f"rollout.environment={spec!r} names no subclass of tilth.Environment"
-        raise PluginError(f"{message}; there is {', '.join(known_environments())}", key="rollout.environment")
+        known = f"there is {', '.join(known_environments())}, and FILE.py:Class"
+        raise PluginError(f"{message}; {known}", key="rollout.environment")
     return found
