@@ -25,6 +25,7 @@ from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.readers import read_metrics
 
 SETTINGS = ["data.digits=2", "model.hidden=64", "model.layers=2", "model.heads=2", "rollout.prompts=16"]
+SETTINGS += ["supervised.until=0.3"]  # so that there is something to reward
 TOKENS = 6
 PLAIN = """
 import json, sys
@@ -84,9 +85,12 @@ def by_vllm(folder: Path, python: str, prompts: list[list[int]]) -> Answers:
     """Greedy answers of vLLM's own offline class."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     asked = json.dumps([str(folder), prompts, TOKENS])
-    done = subprocess.run([python, "-P", "-c", PLAIN, asked], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [python, "-P", "-c", PLAIN, asked], capture_output=True, text=True, env=environment, start_new_session=True
+    )
     for line in done.stdout.splitlines():
         if line.startswith("FOUND"):
             tokens, logprobs = json.loads(line.removeprefix("FOUND"))
@@ -129,7 +133,7 @@ def main() -> None:
     if not options.python:
         print("skipped: no vLLM; give --python or TILTH_VLLM_PYTHON, the interpreter of an environment that has it")
         return
-    steps, warmup = (4, 10) if options.quick else (40, 120)
+    steps, warmup = (4, 10) if options.quick else (30, 400)
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: learn(Path(folder), name, options.python, steps, warmup) for name in ("native", "vllm")}
         rows: list[dict[str, Any]] = []
