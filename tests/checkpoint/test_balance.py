@@ -17,7 +17,7 @@ from tilth.core.layout import Layout, Mesh, Replicate, Shard
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=2 * settings.default.max_examples, deadline=None)
 
 # ---- the level ----
 
@@ -192,7 +192,6 @@ def test_many_holders_of_little_cut_at_multiples_of_the_least_part():
 
 
 @pytest.mark.parametrize("nbytes", [1, 12, LEAST])
-@settings(max_examples=40, deadline=None)
 @given(specs())
 def test_the_same_answer_from_a_table_that_travelled(nbytes, group):
     """As the controller makes it of what a rank tells: other objects, nothing kept."""

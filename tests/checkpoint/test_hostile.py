@@ -169,7 +169,7 @@ def read_all(path):
     return found
 
 
-@settings(max_examples=400)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(data=st.data())
 def test_a_changed_manifest_is_read_or_refused(made, data):
     under = data.draw(st.sampled_from([(), ("groups",), ("files",), ("step", "saved", "layout", "files", "version")]))

@@ -38,7 +38,7 @@ from tilth.checkpoint.shards import held
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=2 * settings.default.max_examples, deadline=None)
 
 
 def itemsize(spec):

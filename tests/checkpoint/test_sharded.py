@@ -18,7 +18,7 @@ from tilth.checkpoint.shards import views
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh, Replicate, Shard
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

@@ -340,7 +340,7 @@ def four(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("bits") / "run", (4,))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(data=st.data())
 def test_a_bit_anywhere_is_found_and_never_a_surprise(data, four):
     """A bit of any byte of any file: verify says that it is damaged, no other command has more to say than a line."""

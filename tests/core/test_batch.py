@@ -12,7 +12,7 @@ from tests.errors import raises
 from tilth.core.batch import Batch, Column, Handle, Jagged, Lease, concat, concat_ragged
 from tilth.core.errors import ArgumentError
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=3 * settings.default.max_examples, deadline=None)
 rows_of_numbers = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
 
 

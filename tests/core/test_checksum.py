@@ -9,7 +9,7 @@ from tilth.core import checksum as module
 from tilth.core.checksum import checksum
 from tilth.core.random import stream
 
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=3 * settings.default.max_examples, deadline=None)
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32,
     torch.int8, torch.uint8, torch.bool, torch.complex64,

@@ -19,7 +19,7 @@ from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard, interval_boxes, runs
 from tilth.core.random import fill_normal_, stream
 
-quick = settings(max_examples=150, deadline=None)
+many = settings(max_examples=3 * settings.default.max_examples, deadline=None)
 
 
 @st.composite
@@ -38,7 +38,7 @@ def cells(box: Box) -> set[tuple[int, ...]]:
     return set(itertools.product(*(range(o, o + s) for o, s in zip(box.offset, box.size))))
 
 
-@quick
+@many
 @given(box_pairs())
 def test_box_algebra_against_sets_of_cells(case):
     shape, a, b = case
@@ -51,7 +51,7 @@ def test_box_algebra_against_sets_of_cells(case):
     assert Box.whole(shape).contains(a)
 
 
-@quick
+@many
 @given(box_pairs())
 def test_slices_and_relative_boxes(case):
     shape, a, b = case
@@ -69,7 +69,7 @@ def test_a_scalar_is_one_box():
     assert Layout.single(()).boxes(0) == [box]
 
 
-@quick
+@many
 @given(box_pairs())
 def test_runs_are_the_flat_indices_in_order(case):
     shape, box, _ = case
@@ -91,7 +91,7 @@ def test_runs_are_as_long_as_they_can_be(box, shape, expected):
     assert runs(box, shape) == expected
 
 
-@quick
+@many
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_interval_boxes_are_the_interval_in_flat_order(shape, data):
     numel = math.prod(shape)
@@ -177,7 +177,7 @@ def test_copies_lie_on_neighbouring_ranks():
     assert layout.to_json()["placements"] == [{"shard": 0, "copies": 2}]
 
 
-@quick
+@many
 @given(layouts())
 def test_boxes_over_ranks_tile_the_tensor(layout):
     count = np.zeros(layout.shape, int)
@@ -188,7 +188,7 @@ def test_boxes_over_ranks_tile_the_tensor(layout):
     assert (count == replicas(layout)).all()
 
 
-@quick
+@many
 @given(layouts())
 def test_shards_of_a_random_fill_are_the_global_tensor(layout):
     whole = fill_normal_(torch.empty(layout.shape), stream(0, "weight"))
@@ -199,7 +199,7 @@ def test_shards_of_a_random_fill_are_the_global_tensor(layout):
     assert torch.equal(got, whole)
 
 
-@quick
+@many
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(1, 4), max_size=2))
 def test_ragged_shards_are_flat_intervals_in_order(scale, units, rest):
     assume(sum(units))
@@ -230,13 +230,13 @@ def test_boxes_on_a_large_mesh():
     assert layout.boxes(11_999) == [Box((99_200, 3584), (800, 512))]
 
 
-@quick
+@many
 @given(layouts())
 def test_json_round_trip(layout):
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
-@quick
+@many
 @given(layouts(ragged=False, ordered=False))
 def test_boxes_equal_dtensor(layout):
     placements = tuple(TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate() for p in layout.placements)

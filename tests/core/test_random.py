@@ -24,7 +24,7 @@ from tilth.core.random import (
     uniform_rows,
 )
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=2 * settings.default.max_examples, deadline=None)
 seeds = st.integers(-(2**63), 2**64 - 1)
 ids = st.integers(0, 2**63 - 1)
 starts = st.one_of(st.integers(0, 50), st.integers(2**34 - 20, 2**34 + 20), st.integers(0, 2**60))

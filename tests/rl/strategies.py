@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from tilth.rl.advantages import Advantage
 from tilth.rl.estimators import OF_TOKENS
 from tilth.rl.registry import build
 
-EXAMPLES = 200
+EXAMPLES = 2 * settings.default.max_examples
 
 
 @dataclass

@@ -55,8 +55,8 @@ VARIANTS = [
     ("tir_optimal_token_baseline", {"singleton": "zero"}),
 ]
 variants = st.sampled_from(VARIANTS)
-many = settings(max_examples=120, deadline=None)
-some = settings(max_examples=70, deadline=None)
+many = settings(max_examples=2 * settings.default.max_examples, deadline=None)
+some = settings(max_examples=settings.default.max_examples, deadline=None)
 
 
 def entry_of(name, options):

@@ -82,7 +82,7 @@ def test_a_row_without_tokens_enters_no_statistic(name):
     assert torch.equal(run(3, per_row)[:3], without) and torch.equal(run(3, per_token)[:3], without)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples, deadline=None)
 @given(batches(st.integers(0, 6)), st.sampled_from(rl.names()["advantages"]))
 def test_never_nan(batch, name):
     columns = {"lengths": batch.lengths, "mask": batch.mask, "groups": batch.groups}

@@ -76,7 +76,7 @@ def test_some_prompts_of_every_machine_and_version(task):
     assert task.prompt(1) == CountdownPrompts(2).prompt(1) and isinstance(task.prompt(1), Prompt)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=5 * settings.default.max_examples)
 @given(index=st.integers(0, 10**6 - 1))
 def test_every_prompt_is_solved_by_its_answer(task, index):
     prompt = task.prompt(index)
