@@ -45,6 +45,7 @@ ELSEWHERE = {
     "tilth run addition-grpo cluster.backend=ray cluster.workers=16": "two machines",
     "srun ": "Slurm",
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
+    "tilth serve": "it serves until Ctrl-C; tests/serve/test_app.py has one",
     "tilth trace capture": "a run that goes on; tests/cli/test_capture.py has one",
     "python3 -m verl.": "verl's own command",
 }

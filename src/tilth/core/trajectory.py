@@ -20,6 +20,13 @@ class Segment(NamedTuple):
     start: int
 
 
+class Likeliest(NamedTuple):
+    """Likeliest tokens at n places, int64 [n, k], in descending order, with their log-probs, float32 [n, k]."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
 @dataclass
 class Trajectory:
     """One episode of prompt, answers and tool results; T tokens, which are never re-tokenised.
@@ -52,6 +59,8 @@ class Trajectory:
     routing: np.ndarray | None = None
     """uint8 or int16 [T, layers with experts * k]: experts that each token went through in the engine, layer after
     layer; the dtype's greatest value where they are not known (the last token). None: not recorded."""
+    likeliest: Likeliest | None = None
+    """Alternatives of each token that the policy chose, if the request asked for them."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.mask), len(self.logprobs)}

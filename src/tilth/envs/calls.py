@@ -13,6 +13,7 @@ from typing import Any
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _MISTRAL, _LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
+_TAGS = ("<tool_call>", _MISTRAL, _LLAMA)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
     if (whole := text.strip()).startswith("{") and (found := _json(whole)) is not None and _is_call(found):
         return "", _calls(whole)
     return text, []
+
+
+def before_calls(text: str) -> str:
+    """Return the beginning of a growing text that is said, whatever follows: no part of a call."""
+    if text.lstrip()[:1] in ("", "{"):
+        return ""
+    ends = [at for tag in _TAGS if (at := text.find(tag)) >= 0]
+    if ends:
+        return text[: min(ends)].rstrip()
+    open_tags = [n for tag in _TAGS for n in range(1, len(tag)) if text.endswith(tag[:n])]
+    return text[: len(text) - max(open_tags, default=0)].rstrip()
 
 
 def _calls(body: str) -> list[ToolCall]:

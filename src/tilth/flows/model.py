@@ -295,8 +295,11 @@ def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
-def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int) -> GenerationEngine:
-    """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32."""
+def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int, **options: Any) -> GenerationEngine:
+    """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32.
+
+    options: further ones of ``protocol.make_engine``.
+    """
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
     section = loaded.settings.get("rollout", {})
@@ -311,7 +314,7 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
         max_rows=max_rows,
         max_length=max_length,
         python=section.get("python", ""),
-        **section.get("options", {}),
+        **{**section.get("options", {}), **options},
     )
     engine.update_weights(loaded.tensors.items(), version=0)  # one at a time
     return engine

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ from tilth.rollout.lanes import LengthBucket, allowed_tokens
 from tilth.rollout.lockstep import LockStep, check_divided, part_of
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
-from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
+from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState, TextScores
 from tilth.rollout.runner import Runner
-from tilth.rollout.sampling import Rules, choose, choose_from, draws
+from tilth.rollout.sampling import Rules, choose, choose_from, draws, log_softmax
 from tilth.rollout.scheduler import Scheduler
+from tilth.rollout.score import scored
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
 from tilth.trace.spans import span
@@ -56,6 +58,7 @@ class Engine(GenerationEngine):
     constrains = True
     adapts = True
     syncs_adapters = True
+    scores = True
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Engine(GenerationEngine):
         self._runner = Runner(self.model, parity, compile and not parity, self.device)
         self._max_rows = min(max_rows, step_tokens)
         self._forget_all()
+        self._draw = lambda *what: draws(self.seed, *what)
         self._released = False
         self._stats = Stats()
 
@@ -283,9 +287,11 @@ class Engine(GenerationEngine):
         raise DataError(f"trajectory {trajectory} is not in flight, so it has no tokens to return", key="trajectory")
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
-        rows = [(lane.answer(row).request.id, lane, row) for lane, row in self._rows()]
-        found = {id: lane.since(row, seen[id]) for id, lane, row in rows if id in seen}
-        return {id: new for id, new in found.items() if len(new.tokens)}
+        return {id: new for lane in self._lanes.values() for id, new in lane.progress(seen)}
+
+    def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
+        serving = partial(self._adapters.serving, [self._adapters.find(adapter, "the text to score")])
+        return scored(self.model, texts, likeliest, self._parity, serving)
 
     def _rows(self) -> list[tuple[LengthBucket, int]]:
         return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]
@@ -349,6 +355,7 @@ class Engine(GenerationEngine):
             self._check_finite(logprobs[live])
             self._lock.note(tokens[live])
             ended = lane.advance(tokens, logprobs, filtered)
+            lane.note(logp)
         self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
         self._end_rows(lane, ended.tolist(), tokens, done)
 
@@ -473,6 +480,8 @@ class Engine(GenerationEngine):
             answer.stamp(self.version)
             answer.stale = False
             answer.append(tokens[some], logprobs[some], None if sampling is None else sampling[some])
+            if answer.request.likeliest:
+                answer.note(log_softmax(logits[some], rules.temperature[some])[0])
 
     def _ended(self, answer: SequenceState) -> Finish | None:
         """Return the finish reason of a sequence after its newest token; None if it continues."""
@@ -566,13 +575,9 @@ class Engine(GenerationEngine):
 
     def _lane(self, limit: int) -> LengthBucket:
         if limit not in self._lanes:
-            self._lanes[limit] = LengthBucket(
-                limit,
-                self._new_slab(),
-                self._max_rows,
-                fixed=self.device.type == "cuda",
-                multiple=LEAST_ROWS if self._parity else ROWS,
-            )
+            fixed, multiple = self.device.type == "cuda", LEAST_ROWS if self._parity else ROWS
+            made = LengthBucket(limit, self._new_slab(), self._max_rows, fixed=fixed, multiple=multiple)
+            self._lanes[limit] = made
         return self._lanes[limit]
 
     def _new_slab(self) -> KVCache:
@@ -582,9 +587,6 @@ class Engine(GenerationEngine):
         size, most = self._block_size, self._blocks.max_cached
         more = {"routing": self._routing, "latent": not self._parity}
         return PrefixStore(self._held, size, self.dtype, self.device, most, **more)
-
-    def _draw(self, requests: Sequence[Request], starts: Sequence[int], count: int) -> np.ndarray:
-        return draws(self.seed, requests, starts, count)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

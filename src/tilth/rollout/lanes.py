@@ -5,7 +5,7 @@ Finished rows leave holes, which new rows fill. The last rows move into holes on
 lengthen the attention of all others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -84,6 +84,8 @@ class LengthBucket:
         self.answers: list[SequenceState | None] = []
         self.watched: set[int] = set()
         """Rows with stop strings or a schema."""
+        self.noted: set[int] = set()
+        """Rows that ask for alternatives."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -151,6 +153,8 @@ class LengthBucket:
         self.answers[row] = answer
         if answer.stops is not None or answer.grammar is not None:
             self.watched.add(row)
+        if answer.request.likeliest:
+            self.noted.add(row)
 
     def take(self, row: int) -> SequenceState:
         """Remove a row and return its sequence with all its tokens."""
@@ -166,6 +170,7 @@ class LengthBucket:
         c.top_k[row], c.top_p[row], c.min_p[row] = 0, 1.0, 0.0
         self.answers[row] = None
         self.watched.discard(row)
+        self.noted.discard(row)
 
     def settle(self, row: int) -> SequenceState:
         """Append the tokens of this lane to a row's sequence and return it; the row stays."""
@@ -180,15 +185,19 @@ class LengthBucket:
         newest = c.tokens[row, len(answer.tokens) : int(c.position[row]) + 1]
         return np.concatenate([answer.completion, newest])
 
-    def since(self, row: int, seen: int) -> Progress:
-        """Return what a live row has chosen behind the first ``seen`` tokens of its completion."""
-        c, answer = self.columns, self.answer(row)
-        at, known, end = len(answer.request.prompt) + seen, len(answer.tokens), int(c.position[row]) + 1
-        new = slice(max(at, known), end)
-        return Progress(
-            np.concatenate([answer.tokens[at:], c.tokens[row, new]]),
-            np.concatenate([answer.logprobs[at:], c.logprobs[row, new]]),
-        )
+    def progress(self, seen: Mapping[int, int]) -> Iterator[tuple[int, Progress]]:
+        """Yield what live rows have chosen behind the first ``seen[id]`` tokens of their completions, where there is
+        something, with the id of the request."""
+        c = self.columns
+        for row in self.rows.tolist():
+            answer = self.answer(row)
+            if (id := answer.request.id) in seen:
+                at, end = len(answer.request.prompt) + seen[id], int(c.position[row]) + 1
+                new = slice(max(at, len(answer.tokens)), end)
+                tokens = np.concatenate([answer.tokens[at:], c.tokens[row, new]])
+                logprobs = np.concatenate([answer.logprobs[at:], c.logprobs[row, new]])
+                if len(tokens):
+                    yield id, Progress(tokens, logprobs, answer.alternatives(seen[id]))
 
     def answer(self, row: int) -> SequenceState:
         """Return the sequence of a live row, without the tokens of this lane."""
@@ -199,6 +208,11 @@ class LengthBucket:
     def adapters(self, rows: int) -> list[LoadedAdapter | None]:
         """Return the adapters of the first ``rows`` rows."""
         return [answer.adapter if answer is not None else None for answer in self.answers[:rows]]
+
+    def note(self, logp: Tensor) -> None:
+        """Keep the alternatives of the newest token of rows that ask for them. logp: float32 [rows, V]."""
+        for row in self.noted:
+            self.answer(row).note(logp[row])
 
     def watch(self, row: int, token: int) -> bool:
         """Return True if a live row's text now contains one of its stop strings, or its schema allows nothing more."""
@@ -226,6 +240,8 @@ class LengthBucket:
             self.answers[row] = answer
             if source in other.watched:
                 self.watched.add(row)
+            if source in other.noted:
+                self.noted.add(row)
             other._clear(source)
 
     def compact(self) -> int:
@@ -246,6 +262,8 @@ class LengthBucket:
             self.answers[row] = self.answers[source]
             if source in self.watched:
                 self.watched.add(row)
+            if source in self.noted:
+                self.noted.add(row)
             self._clear(source)
 
     def rules(self, rows: int, device: torch.device) -> Rules:

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.models.config import DecoderConfig
-from tilth.rollout.request import Progress, Request
+from tilth.rollout.request import Progress, Request, TextScores
 from tilth.rollout.stats import Stats
 
 
@@ -54,6 +54,9 @@ class GenerationEngine(Protocol):
     """True: it takes the keyword ``lora``, a LoraConfig: A and B are then among its weights (``plan.lora``), and after
     an update by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
 
+    scores: bool = False
+    """True: it reports ``Request.likeliest``, and has ``score``; otherwise both are refused."""
+
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
 
@@ -83,6 +86,17 @@ class GenerationEngine(Protocol):
         """Return what requests in flight have chosen behind their first ``seen[id]`` tokens, where there is something;
         none of an engine that shows a completion when it has finished."""
         return {}
+
+    def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
+        """Return the log-probs of each text's own tokens, with ``likeliest`` alternatives; nothing in flight changes.
+
+        Raises DataError for a token or an adapter that is not there, EngineError if the engine does not score.
+        """
+        raise self._without_scores()
+
+    def _without_scores(self) -> EngineError:
+        message = f"{type(self).__name__} reports log-probs of its own tokens only; use the native engine"
+        return EngineError(message, key="request.likeliest.engine")
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -123,6 +137,8 @@ class GenerationEngine(Protocol):
             if request.params.schema and not self.constrains:
                 message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
                 raise EngineError(message, key="request.schema.engine")
+            if request.likeliest and not self.scores:
+                raise self._without_scores()
             if request.adapter and not self.adapts:
                 raise self._without_adapters(request.adapter)
 

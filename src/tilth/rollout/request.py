@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from tilth.core.errors import DataError
-from tilth.core.trajectory import Finish, Segment, Trajectory
+from tilth.core.trajectory import Finish, Likeliest, Segment, Trajectory
 from tilth.rollout.adapters import LoadedAdapter
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
@@ -82,15 +83,27 @@ class Request:
     """True: a later request begins with its tokens, so an engine may keep their KV."""
     adapter: str = ""
     """Name of an adapter that the engine holds (``GenerationEngine.load_adapter``); empty: its weights as they are."""
+    likeliest: int = 0
+    """Number of alternatives of each token to report (``Trajectory.likeliest``), at the sampling temperature before
+    filters, if the engine does (``GenerationEngine.scores``)."""
     draws: tuple[int, int] | None = None
     """Seed and number of the stream whose random numbers choose its tokens; None: the engine's seed and its id."""
 
 
 class Progress(NamedTuple):
-    """Newest tokens of a request in flight, int64 [n], with their log-probs, float32 [n]."""
+    """Newest tokens of a request in flight, int64 [n], with their log-probs, float32 [n], and alternatives if it asks
+    for them."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    likeliest: Likeliest | None = None
+
+
+class TextScores(NamedTuple):
+    """Log-probs of a text's own tokens but the first at temperature 1, float32 [T - 1], with alternatives of each."""
+
+    logprobs: np.ndarray
+    likeliest: Likeliest
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +130,8 @@ class SequenceState:
     routing: np.ndarray | None = None
     """Experts of its first tokens, ``Trajectory.routing``."""
     adapter: LoadedAdapter | None = None
+    likeliest: list[Likeliest] = field(default_factory=list)
+    """Alternatives of each of its tokens, if its request asks for them."""
 
     @classmethod
     def start(cls, request: Request) -> "SequenceState":
@@ -156,6 +171,18 @@ class SequenceState:
         found = [watching.push([token]) for watching in (self.stops, self.grammar) if watching is not None]
         return any(found)
 
+    def note(self, logp: Tensor) -> None:
+        """Keep the alternatives of its newest token. logp: float32 [V]."""
+        found = logp.topk(self.request.likeliest)
+        self.likeliest.append(Likeliest(found.indices.cpu().numpy(), found.values.cpu().numpy()))
+
+    def alternatives(self, seen: int = 0) -> Likeliest | None:
+        """Return the alternatives of its tokens behind the first ``seen``; None if its request does not ask."""
+        if not (k := self.request.likeliest):
+            return None
+        ids, logprobs = zip(*self.likeliest[seen:]) if len(self.likeliest) > seen else ((), ())
+        return Likeliest(np.array(ids, np.int64).reshape(-1, k), np.array(logprobs, np.float32).reshape(-1, k))
+
     def keep_routing(self, slab: KVCache, row: int, tokens: int) -> None:
         """Take the experts of the first ``tokens`` from a row of the cache, if it keeps them; none are known behind."""
         for routing in slab.routing:
@@ -181,5 +208,5 @@ class SequenceState:
         return Trajectory(
             id=r.id, prompt=r.prompt_index, group=r.group, tokens=self.tokens, mask=self.mask,
             logprobs=self.logprobs, sampling_logprobs=self.sampling, segments=segments, versions=versions,
-            finish=reason, text=text, info=r.info, routing=self.routing,
+            finish=reason, text=text, info=r.info, routing=self.routing, likeliest=self.alternatives(),
         )  # fmt: skip

@@ -39,8 +39,8 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...], tokenizer: Decodes, special: Collection[str] = ()) -> None:
         spelled = tuple(s for s in stops if any(token in s for token in special))
         self.found = False
-        self._read = _Growing(tuple(s for s in stops if s not in spelled), tokenizer, special=False)
-        self._spelled = _Growing(spelled, tokenizer, special=True) if spelled else None
+        self._read = GrowingText(tuple(s for s in stops if s not in spelled), tokenizer, special=False)
+        self._spelled = GrowingText(spelled, tokenizer, special=True) if spelled else None
         self._lengths = [(0, 0)]  # of both texts after each token, where there are two
         self._end: int | None = None
 
@@ -69,8 +69,8 @@ class StopStrings:
         return min(read + place - spelled, end)
 
 
-class _Growing:
-    """Text of tokens that come one by one, searched for strings."""
+class GrowingText:
+    """Text of tokens that come one by one, searched for strings. special: with the special tokens in it."""
 
     def __init__(self, wanted: tuple[str, ...], tokenizer: Decodes, *, special: bool) -> None:
         self.text = ""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilth.core.errors import TilthError
-from tilth.core.trajectory import Trajectory
+from tilth.core.trajectory import Likeliest, Trajectory
 from tilth.rollout.request import Progress, Request
 
 
@@ -17,10 +17,12 @@ class RoomError(TilthError):
 
 
 class Delta(NamedTuple):
-    """Newest tokens of a completion, with their log-probs. whole: the trajectory, in the last piece."""
+    """Newest tokens of a completion, with their log-probs, and alternatives if its request asks for them. whole: the
+    trajectory, in the last piece."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    likeliest: Likeliest | None = None
     whole: Trajectory | None = None
 
 
@@ -79,19 +81,21 @@ class Completion:
 
     def progress(self, new: Progress) -> None:
         """Deliver its newest tokens; those that were delivered before a restart must be equal. Raises RoomError."""
-        self._put(self._fresh(new.tokens, new.logprobs))
+        self._put(self._fresh(new.tokens, new.logprobs, new.likeliest))
 
     def finish(self, trajectory: Trajectory) -> None:
         """Deliver the rest. Raises RoomError."""
         start = trajectory.prompt_length + self._at
-        rest = self._fresh(trajectory.tokens[start:], trajectory.logprobs[start:])
+        top = trajectory.likeliest
+        top = None if top is None else Likeliest(top.ids[self._at :], top.logprobs[self._at :])
+        rest = self._fresh(trajectory.tokens[start:], trajectory.logprobs[start:], top)
         self._put(rest._replace(whole=replace(trajectory, id=self.asked.id)))
 
     def fail(self, error: Exception) -> None:
         """Deliver a failure."""
         self._put(error)
 
-    def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray) -> Delta:
+    def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray, top: Likeliest | None) -> Delta:
         """Return what of these tokens was not delivered yet."""
         again = min(len(tokens), len(self._said) - self._at)
         if tokens[:again].tolist() != self._said[self._at : self._at + again]:
@@ -99,7 +103,8 @@ class Completion:
             raise RoomError(f"{message} than those it had given; ask again", key="serve.replay")
         self._at += len(tokens)
         self._said += tokens[again:].tolist()
-        return Delta(tokens[again:], logprobs[again:])
+        top = None if top is None else Likeliest(top.ids[again:], top.logprobs[again:])
+        return Delta(tokens[again:], logprobs[again:], top)
 
     def _put(self, piece: Any) -> None:
         if isinstance(piece, Exception) or len(piece.tokens) or piece.whole is not None:

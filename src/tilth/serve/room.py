@@ -109,8 +109,7 @@ class EngineRoom:
         with self._changed:
             self._check_open()
             if self.load + len(requests) > self.limits.most:
-                message = f"{self.load} requests are in the engine room, which has place for {self.limits.most}"
-                raise RoomError(f"{message}; ask again later", key="serve.full")
+                raise self._full(f"{self.load} requests are in it")
             taken = [Completion(next(self._ids), request, self._leave) for request in requests]
             self._new.extend(taken)
             self._changed.notify_all()
@@ -133,6 +132,8 @@ class EngineRoom:
         asked = _Asked(method, arguments, idempotent)
         with self._changed:
             self._check_open()
+            if len(self._asked) >= self.limits.most:
+                raise self._full(f"{len(self._asked)} calls wait")
             self._asked.append(asked)
             self._changed.notify_all()
         return await asyncio.wrap_future(asked.answer)
@@ -169,6 +170,9 @@ class EngineRoom:
             self._thread.join()
         else:
             self.cluster.close()
+
+    def _full(self, what: str) -> RoomError:
+        return RoomError(f"the engine room has place for {self.limits.most}: {what}; ask again later", key="serve.full")
 
     def _check_open(self) -> None:
         """Raise RoomError if nothing is taken. (Called with the lock.)"""

@@ -1,8 +1,10 @@
 """Worker of an engine room: an engine that takes and answers requests of many clients in rounds."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from tilth.cluster.protocol import control, transfer
@@ -11,7 +13,7 @@ from tilth.config.schema import LoraConfig
 from tilth.core.errors import TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.rollout.protocol import GenerationEngine
-from tilth.rollout.request import Progress, Request
+from tilth.rollout.request import Progress, Request, TextScores
 
 MakeEngine = Callable[[], GenerationEngine]
 """Constructs the engine in the worker, weights and all; pickled by cloudpickle."""
@@ -23,6 +25,7 @@ class Abilities(NamedTuple):
     max_length: int
     constrains: bool
     adapts: bool
+    scores: bool
 
 
 class Round(NamedTuple):
@@ -65,7 +68,13 @@ class EngineWorker:
     @transfer(split="all", gather="first")
     def abilities(self) -> Abilities:
         """Return what the engine can serve."""
-        return Abilities(self.engine.max_length, self.engine.constrains, self.engine.adapts)
+        one = self.engine
+        return Abilities(one.max_length, one.constrains, one.adapts, one.scores)
+
+    @transfer(split="all", gather="first", patient=True)
+    def score_texts(self, texts: Sequence[Sequence[int]], likeliest: int, adapter: str) -> list[TextScores]:
+        """Return log-probs of texts, as ``GenerationEngine.score``."""
+        return self.engine.score([np.asarray(text, np.int64) for text in texts], likeliest, adapter)
 
     @transfer(split="all", gather="first")
     def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -79,8 +88,8 @@ class EngineWorker:
 
     @control
     def status(self) -> dict[str, Any]:
-        """Return the engine's counts (``Stats.dump``) and the number of requests ``in_flight``."""
-        return {"in_flight": len(self._seen), **self.engine.stats().dump()}
+        """Return the engine's counts (``Stats.dump``), the number of requests ``in_flight`` and the process."""
+        return {"in_flight": len(self._seen), "pid": os.getpid(), **self.engine.stats().dump()}
 
 
 def engine_worker(context: Context, make: MakeEngine) -> EngineWorker:

@@ -1,0 +1,104 @@
+"""Serve a model: its engine in a worker of its own, its adapters, and OpenAI's interface in front of it."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from tilth.cluster.controller.cluster import open_cluster
+from tilth.core.errors import DataError
+from tilth.core.memory import host_memory
+from tilth.data.template import Template, make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
+from tilth.models.peft import load_adapter
+from tilth.plan.shape import kv_bytes
+from tilth.rollout.protocol import GenerationEngine
+from tilth.serve.app import Guarded, HttpServer, check_address, listen, new_app
+from tilth.serve.metrics import ServerMetrics
+from tilth.serve.model import ServedModel
+from tilth.serve.openai import OpenAI
+from tilth.serve.room import EngineRoom, RoomLimits
+
+ROWS = 64
+"""Completions that are decoded at once; further ones wait."""
+SHARE = 0.5
+"""Share of the memory that is free at the start which the KV cache may take on a CPU."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str = ""
+    template: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    backend: str = "local"
+
+
+def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
+    """Return a server whose engine is ready (``HttpServer.run_here`` serves), and its address.
+
+    model: as ``load_model`` takes it. Raises TilthError for a model, an adapter, a template or an address that does not
+    work.
+    """
+    check_address(options.host, options.token)
+    loaded = load_model(model)
+    served = _served(model, loaded, options)
+    for name, folder in options.adapters.items():
+        if name == model:
+            raise DataError(f"--adapter {name}={folder}: this is the name of the model itself", key="--adapter")
+    stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
+    door = listen(options.host, options.port)
+    try:
+        room = _room(model, loaded, options.backend)
+        served.max_length = room.abilities.max_length
+        try:
+            for name, adapter in stored.items():
+                asyncio.run(room.load_adapter(name, adapter.lora, adapter.tensors))
+        except BaseException:  # an interrupt too: no process may be left
+            room.close(0.0)
+            raise
+    except BaseException:
+        door.close()
+        raise
+    metrics = ServerMetrics(room)
+    app = new_app(room, metrics)
+    OpenAI(room, served, metrics).add_to(app)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return HttpServer(Guarded(app, options.token, metrics), room, door), f"http://{host}:{door.getsockname()[1]}/v1"
+
+
+def _room(model: str, loaded: LoadedModel, backend: str) -> EngineRoom:
+    gpu = torch.cuda.is_available() and backend != "inline"
+    length = loaded.config.max_positions
+    fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
+    make = partial(serving_engine, model, max(min(ROWS * length, fits), length))
+    return EngineRoom(open_cluster(backend, 1, gpus=gpu), make, limits=RoomLimits())
+
+
+def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:
+    """Return the engine of a server's worker. On a CPU its completions depend on their requests alone, bit for bit."""
+    loaded = load_model(model)
+    native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
+    more = {"kv_tokens": kv_tokens, "parity": native and not torch.cuda.is_available()}
+    return make_engine(loaded, seed=0, max_rows=ROWS, max_length=loaded.config.max_positions, **more)
+
+
+def _served(name: str, loaded: LoadedModel, options: ServeOptions) -> ServedModel:
+    tokenizer, config = wants_tokenizer(loaded), loaded.config
+    adapters = list(options.adapters)
+    served = ServedModel(name, tokenizer, config.vocab_size, config.max_positions, None, loaded.stop, adapters)
+    served.chat = _template(loaded, tokenizer, options.template)
+    return served
+
+
+def _template(loaded: LoadedModel, tokenizer: Tokenizer, wanted: str | None) -> Template | None:
+    """Return the template of conversations; None if there is none."""
+    default = loaded.template or ("model" if tokenizer.chat_template else "")
+    name = default if wanted is None else wanted
+    return make_template(name, tokenizer) if name else None

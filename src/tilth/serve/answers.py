@@ -1,0 +1,177 @@
+"""Answer to one HTTP request: its completions in the engine room, as one object or as a stream of events."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tilth.core.trajectory import Trajectory
+from tilth.rollout.request import Request
+from tilth.serve.app import gathered
+from tilth.serve.completion import Completion, Delta
+from tilth.serve.errors import HttpError, http_error
+from tilth.serve.metrics import ServerMetrics
+from tilth.serve.room import EngineRoom
+
+DONE = "data: [DONE]\n\n"
+
+
+class Choice(Protocol):
+    """One completion in the form of its endpoint."""
+
+    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Return the choice of an answer in one piece."""
+        ...
+
+    def first(self) -> Iterable[dict[str, Any]]:
+        """Return the first choices of a stream's chunks, before any token."""
+        ...
+
+    def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        """Return the choices of a stream's chunks for new tokens."""
+        ...
+
+
+@dataclass
+class HttpAnswer:
+    """Requests of one HTTP request, their choices in order, and what all chunks have.
+
+    usage: True to end a stream with the numbers of tokens. more: fields of the whole answer, and of a stream's first
+    chunk.
+    """
+
+    kind: str
+    model: str
+    requests: list[Request]
+    choices: list[Choice]
+    prompts: int
+    """Tokens of all prompts."""
+    prefix: str = "cmpl"
+    usage: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.begin = time.perf_counter()
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that every object has."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def counts(self, tokens: int) -> dict[str, int]:
+        """Return ``usage``."""
+        return {"prompt_tokens": self.prompts, "completion_tokens": tokens, "total_tokens": self.prompts + tokens}
+
+
+def admit(room: EngineRoom, answer: HttpAnswer) -> list[Completion]:
+    """Take the requests of an answer. Raises HttpError: 400 for more than the room can ever have, 429."""
+    if len(answer.requests) > room.limits.most:
+        message = f"{len(answer.requests)} completions at once are more than the {room.limits.most} of this server"
+        raise HttpError(400, message, "n")
+    try:
+        return room.admit(answer.requests)
+    except Exception as error:  # as the answer's form has it
+        raise http_error(error) from error
+
+
+def check_sound(trajectory: Trajectory) -> None:
+    """Raise HttpError for a completion that a schema does not let go on in the model's vocabulary."""
+    if trajectory.finish == "error":
+        message = "the model's vocabulary has no token with which the text can go on as the schema demands"
+        raise HttpError(500, message, "response_format", "schema_stuck")
+
+
+async def in_one(room: EngineRoom, answer: HttpAnswer, metrics: ServerMetrics) -> dict[str, Any]:
+    """Return the whole answer; cancelled, it ends its requests. Raises HttpError."""
+    completions = admit(room, answer)
+    try:
+        found = await gathered([completion.whole() for completion in completions])
+    except Exception as error:
+        raise http_error(error) from error
+    finally:
+        for completion in completions:
+            completion.close()
+    for trajectory in found:
+        check_sound(trajectory)
+    tokens = sum(trajectory.completion_length for trajectory in found)
+    metrics.prompt_tokens.inc(answer.prompts)
+    metrics.completion_tokens.inc(tokens)
+    choices = [choice.whole(trajectory) for choice, trajectory in zip(answer.choices, found)]
+    return {**answer.head(answer.kind), "choices": choices, "usage": answer.counts(tokens), **answer.more}
+
+
+async def events(answer: HttpAnswer, completions: list[Completion], metrics: ServerMetrics) -> AsyncIterator[str]:
+    """Yield the events of a stream; closed, it ends its requests. An error is the last event."""
+    kind = "chat.completion.chunk" if answer.prefix == "chatcmpl" else answer.kind
+    head, tokens, begun = answer.head(kind), 0, False
+    more = answer.more
+    try:
+        for choice in answer.choices:
+            for found in choice.first():
+                yield _event({**head, "choices": [found], **more})
+                more = {}
+        async for index, delta in _merged(completions):
+            tokens += len(delta.tokens)
+            if not begun:
+                begun = True
+                metrics.first_token.observe(time.perf_counter() - answer.begin)
+            if delta.whole is not None:
+                check_sound(delta.whole)
+            for found in answer.choices[index].delta(delta):
+                yield _event({**head, "choices": [found], **more})
+                more = {}
+        if answer.usage:
+            yield _event({**head, "choices": [], "usage": answer.counts(tokens)})
+        yield DONE
+    except Exception as error:  # noqa: BLE001 - the status has been sent
+        yield _event(http_error(error).body)
+    finally:
+        metrics.prompt_tokens.inc(answer.prompts)
+        metrics.completion_tokens.inc(tokens)
+        for completion in completions:
+            completion.close()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _merged(completions: list[Completion]) -> AsyncIterator[tuple[int, Delta]]:
+    """Yield what comes of several completions, in the order in which it comes."""
+    if len(completions) == 1:
+        async for delta in completions[0]:
+            yield 0, delta
+        return
+    found: asyncio.Queue[Callable[[], tuple[int, Delta]] | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_forward(i, one, found)) for i, one in enumerate(completions)]
+    try:
+        left = len(tasks)
+        while left:
+            give = await found.get()
+            if give is None:
+                left -= 1
+            else:
+                yield give()
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _forward(index: int, completion: Completion, found: asyncio.Queue[Any]) -> None:
+    """Put the deltas of a completion, then None; an error is raised where it is taken."""
+    try:
+        async for delta in completion:
+            found.put_nowait(lambda delta=delta: (index, delta))
+        found.put_nowait(None)
+    except Exception as error:  # noqa: BLE001 - raised by the one who takes it
+
+        def failed(error: Exception = error) -> tuple[int, Delta]:
+            raise error
+
+        found.put_nowait(failed)

@@ -1,0 +1,237 @@
+"""HTTP server in front of an engine room: who may ask, how much, what errors look like, health, metrics, shutdown."""
+
+import asyncio
+import hmac
+import ipaddress
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tilth.core.errors import TilthError
+from tilth.serve.errors import HttpError, http_error
+from tilth.serve.metrics import ServerMetrics
+from tilth.serve.room import EngineRoom
+
+BODY = 8 << 20
+"""Most bytes of a request's body."""
+GRACE = 30.0
+"""Seconds in which requests may finish when the server is asked to end."""
+OPEN = ("/health",)
+"""Paths that need no token."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Scope = MutableMapping[str, Any]
+T = TypeVar("T")
+
+
+class ServerError(TilthError):
+    """A server cannot listen where it is asked to."""
+
+
+def check_address(host: str, token: str) -> None:
+    """Raise ServerError for an address beyond this machine without a token."""
+    if host in LOOPBACK or token:
+        return
+    with suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    message = f"--host={host} can be reached from other machines, which needs --token=SECRET; or use --host=127.0.0.1"
+    raise ServerError(message, key="--token")
+
+
+class Guarded:
+    """ASGI application that checks the token, the Host header and the size of the body, and counts answers.
+
+    A page of a browser could reach a server without a token under another name (DNS rebinding), so that one answers
+    only to names of this machine.
+    """
+
+    def __init__(self, app: Any, token: str, metrics: ServerMetrics) -> None:
+        self._app, self._token, self._metrics = app, token.encode(), metrics
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status = time.perf_counter(), 0
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        refused = self._refused(scope["path"], headers)
+        if refused is not None:
+            await refused.response()(scope, receive, sent)
+        else:
+            await self._app(scope, _limited(receive), sent)
+        path = scope["path"] if "endpoint" in scope else "other"
+        self._metrics.requests.labels(path, str(status)).inc()
+        self._metrics.duration.observe(time.perf_counter() - begin)
+
+    def _refused(self, path: str, headers: dict[str, bytes]) -> HttpError | None:
+        length = headers.get("content-length", b"0")
+        if not length.isdigit() or int(length) > BODY:
+            return HttpError(413, f"the body has {length.decode('latin-1')} bytes, the limit is {BODY}", "body")
+        if path in OPEN:
+            return None
+        if not self._token:
+            name = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode()
+            good = name.strip("[]") in LOOPBACK
+            return None if good else HttpError(403, f"without a token this server is 127.0.0.1, not {name}", "host")
+        given = headers.get("authorization", b"").removeprefix(b"Bearer ") or headers.get("x-api-key", b"")
+        if hmac.compare_digest(given, self._token):
+            return None
+        return HttpError(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
+
+
+def _limited(receive: Any) -> Any:
+    """Return a receive that refuses bodies that grow beyond the limit without having said so."""
+    seen = 0
+
+    async def limited() -> Any:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > BODY:
+            raise HttpError(413, f"the body is longer than {BODY} bytes", "body")
+        return message
+
+    return limited
+
+
+def new_app(room: EngineRoom, metrics: ServerMetrics) -> FastAPI:
+    """Return an application with /health, /metrics and errors in OpenAI's form; routes are added to it, then
+    ``Guarded`` goes around it."""
+    app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return http_error(error).response()
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        return HttpError(status, f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}").response()
+
+    app.add_exception_handler(HttpError, failed)
+    app.add_exception_handler(TilthError, failed)
+    app.add_exception_handler(HTTPException, unknown)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if room.failure is not None:
+            return HttpError(503, f"the engine room serves nobody any more: {room.failure}").response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def exposed() -> Response:
+        return Response(await asyncio.to_thread(metrics.page), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns; it is cancelled if the client leaves before. The body has been read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HttpError(499, "the client has left")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event_stream(events: AsyncIterator[str]) -> Response:
+    """Return server-sent events; leaving the response closes ``events``."""
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+class HttpServer(uvicorn.Server):
+    """A server whose room ends with it: asked to end, it takes nothing more and lets requests finish for ``GRACE``."""
+
+    def __init__(self, app: Any, room: EngineRoom, door: socket.socket) -> None:
+        """door: bound socket, which it closes."""
+        late = int(GRACE) + 5
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                server_header=False,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=late,
+            )
+        )
+        self.room, self.door = room, door
+        self._closing: threading.Thread | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while it serves, without raising them again afterwards: the room is closed then."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the room beside the requests that are being answered; a second signal ends at once."""
+        if self._closing is None:
+            self._closing = threading.Thread(target=self.room.close, args=(GRACE,), name="closing")
+            self._closing.start()
+        super().handle_exit(sig, frame)
+
+    def run_here(self) -> None:
+        """Serve until a signal, or until ``should_exit`` is set; then the room is closed."""
+        try:
+            self.run(sockets=[self.door])
+        finally:
+            if self._closing is not None and not self.force_exit:
+                self._closing.join()
+            self.room.close(0.0)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Raises ServerError; port 0: any that is free."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        door = socket.socket(family, socket.SOCK_STREAM)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(address)
+    except OSError as error:
+        message = f"--host={host} --port={port}: {error.strerror or error}; choose another port, or 0 for a free one"
+        raise ServerError(message, key="--port") from None
+    return door
+
+
+async def gathered(work: list[Awaitable[T]]) -> list[T]:
+    """Return all results; if one fails the others are cancelled, and its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,108 @@
+"""Choice of ``/v1/chat/completions``: what the assistant says, and its calls of tools."""
+
+import json
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from tilth.core.trajectory import Likeliest, Trajectory
+from tilth.data.tokenizer import Tokenizer
+from tilth.envs.calls import ToolCall, before_calls, parse_calls
+from tilth.rollout.request import Request
+from tilth.serve.completion import Delta
+from tilth.serve.errors import HttpError
+from tilth.serve.schemas import ChatBody, NamedTool
+from tilth.serve.texts import StreamedText, chat_logprobs
+
+
+def hears_calls(body: ChatBody) -> bool:
+    """Return True if the assistant's text may hold calls."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def called_schema(body: ChatBody) -> str:
+    """Return the JSON schema of the call that ``tool_choice`` demands; "" if none is. Raises HttpError 400."""
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    if named is None and body.tool_choice != "required":
+        return ""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise HttpError(400, "response_format does not go with a tool_choice that demands a call", "response_format")
+    tools = [tool.function for tool in body.tools or () if named in (None, tool.function.name)]
+    if not tools:
+        known = ", ".join(tool.function.name for tool in body.tools or ())
+        raise HttpError(400, f"tool_choice names {named!r}, which is not among the tools: {known}", "tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+
+class ChatChoice:
+    """One answer of the assistant. calls: True to look for calls of tools in its text."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, body: ChatBody, calls: bool) -> None:
+        self.tokenizer, self.request, self.body, self.calls = tokenizer, request, body, calls
+        params = request.params
+        self._text = StreamedText(tokenizer, params.stop_tokens, params.stop, special=calls)
+
+    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
+        mine = trajectory.mask == 1
+        ids, logprobs = trajectory.tokens[mine].tolist(), trajectory.logprobs[mine].tolist()
+        content, calls = self._heard(trajectory)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [_call(one) for one in calls]}
+        found = {"index": self.request.id, "message": message, "finish_reason": _reason(trajectory, calls)}
+        return {**found, **self._details(ids, logprobs, trajectory.likeliest)}
+
+    def first(self) -> Iterable[dict[str, Any]]:
+        yield {"index": self.request.id, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        certain = self._text.hear(delta.tokens)
+        sure = self._text.send(before_calls(certain) if self.calls else certain)
+        details = self._details(delta.tokens.tolist(), delta.logprobs.tolist(), delta.likeliest)
+        head = {"index": self.request.id, "finish_reason": None}
+        if delta.whole is None:
+            if sure or any(details.values()):
+                yield {**head, "delta": {"content": sure}, **details}
+            return
+        content, calls = self._heard(delta.whole)
+        whole = content if content.startswith(self._text.sent) else self._text.text  # with special tokens in it
+        sure += self._text.send(whole)
+        yield {**head, "delta": {"content": sure} if sure else {}, **details}
+        for at, one in enumerate(calls):
+            yield {**head, "delta": {"tool_calls": [{"index": at, **_call(one)}]}}
+        yield {**head, "delta": {}, "finish_reason": _reason(delta.whole, calls)}
+
+    def _heard(self, trajectory: Trajectory) -> tuple[str, list[ToolCall]]:
+        """Return what is said, and the calls if all of them can be made; else they are text like any other."""
+        if not self.calls:
+            return trajectory.text, []
+        ids = trajectory.tokens[trajectory.mask == 1].tolist()
+        ended = bool(ids) and ids[-1] in self.request.params.stop_tokens
+        content, calls = parse_calls(self.tokenizer.decode(ids[:-1] if ended else ids, special=True))
+        return (content, calls) if calls and not any(call.problem for call in calls) else (trajectory.text, [])
+
+    def _details(self, ids: list[int], logprobs: list[float], top: Likeliest | None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.body.logprobs:
+            found["logprobs"] = chat_logprobs(self.tokenizer, ids, logprobs, top)
+        if self.body.return_token_ids:
+            found["token_ids"] = ids
+        return found
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _reason(trajectory: Trajectory, calls: list[ToolCall]) -> str:
+    return "tool_calls" if calls and trajectory.finish == "stop" else trajectory.finish

@@ -1,0 +1,104 @@
+"""Errors of an HTTP server in OpenAI's form, which names the field that is at fault (``error.param``)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse, Response
+
+from tilth.core.errors import DataError, TilthError
+from tilth.rollout.protocol import EngineError
+from tilth.serve.completion import RoomError
+
+Schema = TypeVar("Schema", bound=BaseModel)
+RETRY = {"Retry-After": "1"}
+BUSY = ("serve.full",)
+FIELDS = {
+    "request.max_tokens": "max_tokens",
+    "request.prompt": "prompt",
+    "request.prompt.vocab_size": "prompt",
+    "kv_tokens": "prompt",
+    "request.adapter": "model",
+    "request.adapter.engine": "model",
+    "request.schema": "response_format",
+    "request.schema.engine": "response_format",
+    "request.schema.llguidance": "response_format",
+    "request.likeliest.engine": "logprobs",
+}
+"""Key of an engine's refusal -> field of the HTTP request."""
+
+
+class HttpError(Exception):
+    """A response that is an error: status, message, field, OpenAI's code."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI writes it."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """Return the response."""
+        headers = RETRY if self.status in (429, 503) else None
+        return JSONResponse(self.body, self.status, headers=headers)
+
+
+def http_error(error: Exception) -> HttpError:
+    """Return the response for an error of the room, of its engine, or of the text of a request."""
+    if isinstance(error, HttpError):
+        return error
+    key = error.key if isinstance(error, TilthError) else ""
+    if isinstance(error, RoomError):
+        return HttpError(429 if key in BUSY else 503, str(error), code=key)
+    if key in FIELDS or isinstance(error, DataError | EngineError):
+        return HttpError(400, str(error), FIELDS.get(key), key)
+    if isinstance(error, TilthError):
+        return HttpError(500, str(error), code=key)
+    return HttpError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
+def read(schema: type[Schema], body: bytes) -> Schema:
+    """Return a body as the schema has it. Raises HttpError 400 with the field, and the value that is wrong."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        if found[0]["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not JSON: {found[0]['msg']}", "body", "json_invalid") from None
+        value = json.loads(body)
+        paths = [_path(one, value) for one in found]
+        deepest = max(range(len(found)), key=lambda at: len(paths[at]))  # of a union, the branch that fits best
+        first, param = found[deepest], ".".join(paths[deepest]) or "body"
+        raise HttpError(400, f"{param}: {_why(first)}", param, first["type"]) from None
+
+
+def _why(first: Mapping[str, Any]) -> str:
+    if first["type"] == "extra_forbidden":
+        return "there is no such field, or this server does not support it"
+    if first["type"] == "missing":
+        return "this field is required"
+    if first["type"] == "combination":
+        return str(first["msg"])
+    given = repr(first["input"])
+    return f"{first['msg']}, not {given if len(given) <= 80 else f'{given[:80]}...'}"
+
+
+def _path(wrong: Mapping[str, Any], value: Any) -> list[str]:
+    """Return the path of a field in a body, without the branches of unions that the place of an error names."""
+    extra = filter(None, [wrong.get("ctx", {}).get("field")])
+    place, named = [*wrong["loc"], *extra], wrong["type"] in ("missing", "combination")
+    path = []
+    for number, part in enumerate(place):
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+        if inside:
+            value = value[part]
+        elif not (named and number == len(place) - 1):
+            continue
+        path.append(str(part))
+    return path

@@ -1,0 +1,142 @@
+"""Model that a server speaks for: its names, its tokenizer, its templates, and requests to its engine."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilth.core.errors import DataError
+from tilth.data.template import PlainTemplate, Template
+from tilth.data.tokenizer import Tokenizer
+from tilth.rollout.request import Request, SamplingParams
+from tilth.serve.errors import HttpError
+from tilth.serve.schemas import CompletionBody, Message, SampledBody, ToolSchema
+
+DEFAULT_TOKENS = 16
+"""Longest completion of a text without ``max_tokens``, as in OpenAI's interface."""
+
+
+@dataclass
+class ServedModel:
+    """A model and its adapters. chat: template of conversations, None without one. stop: default stop strings."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_length: int
+    chat: Template | None = None
+    stop: tuple[str, ...] = ()
+    adapters: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.plain = PlainTemplate(self.tokenizer)
+
+    def adapter(self, model: str) -> str:
+        """Return the adapter that a request's ``model`` names, "" for the base. Raises HttpError 404."""
+        if model == self.name:
+            return ""
+        if model in self.adapters:
+            return model
+        known = ", ".join([self.name, *self.adapters])
+        raise HttpError(404, f"there is no model {model!r}; this server has {known}", "model", "model_not_found")
+
+    def texts(self, body: CompletionBody) -> list[list[int]]:
+        """Return the token ids of each prompt. Raises HttpError 400."""
+        given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if isinstance(given[0], int):
+            given = [given]
+        found = [self.encode(one) if isinstance(one, str) else list(one) for one in given]
+        for number, ids in enumerate(found):
+            where = f"prompt {number}" if len(found) > 1 else "prompt"
+            if not ids:
+                raise HttpError(400, f"{where} has no tokens; it must have at least one", "prompt")
+            if (most := max(ids)) >= self.vocab_size:
+                message = f"{where}: token {most} is outside the vocabulary of {self.vocab_size}"
+                raise HttpError(400, message, "prompt")
+        return found
+
+    def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
+        """Return the token ids of a text. Raises HttpError 400."""
+        try:
+            return self.tokenizer.encode(text, special)
+        except DataError as error:
+            raise HttpError(400, str(error), param, error.key) from None
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None) -> list[int]:
+        """Return the token ids that the assistant continues. Raises HttpError 400."""
+        if self.chat is None:
+            message = f"model {self.name} has no chat template: use /v1/completions, or tilth serve --template chatml"
+            raise HttpError(400, message, "messages", "no_chat_template")
+        schemas = [{"type": "function", "function": _known(tool)} for tool in tools or ()]
+        try:
+            return self.chat.begin([_plain(one) for one in messages], schemas)
+        except DataError as error:
+            param = "tools" if error.key == "template.tools" else "messages"
+            raise HttpError(400, str(error), param, error.key) from None
+
+    def params(self, body: SampledBody, longest: int, prompt: int, *, chat: bool, schema: str = "") -> SamplingParams:
+        """Return how a completion of a prompt of ``prompt`` tokens is sampled. Raises HttpError 400."""
+        room = self.max_length - prompt
+        if room < 1 or longest > room:
+            what = f"the prompt has {prompt} tokens and up to {longest} more are asked for"
+            message = f"{what}, but the context of this model is {self.max_length} tokens"
+            raise HttpError(400, message, "prompt" if room < 1 else "max_tokens", "context_length_exceeded")
+        stops = self.chat.stops if chat and self.chat is not None else self.plain.stops
+        given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return SamplingParams(
+            max_tokens=longest,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=max(body.top_k or 0, 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            stop=given or self.stop,
+            stop_tokens=tuple(dict.fromkeys([*stops, *(body.stop_token_ids or ())])),
+            schema=schema or _schema(body),
+        )
+
+    def requests(self, body: SampledBody, ids: list[int], params: SamplingParams, likeliest: int) -> list[Request]:
+        """Return ``n`` requests of one prompt, each with random numbers of its own; equal ones for an equal seed."""
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        more: dict[str, Any] = {"adapter": self.adapter(body.model), "likeliest": min(likeliest, self.vocab_size)}
+        return [Request(i, ids, params, draws=(seed, i), **more) for i in range(body.n or 1)]
+
+
+def _schema(body: SampledBody) -> str:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    return json.dumps({"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_)
+
+
+def _known(tool: ToolSchema) -> dict[str, Any]:
+    """Return a function as templates list it."""
+    found: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
+    return {**found, "parameters": tool.function.parameters or {"type": "object", "properties": {}}}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates take: text content, arguments of calls as objects."""
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _called(call.function.name, call.function.arguments)}
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _called(name: str, arguments: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        message = f"arguments of {name} are no JSON object: {arguments[:80]!r}"
+        raise HttpError(400, message, "messages", "tool_calls.arguments")
+    return {"name": name, "arguments": found}

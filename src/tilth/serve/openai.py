@@ -1,0 +1,162 @@
+"""OpenAI's interface over an engine room: completions, chat completions, models; vLLM's tokenize and detokenize."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from tilth.rollout.request import TextScores
+from tilth.serve.answers import HttpAnswer, admit, events, in_one
+from tilth.serve.app import event_stream, unless_gone
+from tilth.serve.chat import ChatChoice, called_schema, hears_calls
+from tilth.serve.errors import HttpError, http_error, read
+from tilth.serve.metrics import ServerMetrics
+from tilth.serve.model import DEFAULT_TOKENS, ServedModel
+from tilth.serve.room import EngineRoom
+from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
+from tilth.serve.text_choice import TextChoice
+
+SCORED = 4096
+"""Tokens that are scored between two rounds: completions of others wait meanwhile."""
+
+
+@dataclass
+class OpenAI:
+    """Endpoints of one model."""
+
+    room: EngineRoom
+    model: ServedModel
+    metrics: ServerMetrics
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/embeddings")(self.embeddings)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+
+    async def models(self) -> Response:
+        """List the base and its adapters."""
+        return JSONResponse(
+            {"object": "list", "data": [self._card(n) for n in (self.model.name, *self.model.adapters)]}
+        )
+
+    async def one_model(self, name: str) -> Response:
+        """Describe one of them."""
+        self.model.adapter(name)
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        parent = None if name == self.model.name else self.model.name
+        card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tilth"}
+        return {**card, "max_model_len": self.model.max_length, "root": name, "parent": parent}
+
+    async def completions(self, request: HttpRequest) -> Response:
+        """Continue texts or token ids."""
+        body = read(CompletionBody, await request.body())
+        adapter, prompts = self.model.adapter(body.model), self.model.texts(body)
+        longest = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        if not longest and not body.echo:
+            raise HttpError(400, "max_tokens: 0 is for echo=true; ask for at least 1", "max_tokens")
+        top = body.logprobs or 0
+        self._check_scores(top > 0 or bool(body.echo and body.logprobs is not None), "logprobs")
+        asked = [
+            self.model.requests(body, ids, self.model.params(body, max(longest, 1), len(ids), chat=False), top)
+            for ids in prompts
+        ]
+        scores: list[TextScores | None] = [None] * len(prompts)
+        if body.echo and body.logprobs is not None:
+            scores = [*await unless_gone(request, self._scores(prompts, top, adapter))]
+        choices = [
+            TextChoice(self.model.tokenizer, at * len(each) + one.id, one, body, scores[at])
+            for at, each in enumerate(asked)
+            for one in each
+        ]
+        flat = [one for each in asked for one in each]
+        tokens = sum(map(len, prompts))
+        answer = HttpAnswer("text_completion", body.model, flat, [*choices], tokens, usage=_wants_usage(body))
+        if not longest:
+            whole = {"choices": [one.silently() for one in choices], "usage": answer.counts(0)}
+            return JSONResponse({**answer.head("text_completion"), **whole})
+        return await self._respond(request, answer, bool(body.stream))
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """Answer a conversation."""
+        body = read(ChatBody, await request.body())
+        self.model.adapter(body.model)
+        shown = None if body.tool_choice == "none" else body.tools
+        ids = self.model.conversation(body.messages, shown)
+        given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if given == 0:
+            raise HttpError(400, "max_tokens: ask for at least 1", "max_tokens")
+        longest = max(self.model.max_length - len(ids), 1) if given is None else given
+        top = body.top_logprobs or 0
+        self._check_scores(top > 0, "top_logprobs")
+        params = self.model.params(body, longest, len(ids), chat=True, schema=called_schema(body))
+        asked = self.model.requests(body, ids, params, top)
+        choices = [ChatChoice(self.model.tokenizer, one, body, hears_calls(body)) for one in asked]
+        more = {"prompt_token_ids": ids} if body.return_token_ids else {}
+        answer = HttpAnswer(
+            "chat.completion", body.model, asked, [*choices], len(ids), "chatcmpl", _wants_usage(body), more
+        )
+        return await self._respond(request, answer, bool(body.stream))
+
+    async def _respond(self, request: HttpRequest, answer: HttpAnswer, stream: bool) -> Response:
+        if stream:
+            return event_stream(events(answer, admit(self.room, answer), self.metrics))
+        return JSONResponse(await unless_gone(request, in_one(self.room, answer, self.metrics)))
+
+    def _check_scores(self, wanted: bool, param: str) -> None:
+        if wanted and not self.room.abilities.scores:
+            message = f"{param}: this engine reports the log-probs of its own tokens only"
+            raise HttpError(400, message, param)
+
+    async def _scores(self, prompts: list[list[int]], likeliest: int, adapter: str) -> list[TextScores]:
+        """Return the log-probs of prompts, some at a time. Raises HttpError."""
+        found: list[TextScores] = []
+        part: list[list[int]] = []
+        try:
+            for at, ids in enumerate(prompts):
+                part.append(ids)
+                if sum(map(len, part)) >= SCORED or at == len(prompts) - 1:
+                    found += await self.room.call("score_texts", part, likeliest, adapter, idempotent=True)
+                    part = []
+        except Exception as error:
+            raise http_error(error) from error
+        return found
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        """Refuse: generation engines give no hidden states."""
+        message = f"model {self.model.name} generates; this server has no embeddings of texts"
+        raise HttpError(400, message, "model", "unsupported")
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """Return the token ids of a text or a conversation."""
+        body = read(TokenizeBody, await request.body())
+        if body.model is not None:
+            self.model.adapter(body.model)
+        if body.messages is not None:
+            ids = self.model.conversation(body.messages, body.tools)
+        else:
+            ids = self.model.encode(body.prompt or "", body.add_special_tokens)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.max_length})
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """Return the text of token ids, special tokens included."""
+        body = read(DetokenizeBody, await request.body())
+        if body.model is not None:
+            self.model.adapter(body.model)
+        if body.tokens and (most := max(body.tokens)) >= self.model.vocab_size:
+            message = f"token {most} is outside the vocabulary of {self.model.vocab_size}"
+            raise HttpError(400, message, "tokens")
+        return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens, special=True)})
+
+
+def _wants_usage(body: SampledBody) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage

@@ -1,0 +1,230 @@
+"""Bodies of requests: OpenAI's completions and chat completions, with the further fields that vLLM has."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MOST = 20
+"""Most alternatives of a token that are reported, as in OpenAI's interface."""
+INT64 = 2**63
+
+Words = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+
+
+def _only(*allowed: Any) -> Callable[[Any], Any]:
+    """Return a validator that refuses everything else, since it would change the result."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            names = " or ".join("null" if one is None else repr(one) for one in allowed)
+            raise ValueError(f"this server supports only {names}")
+        return value
+
+    return check
+
+
+def _wrong(field: str, message: str) -> PydanticCustomError:
+    """Return the error of a field that does not fit the others."""
+    return PydanticCustomError("combination", message.replace("{", "{{"), {"field": field})  # type: ignore[arg-type]
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk has the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class SchemaFormat(Body):
+    """A named JSON schema, followed strictly in any case."""
+
+    name: Words
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _wrong("json_schema", "json_schema goes with type='json_schema', and is needed there")
+        return self
+
+
+class SampledBody(Body):
+    """Fields that completions and chat completions share."""
+
+    model: Words
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    stop: Words | Annotated[list[Words], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_only(None, {}))] = None
+    frequency_penalty: Annotated[float | None, AfterValidator(_only(None, 0))] = None
+    presence_penalty: Annotated[float | None, AfterValidator(_only(None, 0))] = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> "SampledBody":
+        if self.stream_options is not None and not self.stream:
+            raise _wrong("stream_options", "stream_options needs stream=true")
+        return self
+
+
+class CompletionBody(SampledBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    suffix: Annotated[str | None, AfterValidator(_only(None, ""))] = None
+    best_of: Annotated[int | None, AfterValidator(_only(None, 1))] = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """A call's function. arguments: JSON."""
+
+    name: Words
+    arguments: str
+
+
+class MessageCall(Body):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    refusal: Annotated[None, AfterValidator(_only(None))] = None
+    annotations: Any = None
+    audio: Annotated[None, AfterValidator(_only(None))] = None
+    function_call: Annotated[None, AfterValidator(_only(None))] = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise _wrong("content", "content is needed, but in a message of the assistant with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise _wrong("tool_calls", "tool_calls belong to a message of the assistant")
+        return self
+
+
+class FunctionSchema(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSchema(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class FunctionName(Body):
+    """Name of a function."""
+
+    name: Words
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(SampledBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    tools: Annotated[list[ToolSchema], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Annotated[bool | None, AfterValidator(_only(None, True))] = None
+    store: Annotated[bool | None, AfterValidator(_only(None, False))] = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise _wrong("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise _wrong("tool_choice", "tool_choice needs tools")
+        return self
+
+
+class TokenizeBody(Body):
+    """Body of ``/tokenize``, vLLM's: a text, or a conversation by the chat template."""
+
+    model: Words | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: list[ToolSchema] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise _wrong("prompt", "give prompt or messages, one of them")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Body of ``/detokenize``, vLLM's."""
+
+    model: Words | None = None
+    tokens: list[TokenId]

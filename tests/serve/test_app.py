@@ -1,0 +1,180 @@
+"""Who may ask a server, how much, and how it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.errors import raises
+from tests.patience import patience
+from tests.serve.servers import client_of, model_folder, running
+from tilth.core.errors import DataError
+from tilth.flows.serving import ServeOptions, open_server
+from tilth.serve.app import BODY, ServerError, check_address
+
+TOKEN = "a secret"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def guarded(model):
+    with running(model, token=TOKEN) as (_, found):
+        yield found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
+def test_beyond_this_machine_a_token_is_needed(host, model):
+    with raises(ServerError, "--token"):
+        open_server(model, ServeOptions(host=host))
+    check_address(host, TOKEN)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_on_this_machine_none_is(host):
+    check_address(host, "")
+
+
+def test_a_port_that_is_taken_is_named(model):
+    with socket.create_server(("127.0.0.1", 0)) as other, raises(ServerError, "--port"):
+        open_server(model, ServeOptions(port=other.getsockname()[1]))
+
+
+def test_an_adapter_has_another_name_than_the_model(model):
+    with raises(DataError, "--adapter"):
+        open_server(model, ServeOptions(port=0, adapters={model: "somewhere"}))
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer other"}, {"Authorization": TOKEN[:-1]}, {"X-API-Key": ""}]
+)
+def test_a_wrong_token_is_refused(guarded, headers):
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        found = httpx.get(guarded.removesuffix("/v1") + path, headers=headers)
+        assert found.status_code == 401 and TOKEN not in found.text
+
+
+def test_the_token_opens(guarded, model):
+    with client_of(guarded, TOKEN) as client:
+        assert [one.id for one in client.models.list()] == [model]
+    with pytest.raises(openai.AuthenticationError), client_of(guarded, "other") as client:
+        client.models.list()
+    base = guarded.removesuffix("/v1")
+    assert httpx.get(f"{base}/health").status_code == 200
+    assert httpx.get(f"{base}/v1/models", headers={"X-API-Key": TOKEN}).status_code == 200
+
+
+def test_too_large_a_body_is_refused(guarded):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    found = httpx.post(f"{guarded}/completions", content=b" " * (BODY + 1), headers=headers)
+    assert found.status_code == 413
+    chunks = (b" " * (1 << 20) for _ in range(9))
+    assert httpx.post(f"{guarded}/completions", content=chunks, headers=headers).status_code == 413
+
+
+def test_without_a_token_it_is_this_machine_only(model):
+    with running(model) as (_, address):
+        found = httpx.get(f"{address}/models", headers={"Host": "evil.example:80"})
+        assert (found.status_code, found.json()["error"]["param"]) == (403, "host")
+        assert httpx.get(f"{address}/models").status_code == 200
+        for method, path in (("GET", "/v1/completions"), ("GET", "/v2")):
+            found = httpx.request(method, address.removesuffix("/v1") + path)
+            assert found.status_code in (404, 405) and found.json()["error"]["message"]
+
+
+def asked(model, most, **more):
+    return {"model": model, "prompt": "what is it?", "max_tokens": most, "seed": 1, **more}
+
+
+def test_clients_that_leave_take_their_requests_along(model):
+    async def leave(room, address):
+        async with httpx.AsyncClient(timeout=60) as client:
+            for stream in (True, False):
+                task = asyncio.create_task(
+                    client.post(f"{address}/completions", json=asked(model, 200, n=8, stream=stream))
+                )
+                while not room.load:
+                    await asyncio.sleep(0.001)
+                task.cancel()
+                late = time.monotonic() + patience(20)
+                while room.load and time.monotonic() < late:
+                    await asyncio.sleep(0.005)
+                assert not room.load and not room._running
+
+    with running(model) as (server, address):
+        asyncio.run(leave(server.room, address))
+        while server.room.status()["in_flight"]:
+            time.sleep(0.01)
+        with client_of(address) as client:
+            assert client.completions.create(**asked(model, 4)).usage.completion_tokens
+
+
+def test_beyond_its_places_it_asks_to_come_again(model):
+    with running(model) as (server, address), client_of(address) as client:
+        server.room.limits = type(server.room.limits)(most=3)
+        long = client.completions.create(**asked(model, 200, n=2, stream=True))
+        next(iter(long))
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**asked(model, 4, n=2))
+        assert caught.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**asked(model, 4, n=4))
+        assert caught.value.param == "n"
+        assert client.completions.create(**asked(model, 4)).choices
+        long.close()
+
+
+def test_asked_to_end_it_lets_finish_and_takes_nothing_more(model):
+    found = {}
+    with running(model) as (server, address), client_of(address) as client:
+        stream = client.completions.create(**asked(model, 150, stream=True))
+        first = next(iter(stream))
+        server.handle_exit(signal.SIGTERM, None)
+        found["text"] = first.choices[0].text + "".join(part.choices[0].text for part in stream)
+    with running(model) as (_, address), client_of(address) as client:
+        assert client.completions.create(**asked(model, 150)).choices[0].text == found["text"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_told_to_end_and_survives_its_worker(model):
+    command = [sys.executable, "-m", "tilth", "serve", model, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stderr.readline().partition(" at ")[2].partition(";")[0]
+            with client_of(address) as client:
+                whole = client.completions.create(**asked(model, 200)).choices[0].text
+                parts = client.completions.create(**asked(model, 200, stream=True))
+                text = next(iter(parts)).choices[0].text
+                kill_worker(address)
+                assert text + "".join(part.choices[0].text for part in parts) == whole
+                kill_worker(address)
+                assert client.completions.create(**asked(model, 200)).choices[0].text == whole
+                page = httpx.get(f"{address.removesuffix('/v1')}/metrics").text
+                assert "tilth_worker_restarts_total" in page and "tilth_worker_restarts_total 0.0" not in page
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(patience(60)) == 0
+        finally:
+            process.kill()
+
+
+def kill_worker(address):
+    """Kill the server's worker."""
+    page = httpx.get(f"{address.removesuffix('/v1')}/metrics").text
+    pid = next(line.split()[1] for line in page.splitlines() if line.startswith("tilth_engine_pid "))
+    os.kill(int(float(pid)), signal.SIGKILL)
+
+
+def test_errors_are_json(guarded):
+    assert json.loads(httpx.get(f"{guarded}/models").text)["error"]["code"] == "invalid_api_key"

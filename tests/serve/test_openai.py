@@ -1,0 +1,235 @@
+"""The unmodified client of OpenAI over every endpoint of a server."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
+from tilth.cli.generate import GenerateOptions, complete
+
+HELLO = [{"role": "user", "content": "How are you?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("served"), tools=True, context=512)
+
+
+@pytest.fixture(scope="module")
+def address(model):
+    with running(model) as (_, found):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with client_of(address) as made:
+        yield made
+
+
+def test_models_are_listed(client, model):
+    assert [one.id for one in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.param == "model"
+
+
+def test_completions_are_those_of_tilth_generate(client, model):
+    wanted, _ = complete(model, "what is it? ", GenerateOptions(n=3, seed=5, max_tokens=12, template=""))
+    extra = {"return_token_ids": True}
+    found = client.completions.create(
+        model=model, prompt="what is it? ", n=3, seed=5, max_tokens=12, logprobs=2, extra_body=extra
+    )
+    for one, trajectory in zip(found.choices, wanted):
+        mine = trajectory.mask == 1
+        assert one.text == trajectory.text and one.token_ids == trajectory.tokens[mine].tolist()
+        assert one.logprobs.token_logprobs == pytest.approx(trajectory.logprobs[mine].tolist(), abs=1e-4)
+        assert one.finish_reason == trajectory.finish and one.prompt_token_ids == trajectory.tokens[~mine].tolist()
+        tops = one.logprobs.top_logprobs
+        assert all(
+            own <= max(top.values()) and 2 <= len(top) <= 3 for own, top in zip(one.logprobs.token_logprobs, tops)
+        )
+    assert found.usage.completion_tokens == sum(t.completion_length for t in wanted)
+
+
+PROMPTS = ["what is it? ", [40, 41, 42], ["what", "12+34="], [[40, 41], [42]]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("more", [{"n": 2, "temperature": 0.7}, {"stop": ["e", "1"], "logprobs": 3, "echo": True}])
+def test_a_stream_is_the_answer_in_parts(client, model, prompt, more):
+    asked = {"model": model, "prompt": prompt, "seed": 3, "max_tokens": 20, **more}
+    whole = client.completions.create(**asked)
+    parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert parts[-1].usage == whole.usage
+    for choice in whole.choices:
+        mine = [c for part in parts for c in part.choices if c.index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+        if "logprobs" in more:
+            for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+                assert [x for c in mine for x in getattr(c.logprobs, name)] == getattr(choice.logprobs, name)
+
+
+def test_a_prompt_with_log_probs_is_scored(client, model):
+    found = client.completions.create(
+        model=model, prompt="what is it?", echo=True, logprobs=1, max_tokens=1, temperature=0
+    )
+    long = client.completions.create(model=model, prompt="what is", echo=True, logprobs=1, max_tokens=0)
+    own, shorter = found.choices[0].logprobs, long.choices[0].logprobs
+    assert own.token_logprobs[0] is None and own.top_logprobs[0] is None and long.choices[0].text == "what is"
+    assert "".join(own.tokens) == found.choices[0].text and len(own.tokens) == found.usage.total_tokens
+    assert own.token_logprobs[1 : len(shorter.tokens)] == pytest.approx(shorter.token_logprobs[1:], abs=1e-4)
+    assert all(one <= max(top.values()) for one, top in zip(own.token_logprobs[1:], own.top_logprobs[1:]))
+    again = client.completions.create(model=model, prompt="what is it?", logprobs=1, max_tokens=1, temperature=0)
+    assert again.choices[0].logprobs.token_logprobs == own.token_logprobs[-1:]
+
+
+def test_an_answer_of_the_assistant_streams_too(client, model):
+    asked = {"model": model, "messages": HELLO, "seed": 4, "max_completion_tokens": 20, "n": 2, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=2)
+    parts = list(client.chat.completions.create(**asked, top_logprobs=2, stream=True))
+    for choice in whole.choices:
+        mine = [c for part in parts for c in part.choices if c.index == choice.index]
+        assert mine[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        entries = [entry for c in mine if c.logprobs for entry in c.logprobs.content]
+        assert entries == choice.logprobs.content and all(len(e.top_logprobs) == 2 for e in entries)
+        assert mine[-1].finish_reason == choice.finish_reason
+
+
+def test_conversations_with_tools_and_parts(client, model):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 1}'}}
+    messages = [
+        {"role": "developer", "content": "so"},
+        {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": " are you?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "1"},
+    ]
+    asked = {"model": model, "messages": messages, "tools": [WEATHER], "seed": 1, "max_tokens": 10}
+    whole = client.chat.completions.create(**asked)
+    parts = client.chat.completions.create(**asked, stream=True)
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == whole.choices[0].message.content
+    none = client.chat.completions.create(**asked, tool_choice="none")
+    assert none.usage.prompt_tokens < whole.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_demanded_is_made(client, model, choice):
+    asked = {"model": model, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "seed": 2}
+    whole = client.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and arguments["city"] in ("Oslo", "Rome") and whole.message.content is None
+    parts = [p.choices[0] for p in client.chat.completions.create(**asked, stream=True)]
+    assert parts[-1].finish_reason == whole.finish_reason == "tool_calls"
+    assert not any(p.delta.content for p in parts)
+    (streamed,) = [c for p in parts for c in p.delta.tool_calls or ()]
+    assert streamed.function.arguments == call.function.arguments and streamed.index == 0
+
+
+def test_a_schema_is_followed(client, model):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    found = client.chat.completions.create(model=model, messages=HELLO, response_format=form, max_tokens=60, seed=1)
+    assert json.loads(found.choices[0].message.content)["n"] in (1, 2)
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(address, model):
+    async def all_at_once():
+        async with openai.AsyncOpenAI(base_url=address, api_key="none") as client:
+
+            async def one(i):
+                asked = {"model": model, "prompt": f"{i}+{i}=", "seed": i, "max_tokens": 4 + i}
+                if i % 2:
+                    stream = await client.completions.create(**asked, stream=True)
+                    return "".join([part.choices[0].text async for part in stream])
+                return (await client.completions.create(**asked)).choices[0].text
+
+            return await asyncio.gather(*map(one, range(16)))
+
+    found = asyncio.run(all_at_once())
+    with client_of(address) as client:
+        for i in range(16):
+            asked = {"model": model, "prompt": f"{i}+{i}=", "seed": i, "max_tokens": 4 + i}
+            assert client.completions.create(**asked).choices[0].text == found[i]
+
+
+def test_tokens_go_in_and_out(address, model):
+    status, found = raw(address, "/tokenize", prompt="what is it?")
+    assert status == 200 and found["count"] == len(found["tokens"]) and found["max_model_len"] == 512
+    assert raw(address, "/detokenize", tokens=found["tokens"])[1] == {"prompt": "what is it?"}
+    chat = raw(address, "/tokenize", messages=HELLO)[1]["tokens"]
+    assert raw(address, "/detokenize", tokens=chat)[1]["prompt"].endswith("<|im_start|>assistant\n")
+    body = {"model": model, "messages": HELLO, "max_tokens": 2, "return_token_ids": True}
+    assert raw(address, "/v1/chat/completions", **body)[1]["prompt_token_ids"] == chat
+
+
+def test_a_server_says_how_it_is(address):
+    base = address.removesuffix("/v1")
+    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+    page = httpx.get(f"{base}/metrics").text
+    assert 'tilth_requests_total{path="/health",status="200"}' in page and "tilth_engine_decoded_tokens" in page
+
+
+WRONG = [
+    ("/v1/completions", {"model": "other", "prompt": "a"}, 404, "model"),
+    ("/v1/completions", {"prompt": "a"}, 400, "model"),
+    ("/v1/completions", {"model": 1, "prompt": "a"}, 400, "model"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt.1"),
+    ("/v1/completions", {"prompt": [99999]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [1] * 512, "max_tokens": 1}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [1] * 506, "max_tokens": 7}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    ("/v1/completions", {"prompt": "a", "temperature": "1"}, 400, "temperature"),
+    ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ("/v1/completions", {"prompt": "a", "n": 0}, 400, "n"),
+    ("/v1/completions", {"prompt": "a", "n": True}, 400, "n"),
+    ("/v1/completions", {"prompt": ["a"] * 600}, 400, "n"),
+    ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop.1"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 99}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "maxtokens": 9}, 400, "maxtokens"),
+    ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ("/v1/chat/completions", {}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "king", "content": ""}]}, 400, "messages.0.role"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+    ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 1}, 400, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "auto"}, 400, "tool_choice"),
+    ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+    ("/v1/embeddings", {"input": "a"}, 400, "model"),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}, 400, "prompt"),
+    ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, param", WRONG)
+def test_what_is_wrong_is_named(address, model, path, body, status, param):
+    given = {"model": model, **body} if body != {"prompt": "a"} and path.startswith("/v1") else body
+    found, said = raw(address, path, **given)
+    assert (found, said["error"]["param"]) == (status, param), said
+    assert said["error"]["message"] and said["error"]["type"]
+
+
+def test_a_prompt_that_is_too_long_says_both_lengths(address, model):
+    _, said = raw(address, "/v1/completions", model=model, prompt=[1] * 600, max_tokens=7)
+    assert "600" in said["error"]["message"] and "512" in said["error"]["message"]
+    assert said["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b'{"model": "a\\ud800"}', b"\xff", b'{"n": 1e999}', b"[" * 9999]
+)
+def test_what_is_no_json_is_refused(address, body):
+    found = httpx.post(f"{address}/completions", content=body)
+    assert found.status_code == 400 and found.json()["error"]["param"]
