@@ -18,7 +18,7 @@ from tests.patience import patience
 from tests.serve.servers import client_of, model_folder, running
 from tilth.core.errors import DataError
 from tilth.flows.serving import ServeOptions, open_server
-from tilth.serve.app import BODY, ServerError, check_address
+from tilth.serve.app import BODY, AddressError, check_address
 
 TOKEN = "a secret"
 
@@ -36,7 +36,7 @@ def guarded(model):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com"])
 def test_beyond_this_machine_a_token_is_needed(host, model):
-    with raises(ServerError, "--token"):
+    with raises(AddressError, "--token"):
         open_server(model, ServeOptions(host=host))
     check_address(host, TOKEN)
 
@@ -47,7 +47,7 @@ def test_on_this_machine_none_is(host):
 
 
 def test_a_port_that_is_taken_is_named(model):
-    with socket.create_server(("127.0.0.1", 0)) as other, raises(ServerError, "--port"):
+    with socket.create_server(("127.0.0.1", 0)) as other, raises(AddressError, "--port"):
         open_server(model, ServeOptions(port=other.getsockname()[1]))
 
 

@@ -34,19 +34,19 @@ Scope = MutableMapping[str, Any]
 T = TypeVar("T")
 
 
-class ServerError(TilthError):
+class AddressError(TilthError):
     """A server cannot listen where it is asked to."""
 
 
 def check_address(host: str, token: str) -> None:
-    """Raise ServerError for an address beyond this machine without a token."""
+    """Raise AddressError for an address beyond this machine without a token."""
     if host in LOOPBACK or token:
         return
     with suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
     message = f"--host={host} can be reached from other machines, which needs --token=SECRET; or use --host=127.0.0.1"
-    raise ServerError(message, key="--token")
+    raise AddressError(message, key="--token")
 
 
 class Guarded:
@@ -215,7 +215,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises ServerError; port 0: any that is free."""
+    """Return a bound socket. Raises AddressError; port 0: any that is free."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         door = socket.socket(family, socket.SOCK_STREAM)
@@ -223,7 +223,7 @@ def listen(host: str, port: int) -> socket.socket:
         door.bind(address)
     except OSError as error:
         message = f"--host={host} --port={port}: {error.strerror or error}; choose another port, or 0 for a free one"
-        raise ServerError(message, key="--port") from None
+        raise AddressError(message, key="--port") from None
     return door
 
 
