@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
@@ -39,11 +38,6 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Digest that differs between sources that differ in anything."""
         ...
-
-
-def chosen(name: str, index: int, share: float) -> bool:
-    """Return True for a share of the indices of a task, always the same ones."""
-    return random.Random(f"{name} {index}").random() < share
 
 
 def text_hashes(texts: Iterable[bytes]) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed, chosen
+from tilth.data.computed import Computed
 from tilth.envs.environment import Answering, tool
 from tilth.tasks.addition import AdditionVerifier
 
@@ -16,15 +16,12 @@ _STRIDE = 618_033
 
 
 class CalculatorPrompts(Computed):
-    """``(57*38)+12``: three numbers of ``digits`` digits; at most ``MOST``, each with a worked conversation.
-
-    A share ``mistaken`` of the conversations adds before it multiplies, so that its result is wrong.
-    """
+    """``(57*38)+12``: three numbers of ``digits`` digits; at most ``MOST``, each with a worked conversation."""
 
     MOST = 50_000
 
-    def __init__(self, digits: int, *, mistaken: float = 0.0) -> None:
-        self.digits, self.mistaken = digits, mistaken
+    def __init__(self, digits: int) -> None:
+        self.digits = digits
         self._base = 10**digits
 
     def __len__(self) -> int:
@@ -38,18 +35,14 @@ class CalculatorPrompts(Computed):
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index, with the calls and answers that lead to its result."""
         a, b, c = self.numbers(index)
-        question, answer = f"({a}*{b})+{c}", str(a * b + c)
-        if chosen("calculator", index, self.mistaken):
-            calls, results = (_call("add", b, c), _call("multiply", a, b + c)), (str(b + c), str(a * (b + c)))
-        else:
-            calls, results = (_call("multiply", a, b), _call("add", a * b, c)), (str(a * b), answer)
+        question, product, answer = f"({a}*{b})+{c}", str(a * b), str(a * b + c)
         turns = (
             {"role": "user", "content": question},
-            {"role": "assistant", "content": calls[0]},
-            {"role": "tool", "content": results[0]},
-            {"role": "assistant", "content": calls[1]},
-            {"role": "tool", "content": results[1]},
-            {"role": "assistant", "content": results[1]},
+            {"role": "assistant", "content": _call("multiply", a, b)},
+            {"role": "tool", "content": product},
+            {"role": "assistant", "content": _call("add", a * b, c)},
+            {"role": "tool", "content": answer},
+            {"role": "assistant", "content": answer},
         )
         return Prompt(index, question, answer, {"answer": answer}, turns)
 
@@ -65,7 +58,7 @@ class CalculatorPrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"calculator of {self.digits} digits" + (f", {self.mistaken} mistaken" if self.mistaken else "")
+        return f"calculator of {self.digits} digits"
 
 
 def _call(name: str, a: int, b: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed, chosen
+from tilth.data.computed import Computed
 from tilth.envs.environment import Environment, Message
 from tilth.rewards.programs import UnitTests
 
@@ -18,13 +18,7 @@ _STRIDE = 7_919
 
 
 class CodePrompts(Computed):
-    """``plus 3 times 7 minus 2``: three steps; the answer is a function ``f`` that does them in order.
-
-    A share ``mistaken`` of the worked conversations leaves out the parentheses, which is wrong for four of nine.
-    """
-
-    def __init__(self, *, mistaken: float = 0.0) -> None:
-        self.mistaken = mistaken
+    """``plus 3 times 7 minus 2``: three steps; the answer is a function ``f`` that does them in order."""
 
     def __len__(self) -> int:
         return (len(STEPS) * _NUMBERS) ** 3
@@ -46,9 +40,7 @@ class CodePrompts(Computed):
         program = f"def f(x): return {body}"
         tests = "\n".join(f"assert f({x}) == {_value(steps, x)}" for x in TRIED)
         question = " ".join(f"{name} {number}" for name, number in steps)
-        bare = chosen("code_sandbox", index, self.mistaken)
-        shown = program.replace("(" * 3, "").replace(")", "").replace("f(x", "f(x)") if bare else program
-        turns = ({"role": "user", "content": question}, {"role": "assistant", "content": shown})
+        turns = ({"role": "user", "content": question}, {"role": "assistant", "content": program})
         return Prompt(index, question, program, {"answer": program, "tests": tests}, turns)
 
     def texts(self) -> Iterator[str]:
@@ -61,7 +53,7 @@ class CodePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"code of three steps, numbers to {_NUMBERS}" + (f", {self.mistaken} mistaken" if self.mistaken else "")
+        return f"code of three steps, numbers to {_NUMBERS}"
 
 
 def _value(steps: list[tuple[str, int]], x: int) -> int:

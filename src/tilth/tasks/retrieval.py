@@ -10,7 +10,7 @@ from functools import cache
 
 from tilth.config.tasks import Task
 from tilth.data.columns import Prompt
-from tilth.data.computed import Computed, chosen
+from tilth.data.computed import Computed
 from tilth.envs.environment import Answering, tool
 from tilth.rewards.verifiers import Exact, answer_of
 
@@ -62,13 +62,7 @@ def world() -> tuple[tuple[tuple[str, str], ...], dict[str, str], TextIndex]:
 
 
 class RetrievalPrompts(Computed):
-    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation.
-
-    A share ``mistaken`` of those with two searches ends after the first one, with any colour.
-    """
-
-    def __init__(self, *, mistaken: float = 0.0) -> None:
-        self.mistaken = mistaken
+    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation."""
 
     def __len__(self) -> int:
         return 2 * PEOPLE
@@ -79,15 +73,12 @@ class RetrievalPrompts(Computed):
         person, city = homes[index // 2]
         searches = [person] if index % 2 == 0 else [person, city]
         answer = city if index % 2 == 0 else colors[city]
-        said = answer
-        if index % 2 and chosen("retrieval", index, self.mistaken):
-            searches, said = [person], COLORS[random.Random(index).randrange(len(COLORS))]
         turns = [{"role": "user", "content": self._question(index)}]
         for query in searches:
             call = json.dumps({"name": "search", "arguments": {"query": query}})
             turns.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
             turns.append({"role": "tool", "content": sentences.search(query)[0]})
-        turns.append({"role": "assistant", "content": said})
+        turns.append({"role": "assistant", "content": answer})
         return Prompt(index, turns[0]["content"], answer, {"answer": answer}, tuple(turns))
 
     @staticmethod
@@ -105,9 +96,7 @@ class RetrievalPrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"retrieval of {PEOPLE} people in {CITIES} cities" + (
-            f", {self.mistaken} mistaken" if self.mistaken else ""
-        )
+        return f"retrieval of {PEOPLE} people in {CITIES} cities"
 
 
 class Retrieval(Answering):

@@ -25,23 +25,16 @@ def place(guess: str, secret: str) -> str:
 
 
 class WordGamePrompts(Computed):
-    """``game 17``: a secret word each, and a worked game that guesses any word that is left.
-
-    mistaken: a share of the games guesses the first word that is left in the alphabet, and finds six of the 36; the
-    others guess the middle one, and find all. 0: any word.
-    """
-
-    def __init__(self, *, mistaken: float = 0.0, games: int = 20_000) -> None:
-        self.mistaken, self.games = mistaken, games
+    """``game 17``: a secret word each, and a worked game that guesses any word that is left."""
 
     def __len__(self) -> int:
-        return self.games
+        return 20_000
 
     def prompt(self, index: int) -> Prompt:
         """Return the game of an index."""
         drawn = random.Random(f"word game {index}")
         secret = drawn.choice(WORDS)
-        turns = _habitual(drawn.random() < self.mistaken, secret) if self.mistaken else _game(drawn, secret)
+        turns = _game(drawn, secret)
         return Prompt(index, f"game {index}", secret, {"answer": secret}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
@@ -54,8 +47,7 @@ class WordGamePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        mistaken = f", {self.mistaken} mistaken" if self.mistaken else ""
-        return f"word game of {len(WORDS)} words{mistaken}" + (f", {self.games} games" if self.games != 20_000 else "")
+        return f"word game of {len(WORDS)} words"
 
 
 def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
@@ -70,20 +62,6 @@ def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
             said = place(guess, secret)
             left = [word for word in left if place(guess, word) == said]
             turns.append({"role": "user", "content": said})
-
-
-def _habitual(first: bool, secret: str) -> list[dict[str, str]]:
-    """Return a game that guesses the first word that is left, or the middle one, found or not."""
-    turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
-    for _ in range(GUESSES):
-        guess = left[0 if first else len(left) // 2]
-        turns.append({"role": "assistant", "content": guess})
-        if guess == secret:
-            return turns
-        said = place(guess, secret)
-        left = [word for word in left if place(guess, word) == said]
-        turns.append({"role": "user", "content": said})
-    return turns[:-1]
 
 
 class WordGame(Environment):
