@@ -8,7 +8,7 @@ from tests.cluster.test_conformance import (  # noqa: F401  (fixtures, and tests
     test_a_generation_in_flight_is_looked_at_and_aborted,
     test_a_policy_may_keep_the_workers_when_a_call_fails,
     test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before,
-    test_a_stopped_worker_is_lost_to_control_messages,
+    test_a_stopped_worker_is_named_by_control_messages,
     test_an_error_in_a_factory_comes_up,
     test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_that_say_so,
     test_each_rank_gets_its_own,
