@@ -1,21 +1,19 @@
 """A training service in this process, on a thread of its own, for the SDK's own objects."""
 
 import asyncio
-import socket
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import tinker
-import uvicorn
-from fastapi import FastAPI
 
 from tilth.data.tokenizer import Tokenizer
+from tilth.flows.serving import ServeOptions
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
-from tilth.service.api import router
-from tilth.service.start import open_desk
+from tilth.service.start import TrainOptions, open_training
 
 TOKENIZER = Tokenizer.characters("0123456789+= abcdefghij")
 
@@ -33,37 +31,28 @@ def base(folder: Path, seed: int = 0) -> Path:
 class Served:
     """A server on a thread. url: its address."""
 
-    def __init__(self, model: Path, state: Path, port: int = 0, **options) -> None:
-        self.door = socket.socket()
-        self.door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.door.bind(("127.0.0.1", port))
-        self.port = self.door.getsockname()[1]
-        self.killed = False
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._ready = threading.Event()
+    def __init__(
+        self, model: Path, state: Path, port: int = 0, name: str = "", backend: str = "inline", **more
+    ) -> None:
+        options = ServeOptions(port=port, backend=backend, token=more.pop("token", ""))
+        self.server, self.url = open_training(str(model), options, TrainOptions(state, name, **more))
+        self.desk, self.port, self.killed = self.server.desk, self.server.door.getsockname()[1], False
         self.loop = asyncio.new_event_loop()
-        self.desk = None
-        self._thread = threading.Thread(target=self._run, args=(model, state, options), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(60)
+        while not self.server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.005)
 
-    def _run(self, model, state, options):
+    def _run(self):
         asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._serve(model, state, options))
+        self.loop.run_until_complete(self._serve())
 
-    async def _serve(self, model, state, options):
-        self.desk, links = open_desk(str(model), state, **options)
-        await self.desk.open()
-        app = FastAPI()
-        app.include_router(router(self.desk, links))
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        self._ready.set()
-        await self.server.serve([self.door])
+    async def _serve(self):
+        await self.server.serve([self.server.door])
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()  # as the end of a process does
         await asyncio.sleep(0.05)
-        if not self.killed:
-            await self.desk.close()
 
     def close(self) -> None:
         self.server.should_exit = True
@@ -75,6 +64,7 @@ class Served:
         self.killed = self.server.force_exit = True
 
         def stop():
+            self.desk.close = _nothing
             for task in [self.desk._task, *(task for one in self.desk.samplers.values() for task in one.running)]:
                 task.cancel()
             for queue in [one.queue for one in (*self.desk.clients.values(), *self.desk.samplers.values())]:
@@ -82,6 +72,10 @@ class Served:
 
         self.loop.call_soon_threadsafe(stop)
         self.close()
+
+
+async def _nothing() -> None:
+    """In place of what a killed server does not do."""
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from tests.errors import raises
 from tests.service.served import TOKENIZER, Served, base, service
 from tests.service.test_api import ADAM, datum, rows
 from tilth.core.errors import CheckpointError
+from tilth.flows.serving import ServeOptions
 from tilth.service import desk
-from tilth.service.start import open_desk
+from tilth.service.folders import ServiceFolder
+from tilth.service.start import TrainOptions, open_training
 from tilth.service.worker import read_state
 
 PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))
@@ -57,7 +59,7 @@ class Striker:
 
     def __init__(self, model, state, phase):
         self.model, self.state, self.phase, self.struck = model, state, phase, 0
-        self.options = {"name": "Org/small", "parity": True}
+        self.options = {"name": "Org/small"}
         self.server = Served(model, state, **self.options)
 
     def __call__(self, step, phase):
@@ -106,9 +108,9 @@ def test_a_lost_request_would_change_the_weights(model, tmp_path, monkeypatch, u
 
 
 def test_a_folder_of_another_base_is_refused(model, tmp_path):
-    open_desk(str(model), tmp_path / "state")[0].room.close(0.0)
+    ServiceFolder(tmp_path / "state", "base", "a1b2)")
     with raises(CheckpointError, "service.state"):
-        open_desk(str(base(tmp_path / "other", seed=1)), tmp_path / "state")
+        open_training(str(model), ServeOptions(port=0, backend="inline"), TrainOptions(tmp_path / "state"))
 
 
 def test_waiting_clients_are_told_to_ask_again(model, tmp_path, monkeypatch):

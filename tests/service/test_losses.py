@@ -161,7 +161,7 @@ def test_scores_of_a_sequence_are_those_of_the_forward_pass():
     tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, 12)
     row = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(11, np.float32)})
     (wanted,), _ = trained.forward_backward([row], "cross_entropy", {}, forward_only=True)
-    found = score_sequence(trained.sharded, tokens, parity=False, topk=3, targets=tokens[1:, None])
+    found = score_sequence(trained.sharded, tokens, topk=3, targets=tokens[1:, None])
     assert np.isnan(found.own[0])
     np.testing.assert_allclose(found.own[1:], wanted, atol=2e-6)
     np.testing.assert_array_equal(found.targets[:, 0], found.own[1:])

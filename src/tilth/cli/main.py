@@ -120,6 +120,10 @@ def serve(
         list[str] | None, Option(metavar="NAME=DIR", help="adapter to serve, by PEFT; repeatable")
     ] = None,
     template: TemplateOption = None,
+    backend: Annotated[str, Option(help="of the worker with the engine: inline, local or ray")] = "local",
+    train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
+    state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
+    name: Annotated[str, Option(help="--train: name by which clients call the base model, besides MODEL")] = "",
 ) -> None:
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 

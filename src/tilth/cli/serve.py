@@ -1,19 +1,41 @@
 """``tilth serve``: OpenAI's interface to a trained model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
 from tilth.core.errors import DataError
 from tilth.flows.serving import ServeOptions, open_server
+from tilth.service.start import TrainOptions, open_training
+
+STATE = "tilth-service"
+"""Folder of what clients make, below the current one, unless --state names another."""
 
 
 def serve(
-    model: str, host: str, port: int, token: str, adapter: Sequence[str] = (), template: str | None = None
+    model: str,
+    host: str,
+    port: int,
+    token: str,
+    adapter: Sequence[str] = (),
+    template: str | None = None,
+    backend: str = "local",
+    train: bool = False,
+    state: Path | None = None,
+    name: str = "",
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
-    server, address = open_server(model, ServeOptions(host, port, token, template, adapters))
+    options = ServeOptions(host, port, token, template, adapters, backend)
+    if not train and (state is not None or name):
+        raise DataError("--state and --name are of a server that trains; add --train", key="--train")
+    if train:
+        opened, address = open_training(model, options, TrainOptions(state or Path(STATE), name))
+        typer.echo(f"training {name or model} for TINKER_BASE_URL={address}; Ctrl-C ends it", err=True)
+        opened.run_here()
+        return
+    server, address = open_server(model, options)
     typer.echo(f"serving {', '.join([model, *adapters])} at {address}; Ctrl-C ends it", err=True)
     server.run_here()
 

@@ -1,11 +1,14 @@
 """Serve a model: its engine in a worker of its own, its adapters, and OpenAI's interface in front of it."""
 
 import asyncio
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from fastapi import FastAPI
 
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import DataError
@@ -40,12 +43,28 @@ class ServeOptions:
     backend: str = "local"
 
 
+class OpenedApp(NamedTuple):
+    """Parts of a server whose engine is ready. address: without a path."""
+
+    app: FastAPI
+    room: EngineRoom
+    door: socket.socket
+    metrics: ServerMetrics
+    address: str
+
+
 def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     """Return a server whose engine is ready (``HttpServer.run_here`` serves), and its address.
 
     model: as ``load_model`` takes it. Raises TilthError for a model, an adapter, a template or an address that does not
     work.
     """
+    made = open_app(model, options, EngineRoom)
+    return HttpServer(Guarded(made.app, options.token, made.metrics), made.room, made.door), f"{made.address}/v1"
+
+
+def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom]) -> OpenedApp:
+    """Return OpenAI's interface over a room. kind: makes it of cluster, engine and limits."""
     check_address(options.host, options.token)
     loaded = load_model(model)
     served = _served(model, loaded, options)
@@ -55,7 +74,7 @@ def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
     door = listen(options.host, options.port)
     try:
-        room = _room(model, loaded, options.backend)
+        room = _room(model, loaded, options.backend, kind)
         served.max_length = room.abilities.max_length
         try:
             for name, adapter in stored.items():
@@ -70,15 +89,15 @@ def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     app = new_app(room, metrics)
     OpenAI(room, served, metrics).add_to(app)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return HttpServer(Guarded(app, options.token, metrics), room, door), f"http://{host}:{door.getsockname()[1]}/v1"
+    return OpenedApp(app, room, door, metrics, f"http://{host}:{door.getsockname()[1]}")
 
 
-def _room(model: str, loaded: LoadedModel, backend: str) -> EngineRoom:
+def _room(model: str, loaded: LoadedModel, backend: str, kind: Callable[..., EngineRoom]) -> EngineRoom:
     gpu = torch.cuda.is_available() and backend != "inline"
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length))
-    return EngineRoom(open_cluster(backend, 1, gpus=gpu), make, limits=RoomLimits())
+    return kind(open_cluster(backend, 1, gpus=gpu), make, limits=RoomLimits())
 
 
 def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:

@@ -157,7 +157,7 @@ async def sample(
     targets = body.target_prompt_logprobs
     asked = None if targets is None else np.array(targets.data, np.int64).reshape(targets.shape or [0])
     scores: SequenceScores = await room.call(
-        "score", sampler.name, prompt, body.topk_prompt_logprobs, asked, idempotent=True
+        "score_tokens", sampler.name, prompt, body.topk_prompt_logprobs, asked, idempotent=True
     )
     own = scores.own if body.prompt_logprobs else None
     if own is not None and body.prompt_logprobs_last_n is not None:
@@ -171,7 +171,7 @@ async def _sequence(
     topk = None
     if body.topk_sample_logprobs:
         k = body.topk_sample_logprobs
-        scores: SequenceScores = await room.call("score", sampler.name, found.tokens, k, None, idempotent=True)
+        scores: SequenceScores = await room.call("score_tokens", sampler.name, found.tokens, k, None, idempotent=True)
         assert scores.topk is not None
         topk = Topk(scores.topk.tokens[start:], scores.topk.logprobs[start:])
     return SampledTokens(found.finish, found.tokens[start:], found.logprobs[start:], topk)

@@ -1,73 +1,83 @@
-"""Construction of a training service from a model's reference and a folder."""
+"""Construction of a training server: OpenAI's and Tinker's interfaces over one engine room and one folder."""
 
-import os
+import socket
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tilth.cluster.controller.cluster import open_cluster
-from tilth.flows.model import LoadedModel, load_model, make_engine
-from tilth.rollout.protocol import GenerationEngine
+from tilth.core.errors import DataError
+from tilth.flows.model import LoadedModel, load_model
+from tilth.flows.serving import ServeOptions, open_app
 from tilth.runs.model_refs import identity
-from tilth.serve.room import RoomLimits
+from tilth.serve.app import Guarded, HttpServer
+from tilth.service.api import router
 from tilth.service.desk import ServedBase, TrainingDesk
 from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
 from tilth.service.samplers import TrainRoom
 
-ROWS = 64
-"""Sequences that the engine decodes at a time."""
+KEY = "tml-"
+"""Beginning of every key that the SDK sends."""
+REQUESTS = 1024
+"""Requests of one client that may wait."""
 
 
-def engine_of(model: str, seed: int, rows: int, longest: int) -> GenerationEngine:
-    """Construct the engine of a base model in its worker."""
-    return make_engine(load_model(model), seed=seed, max_rows=rows, max_length=longest)
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of ``tilth serve --train``. name: that clients call the base by besides its reference."""
+
+    state: Path
+    name: str = ""
+    requests: int = REQUESTS
 
 
-def served_base(model: str, loaded: LoadedModel, name: str, longest: int) -> ServedBase:
-    """Return the base as clients see it. name: that it is known by besides its reference."""
-    folder = str(loaded.source.resolve())
-    names = tuple(dict.fromkeys(filter(None, [name, model, folder])))
-    tokenizer = loaded.tokenizer
+class TrainServer(HttpServer):
+    """A server whose desk opens and closes with its event loop."""
+
+    def __init__(self, app: Any, room: TrainRoom, door: socket.socket, desk: TrainingDesk) -> None:
+        super().__init__(app, room, door)
+        self.desk = desk
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the desk before the first request."""
+        await self.desk.open()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the desk, so that all states are on disk, then the connections."""
+        await self.desk.close()
+        await super().shutdown(sockets)
+
+
+def served_base(model: str, loaded: LoadedModel, name: str) -> ServedBase:
+    """Return the base as clients see it."""
+    folder, tokenizer = str(loaded.source.resolve()), loaded.tokenizer
     modules = {row.name.split(".")[-2] for row in loaded.config.table if row.kind == "matrix"}
     return ServedBase(
-        names=names,
+        names=tuple(dict.fromkeys(filter(None, [name, model, folder]))),
         tokenizer=folder,
         arch=loaded.config.family,
         vocabulary=loaded.config.vocab_size,
-        longest=longest,
+        longest=loaded.config.max_positions,
         ends=() if tokenizer is None else tuple(tokenizer.stop_ids),
         modules=tuple(sorted(modules)),
     )
 
 
-def _weights_of(model: str) -> str:
-    """Return a fingerprint of a model's weights, whatever it is called."""
-    return identity(model).rpartition(" (")[2]
+def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tuple[TrainServer, str]:
+    """Return a server whose engine is ready (``run_here`` serves), and its address.
 
-
-def open_desk(
-    model: str,
-    state: Path,
-    *,
-    name: str = "",
-    backend: str = "inline",
-    address: str = "",
-    rows: int = ROWS,
-    longest: int = 0,
-    parity: bool = False,
-    most: int = 1024,
-) -> tuple[TrainingDesk, Links]:
-    """Return the desk of a service, to be opened in its event loop, and its links.
-
-    model: reference of the base; state: folder of all that clients make; backend: of the worker; longest: tokens of the
-    longest sequence (0: the model's); parity: bits of log-probs do not depend on company. Raises ModelError,
-    CheckpointError: the folder is another base's; RecipeError.
+    model: as ``load_model`` takes it. Raises TilthError for a model or an address that does not work, CheckpointError
+    for the folder of another base.
     """
+    if options.token and not options.token.startswith(KEY):
+        message = f"--token: the tinker SDK sends keys that begin with {KEY!r} alone; choose such a token"
+        raise DataError(message, key="--token")
     loaded = load_model(model)
-    longest = longest or loaded.config.max_positions
-    base = served_base(model, loaded, name, longest)
-    folder = ServiceFolder(state, base.names[0], _weights_of(model))
-    cluster = open_cluster(backend, 1, address=address)
-    make = partial(engine_of, os.path.abspath(model) if os.path.exists(model) else model, 0, rows, longest)
-    room = TrainRoom(cluster, make, limits=RoomLimits(), source=model, parity=parity)
-    return TrainingDesk(room, folder, base, most=most), Links(folder.secret)
+    folder = ServiceFolder(train.state, train.name or model, identity(model).rpartition(" (")[2])
+    made = open_app(model, options, partial(TrainRoom, source=model))
+    assert isinstance(made.room, TrainRoom)
+    desk = TrainingDesk(made.room, folder, served_base(model, loaded, train.name), most=train.requests)
+    made.app.include_router(router(desk, Links(folder.secret)))
+    return TrainServer(Guarded(made.app, options.token, made.metrics), made.room, made.door, desk), made.address

@@ -61,10 +61,9 @@ class SharedBase:
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        parity: bool = False,
     ) -> None:
         """tensors: of the base; those already on the device in fp32 are shared with their owner."""
-        self.config, self.dtype, self.device, self.parity = config, dtype, device, parity
+        self.config, self.dtype, self.device = config, dtype, device
         self.model = self._made()
         for name, parameter in self.model.parameters.items():
             parameter.data = tensors[name].detach().to(device, torch.float32)
@@ -80,7 +79,7 @@ class SharedBase:
             made = self._made()
             made.load_({name: p.detach() for name, p in self.model.parameters.items()})
             return made
-        made = self._made(LowRank(spec.lora, self.parity, "lora_config"))
+        made = self._made(LowRank(spec.lora, key="lora_config"))
         for name, parameter in made.parameters.items():
             if not is_adapter(name):
                 parameter.data = self.model.parameters[name].data
@@ -95,8 +94,8 @@ class TrainedModel:
         self.spec, self.base = spec, base
         self.sharded = base.adapted(spec)
         section = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
-        how: dict[str, Any] = {"scorer": score_targets, "parity": base.parity}
-        self.engine = TrainEngine(self.sharded, section, total_steps=1, micro_tokens=MICRO_TOKENS, **how)
+        how: dict[str, Any] = {"micro_tokens": MICRO_TOKENS, "scorer": score_targets}
+        self.engine = TrainEngine(self.sharded, section, total_steps=1, **how)
         self.accumulated = False
         """True if there is a gradient that no step has used."""
 
@@ -112,8 +111,8 @@ class TrainedModel:
         batch = _Packed.of(data, loss)
         spent = _LossSum(loss_named(loss), options_of(loss, options), np.zeros(len(batch.mask), np.float32))
         if forward_only:
-            how: dict[str, Any] = {"max_tokens": MICRO_TOKENS, "parity": self.base.parity}
-            found = packed_targets(self.sharded, batch.tokens, batch.mask, batch.columns[TARGETS], **how)
+            targets = batch.columns[TARGETS]
+            found = packed_targets(self.sharded, batch.tokens, batch.mask, targets, max_tokens=MICRO_TOKENS)
             spent.measure(batch, found)
         else:
             found = spent.logprobs
@@ -213,12 +212,12 @@ class SequenceScores(NamedTuple):
 
 @torch.no_grad()
 def score_sequence(
-    model: ShardedModel, tokens: np.ndarray, *, parity: bool, topk: int = 0, targets: np.ndarray | None = None
+    model: ShardedModel, tokens: np.ndarray, *, topk: int = 0, targets: np.ndarray | None = None
 ) -> SequenceScores:
     """Return log-probs of one sequence int64 [n]. targets: int64 [n - 1, K]."""
     device = model.device
     ids = torch.from_numpy(tokens).to(device)
-    hidden = model.forward(ids, PackedContext([len(tokens)], device, parity))[:-1]
+    hidden = model.forward(ids, PackedContext([len(tokens)], device))[:-1]
     own, best, others = [np.full(1, np.nan, np.float32)], [], []
     for at in range(0, len(hidden), ROWS):
         logp = torch.log_softmax(model.model.logits(hidden[at : at + ROWS]), -1)

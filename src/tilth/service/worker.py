@@ -51,8 +51,8 @@ class PublishedWeights:
 class TrainWorker(EngineWorker):
     """Engine and models of one worker. Files that it writes and reads lie where the controller can read them."""
 
-    def __init__(self, make: MakeEngine, source: str, *, parity: bool = False) -> None:
-        """source: reference of the base model. parity: log-probs of samples and of forward passes have equal bits."""
+    def __init__(self, make: MakeEngine, source: str) -> None:
+        """source: reference of the base model."""
         super().__init__(make)
         self._make, self.source = make, source
         loaded = load_model(source)
@@ -60,8 +60,7 @@ class TrainWorker(EngineWorker):
         device = next(iter(own.values())).device if own else torch.device("cpu")
         shared = {name: own[name] if own[name].dtype == torch.float32 else loaded.tensors[name] for name in own}
         dtype = next(iter(own.values())).dtype if own else torch.float32
-        how: dict[str, Any] = {"dtype": dtype, "device": str(device), "parity": parity}
-        self.base = SharedBase(loaded.config, shared or loaded.tensors, **how)
+        self.base = SharedBase(loaded.config, shared or loaded.tensors, dtype=dtype, device=str(device))
         self.models = dict[str, TrainedModel]()
         self.snapshots = dict[str, PublishedWeights]()
 
@@ -149,10 +148,12 @@ class TrainWorker(EngineWorker):
             self.engine.remove_adapter(name)
 
     @transfer(split="all", gather="first")
-    def score(self, name: str, tokens: np.ndarray, topk: int = 0, targets: np.ndarray | None = None) -> SequenceScores:
+    def score_tokens(
+        self, name: str, tokens: np.ndarray, topk: int = 0, targets: np.ndarray | None = None
+    ) -> SequenceScores:
         """Return log-probs of a sequence under a snapshot, or the base ("")."""
         model = self.base.model if not name else self._model(self.snapshots[name])
-        return score_sequence(model, tokens, parity=self.base.parity, topk=topk, targets=targets)
+        return score_sequence(model, tokens, topk=topk, targets=targets)
 
     def _model(self, snapshot: PublishedWeights) -> ShardedModel:
         if snapshot.model is None:
@@ -202,6 +203,6 @@ def read_about(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}", key=STATE) from error
 
 
-def train_worker(context: Context, make: MakeEngine, source: str, parity: bool = False) -> TrainWorker:
+def train_worker(context: Context, make: MakeEngine, source: str) -> TrainWorker:
     """Construct the role "serve" of a training service."""
-    return TrainWorker(make, source, parity=parity)
+    return TrainWorker(make, source)
