@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from tests.errors import raises
 from tilth.cli.env_try import play
 from tilth.cli.main import app
+from tilth.config.plugins import forget
 from tilth.core.errors import DataError
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 57, "b": 38}}</tool_call>\n\n2166\n'
@@ -35,6 +36,13 @@ def test_what_cannot_be_printed_as_it_is(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     found = CliRunner().invoke(app, ["env", "try", f"{tmp_path / 'odd.py'}:Odd"], input="a\n\n")
     assert found.exit_code == 0 and "half ? here" in found.output and "8000 more characters" in found.output
+
+
+def test_an_environment_of_a_plugin_is_found_by_its_name(tmp_path):
+    (tmp_path / "named.py").write_text(ODD)
+    found = CliRunner().invoke(app, ["--plugins", f"{tmp_path / 'named.py'}", "env", "try", "odd"], input="a\n\n")
+    forget(())
+    assert found.exit_code == 0 and "reward 1" in found.output
 
 
 ODD = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from tilth.config.plugins import declared
 from tilth.core.errors import DataError
 from tilth.envs.calls import message_of
 from tilth.envs.environment import shortened
@@ -25,7 +26,8 @@ def play(environment: str, *, model: str, info: str, seed: int, temperature: flo
          seconds: float, as_json: bool) -> None:  # fmt: skip
     """Play the episode and print it. Raises DataError for an ``info`` that is no JSON object."""
     record = _record(info)
-    pool = EnvironmentPool(environment, timeout=seconds)
+    own = declared("environment").get(environment)  # of a plugin that the command line names
+    pool = EnvironmentPool(environment, timeout=seconds, plugins=[own.plugin] if own and own.plugin else ())
     try:
         if model:
             _by_model(pool, record, model, seed, temperature, max_tokens, turns, as_json=as_json)
