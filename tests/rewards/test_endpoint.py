@@ -1,6 +1,7 @@
 """Rewards of an endpoint, of libraries and of async functions: what they answer, and what is missing."""
 
 import json
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import RewardError
-from tilth.rewards import endpoint
+from tilth.rewards import endpoint, verifiers
 from tilth.rewards.functions import load_reward
 from tilth.rewards.process_pool import RewardPool
 
@@ -111,6 +112,16 @@ MATH = [
 def test_mathematical_equivalence(completion, answer, value):
     pytest.importorskip("math_verify")
     assert load_reward("math_equal")("", completion, {"answer": answer}) == value
+
+
+@pytest.mark.parametrize("completion", ["9**9**9**9", r"\boxed{9^{9^{9}}}", r"$\binom{99999999}{4999999}$"])
+def test_an_answer_that_takes_too_long_is_wrong(completion, monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(verifiers, "MATH_SECONDS", 0.1)
+    before = signal.getsignal(signal.SIGVTALRM)
+    assert load_reward("math_equal")("", completion, {"answer": "7"}) == 0
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0) and signal.getsignal(signal.SIGVTALRM) == before
+    assert "processor" in load_reward("math_equal").check({"answer": r"\binom{99999999}{4999999}"})
 
 
 def test_answers_without_mathematics_are_named():

@@ -9,7 +9,10 @@ missing; an unusable answer is bad data, reported before a run.
 import json
 import math
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -195,20 +198,51 @@ def missing(info: Info) -> str:
 _MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _COMMAND = re.compile(r"\\(?:text|mathrm|begin|end)\{[^}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{2}")
+MATH_SECONDS = 2.0
+"""Processor seconds for one comparison of ``math_equal``, less than the pool's limit of a call."""
+
+
+class _Exceeded(BaseException):
+    """The processor time of a block is used up. No Exception, which the libraries catch."""
+
+
+@contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Raise _Exceeded in a block that computes longer. In the main thread, where a pool calls; else no limit."""
+
+    def end(number: int, frame: object) -> None:
+        raise _Exceeded
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)  # again: an exception in a finalizer is dropped
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @dataclass(frozen=True)
 class MathEquivalence:
     """1.0 if the completion's last expression equals that of ``info["answer"]`` as mathematics (library math-verify).
 
-    LaTeX and plain expressions, sets, intervals, equations: ``\\frac{1}{2}`` is 0.5. Needs the extra ``rewards``.
+    LaTeX and plain expressions, sets, intervals, equations: ``\\frac{1}{2}`` is 0.5. What needs more than
+    ``MATH_SECONDS``, as 9**9**9**9 does, is wrong: no policy avoids a 0 by it. Needs the extra ``rewards``.
     """
 
     decides: ClassVar[bool] = True
 
     def __call__(self, prompt: str, completion: str, info: Info) -> float:
-        found = self._parse(completion)
-        return float(bool(found) and _library("math_verify").verify(self._gold(info), found, timeout_seconds=None))
+        verify, gold = _library("math_verify").verify, self._gold(info)
+        try:
+            with _bounded(MATH_SECONDS):
+                found = self._parse(completion)
+                return float(bool(found) and verify(gold, found, timeout_seconds=None))
+        except _Exceeded:
+            return 0.0
 
     def _gold(self, info: Info) -> list[Any]:
         """Parse the answer: marked or in a sentence as it stands, else all of it.
@@ -223,13 +257,19 @@ class MathEquivalence:
 
     @staticmethod
     def _parse(text: str) -> list[Any]:
-        """Parse without the library's alarm: the pool limits a call's time."""
+        """Parse without the library's alarm, which counts the time that other processes take."""
         found: list[Any] = _library("math_verify").parse(text, parsing_timeout=None)
         return found
 
     def check(self, info: Info) -> str:
-        """Check that the answer has an expression."""
-        return missing(info) or ("" if self._gold(info) else "the answer has no mathematical expression")
+        """Check that the answer has an expression, and one that can be read in time."""
+        if complaint := missing(info):
+            return complaint
+        try:
+            with _bounded(MATH_SECONDS):
+                return "" if self._gold(info) else "the answer has no mathematical expression"
+        except _Exceeded:
+            return f"the answer is not read within {MATH_SECONDS:g} s of processor time"
 
 
 @dataclass(frozen=True)
