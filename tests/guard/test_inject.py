@@ -61,11 +61,19 @@ def test_a_fault_strikes_once_at_the_begin_of_its_operation_and_leaves_the_spans
 
 
 def test_a_fault_may_wait_for_a_call_by_its_name(session, executor):
-    strike.strike(executor, "exception", "policy.update", session.key.hex())
-    with span("call", detail="policy.generate"):
+    strike.strike(executor, "exception", "policy.save", session.key.hex())
+    with span("call", detail="policy.load"):
         pass
-    with pytest.raises(strike.InjectedFault), span("call", detail="policy.update"):
+    with pytest.raises(strike.InjectedFault), span("call", detail="policy.save"):
         pass
+
+
+@pytest.mark.parametrize("at", ["nowhere.call", "policy.call"])
+def test_a_call_that_no_role_of_the_worker_answers_is_refused(session, executor, at):
+    plain = span.__enter__
+    with raises(DataError, "--at.call") as told:
+        strike.strike(executor, "kill", at, session.key.hex())
+    assert "policy.save" in str(told.value) and span.__enter__ is plain
 
 
 def test_weights_become_nan_or_differ_in_one_bit(session, executor):

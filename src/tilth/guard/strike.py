@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.store import FolderStore
+from tilth.cluster.protocol import offered
 from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import DataError
 from tilth.guard.inject import HOUR, PAUSE, SLOWER, named
@@ -37,13 +38,17 @@ def strike(executor: Executor, kind: str, at: str, key: str) -> int:
     """Arm a fault in this worker: it strikes once, where the next span of this operation or call begins. Return the
     process id.
 
-    key: of the session, in hex. DataError for another one, or for an unknown kind.
+    key: of the session, in hex. DataError for another one, for an unknown kind, or for a call that no role of this
+    worker answers.
     """
     store = executor.store
     own = SessionDir(store.folder.parent).key.hex() if isinstance(store, FolderStore) else ""
     if not own or not hmac.compare_digest(own, key):
         raise DataError("a fault needs the key of this worker's session", key="key")
     named(kind)
+    if "." in at and at not in (calls := _calls(executor)):
+        message = f"--at {at}: rank {executor.rank} has no such call; it answers {', '.join(calls)}"
+        raise DataError(message, key="--at.call")
     plain = span.__enter__
 
     def entered(self: span) -> span:
@@ -60,6 +65,16 @@ def strike(executor: Executor, kind: str, at: str, key: str) -> int:
 
     _set_enter(entered)
     return os.getpid()
+
+
+def _calls(executor: Executor) -> list[str]:
+    """Return the calls that the roles of a worker answer, as ROLE.METHOD."""
+    return [
+        f"{role}.{method}"
+        for role, held in executor.roles.items()
+        for method, protocol in offered(held).items()
+        if not protocol.control
+    ]
 
 
 def _set_enter(function: Callable[[span], span]) -> None:
