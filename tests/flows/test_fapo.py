@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_the_same_weights_of_its_judge_only(tmp_path, judge, 
 
 
 def test_a_judge_that_is_not_there_is_told_before_the_run(tmp_path):
-    with raises(ModelError, "nowhere"):
+    with raises(ModelError, "judge.path"):
         tiny.run(recipe(tmp_path, tmp_path / "nowhere"), reward=odd)
 
 

@@ -28,7 +28,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Split
 from tilth.models.config import DecoderConfig
@@ -150,8 +150,9 @@ def build(
 
 def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
     """Return role -> its model, for roles that load one from a path."""
-    wanted = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
-    return {role: load_model(path, group) for role, (path, group) in wanted.items() if path}
+    return {
+        role: load_of_role(role, recipe, load_model) for role, spec in roles_of(recipe).items() if spec.path(recipe)
+    }
 
 
 def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -123,6 +123,15 @@ def load_model(spec: str | Path, group: str = "") -> LoadedModel:
         raise ModelError(f"{spec!r} is not a checkpoint, so it has no group {group}", key="group")
     config, tensors = load_pretrained(spec, values=group == REWARD_MODEL)
     return LoadedModel(config, tensors, _tokenizer(Path(spec)), Path(spec))
+
+
+def load_of_role(role: str, recipe: Recipe, load: Callable[[str, str], LoadedModel]) -> LoadedModel:
+    """Load the model that a role loads from a path. ModelError names the key of the path."""
+    spec = ROLES[role]
+    try:
+        return load(spec.path(recipe), spec.group)
+    except ModelError as error:
+        raise ModelError(f"{spec.loads}: {error}", key=spec.loads) from error
 
 
 def load_beginning(recipe: Recipe) -> LoadedModel:

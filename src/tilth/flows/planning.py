@@ -22,7 +22,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.build import Dataset, PretrainTexts
 from tilth.flows.fitting import resolved
-from tilth.flows.model import LoadedModel, choose_tokenizer, load_model
+from tilth.flows.model import LoadedModel, choose_tokenizer, load_model, load_of_role
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config
@@ -85,8 +85,8 @@ def described_model(spec: str, group: str = "") -> LoadedModel:
 
 def described_models(recipe: Recipe) -> dict[str, DecoderConfig]:
     """Return role -> shape of its model, for roles that load one of their own."""
-    paths = {role: (spec.path(recipe), spec.group) for role, spec in roles_of(recipe).items()}
-    return {role: described_model(path, group).config for role, (path, group) in paths.items() if path}
+    named = [role for role, spec in roles_of(recipe).items() if spec.path(recipe)]
+    return {role: load_of_role(role, recipe, described_model).config for role in named}
 
 
 # ---- the mapping search ----
