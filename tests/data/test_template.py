@@ -473,3 +473,18 @@ def test_a_transcript_needs_the_tokenizer_whose_tokens_it_names(tmp_path):
     Tokenizer.characters("2+?4").save(tmp_path)
     for prompt in (Prompt(0, "2+2?", "4", {}, (ASK, SAY)), Prompt(0, "2+2?", "4", {}, (ASK,))):
         assert transcript(str(path), str(tmp_path))(prompt) == "2+2?<eos>4<eos>"
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_chatml_lists_tools_in_the_system_message(system):
+    tokenizer = Tokenizer.train(TEXTS, 400)
+    template = make_template("chatml", tokenizer)
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {}}}]
+    asked = turns("What is 12 + 34?", "", system=system)[:-1]
+    plain, listed = (tokenizer.decode(template.begin(asked, t), special=True) for t in ((), tools))
+    own = f"<|im_start|>system\n{system}\n\n" if system else "<|im_start|>system\n"
+    assert listed.startswith(f"{own}You may call these tools:") and json.dumps(tools[0]) in listed
+    user = plain[plain.index("<|im_start|>user") :]
+    assert listed.endswith(f"</tool_call><|im_end|>\n{user}") and listed.count("<|im_start|>system") == 1
+    answer = [{"role": "tool", "content": "46"}]
+    assert template.follow(answer, tools) == template.follow(answer)

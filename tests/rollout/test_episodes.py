@@ -284,8 +284,9 @@ def test_what_an_environment_says_has_no_special_tokens(tokenizers_of):
         assert tricky.count(template.stops[0]) == plain.count(template.stops[0]), name
 
 
-def test_tools_need_a_template_that_lists_them():
-    for name in ("chatml", ""):
+def test_tools_need_a_template_that_lists_them(tmp_path):
+    for name in (str(tmp_path / "bare.jinja"), ""):
+        (tmp_path / "bare.jinja").write_text("{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}")
         template = make_template(name, Tokenizer.train(TEXTS, 300))
         with raises(TemplateError, "template.tools"):
             template.begin([{"role": "user", "content": "What is 1?"}], TOOLS)

@@ -17,7 +17,20 @@ from tilth.data.sources import Prompt
 from tilth.data.tokenizer import TURN_END, Tokenizer
 
 CHATML = """\
-{%- for message in messages %}
+{%- set alone = not tools or not messages or messages[0]['role'] != 'system' %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if not alone %}
+        {{- messages[0]['content'] + '\\n\\n' }}
+    {%- endif %}
+    {{- 'You may call these tools:\\n<tools>\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '</tools>\\nTo call one, answer with its name and arguments as JSON:\\n' }}
+    {{- '<tool_call>\\n{"name": NAME, "arguments": {KEY: VALUE}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in (messages if alone else messages[1:]) %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['role'] == 'assistant' %}
         {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
