@@ -15,6 +15,9 @@ from tilth.rollout.cache import KVCache
 from tilth.rollout.grammar import Grammar
 from tilth.rollout.stops import StopStrings
 
+TINY = 1e-30
+"""Least temperature above 0, and least top_p: engines compute in fp32, where a logit divided by less has no value."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -44,9 +47,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self.max_tokens > 0, "max_tokens", self.max_tokens, "positive")
-        _check(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        _check(
+            self.temperature == 0 or self.temperature >= TINY, "temperature", self.temperature, f"0, or from {TINY} on"
+        )
         _check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(TINY <= self.top_p <= 1, "top_p", self.top_p, f"from {TINY} to 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _check(
             not isinstance(self.stop, str) and all(self.stop),

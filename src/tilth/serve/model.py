@@ -72,8 +72,10 @@ class ServedModel:
         try:
             return self.chat.begin([_plain(one) for one in messages], schemas)
         except DataError as error:
-            param = "tools" if error.key == "template.tools" else "messages"
-            raise HttpError(400, str(error), param, error.key) from None
+            if error.key == "template.tools":
+                message = "lists no tools: send none, or start the server with tilth serve --template FILE.jinja"
+                raise HttpError(400, f"the chat template of {self.name} {message}", "tools", error.key) from None
+            raise HttpError(400, str(error), "messages", error.key) from None
 
     def params(self, body: SampledBody, longest: int, prompt: int, *, chat: bool, schema: str = "") -> SamplingParams:
         """Return how a completion of a prompt of ``prompt`` tokens is sampled. Raises HttpError 400."""
@@ -81,7 +83,8 @@ class ServedModel:
         if room < 1 or longest > room:
             what = f"the prompt has {prompt} tokens and up to {longest} more are asked for"
             message = f"{what}, but the context of this model is {self.max_length} tokens"
-            raise HttpError(400, message, "prompt" if room < 1 else "max_tokens", "context_length_exceeded")
+            param = "max_tokens" if room >= 1 else "messages" if chat else "prompt"
+            raise HttpError(400, message, param, "context_length_exceeded")
         stops = self.chat.stops if chat and self.chat is not None else self.plain.stops
         given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return SamplingParams(

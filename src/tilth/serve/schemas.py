@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tilth.rollout.request import TINY
+
 MOST = 20
 """Most alternatives of a token that are reported, as in OpenAI's interface."""
 INT64 = 2**63
@@ -24,6 +26,13 @@ def _only(*allowed: Any) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def _representable(value: float) -> float:
+    """Refuse a temperature that is impossible in fp32: one request must not break those of others."""
+    if 0 < value < TINY:
+        raise ValueError(f"it must be 0, or at least {TINY}")
+    return value
 
 
 def _wrong(field: str, message: str) -> PydanticCustomError:
@@ -69,8 +78,8 @@ class SampledBody(Body):
     """Fields that completions and chat completions share."""
 
     model: Words
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0), AfterValidator(_representable)] | None = None
+    top_p: Annotated[float, Field(ge=TINY, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
