@@ -15,10 +15,11 @@ import pytest
 
 from tests.errors import raises
 from tests.patience import patience
-from tests.serve.servers import client_of, model_folder, running
-from tilth.core.errors import DataError
+from tests.serve.servers import WEATHER, client_of, model_folder, running
+from tilth.core.errors import DataError, WorkerError
 from tilth.flows.serving import ServeOptions, open_server
-from tilth.serve.app import BODY, AddressError, check_address
+from tilth.serve.app import BODY, AddressError, check_address, listen
+from tilth.serve.errors import http_error
 
 TOKEN = "a secret"
 
@@ -51,6 +52,11 @@ def test_a_port_that_is_taken_is_named(model):
         open_server(model, ServeOptions(port=other.getsockname()[1]))
 
 
+def test_two_servers_that_start_at_once_do_not_share_a_port():
+    with listen("127.0.0.1", 0) as door, raises(AddressError, "--port"):
+        listen("127.0.0.1", door.getsockname()[1])
+
+
 def test_an_adapter_has_another_name_than_the_model(model):
     with raises(DataError, "--adapter"):
         open_server(model, ServeOptions(port=0, adapters={model: "somewhere"}))
@@ -72,7 +78,30 @@ def test_the_token_opens(guarded, model):
         client.models.list()
     base = guarded.removesuffix("/v1")
     assert httpx.get(f"{base}/health").status_code == 200
-    assert httpx.get(f"{base}/v1/models", headers={"X-API-Key": TOKEN}).status_code == 200
+    for headers in ({"X-API-Key": TOKEN}, {"authorization": f"bearer {TOKEN}"}, {"Authorization": f"BEARER  {TOKEN}"}):
+        assert httpx.get(f"{base}/v1/models", headers=headers).status_code == 200
+
+
+def test_a_client_that_leaves_in_its_body_is_no_failure(guarded, caplog):
+    port = int(guarded.removesuffix("/v1").rpartition(":")[2])
+    for _ in range(2):  # the second is answered after the first
+        with socket.create_connection(("127.0.0.1", port)) as door:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9"
+            door.sendall(f"{head}\r\n\r\n{{".encode())
+            door.shutdown(socket.SHUT_WR)
+            door.recv(1)
+    assert not [one for one in caplog.records if one.exc_info]
+
+
+def test_tools_that_a_template_cannot_list_are_refused(guarded, model):
+    body = {"model": model, "messages": [{"role": "user", "content": "a"}], "tools": [WEATHER]}
+    found = httpx.post(f"{guarded}/chat/completions", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
+    said = found.json()["error"]
+    assert (found.status_code, said["param"]) == (400, "tools") and "--template" in said["message"]
+
+
+def test_a_traceback_of_a_worker_stays_here():
+    assert str(http_error(WorkerError("rank 0: it broke\nTraceback ..."))) == "rank 0: it broke"
 
 
 def test_too_large_a_body_is_refused(guarded):
@@ -83,11 +112,16 @@ def test_too_large_a_body_is_refused(guarded):
     assert httpx.post(f"{guarded}/completions", content=chunks, headers=headers).status_code == 413
 
 
+HOSTS = [("LOCALHOST:1", 200), ("[::1]", 200), ("[::1]:8000", 200), ("127.0.0.2", 200), ("127.0.0.1", 200)]
+HOSTS += [("localhost.evil.example", 403), ("evil.example:127.0.0.1", 403), ("", 403), (b"\xff\xfe", 403)]
+
+
 def test_without_a_token_it_is_this_machine_only(model):
     with running(model) as (_, address):
         found = httpx.get(f"{address}/models", headers={"Host": "evil.example:80"})
         assert (found.status_code, found.json()["error"]["param"]) == (403, "host")
-        assert httpx.get(f"{address}/models").status_code == 200
+        for host, status in HOSTS:
+            assert httpx.get(f"{address}/models", headers={"Host": host}).status_code == status, host
         for method, path in (("GET", "/v1/completions"), ("GET", "/v2")):
             found = httpx.request(method, address.removesuffix("/v1") + path)
             assert found.status_code in (404, 405) and found.json()["error"]["message"]

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import re
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tilth.core.errors import TilthError
@@ -31,7 +32,9 @@ OPEN = ("/health",)
 """Paths that need no token."""
 SIGNED = "/api/v1/files/"
 """Paths with a signature of their own in place of a token."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PORT = re.compile(r":[0-9]*$")
+"""End of a Host header; an address of IPv6 is in brackets there."""
+SCHEME = re.compile(rb"^bearer +", re.IGNORECASE)
 Scope = MutableMapping[str, Any]
 T = TypeVar("T")
 
@@ -42,13 +45,17 @@ class AddressError(TilthError):
 
 def check_address(host: str, token: str) -> None:
     """Raise AddressError for an address beyond this machine without a token."""
-    if host in LOOPBACK or token:
+    if token or _is_here(host):
         return
-    with suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
     message = f"--host={host} can be reached from other machines, which needs --token=SECRET; or use --host=127.0.0.1"
     raise AddressError(message, key="--token")
+
+
+def _is_here(host: str) -> bool:
+    """Return True for a name or an address that only this machine can mean."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class Guarded:
@@ -89,10 +96,10 @@ class Guarded:
         if path in OPEN or path.startswith(SIGNED):
             return None
         if not self._token:
-            name = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode()
-            good = name.strip("[]") in LOOPBACK
+            name = headers.get("host", b"").decode("latin-1")
+            good = _is_here(PORT.sub("", name).strip("[]").lower())
             return None if good else HttpError(403, f"without a token this server is 127.0.0.1, not {name}", "host")
-        given = headers.get("authorization", b"").removeprefix(b"Bearer ") or headers.get("x-api-key", b"")
+        given = SCHEME.sub(b"", headers.get("authorization", b"")) or headers.get("x-api-key", b"")
         if hmac.compare_digest(given, self._token):
             return None
         return HttpError(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
@@ -125,6 +132,10 @@ def new_app(room: EngineRoom, metrics: ServerMetrics) -> FastAPI:
         status = error.status_code if isinstance(error, HTTPException) else 404
         return HttpError(status, f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}").response()
 
+    async def left(request: Request, error: Exception) -> Response:
+        return HttpError(499, "the client has left").response()
+
+    app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(HttpError, failed)
     app.add_exception_handler(TilthError, failed)
     app.add_exception_handler(HTTPException, unknown)
@@ -217,12 +228,14 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises AddressError; port 0: any that is free."""
+    """Return a socket that listens: clients wait in its queue until they are served. Raises AddressError; port 0: any
+    that is free."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         door = socket.socket(family, socket.SOCK_STREAM)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind(address)
+        door.listen()  # two that are bound only could have one port
     except OSError as error:
         message = f"--host={host} --port={port}: {error.strerror or error}; choose another port, or 0 for a free one"
         raise AddressError(message, key="--port") from None

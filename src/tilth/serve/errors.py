@@ -59,7 +59,7 @@ def http_error(error: Exception) -> HttpError:
     if key in FIELDS or isinstance(error, DataError | EngineError):
         return HttpError(400, str(error), FIELDS.get(key), key)
     if isinstance(error, TilthError):
-        return HttpError(500, str(error), code=key)
+        return HttpError(500, str(error).partition("\n")[0], code=key)  # a worker's traceback is not for clients
     return HttpError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
@@ -86,7 +86,7 @@ def _why(first: Mapping[str, Any]) -> str:
     if first["type"] == "combination":
         return str(first["msg"])
     given = repr(first["input"])
-    return f"{first['msg']}, not {given if len(given) <= 80 else f'{given[:80]}...'}"
+    return f"{first['msg'].removeprefix('Value error, ')}, not {given if len(given) <= 80 else f'{given[:80]}...'}"
 
 
 def _path(wrong: Mapping[str, Any], value: Any) -> list[str]:
