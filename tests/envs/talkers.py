@@ -22,6 +22,8 @@ class Talker(tilth.Environment):
     async def step(self, message):
         said = message["content"]
         self.heard.append(said)
+        if said == "print":
+            print("heard")
         if said == "hang":
             time.sleep(60)
         if said == "spin":

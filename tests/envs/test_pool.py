@@ -20,6 +20,17 @@ def pool():
     pool.close()
 
 
+def test_what_environments_print_goes_to_a_file(tmp_path, capfd):
+    pool = EnvironmentPool(TALKER, timeout=10.0, quiet=True)
+    pool.begin(0, {"prompt": "?"})
+    take(pool, 1)
+    pool.print_to(tmp_path / "said.log")
+    pool.step(0, {"role": "assistant", "content": "print"})
+    take(pool, 1)
+    pool.close()
+    assert (tmp_path / "said.log").read_text() == "heard\n" and "heard" not in "".join(capfd.readouterr())
+
+
 def take(pool, count, seconds=30):
     found = {}
     while len(found) < count:

@@ -52,9 +52,11 @@ def recipe(folder, text=PLUGIN, **sections):
     return tiny.recipe(folder, plugins=plugins, rollout=rollout, model={"context": 32}, **sections)
 
 
-def test_episodes_are_trained_on(tmp_path):
-    recorder = tiny.Recorder()
-    tiny.run(recipe(tmp_path), reward=None, callbacks=[recorder])
+def test_episodes_are_trained_on(tmp_path, capfd):
+    recorder, text = tiny.Recorder(), PLUGIN.replace("self.said, self", 'print("begun")\n        self.said, self')
+    result = tiny.run(recipe(tmp_path, text), reward=None, callbacks=[recorder])
+    assert "begun" in (result.directory / "environments-0.log").read_text()
+    assert "begun" not in "".join(capfd.readouterr())
     seen = [record for record in recorder.records if "reward/part/turns_seen" in record]
     assert max(record["reward/part/turns_seen"] for record in seen) > 1
     assert sum(record["reward/missing"] for record in seen) > 0

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -22,6 +23,7 @@ from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
 from tilth.rewards.piped import PipedProcess, death
+from tilth.rewards.prints import Prints
 from tilth.rewards.process import frame
 
 Status = Literal["ok", "error", "timeout", "died", "differs"]
@@ -67,10 +69,13 @@ class EnvironmentPool:
     """Processes with the environments of many episodes.
 
     spec: as ``rollout.environment``. workers: processes. timeout: limit of one call in seconds. plugins: imported in
-    each process. Raises PluginError if the environment cannot be loaded.
+    each process. quiet: keep their output until ``print_to`` names its file; False: standard error. Raises PluginError
+    if the environment cannot be loaded.
     """
 
-    def __init__(self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = ()) -> None:
+    def __init__(
+        self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = (), quiet: bool = False
+    ) -> None:
         if workers < 1 or not timeout > 0:
             message = f"environments need workers >= 1 and a limit > 0, got {workers} and {timeout}"
             raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
@@ -81,10 +86,23 @@ class EnvironmentPool:
         self._journal: ObservationJournal | None = None
         self._at_once: list[Answer] = []
         """Answers that the journal has."""
-        self._closed = weakref.finalize(self, _shut_down, self._children, os.getpid())
-        self._children += [_Child(self._greeting) for _ in range(workers)]
-        for child in self._children:
-            child.wait_ready()
+        self._prints = Prints() if quiet else None
+        self._closed = weakref.finalize(self, _shut_down, self._children, self._prints, os.getpid())
+        self._children += [self._child() for _ in range(workers)]
+        try:
+            for child in self._children:
+                child.wait_ready()
+        except PluginError:
+            self.close()  # which shows what they printed
+            raise
+
+    def _child(self) -> "_Child":
+        return _Child(self._greeting, None if self._prints is None else self._prints.writer)
+
+    def print_to(self, path: Path) -> None:
+        """Append the environments' earlier and later output to this file, if the pool is ``quiet``."""
+        if self._prints is not None:
+            self._prints.to(path)
 
     def keep(self, journal: ObservationJournal | None) -> None:
         """Write answers to a journal from now on, and take those that it has; None: to none."""
@@ -169,7 +187,7 @@ class EnvironmentPool:
         able = [child for child in self._children if not child.retiring]
         best = min(able, key=lambda child: len(child.episodes), default=None)
         if best is None or (episode.strikes and best.episodes):
-            best = _Child(self._greeting)
+            best = self._child()
             best.retiring = episode.strikes > 0
             best.wait_ready()
             self._children.append(best)
@@ -278,7 +296,7 @@ class EnvironmentPool:
         found = []
         lost = [self._episodes[i] for i in sorted(child.episodes)]
         if sum(not c.retiring for c in self._children) < self._workers:
-            fresh = _Child(self._greeting)
+            fresh = self._child()
             fresh.wait_ready()
             self._children.append(fresh)
         for episode in lost:
@@ -302,8 +320,8 @@ class EnvironmentPool:
 class _Child(PipedProcess):
     """One process, and the episodes that live in it."""
 
-    def __init__(self, greeting: bytes) -> None:
-        super().__init__(BOOT, [[str(p) for p in sys.path], os.getpid()], greeting)
+    def __init__(self, greeting: bytes, errors: int | None) -> None:
+        super().__init__(BOOT, [[str(p) for p in sys.path], os.getpid()], greeting, errors=errors)
         self.episodes: set[int] = set()
         self.threads = dict[int, int]()
         """Native id of the thread of each episode that it has begun."""
@@ -375,8 +393,10 @@ def _same(one: Asked, other: Asked) -> bool:
     return json.dumps([*one], default=str) == json.dumps([*other], default=str)
 
 
-def _shut_down(children: list[_Child], owner: int) -> None:
+def _shut_down(children: list[_Child], prints: Prints | None, owner: int) -> None:
     if os.getpid() == owner:  # a fork of the run ends, but the processes belong to the run
         for child in children:
             child.kill()
         children.clear()
+        if prints is not None:
+            prints.close()

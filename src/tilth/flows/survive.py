@@ -218,7 +218,7 @@ class Survival(Callback):
         self.prepare()
 
     def prepare(self) -> None:
-        """Prepare roles that were made: the reward's processes and their output."""
+        """Prepare roles that were made: the processes of rewards and environments, and their output."""
         reward = self.parts.roles.reward
         if reward is not None:
             reward.ready()
@@ -226,6 +226,7 @@ class Survival(Callback):
         rollout = self.parts.roles.rollout
         if rollout is not None and self.parts.recipe.rollout.environment:
             rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+            rollout.print_to(str(self.directory.path.resolve()))
         if rollout is not None and self.parts.recipe.rollout.partial:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
 

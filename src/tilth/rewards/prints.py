@@ -1,4 +1,4 @@
-"""Output of reward processes, in a file of bounded size instead of the terminal of the run."""
+"""Output of processes of rewards and environments, in a file of bounded size instead of the terminal of the run."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ HELD = 1 << 20
 """Newest bytes kept until the file is known."""
 CHUNK = 1 << 16
 PATIENCE = 1.0
-"""Seconds to drain the pipe at the end: a process that outlives its reward may keep it open for ever."""
+"""Seconds to drain the pipe at the end: a process that outlives its call may keep it open for ever."""
 
 
 class Prints:
@@ -33,7 +33,7 @@ class Prints:
         """Return the file descriptor to print to."""
         if self._thread is None:
             reader, self._writer = os.pipe()
-            self._thread = threading.Thread(target=self._carry, args=(reader,), name="reward-prints", daemon=True)
+            self._thread = threading.Thread(target=self._carry, args=(reader,), name="prints", daemon=True)
             self._thread.start()
         return self._writer
 

@@ -213,6 +213,12 @@ class RolloutWorker:
         """Keep what environments say in a folder of this rank below this one, for a step that runs again."""
         self._journals = Path(folder) / f"rank-{self.rank}"
 
+    @transfer(split="all", gather="first")
+    def print_to(self, folder: str) -> None:
+        """Append what the environments of this rank print to a file of its own in this folder."""
+        if self.player is not None:
+            self.player.pool.print_to(Path(folder) / f"environments-{self.rank}.log")
+
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:
         """Return reason and status of the episodes of the last call that have no reward, by trajectory id."""

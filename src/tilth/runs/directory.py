@@ -1,8 +1,8 @@
 """The directory of a run, written so that no committed step is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, and recoveries.jsonl after a failure,
-    warnings.jsonl after a warning of guard's watches
+    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, environments-RANK.log of environments that
+    print, and recoveries.jsonl after a failure, warnings.jsonl after a warning of guard's watches
 
 One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
 checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of
