@@ -52,6 +52,12 @@ def test_a_port_that_is_taken_is_named(model):
         open_server(model, ServeOptions(port=other.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "not a name"])
+def test_an_address_of_another_machine_is_named(host):
+    with raises(AddressError, "--host"):
+        listen(host, 0)
+
+
 def test_two_servers_that_start_at_once_do_not_share_a_port():
     with listen("127.0.0.1", 0) as door, raises(AddressError, "--port"):
         listen("127.0.0.1", door.getsockname()[1])

@@ -1,6 +1,7 @@
 """HTTP server in front of an engine room: who may ask, how much, what errors look like, health, metrics, shutdown."""
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import re
@@ -237,8 +238,10 @@ def listen(host: str, port: int) -> socket.socket:
         door.bind(address)
         door.listen()  # two that are bound only could have one port
     except OSError as error:
-        message = f"--host={host} --port={port}: {error.strerror or error}; choose another port, or 0 for a free one"
-        raise AddressError(message, key="--port") from None
+        why = f"--host={host} --port={port}: {error.strerror or error}"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise AddressError(f"{why}; choose another port, or 0 for a free one", key="--port") from None
+        raise AddressError(f"{why}; choose an address of this machine, as 127.0.0.1", key="--host") from None
     return door
 
 
