@@ -15,7 +15,7 @@ import pytest
 
 from tests.errors import raises
 from tests.patience import patience
-from tests.serve.servers import WEATHER, client_of, model_folder, running
+from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.flows.serving import ServeOptions, open_server
 from tilth.serve.app import BODY, AddressError, check_address, listen
@@ -99,11 +99,15 @@ def test_a_client_that_leaves_in_its_body_is_no_failure(guarded, caplog):
     assert not [one for one in caplog.records if one.exc_info]
 
 
-def test_tools_that_a_template_cannot_list_are_refused(guarded, model):
-    body = {"model": model, "messages": [{"role": "user", "content": "a"}], "tools": [WEATHER]}
-    found = httpx.post(f"{guarded}/chat/completions", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
-    said = found.json()["error"]
-    assert (found.status_code, said["param"]) == (400, "tools") and "--template" in said["message"]
+def test_tools_that_a_template_cannot_list_are_refused(model, tmp_path):
+    turn = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    end = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + end)
+    with running(model, template=str(tmp_path / "plain.jinja")) as (_, address):
+        body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert raw(address, "/v1/chat/completions", **body)[0] == 200
+        status, said = raw(address, "/v1/chat/completions", **body, tools=[WEATHER])
+    assert (status, said["error"]["param"]) == (400, "tools") and "--template" in said["error"]["message"]
 
 
 def test_a_traceback_of_a_worker_stays_here():

@@ -73,7 +73,9 @@ class ServedModel:
             return self.chat.begin([_plain(one) for one in messages], schemas)
         except DataError as error:
             if error.key == "template.tools":
-                message = "lists no tools: send none, or start the server with tilth serve --template FILE.jinja"
+                message = (
+                    "lists no tools: send none, or start the server with tilth serve --template chatml or FILE.jinja"
+                )
                 raise HttpError(400, f"the chat template of {self.name} {message}", "tools", error.key) from None
             raise HttpError(400, str(error), "messages", error.key) from None
 
