@@ -27,7 +27,6 @@ from tilth.flows.model import load_model
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Player
 
-TEMPLATE: str = chat_template_utils.qwen3_chat_template
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Looking"
 CALL = '\n{"name": "look", "arguments": {"number": 7}}\n'
 WORDS = [f" word{i}" for i in range(8)]
@@ -46,11 +45,12 @@ def make_model(folder: Path) -> None:
     core.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator([TEMPLATE], trainer)
+    template: str = chat_template_utils.qwen3_chat_template
+    core.train_from_iterator([template], trainer)
     core.add_special_tokens(list(SPECIAL))
     core.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in (*WORDS, "<tool_call>", CALL, "</tool_call>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,

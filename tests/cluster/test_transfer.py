@@ -21,7 +21,7 @@ from tilth.roles.weight_sync import WeightSyncWorker
 
 ROLES = (PolicyWorker, CriticWorker, ReferenceWorker, PromptLoader, DocumentLoader, TrajectoryWriter)
 ROLES += (RewardWorker, RolloutWorker, WeightSyncWorker)
-LOCAL = {"weights", "receive", "fingerprint", "groups", "table", "follow", "close", "check_at_rest"}
+LOCAL = {"weights", "receive", "fingerprint", "groups", "saved", "table", "follow", "close", "check_at_rest"}
 """Methods that a role keeps to its own process."""
 
 

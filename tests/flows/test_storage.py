@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,8 @@ def test_a_disk_that_fails_while_a_checkpoint_is_due_changes_no_bit(tmp_path, pl
 
 
 def test_shared_memory_that_is_full_for_some_seconds_changes_no_bit(tmp_path, plain, monkeypatch):
-    with storage.mounted(tmp_path / "shm", megabytes=16) as memory:
+    short = Path(tempfile.mkdtemp())  # a socket's name has few bytes
+    with storage.mounted(short / "shm", megabytes=16) as memory:
         if memory is None:
             pytest.skip("mounts are not permitted here")
         monkeypatch.setattr(session_dir, "SHARED_MEMORY", memory)

@@ -183,9 +183,9 @@ def _from_checkpoint(named: Named) -> LoadedModel:
     config = DecoderConfig.from_hf(fields)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
+    stored = _tensors(checkpoint, named)
     wanted_shapes = parameter_shapes(config, value=models()[named.group])
-    stored = _with_base(_tensors(checkpoint, named), checkpoint, named, wanted_shapes)
-    tensors = _merged(stored, settings, named.group)
+    tensors = _merged(_with_base(stored, checkpoint, named, wanted_shapes), settings, named.group)
     check_tensors(f"group {named.group} of {named.path}", wanted_shapes, shapes(tensors))
     return LoadedModel(config, tensors, _tokenizer(source), source, run, settings, checkpoint.step)
 
