@@ -6,7 +6,8 @@ Work: each client trains an adapter of rank 8 of one small base (hidden 64, 4 la
 SDK, on 8 sequences of 64 tokens a step (``forward_backward``, then ``optim_step``; both are sent before either is
 awaited). "in process" is the same loop on ``TrainedModel``, without SDK, HTTP, queues and disk. The server is a process
 of its own with the command's own code (worker inline); a figure is over all steps after the first two. fairness: steps
-of the slowest client over those of the fastest in the time in which all were at work.
+of the slowest client over those of the fastest in the time in which all were at work. Processor
+time is the server's alone.
 
 Kills: a loop of snapshots, samples, passes and steps against a server that is killed (SIGKILL) and started again once
 in each phase of each step; its weights and optimizer state are compared with an undisturbed server's, bit for bit.
@@ -29,7 +30,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ from tilth.service.worker import read_state
 RANK, ROWS, LENGTH = 8, 8, 64
 WARM = 2
 """First steps, which no figure has."""
+PATIENCE = 180.0
+"""Seconds for a server to begin, or to end; a busy machine needs 50 of them."""
 ADAM = types.AdamParams(learning_rate=1e-3)
 PHASES = ("snapshot", "sample", "passes", "step", "save")
 PROMPT = [5, 6, 7, 8]
@@ -87,19 +91,24 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "tilth", "serve", str(model), "--train", "--state", str(state)]
         self.command += ["--port", str(self.port), "--name", name, "--backend", "inline"]
+        self.errors = state.with_name(f"{state.name}.errors")
         self.kills = 0
         self.start()
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
-        while self.process.poll() is None:
-            try:
+        with open(self.errors, "ab") as errors:
+            self.process = subprocess.Popen(self.command, stderr=errors)
+        until = time.monotonic() + PATIENCE
+        while self.process.poll() is None and time.monotonic() < until:
+            with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/api/v1/healthz").status_code == 200:
                     return
-            except httpx.TransportError:
-                time.sleep(0.05)
-        raise RuntimeError(f"{' '.join(self.command)} ended with {self.process.returncode}")
+            time.sleep(0.05)
+        code = self.process.poll()
+        self.process.kill()
+        happened = f"did not answer for {PATIENCE} s" if code is None else f"ended with {code}"
+        raise RuntimeError(f"{' '.join(self.command)} {happened}:\n{self.errors.read_text()}")
 
     def kill(self) -> None:
         """Kill it and start it again."""
@@ -116,7 +125,7 @@ class ServerProcess:
     def close(self) -> None:
         """End it."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        self.process.wait(PATIENCE)
 
 
 @contextmanager
@@ -127,6 +136,14 @@ def served(model: Path, state: Path, name: str) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def connected(url: str) -> Iterator[tinker.ServiceClient]:
+    """A client for a block; afterwards it sends no heartbeats."""
+    client = tinker.ServiceClient(base_url=url, api_key="tml-none")
+    yield client
+    client.close("success").result(PATIENCE)
 
 
 def rows(step: int) -> list[np.ndarray]:
@@ -141,58 +158,56 @@ def datum(row: np.ndarray) -> types.Datum:
     return types.Datum(types.ModelInput.from_ints(row[:-1].tolist()), columns)
 
 
-def in_process(model: Path, steps: int) -> float:
-    """Run the loop without a server; return its steps a second."""
+def in_process(model: Path, steps: int) -> tuple[float, float]:
+    """Run the loop without a server; return its steps a second, and processor seconds of a step."""
     loaded = load_model(model)
     targets = tuple(name for names in TARGETS.values() for name in names)
     spec = ModelSpec(LoraConfig(rank=RANK, alpha=ALPHA, targets=targets), 0)
     trained = TrainedModel(SharedBase(loaded.config, loaded.tensors), spec)
-    begun = 0.0
+    begun = cpu = 0.0
     for step in range(steps + WARM):
-        begun = time.perf_counter() if step == WARM else begun
+        if step == WARM:
+            begun, cpu = time.perf_counter(), time.process_time()
         data = [Datum(r[:-1], {"target_tokens": r[1:], "weights": np.ones(LENGTH, np.float32)}) for r in rows(step)]
         trained.forward_backward(data, "cross_entropy", {}, forward_only=False)
         trained.step(AdamStep(1e-3, (0.9, 0.95), 1e-12, 0.0, 0.0))
-    return steps / (time.perf_counter() - begun)
+    return steps / (time.perf_counter() - begun), (time.process_time() - cpu) / steps
 
 
-def one_client(url: str, seed: int, steps: int, ready: threading.Barrier, ends: list[list[float]]) -> None:
-    """Train one adapter; note when each step ended."""
-    client = tinker.ServiceClient(base_url=url, api_key="tml-none")
-    trained = client.create_lora_training_client("base", rank=RANK, seed=seed).result()
-    mine = list[float]()
-    ends.append(mine)
-    for step in range(steps + WARM):
-        if step == WARM:
-            ready.wait()
-            mine.append(time.perf_counter())
-        passed, done = trained.forward_backward([*map(datum, rows(step))], "cross_entropy"), trained.optim_step(ADAM)
-        passed.result(), done.result()
-        if step >= WARM:
-            mine.append(time.perf_counter())
+def one_client(url: str, seed: int, steps: int, ready: threading.Barrier) -> list[float]:
+    """Train one adapter; return when its first step began and when each ended."""
+    with connected(url) as client:
+        trained, ends = client.create_lora_training_client("base", rank=RANK, seed=seed).result(), []
+        for step in range(steps + WARM):
+            if step == WARM:
+                ready.wait(PATIENCE)
+                ends.append(time.perf_counter())
+            passed, done = (
+                trained.forward_backward([*map(datum, rows(step))], "cross_entropy"),
+                trained.optim_step(ADAM),
+            )
+            passed.result(), done.result()
+            if step >= WARM:
+                ends.append(time.perf_counter())
+        return ends
 
 
-def many_clients(model: Path, folder: Path, count: int, steps: int) -> dict[str, Any]:
+def many_clients(server: ServerProcess, count: int, steps: int) -> dict[str, Any]:
     """Train ``count`` adapters at once; return the figures."""
-    with served(model, folder / f"state{count}", "base") as server:
-        ready, ends = threading.Barrier(count), list[list[float]]()
-        threads = [threading.Thread(target=one_client, args=(server.url, i, steps, ready, ends)) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        cpu = server.cpu()
+    ready, before = threading.Barrier(count), server.cpu()
+    with ThreadPoolExecutor(count) as pool:
+        ends = list(pool.map(lambda seed: one_client(server.url, seed, steps, ready), range(count)))
     begin, until = max(one[0] for one in ends), min(one[-1] for one in ends)
     done = [sum(begin < at <= until for at in one) for one in ends]
     last = max(one[-1] for one in ends)
     row: dict[str, Any] = {"what": "clients", "clients": count, "steps": steps * count}
     row |= {"steps_per_second": steps * count / (last - begin), "fairness": min(done) / max(done)}
-    return row | {"steps_per_second_per_client": row["steps_per_second"] / count, "server_cpu_seconds": cpu}
+    row["server_cpu_seconds_per_step"] = (server.cpu() - before) / (count * (steps + WARM))
+    return row | {"steps_per_second_per_client": row["steps_per_second"] / count}
 
 
-def rl_loop(server: ServerProcess, steps: int, strike: Callable[[str], None]) -> Path:
+def rl_loop(client: tinker.ServiceClient, steps: int, strike: Callable[[str], None]) -> Path:
     """Run a loop with every phase; return the state that it saves."""
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-none")
     trained = client.create_lora_training_client("base", rank=RANK, seed=1).result()
     for step in range(steps):
         sampler = trained.save_weights_and_get_sampling_client().result()
@@ -224,8 +239,8 @@ def kills(model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
 
     def outcome(phase: str) -> tuple[dict[str, torch.Tensor], int, float]:
         state, begun = folder / f"killed-{phase}", time.perf_counter()
-        with served(model, state, "base") as server:
-            place = rl_loop(server, steps, lambda now: server.kill() if now == phase else None)
+        with served(model, state, "base") as server, connected(server.url) as client:
+            place = rl_loop(client, steps, lambda now: server.kill() if now == phase else None)
             spent = time.perf_counter() - begun
             return read_state(state / "checkpoints" / place)[0], server.kills, spent
 
@@ -237,6 +252,19 @@ def kills(model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
         row = {"what": "kills", "phase": phase, "kills": count, "tensors": len(calm), "equal": equal}
         found.append({**row, "seconds": spent, "undisturbed_seconds": calm_seconds})
     return found
+
+
+def beside(alone: tuple[float, float], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Print figures of clients beside those of the loop in this process, measured just before; return both rows."""
+    rate, spent = alone
+    row |= {"over_in_process": row["steps_per_second"] / rate}
+    print(
+        f"{row['clients']} clients  {row['steps_per_second']:7.2f} steps/s in all, fairness {row['fairness']:.2f}, "
+        f"{row['server_cpu_seconds_per_step'] * 1e3:.0f} ms of processor a step; in process {rate:7.2f} steps/s, "
+        f"{spent * 1e3:.0f} ms; {row['over_in_process']:.2f} of its rate"
+    )
+    inside = {"what": "in process", "clients": 1, "steps_per_second": rate, "cpu_seconds_per_step": spent}
+    return [inside, row]
 
 
 RECIPES = {
@@ -281,16 +309,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tilth-service-") as made:
         folder = Path(made)
         model = small_base(folder / "base")
-        alone = in_process(model, steps)
-        every: list[dict[str, Any]] = [{"what": "in process", "clients": 1, "steps_per_second": alone}]
-        print(f"in process           {alone:7.2f} steps/s")
-        for count in [1, 2] if options.quick else map(int, options.clients.split(",")):
-            row = many_clients(model, folder, count, steps)
-            every.append({**row, "over_in_process": row["steps_per_second"] / alone})
-            print(
-                f"{count} clients            {row['steps_per_second']:7.2f} steps/s in all "
-                f"({row['steps_per_second'] / alone:.2f} of in process), fairness {row['fairness']:.2f}"
-            )
+        counts = [1, 2] if options.quick else [*map(int, options.clients.split(","))]
+        every = list[dict[str, Any]]()
+        with served(model, folder / "state", "base") as server:
+            for count in counts:
+                every += beside(in_process(model, steps), many_clients(server, count, steps))
         if not options.quick:
             for row in kills(model, folder, 3):
                 every.append(row)

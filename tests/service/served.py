@@ -1,6 +1,7 @@
 """A training service in this process, on a thread of its own, for the SDK's own objects."""
 
 import asyncio
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -57,6 +58,12 @@ class Served:
     def close(self) -> None:
         self.server.should_exit = True
         self._thread.join(30)
+        self.desk.room.close(0.0)
+
+    def end(self) -> None:
+        """End it as SIGTERM does."""
+        self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
+        self._thread.join(60)
         self.desk.room.close(0.0)
 
     def kill(self) -> None:

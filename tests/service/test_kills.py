@@ -1,5 +1,6 @@
 """A server that is killed and started again: clients go on, and every bit is that of an undisturbed server."""
 
+import asyncio
 import threading
 import time
 
@@ -17,7 +18,7 @@ from tilth.flows.serving import ServeOptions
 from tilth.service import desk
 from tilth.service.folders import ServiceFolder
 from tilth.service.start import TrainOptions, open_training
-from tilth.service.worker import read_state
+from tilth.service.worker import read_about, read_state
 
 PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))
 
@@ -105,6 +106,41 @@ def test_a_lost_request_would_change_the_weights(model, tmp_path, monkeypatch, u
         assert not all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
     finally:
         striker.server.close()
+
+
+def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeypatch):
+    """The request that runs ends, those that wait run when the server is back, and none runs twice."""
+    reached = threading.Event()
+
+    async def step(self, client, operation):
+        if operation.seq == 4 and ends:
+            reached.set()
+            while not self._closing:
+                await asyncio.sleep(0.005)
+        return await desk.TrainingDesk._step(self, client, operation)
+
+    monkeypatch.setitem(desk.OPERATIONS, "optim_step", step)
+    found = []
+    for ends in (False, True):
+        state = tmp_path / str(ends)
+        server = Served(model, state, name="Org/small")
+        trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()
+        sent = []
+        for number in range(4):
+            sent += [trained.forward_backward([*map(datum, rows(number))], "cross_entropy"), trained.optim_step(ADAM)]
+        if ends:
+            assert reached.wait(30)
+            server.end()
+            assert read_about(state / "models" / trained.model_id)["seq"] == 4
+            server = Served(model, state, port=server.port, name="Org/small")
+        try:
+            metrics = [one.result().metrics for one in sent]
+            path = trained.save_state("end").result().path
+            found.append((metrics, read_state(server.desk.folder.checkpoint(path))[0]))
+        finally:
+            server.close()
+    (calm, weights), (ended, others) = found
+    assert ended == calm and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_folder_of_another_base_is_refused(model, tmp_path):

@@ -36,6 +36,8 @@ ATTEMPTS = 3
 """Times that a request begins if its worker dies."""
 EPHEMERAL = 16
 """Newest snapshots of a model, without a checkpoint's name, that are kept."""
+GRACE = 30.0
+"""Seconds in which requests that run may finish when the server is asked to end."""
 WAIT = 20.0
 """Seconds that a request for an answer waits for it."""
 TARGETS = {"train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "train_mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -94,6 +96,7 @@ class TrainingDesk:
         self._changed = asyncio.Event()
         self._working = asyncio.Lock()
         self._loads = dict[str, asyncio.Task[None]]()
+        self._closing = False
         self.trouble: StorageError | None = None
         """Why the last state could not be written; its requests are on disk."""
         self._task: asyncio.Task[None] | None = None
@@ -111,10 +114,15 @@ class TrainingDesk:
         self._task = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """Stop after the request that runs, and write all states."""
+        """Stop after the requests that run, and write all states; those that wait are on disk for the next server."""
+        self._closing = True
+        self._changed.set()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            tasks = {self._task, *(task for sampler in self.samplers.values() for task in sampler.running)}
+            _, late = await asyncio.wait(tasks, timeout=GRACE)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         for client in self.clients.values():
             if client.alive == self.room.restarts and client.queue.next - 1 > client.saved:
                 with suppress(RoomError, StorageError, *BREAKS):  # its requests are on disk
@@ -264,6 +272,7 @@ class TrainingDesk:
 
     def submit(self, model: str, seq: int, kind: str, body: bytes, request: Any, cost: int = 1) -> Operation:
         """Take a request of a client. DataError, BusyError, CheckpointError: there is no such client."""
+        self._check_open()
         operation = self.client(model).queue.accept(seq, kind, body, request, cost)
         self._changed.set()
         return operation
@@ -282,12 +291,16 @@ class TrainingDesk:
         cost = sum(len(datum.tokens) for datum in request.data) * (1 if request.forward_only else 3)
         return client, self.submit(client.id, request.seq, "data", body, request, cost)
 
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RoomError("the server shuts down; ask again when it is back", key="serve.closing")
+
     # ---- the task that works ----
 
     async def _work(self) -> None:
         """Run requests, the client with fewest tokens first; share the time with samples evenly."""
         clock = asyncio.get_running_loop().time
-        while True:
+        while not self._closing:
             self._changed.clear()
             queue = next_of(client.queue for client in self.clients.values())
             if queue is None:
@@ -303,7 +316,11 @@ class TrainingDesk:
         """Run the next request of a client, and write its state if that is due."""
         operation = client.queue.ready()
         assert operation is not None
-        answer = await self._answered(client, operation)
+        try:
+            answer = await self._answered(client, operation)
+        except asyncio.CancelledError:
+            client.alive = -1  # the worker may have run it, so its state is no longer that before it
+            raise
         try:
             client.queue.finish(operation, answer)
             client.steps += operation.kind == "optim_step"
@@ -492,6 +509,7 @@ class TrainingDesk:
 
     def submit_sample(self, body: SampleBody, raw: bytes) -> Operation:
         """Take a request for samples. DataError, BusyError, CheckpointError."""
+        self._check_open()
         sampler = self.sampler(body.sampling_session_id)
         operation = sampler.queue.accept(body.seq_id, "sample", raw, body, body.num_samples)
         if not operation.answer.done() and operation.seq not in {int(t.get_name()) for t in sampler.running}:
@@ -516,6 +534,8 @@ class TrainingDesk:
         except TilthError as error:
             answer = failed(error, "user")
         except asyncio.CancelledError:
+            if self._closing:  # it runs again when the server is back
+                raise
             answer = failed(RoomError("the client has left", key="sample.left"), "user")
         sampler.queue.finish(operation, answer)
         if sampler.queue.fresh >= FRESH:
@@ -536,13 +556,14 @@ class TrainingDesk:
         if seq not in queue.operations:
             message = f"request {seq} of {name} is unknown, or its answer is no longer kept"
             raise CheckpointError(message, key="request_id.missing")
+        answer = queue.operations[seq].answer
+        if self._task is not None and not answer.done():
+            await asyncio.wait({answer, self._task}, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
         if self._task is None or self._task.done():
             raise RoomError("the desk of this server has stopped; start it again", key="service.stopped")
-        waiting = asyncio.shield(queue.operations[seq].answer)
-        try:
-            return await asyncio.wait_for(waiting, WAIT)
-        except TimeoutError:
-            return None
+        return None
 
 
 def _parts(path: str) -> tuple[str, str, str]:

@@ -4,7 +4,10 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import uvicorn
 
 from tilth.core.errors import DataError
 from tilth.flows.model import LoadedModel, load_model
@@ -38,6 +41,10 @@ class TrainServer(HttpServer):
     def __init__(self, app: Any, room: TrainRoom, door: socket.socket, desk: TrainingDesk) -> None:
         super().__init__(app, room, door)
         self.desk = desk
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop serving. The room stays open until the desk is closed, which writes its states by it."""
+        uvicorn.Server.handle_exit(self, sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the desk before the first request."""
