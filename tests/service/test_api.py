@@ -86,6 +86,7 @@ def test_a_loop_through_the_sdk_is_the_loop_in_process_bit_for_bit(server, clien
     assert (info.lora_rank, info.is_lora) == (rank or None, bool(rank))
 
 
+@pytest.mark.slow
 def test_a_custom_loss_is_forward_and_weights(client):
     trained = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
     twin = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
@@ -284,6 +285,7 @@ def test_the_session_says_what_differs_and_ends(server):
     assert httpx.post(f"{server.url}/api/v1/session_heartbeat", json={"session_id": name}).status_code == 410
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for_but_not_by_signed_links(model, tmp_path):
     with serving(model, tmp_path, name="Org/small", token="tml-secret") as server:
         with pytest.raises(tinker.AuthenticationError):

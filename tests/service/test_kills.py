@@ -120,10 +120,8 @@ def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeyp
         return await desk.TrainingDesk._step(self, client, operation)
 
     monkeypatch.setitem(desk.OPERATIONS, "optim_step", step)
-    found = []
+    server, found = Served(model, tmp_path, name="Org/small"), []
     for ends in (False, True):
-        state = tmp_path / str(ends)
-        server = Served(model, state, name="Org/small")
         trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()
         sent = []
         for number in range(4):
@@ -131,14 +129,12 @@ def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeyp
         if ends:
             assert reached.wait(30)
             server.end()
-            assert read_about(state / "models" / trained.model_id)["seq"] == 4
-            server = Served(model, state, port=server.port, name="Org/small")
-        try:
-            metrics = [one.result().metrics for one in sent]
-            path = trained.save_state("end").result().path
-            found.append((metrics, read_state(server.desk.folder.checkpoint(path))[0]))
-        finally:
-            server.close()
+            assert read_about(tmp_path / "models" / trained.model_id)["seq"] == 4
+            server = Served(model, tmp_path, port=server.port, name="Org/small")
+        metrics = [one.result().metrics for one in sent]
+        path = trained.save_state("end").result().path
+        found.append((metrics, read_state(server.desk.folder.checkpoint(path))[0]))
+    server.close()
     (calm, weights), (ended, others) = found
     assert ended == calm and all(torch.equal(weights[name], others[name]) for name in weights)
 
@@ -149,6 +145,7 @@ def test_a_folder_of_another_base_is_refused(model, tmp_path):
         open_training(str(model), ServeOptions(port=0, backend="inline"), TrainOptions(tmp_path / "state"))
 
 
+@pytest.mark.slow
 def test_waiting_clients_are_told_to_ask_again(model, tmp_path, monkeypatch):
     """A request whose predecessor has not come waits, and runs when that is there."""
     monkeypatch.setattr(desk, "WAIT", 0.2)

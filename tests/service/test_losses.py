@@ -82,7 +82,7 @@ def oracle(model, trained, loss, rows, options):
     return total.item(), found, {n: q.grad for n, q in wide.named_parameters() if q.grad is not None}
 
 
-@pytest.mark.parametrize("spec", [LORA, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("spec", [LORA, pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_logprobs_and_gradients_are_those_of_the_documentation_in_float64(loss, spec):
     shared, model = base()

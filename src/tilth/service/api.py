@@ -26,8 +26,8 @@ from tilth.service.bodies import (
     SessionBody,
     StepBody,
 )
-from tilth.service.desk import CHECKPOINTS, Client, TrainingDesk, expires_at
-from tilth.service.folders import ABOUT, KINDS, read_json, write_json
+from tilth.service.desk import CHECKPOINTS, Client, TrainingDesk
+from tilth.service.folders import ABOUT, KINDS, expires_at, read_json, write_json
 from tilth.service.links import Links
 from tilth.service.queues import BusyError, Operation, StoredAnswer
 from tilth.service.samplers import check_sample

@@ -7,7 +7,6 @@ since then run again after a kill: passes and steps are deterministic, so every 
 import asyncio
 import json
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from tilth.core.errors import CheckpointError, DataError, StorageError, TilthErr
 from tilth.serve.completion import RoomError
 from tilth.serve.room import BREAKS
 from tilth.service.bodies import AdamBody, CreateBody, LoadBody, SampleBody, SaveBody, StepBody
-from tilth.service.folders import ABOUT, ServiceFolder, check_name, now, read_json, write_json
+from tilth.service.folders import ABOUT, ServiceFolder, check_name, expires_at, now, read_json, write_json
 from tilth.service.log import RequestLog
 from tilth.service.losses import check_data, options_of
 from tilth.service.queues import Operation, RequestQueue, StoredAnswer, next_of
@@ -558,7 +557,8 @@ class TrainingDesk:
             raise CheckpointError(message, key="request_id.missing")
         answer = queue.operations[seq].answer
         if self._task is not None and not answer.done():
-            await asyncio.wait({answer, self._task}, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {answer, self._task}
+            await asyncio.wait(either, timeout=WAIT, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
         if self._task is None or self._task.done():
@@ -569,11 +569,6 @@ class TrainingDesk:
 def _parts(path: str) -> tuple[str, str, str]:
     model, kind, name = path.removeprefix("tinker://").split("/")
     return model, kind, name
-
-
-def expires_at(seconds: int | None) -> float | None:
-    """Return the time at which something ends; None: never."""
-    return None if seconds is None else time.time() + seconds
 
 
 def as_json(facts: Mapping[str, Any]) -> StoredAnswer:

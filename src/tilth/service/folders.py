@@ -25,6 +25,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
+def expires_at(seconds: int | None) -> float | None:
+    """Return the time at which something ends; None: never."""
+    return None if seconds is None else time.time() + seconds
+
+
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
     """Write facts atomically. StorageError."""
     make_folder(path.parent)
