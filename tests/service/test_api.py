@@ -211,6 +211,9 @@ def test_bad_input_reaches_the_client_as_the_sdks_own_errors_and_the_client_goes
         trained.optim_step(ADAM).result()
     with pytest.raises(tinker.RequestFailedError):
         trained.forward_backward(data, "gspo").result()
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(tinker.RequestFailedError):
+            trained.optim_step(types.AdamParams(learning_rate=wrong)).result()  # what follows does not wait for it
     trained.save_state("same").result()
     with pytest.raises(tinker.RequestFailedError):
         trained.save_state("same").result()

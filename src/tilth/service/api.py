@@ -26,10 +26,10 @@ from tilth.service.bodies import (
     SessionBody,
     StepBody,
 )
-from tilth.service.desk import CHECKPOINTS, Client, TrainingDesk
+from tilth.service.desk import CHECKPOINTS, Client, TrainingDesk, failed
 from tilth.service.folders import ABOUT, KINDS, expires_at, read_json, write_json
 from tilth.service.links import Links
-from tilth.service.queues import BusyError, Operation, StoredAnswer
+from tilth.service.queues import BusyError, StoredAnswer
 from tilth.service.samplers import check_sample
 
 PREFIX = "/api/v1"
@@ -69,8 +69,13 @@ def error_response(error: TilthError) -> JSONResponse:
 async def read(request: Request, kind: type[Kind]) -> tuple[Kind, bytes]:
     """Return a body, read and raw. DataError names the field that is wrong."""
     raw = await whole(request)
+    return parsed(raw, kind), raw
+
+
+def parsed(raw: bytes, kind: type[Kind]) -> Kind:
+    """Return a body. DataError names the field that is wrong."""
     try:
-        return kind.model_validate_json(raw or b"{}"), raw
+        return kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
@@ -91,6 +96,36 @@ def promise(kind: str, name: str, seq: int, **more: Any) -> dict[str, Any]:
     """Return what a client asks for its answer with. kind: "f" of a model, "s" of a sampler, "c" or "l" of a new
     model."""
     return {"request_id": f"{kind}/{name}/{seq}", **more}
+
+
+Numbered = TypeVar("Numbered", StepBody, SaveBody, LoadBody)
+
+
+def numbered(
+    desk: TrainingDesk, raw: bytes, operation: str, kind: type[Numbered], check: Callable[[Numbered], None]
+) -> dict[str, Any]:
+    """Take a request of a client. One that is refused has its place too, so that later ones do not wait for it."""
+    try:
+        check(parsed(raw, kind))
+    except DataError as error:
+        given = _number(raw)
+        if given is None or given[0] not in desk.clients:
+            raise
+        taken = desk.submit(*given, "refused", failed(error, "user").body, None)
+        return promise("f", given[0], taken.seq, model_id=given[0])
+    model, seq = _number(raw) or ("", 0)
+    desk.submit(model, seq, operation, raw, None)
+    return promise("f", model, seq, model_id=model)
+
+
+def _number(raw: bytes) -> tuple[str, int] | None:
+    """Return the client and number of a request whose body may be wrong in other fields; None: it has none."""
+    try:
+        given = json.loads(raw)
+    except ValueError:
+        return None
+    model, seq = (given.get("model_id"), given.get("seq_id")) if isinstance(given, dict) else (None, None)
+    return (model, seq) if isinstance(model, str) and type(seq) is int and seq >= 1 else None
 
 
 class NamedErrorRoute(APIRoute):
@@ -170,9 +205,6 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
 
 
 def _training(routes: APIRouter, desk: TrainingDesk) -> None:
-    def taken(client: Client, operation: Operation) -> dict[str, Any]:
-        return promise("f", client.id, operation.seq, model_id=client.id)
-
     @routes.post("/create_model")
     async def create_model(request: Request) -> dict[str, Any]:
         body, _ = await read(request, CreateBody)
@@ -192,24 +224,19 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         if request.headers.get("content-encoding"):
             raise DataError("content-encoding: bodies are taken as they are; client_config says so", key="encoding")
-        return taken(*desk.submit_data(await whole(request)))
+        client, operation = desk.submit_data(await whole(request))
+        return promise("f", client.id, operation.seq, model_id=client.id)
 
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
-        body, raw = await read(request, StepBody)
-        if body.optimizer_params is not None:
-            kind = body.optimizer_params.get("type")
-            message = f"optimizer_params.type={kind!r} is not offered by this server; use AdamParams"
-            raise DataError(message, key="optimizer_params.type")
-        client = desk.client(body.model_id)
-        return taken(client, desk.submit(client.id, body.seq_id, "optim_step", raw, None))
+        return numbered(desk, await whole(request), "optim_step", StepBody, _check_step)
 
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        body, raw = await read(request, LoadBody)
-        if body.model_id is not None and body.seq_id is not None:
-            client = desk.client(body.model_id)
-            return taken(client, desk.submit(client.id, body.seq_id, "load_weights", raw, None))
+        raw = await whole(request)
+        if _number(raw) is not None:
+            return numbered(desk, raw, "load_weights", LoadBody, lambda body: None)
+        body = parsed(raw, LoadBody)
         if body.session_id is None or body.model_seq_id is None:
             message = "load_weights needs model_id and seq_id, or session_id and model_seq_id of a new model"
             raise DataError(message, key="model_id")
@@ -239,14 +266,21 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
 def _save_route(routes: APIRouter, desk: TrainingDesk, kind: str) -> None:
     @routes.post(f"/{kind}")
     async def save(request: Request) -> dict[str, Any]:
-        body, raw = await read(request, SaveBody)
+        return numbered(desk, await whole(request), kind, SaveBody, check)
+
+    def check(body: SaveBody) -> None:
         if body.age_encryption_recipients:
             raise DataError("age_encryption_recipients: this server does not encrypt files; leave it out", key="age")
         if body.path is None and kind != "save_weights_for_sampler":
             raise DataError(f"{kind} needs a path, the checkpoint's name", key="path")
-        client = desk.client(body.model_id)
-        operation = desk.submit(client.id, body.seq_id, kind, raw, None)
-        return promise("f", client.id, operation.seq, model_id=client.id)
+
+
+def _check_step(body: StepBody) -> None:
+    """Raise DataError for an optimizer that this server has not."""
+    if body.optimizer_params is not None:
+        kind = body.optimizer_params.get("type")
+        message = f"optimizer_params.type={kind!r} is not offered by this server; use AdamParams"
+        raise DataError(message, key="optimizer_params.type")
 
 
 def _parsed(name: str) -> tuple[str, str, int]:
