@@ -79,6 +79,7 @@ class Served:
 
         self.loop.call_soon_threadsafe(stop)
         self.close()
+        self.desk.folder.lock.release()
 
 
 async def _nothing() -> None:

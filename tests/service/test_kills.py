@@ -13,7 +13,7 @@ from tinker import types
 from tests.errors import raises
 from tests.service.served import TOKENIZER, Served, base, service
 from tests.service.test_api import ADAM, datum, rows
-from tilth.core.errors import CheckpointError
+from tilth.core.errors import CheckpointError, StorageError
 from tilth.flows.serving import ServeOptions
 from tilth.service import desk
 from tilth.service.folders import ServiceFolder
@@ -143,6 +143,14 @@ def test_a_folder_of_another_base_is_refused(model, tmp_path):
     ServiceFolder(tmp_path / "state", "base", "a1b2)")
     with raises(CheckpointError, "service.state"):
         open_training(str(model), ServeOptions(port=0, backend="inline"), TrainOptions(tmp_path / "state"))
+
+
+def test_a_folder_of_a_server_that_runs_is_refused(model, tmp_path):
+    folder = ServiceFolder(tmp_path, "base", "a1b2)")
+    with raises(StorageError, "service.lock"):
+        ServiceFolder(tmp_path, "base", "a1b2)")
+    folder.lock.release()
+    ServiceFolder(tmp_path, "base", "a1b2)").lock.release()
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ class TrainingDesk:
             client.queue.log.close()
         for sampler in self.samplers.values():
             sampler.queue.log.close()
+        self.folder.lock.release()
 
     # ---- sessions ----
 

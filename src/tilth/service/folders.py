@@ -12,6 +12,7 @@ from typing import Any
 
 from tilth.core.errors import CheckpointError, DataError
 from tilth.core.files import atomic_write, make_folder
+from tilth.runs.files import Lock
 
 ABOUT = "about.json"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -49,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
 class ServiceFolder:
     """All that a training service keeps, below one folder. It belongs to one base model.
 
-    CheckpointError: the folder is another base's, or damaged.
+    CheckpointError: the folder is another base's, or damaged. StorageError: another server has it.
     """
 
     def __init__(self, root: Path, base: str, fingerprint: str) -> None:
@@ -65,6 +66,7 @@ class ServiceFolder:
         if held["fingerprint"] != fingerprint:
             message = f"{root} holds models of the base {held['base_model']!r}, which has other weights than {base!r}"
             raise CheckpointError(f"{message}; give this one a folder of its own", key="service.state")
+        self.lock = Lock(root / "service.lock")
 
     def entry(self, kind: str, name: str) -> Path:
         """Return the folder of a session, model or sampler."""

@@ -76,14 +76,18 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     """Return a server whose engine is ready (``run_here`` serves), and its address.
 
     model: as ``load_model`` takes it. Raises TilthError for a model or an address that does not work, CheckpointError
-    for the folder of another base.
+    for the folder of another base, StorageError for that of another server.
     """
     if options.token and not options.token.startswith(KEY):
         message = f"--token: the tinker SDK sends keys that begin with {KEY!r} alone; choose such a token"
         raise DataError(message, key="--token")
     loaded = load_model(model)
     folder = ServiceFolder(train.state, train.name or model, identity(model).rpartition(" (")[2])
-    made = open_app(model, options, partial(TrainRoom, source=model))
+    try:
+        made = open_app(model, options, partial(TrainRoom, source=model))
+    except BaseException:
+        folder.lock.release()
+        raise
     assert isinstance(made.room, TrainRoom)
     desk = TrainingDesk(made.room, folder, served_base(model, loaded, train.name), most=train.requests)
     made.app.include_router(router(desk, Links(folder.secret)))
