@@ -233,7 +233,8 @@ def listen(host: str, port: int) -> socket.socket:
     that is free."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        door = socket.socket(family, socket.SOCK_STREAM)
+        # with the protocol asyncio sets TCP_NODELAY; else the second packet of an answer waits 40 ms for an ACK
+        door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind(address)
         door.listen()  # two that are bound only could have one port
