@@ -107,7 +107,7 @@ def test_what_a_run_says_of_held_out_pairs_is_what_its_checkpoint_says(made):
 def test_a_reward_model_is_no_policy_and_a_policy_no_reward_model(made, tmp_path):
     with raises(ModelError, "model"):
         load_model(made["reward_model"].directory)
-    with raises(ModelError, "reward_model"):
+    with raises(ModelError, "reward.model"):
         tiny.run(tiny.recipe(tmp_path, reward={"model": str(made["dpo"].directory)}))
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,9 @@ def test_a_process_answers_and_its_end_is_seen(program):
     assert process.call("name") == [process.pid, 5, None, "1"]
     with pytest.raises(ServerLost):
         process.call("fail")
+    deadline = time.monotonic() + 30  # the answer is lost before all of the log is written
+    while "broken" not in process.log_tail() and time.monotonic() < deadline:
+        time.sleep(0.01)
     process.stop()
     assert "this is the log" in process.log_tail() and "broken" in process.log_tail()
     assert not psutil.pid_exists(process.pid)
