@@ -36,7 +36,6 @@ def pytest_collection():
     return found
 
 
-ROOT = Path(__file__).parent
 GROUPS = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
@@ -97,7 +96,7 @@ def pytest_collection_modifyitems(config, items):
             return 0
         return 1 if item.get_closest_marker("dist") and "pool" in item.fixturenames else 2 + (item.path not in starting)
 
-    items.sort(key=lambda item: (order(item), item.path.parent != ROOT, str(item.path)))  # pages take longest of all
+    items.sort(key=lambda item: (order(item), str(item.path)))
     groups = {item.nodeid: ("ray", "pool")[order(item)] for item in items if order(item) < 2}
     Path(config.workerinput["groups"]).write_text(json.dumps(groups))
 

@@ -14,6 +14,8 @@ from tinker import types
 from tests.service.served import TOKENIZER, base, service, serving
 from tilth.config.schema import LoraConfig
 from tilth.flows.model import load_model
+from tilth.serve.app import BODY
+from tilth.service.api import LARGEST
 from tilth.service.desk import ALPHA, TARGETS
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.service.wire import Datum
@@ -255,6 +257,13 @@ def test_a_request_that_is_sent_again_runs_once_and_another_with_its_number_is_r
 def test_a_malformed_body_is_refused_by_its_field(server, place, body, field):
     found = httpx.post(f"{server.url}/api/v1/{place}", json=body)
     assert found.status_code == 400 and field in found.json()["detail"]
+
+
+def test_data_of_one_pass_may_be_larger_than_a_prompt(server):
+    """A body that the server in front refused would leave a gap in the numbers, and later requests would wait."""
+    found = httpx.post(f"{server.url}/api/v1/forward_backward", content=b"{" + b" " * BODY + b"}")
+    assert found.status_code == 400
+    assert httpx.post(f"{server.url}/api/v1/create_session", content=b" " * (LARGEST + 1)).status_code == 413
 
 
 @pytest.mark.slow

@@ -63,11 +63,11 @@ class Guarded:
     """ASGI application that checks the token, the Host header and the size of the body, and counts answers.
 
     A page of a browser could reach a server without a token under another name (DNS rebinding), so that one answers
-    only to names of this machine.
+    only to names of this machine. largest: most bytes of a body.
     """
 
-    def __init__(self, app: Any, token: str, metrics: ServerMetrics) -> None:
-        self._app, self._token, self._metrics = app, token.encode(), metrics
+    def __init__(self, app: Any, token: str, metrics: ServerMetrics, largest: int = BODY) -> None:
+        self._app, self._token, self._metrics, self._largest = app, token.encode(), metrics, largest
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -85,15 +85,16 @@ class Guarded:
         if refused is not None:
             await refused.response()(scope, receive, sent)
         else:
-            await self._app(scope, _limited(receive), sent)
+            await self._app(scope, _limited(receive, self._largest), sent)
         path = scope["path"] if "endpoint" in scope else "other"
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.duration.observe(time.perf_counter() - begin)
 
     def _refused(self, path: str, headers: dict[str, bytes]) -> HttpError | None:
         length = headers.get("content-length", b"0")
-        if not length.isdigit() or int(length) > BODY:
-            return HttpError(413, f"the body has {length.decode('latin-1')} bytes, the limit is {BODY}", "body")
+        if not length.isdigit() or int(length) > self._largest:
+            message = f"the body has {length.decode('latin-1')} bytes, the limit is {self._largest}"
+            return HttpError(413, message, "body")
         if path in OPEN or path.startswith(SIGNED):
             return None
         if not self._token:
@@ -106,7 +107,7 @@ class Guarded:
         return HttpError(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
-def _limited(receive: Any) -> Any:
+def _limited(receive: Any, largest: int) -> Any:
     """Return a receive that refuses bodies that grow beyond the limit without having said so."""
     seen = 0
 
@@ -114,8 +115,8 @@ def _limited(receive: Any) -> Any:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
-        if seen > BODY:
-            raise HttpError(413, f"the body is longer than {BODY} bytes", "body")
+        if seen > largest:
+            raise HttpError(413, f"the body is longer than {largest} bytes", "body")
         return message
 
     return limited

@@ -34,7 +34,7 @@ from tilth.service.samplers import check_sample
 
 PREFIX = "/api/v1"
 LARGEST = 64 * 2**20
-"""Bytes of the largest body."""
+"""Most bytes of a body, for ``serve.app.Guarded``: a batch of training data."""
 REFUSED: Mapping[str, str] = {
     "publish": "checkpoints of this server are not published; give others the files of save_weights_external",
     "project": "this server has no projects",
@@ -68,7 +68,7 @@ def error_response(error: TilthError) -> JSONResponse:
 
 async def read(request: Request, kind: type[Kind]) -> tuple[Kind, bytes]:
     """Return a body, read and raw. DataError names the field that is wrong."""
-    raw = await whole(request)
+    raw = await request.body()
     return parsed(raw, kind), raw
 
 
@@ -80,16 +80,6 @@ def parsed(raw: bytes, kind: type[Kind]) -> Kind:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
         raise DataError(f"{where}: {first['msg']}", key=where) from None
-
-
-async def whole(request: Request) -> bytes:
-    """Return a raw body. DataError: it is too large."""
-    found = bytearray()
-    async for part in request.stream():
-        found += part
-        if len(found) > LARGEST:
-            raise DataError(f"the body has more than {LARGEST} bytes; send less data at once", key="body.size")
-    return bytes(found)
 
 
 def promise(kind: str, name: str, seq: int, **more: Any) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
 
     @routes.post("/telemetry")
     async def telemetry(request: Request) -> dict[str, str]:
-        await whole(request)
+        await request.body()
         return {"status": "accepted"}
 
     @routes.post("/create_session")
@@ -224,16 +214,16 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         if request.headers.get("content-encoding"):
             raise DataError("content-encoding: bodies are taken as they are; client_config says so", key="encoding")
-        client, operation = desk.submit_data(await whole(request))
+        client, operation = desk.submit_data(await request.body())
         return promise("f", client.id, operation.seq, model_id=client.id)
 
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
-        return numbered(desk, await whole(request), "optim_step", StepBody, _check_step)
+        return numbered(desk, await request.body(), "optim_step", StepBody, _check_step)
 
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        raw = await whole(request)
+        raw = await request.body()
         if _number(raw) is not None:
             return numbered(desk, raw, "load_weights", LoadBody, lambda body: None)
         body = parsed(raw, LoadBody)
@@ -266,7 +256,7 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
 def _save_route(routes: APIRouter, desk: TrainingDesk, kind: str) -> None:
     @routes.post(f"/{kind}")
     async def save(request: Request) -> dict[str, Any]:
-        return numbered(desk, await whole(request), kind, SaveBody, check)
+        return numbered(desk, await request.body(), kind, SaveBody, check)
 
     def check(body: SaveBody) -> None:
         if body.age_encryption_recipients:

@@ -14,7 +14,7 @@ from tilth.flows.model import LoadedModel, load_model
 from tilth.flows.serving import ServeOptions, open_app
 from tilth.runs.model_refs import identity
 from tilth.serve.app import Guarded, HttpServer
-from tilth.service.api import router
+from tilth.service.api import LARGEST, router
 from tilth.service.desk import ServedBase, TrainingDesk
 from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
@@ -91,4 +91,6 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     assert isinstance(made.room, TrainRoom)
     desk = TrainingDesk(made.room, folder, served_base(model, loaded, train.name), most=train.requests)
     made.app.include_router(router(desk, Links(folder.secret)))
-    return TrainServer(Guarded(made.app, options.token, made.metrics), made.room, made.door, desk), made.address
+    return TrainServer(
+        Guarded(made.app, options.token, made.metrics, LARGEST), made.room, made.door, desk
+    ), made.address
