@@ -119,3 +119,26 @@ def test_nothing_outlives_the_program(sandbox, scene, tmp_path):
 
 def test_there_are_enough():
     assert len(ESCAPES) >= 40 and len(NEEDS_ROOT - set(ESCAPES)) == 0
+
+
+SUBMOUNT = """
+import os, sys
+from tilth.sandbox import kernel
+from tilth.sandbox.run import Sandbox
+kernel.unshare(kernel.NEWNS)
+kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+kernel.mount("tmpfs", "/usr/local", "tmpfs", 0, "mode=777")
+program = "import os; open('/usr/local/escape', 'w').write('x'); os.remove('/usr/local/escape'); print('ESCAPED')"
+exec(program)
+with Sandbox() as sandbox:
+    found = sandbox.run(program)
+print(found.state, found.stdout, found.stderr.strip().splitlines()[-1:])
+"""
+"""Mounts a folder that everybody may write to below one that programs see, where nobody else sees it."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.isdir("/usr/local"), reason="needs root, to mount")
+def test_what_is_mounted_below_a_shared_folder_cannot_be_written_to(sandbox):
+    said = subprocess.run([sys.executable, "-c", SUBMOUNT], capture_output=True, text=True, timeout=60, check=True)
+    first, *rest = said.stdout.splitlines()
+    assert first == "ESCAPED" and rest[0].startswith("error") and "Read-only" in rest[-1], said.stdout

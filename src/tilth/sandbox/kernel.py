@@ -13,7 +13,7 @@ NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x0800000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
-MS_PRIVATE, MNT_DETACH = 1 << 18, 2
+MS_PRIVATE, MNT_DETACH, AT_RECURSIVE = 1 << 18, 2, 0x8000
 NO_NEW_PRIVS, SET_SECCOMP, SET_DUMPABLE, SET_PDEATHSIG, CAPBSET_DROP = 38, 22, 4, 1, 24
 LAST_CAPABILITY = 40
 
@@ -72,9 +72,11 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def bind(source: str, target: str) -> None:
-    """Mount a folder or device read-only at another place, without set-user-id programs."""
+    """Mount a folder read-only at another place, with all that is mounted below it, without set-user-id programs."""
     mount(source, target, "", MS_BIND | MS_REC)
-    mount("", target, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+    attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID, 0, 0, 0)  # a remount would change the uppermost one alone
+    number = ctypes.c_long(CALLS["mount_setattr"][_machine()[0]])
+    call("syscall", number, -1, target.encode(), AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
 
 
 def pivot_root(folder: str) -> None:
