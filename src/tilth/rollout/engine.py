@@ -34,7 +34,7 @@ from tilth.rollout.sampling import Rules, choose, choose_from, draws, log_softma
 from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.score import scored
 from tilth.rollout.stats import Stats
-from tilth.rollout.stops import Decodes, StopStrings, completion_text
+from tilth.rollout.stops import Decodes
 from tilth.trace.spans import span
 
 
@@ -198,46 +198,28 @@ class Engine(GenerationEngine):
     # Requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. Raises DataError, and queues none of them, if one cannot be served.
-
-        ``max_tokens`` is never reduced: a prompt whose longest completion exceeds the context is refused.
-        """
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served."""
         answers = [SequenceState.start(r) for r in requests]
-        seen: set[int] = set()
+        seen = set(self._known)
         for answer in answers:
             self._check(answer, seen)
+            seen.add(answer.request.id)
         for answer in answers:
             self._enqueue(answer)
 
     def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
         """Continue a partial trajectory with its positions and random numbers. Raises DataError."""
         answer = SequenceState.resume(trajectory, params, adapter)
-        if answer.end <= len(answer.tokens):
-            message = f"trajectory {trajectory.id} already has max_tokens={params.max_tokens} tokens"
-            raise DataError(message, key="params.max_tokens")
-        self._check(answer, set())
+        self._check(answer, self._known)
         self._enqueue(answer)
 
     def _check(self, answer: SequenceState, seen: set[int]) -> None:
-        r = answer.request
-        what = f"request {r.id}"
-        if r.id in self._known or r.id in seen:
-            raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
-        seen.add(r.id)
-        if not len(answer.tokens):
-            raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
-        if answer.tokens.min() < 0 or answer.tokens.max() >= self.config.vocab_size:
-            message = f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}"
-            raise DataError(message, key="request.prompt.vocab_size")
-        if answer.end > self.max_length:
-            n, m = len(answer.tokens), answer.end - len(answer.tokens)
-            message = f"{what}: {n} prompt tokens and {m} new ones exceed the context of {self.max_length} tokens"
-            raise DataError(message, key="request.max_tokens")
+        """Raise DataError for a sequence that cannot be served. seen: ids in flight, and those that come with it."""
+        r, what = answer.request, f"request {answer.request.id}"
+        answer.check(self.config.vocab_size, self.max_length, seen, self.tokenizer)
         if self._blocks.blocks_for(answer.end) > self._blocks.num_blocks:
             message = f"{what}: {answer.end} tokens do not fit a KV cache of kv_tokens={self.kv_tokens}"
             raise DataError(message, key="kv_tokens")
-        if r.params.stop and self.tokenizer is None:
-            raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
         if r.params.schema:
             if self._grammars is None:
                 raise DataError(f"{what}: a schema needs an engine with a tokenizer", key="request.schema.tokenizer")
@@ -246,9 +228,7 @@ class Engine(GenerationEngine):
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
-        if params.stop and self.tokenizer is not None:
-            answer.stops = StopStrings(params.stop, self.tokenizer, self._special)
-            answer.stops.push(answer.completion.tolist())
+        answer.seek_stops(self.tokenizer, self._special)
         if params.schema and self._grammars is not None:
             answer.grammar = self._grammars.begin(params.schema, params.stop_tokens)
             answer.grammar.push(answer.completion.tolist())
@@ -371,12 +351,7 @@ class Engine(GenerationEngine):
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
         self._stats.finished += 1
-        reason = "error" if answer.grammar is not None and answer.grammar.stuck else reason
-        if answer.stops is not None and answer.stops.found:
-            return answer.finish(reason, answer.stops.text)
-        return answer.finish(
-            reason, completion_text(self.tokenizer, answer.completion, answer.request.params.stop_tokens)
-        )
+        return answer.finish(reason, self.tokenizer)
 
     # Prompts
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
@@ -20,7 +19,7 @@ from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
 from tilth.rollout.server import ServerError, ServerLost
 from tilth.rollout.stats import Stats
-from tilth.rollout.stops import Decodes, StopStrings, completion_text
+from tilth.rollout.stops import Decodes
 
 _BUCKET = 256 << 20
 """Bytes of weights that travel at a time."""
@@ -139,28 +138,12 @@ class RemoteEngine(GenerationEngine):
             self._check(answer, seen)
             seen.add(answer.request.id)
         for answer in answers:
-            self._watch(answer)
+            answer.seek_stops(self.tokenizer, self._special)
             self._flying[answer.request.id] = Flying(answer)
 
     def _check(self, answer: SequenceState, seen: set[int]) -> None:
-        what, count = f"request {answer.request.id}", len(answer.tokens)
-        if answer.request.id in seen:
-            raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
-        if not count:
-            raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
-        if answer.tokens.min() < 0 or answer.tokens.max() >= self.config.vocab_size:
-            message = f"{what}: a token id is outside the vocabulary of {self.config.vocab_size}"
-            raise DataError(message, key="request.prompt.vocab_size")
-        if not count < answer.end <= self.max_length:
-            message = f"{what}: {count} prompt tokens and {answer.end - count} new ones exceed the context of "
-            raise DataError(f"{message}{self.max_length} tokens", key="request.max_tokens")
-        if answer.request.params.stop and self.tokenizer is None:
-            raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
-
-    def _watch(self, answer: SequenceState) -> None:
-        if answer.request.params.stop and self.tokenizer is not None:
-            answer.stops = StopStrings(answer.request.params.stop, self.tokenizer, self._special)
-            answer.stops.push(answer.completion.tolist())
+        """Raise DataError for a sequence that cannot be served. seen: ids in flight, and those that come with it."""
+        answer.check(self.config.vocab_size, self.max_length, seen, self.tokenizer)
 
     def keep(self, others: list[Trajectory]) -> None:
         self._done.extend(others)
@@ -252,10 +235,7 @@ class RemoteEngine(GenerationEngine):
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         del self._flying[answer.request.id]
         self._stats.finished += 1
-        if answer.stops is not None and answer.stops.found:
-            return answer.finish(reason, answer.stops.text)
-        text = completion_text(self.tokenizer, answer.completion, answer.request.params.stop_tokens)
-        return answer.finish(reason, text)
+        return answer.finish(reason, self.tokenizer)
 
     # The server
 
@@ -376,11 +356,6 @@ class RemoteEngine(GenerationEngine):
         if reset:
             self._stats = Stats()
         return found
-
-
-def kv_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of some tokens."""
-    return 2 * config.num_layers * config.kv_size * dtype.itemsize * tokens
 
 
 def parsed_pieces(answer: Any) -> dict[str, Continuation]:

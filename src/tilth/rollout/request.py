@@ -1,6 +1,6 @@
 """Requests to an engine, and the state of a sequence in flight."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from tilth.rollout.adapters import LoadedAdapter
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
 from tilth.rollout.grammar import Grammar
-from tilth.rollout.stops import StopStrings
+from tilth.rollout.stops import Decodes, StopStrings, completion_text
 
 TINY = 1e-30
 """Least temperature above 0, and least top_p: engines compute in fp32, where a logit divided by less has no value."""
@@ -152,7 +152,7 @@ class SequenceState:
     def resume(cls, t: Trajectory, params: SamplingParams, adapter: str = "") -> "SequenceState":
         """Continue a partial trajectory: its last assistant segment, or a new one after another role.
 
-        ``max_tokens`` includes the tokens that the segment already has.
+        ``max_tokens`` includes the tokens that the segment already has. Raises DataError if these are all.
         """
         *before, last = t.segments
         before, begin = (before, last.start) if last.role == "assistant" else (t.segments, len(t.tokens))
@@ -161,7 +161,36 @@ class SequenceState:
         if params.filtered and sampling is None:
             sampling = t.logprobs
         end = begin + params.max_tokens
+        if end <= len(t.tokens):
+            message = f"trajectory {t.id} already has max_tokens={params.max_tokens} tokens"
+            raise DataError(message, key="params.max_tokens")
         return cls(request, t.tokens, t.mask, t.logprobs, sampling, list(before), list(t.versions), end)
+
+    def check(self, vocabulary: int, longest: int, known: Container[int], tokenizer: Decodes | None) -> None:
+        """Raise DataError for a sequence that no engine of this vocabulary, context and tokenizer serves.
+
+        known: ids in flight. ``max_tokens`` is never reduced: a prompt whose longest completion exceeds the context is
+        refused.
+        """
+        what, count = f"request {self.request.id}", len(self.tokens)
+        if self.request.id in known:
+            raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
+        if not count:
+            raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
+        if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
+            message = f"{what}: a token id is outside the vocabulary of {vocabulary}"
+            raise DataError(message, key="request.prompt.vocab_size")
+        if self.end > longest:
+            message = f"{what}: {count} prompt tokens and {self.end - count} new ones exceed the context of "
+            raise DataError(f"{message}{longest} tokens", key="request.max_tokens")
+        if self.request.params.stop and tokenizer is None:
+            raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
+
+    def seek_stops(self, tokenizer: Decodes | None, special: Collection[str]) -> None:
+        """Begin to watch for its stop strings. special: texts of the special tokens."""
+        if self.request.params.stop and tokenizer is not None:
+            self.stops = StopStrings(self.request.params.stop, tokenizer, special)
+            self.stops.push(self.completion.tolist())
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> None:
         """Append drawn tokens, as arrays of equal length; copies them."""
@@ -205,9 +234,15 @@ class SequenceState:
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((len(self.tokens), version))
 
-    def finish(self, reason: Finish, text: str) -> Trajectory:
-        """Return the trajectory, without versions or assistant segments that have no token."""
+    def finish(self, reason: Finish, tokenizer: Decodes | None) -> Trajectory:
+        """Return the trajectory, without versions or assistant segments that have no token; "" is the text without a
+        tokenizer. One whose schema allows no token finishes by "error"."""
         r = self.request
+        if self.stops is not None and self.stops.found:
+            text = self.stops.text
+        else:
+            text = completion_text(tokenizer, self.completion, r.params.stop_tokens)
+        reason = "error" if self.grammar is not None and self.grammar.stuck else reason
         segments = [*self.segments, Segment("assistant", len(r.prompt))] if len(self.completion) else self.segments
         versions = [span for span in self.versions if span[0] < len(self.tokens)]
         return Trajectory(

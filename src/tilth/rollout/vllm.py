@@ -8,7 +8,8 @@ import torch
 from tilth.core.errors import RecipeError
 from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import round_up
-from tilth.rollout.remote import Ask, Continuation, RemoteEngine, kv_bytes, parsed_pieces
+from tilth.plan.shape import kv_bytes
+from tilth.rollout.remote import Ask, Continuation, RemoteEngine, parsed_pieces
 from tilth.rollout.request import SamplingParams
 from tilth.rollout.server import EngineProcess, find_python
 from tilth.rollout.stops import Decodes
@@ -59,7 +60,7 @@ class VLLM(RemoteEngine):
                 "max_model_len": self.max_length,
                 "max_num_seqs": max_rows,
                 "max_num_batched_tokens": max(step_tokens, max_rows),
-                "kv_cache_memory_bytes": kv_bytes(config, tokens, dtype),
+                "kv_cache_memory_bytes": tokens * kv_bytes(config, dtype.itemsize, latent=False),
                 "enforce_eager": not compile,
                 **arguments,
             },

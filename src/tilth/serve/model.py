@@ -51,10 +51,14 @@ class ServedModel:
             where = f"prompt {number}" if len(found) > 1 else "prompt"
             if not ids:
                 raise HttpError(400, f"{where} has no tokens; it must have at least one", "prompt")
-            if (most := max(ids)) >= self.vocab_size:
-                message = f"{where}: token {most} is outside the vocabulary of {self.vocab_size}"
-                raise HttpError(400, message, "prompt")
+            self.check_ids(ids, "prompt", where)
         return found
+
+    def check_ids(self, ids: Sequence[int], param: str, where: str) -> None:
+        """Raise HttpError 400 for a token that the model does not have."""
+        if ids and (most := max(ids)) >= self.vocab_size:
+            message = f"{where}: token {most} is outside the vocabulary of {self.vocab_size}"
+            raise HttpError(400, message, param)
 
     def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
         """Return the token ids of a text. Raises HttpError 400."""

@@ -152,9 +152,7 @@ class OpenAI:
         body = read(DetokenizeBody, await request.body())
         if body.model is not None:
             self.model.adapter(body.model)
-        if body.tokens and (most := max(body.tokens)) >= self.model.vocab_size:
-            message = f"token {most} is outside the vocabulary of {self.model.vocab_size}"
-            raise HttpError(400, message, "tokens")
+        self.model.check_ids(body.tokens, "tokens", "tokens")
         return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens, special=True)})
 
 
