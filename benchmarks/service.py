@@ -49,7 +49,8 @@ from tilth.flows.model import load_model
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
-from tilth.service.desk import ALPHA, TARGETS
+from tilth.service.base import ALPHA, TARGETS
+from tilth.service.folders import CheckpointPath
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.service.wire import Datum
 from tilth.service.worker import read_state
@@ -230,8 +231,7 @@ def rl_loop(client: tinker.ServiceClient, steps: int, strike: Callable[[str], No
         passed.result(), done.result()
     strike("save")
     path = trained.save_state("end").result().path
-    run, kind, name = path.removeprefix("tinker://").split("/")
-    return Path(run) / kind / name
+    return Path(*CheckpointPath.read(path))
 
 
 def kills(model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:

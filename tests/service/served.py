@@ -71,10 +71,10 @@ class Served:
         self.killed = self.server.force_exit = True
 
         def stop():
-            self.desk.close = _nothing
-            for task in [self.desk._task, *(task for one in self.desk.samplers.values() for task in one.running)]:
+            self.desk.close, samplers = _nothing, self.desk.samplers.samplers.values()
+            for task in [self.desk.runner.task, *(task for one in samplers for task in one.running)]:
                 task.cancel()
-            for queue in [one.queue for one in (*self.desk.clients.values(), *self.desk.samplers.values())]:
+            for queue in [one.queue for one in (*self.desk.clients.values(), *samplers)]:
                 queue.finish = lambda operation, answer: None
 
         self.loop.call_soon_threadsafe(stop)

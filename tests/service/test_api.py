@@ -16,7 +16,8 @@ from tilth.config.schema import LoraConfig
 from tilth.flows.model import load_model
 from tilth.serve.app import BODY
 from tilth.service.api import LARGEST
-from tilth.service.desk import ALPHA, TARGETS
+from tilth.service.base import ALPHA, TARGETS
+from tilth.service.folders import CheckpointPath
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.service.wire import Datum
 from tilth.service.worker import read_state
@@ -68,7 +69,7 @@ def run(client, steps=3, begin=0, **more):
 def weights_of(server, trained, name):
     """Weights and optimizer state of a run, as the server saves them."""
     trained.save_state(name).result()
-    folder = server.desk.folder.checkpoint(f"tinker://{trained.model_id}/weights/{name}")
+    folder = server.desk.folder.checkpoint(CheckpointPath(trained.model_id, "weights", name))
     return read_state(folder)[0]
 
 

@@ -15,8 +15,8 @@ from tests.service.served import TOKENIZER, Served, base, service
 from tests.service.test_api import ADAM, datum, rows
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.flows.serving import ServeOptions
-from tilth.service import desk
-from tilth.service.folders import ServiceFolder
+from tilth.service import desk, runner
+from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.service.start import TrainOptions, open_training
 from tilth.service.worker import read_about, read_state
 
@@ -74,7 +74,7 @@ def outcome(model, state, phase, steps):
     striker = Striker(model, state, phase)
     try:
         path = loop(striker.server, steps, striker)
-        return read_state(striker.server.desk.folder.checkpoint(path))[0], striker
+        return read_state(striker.server.desk.folder.checkpoint(CheckpointPath.read(path)))[0], striker
     finally:
         striker.server.close()
 
@@ -87,7 +87,7 @@ def undisturbed(model, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
 def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch, undisturbed, phase):
-    monkeypatch.setattr(desk, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
+    monkeypatch.setattr(runner, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
     found, striker = outcome(model, tmp_path, phase, 3)
     assert striker.struck == (1 if phase == "save" else 3)
     assert found.keys() == undisturbed.keys()
@@ -97,12 +97,12 @@ def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_a_lost_request_would_change_the_weights(model, tmp_path, monkeypatch, undisturbed):
     """Without the requests behind the state on disk, a restarted server trains on from other weights."""
-    monkeypatch.setattr(desk, "REPEATED", ())
-    monkeypatch.setattr(desk, "STEPS", 100)
+    monkeypatch.setattr(runner, "REPEATED", ())
+    monkeypatch.setattr(runner, "STEPS", 100)
     striker = Striker(model, tmp_path, "save")
     try:
         path = loop(striker.server, 3, striker)
-        found = read_state(striker.server.desk.folder.checkpoint(path))[0]
+        found = read_state(striker.server.desk.folder.checkpoint(CheckpointPath.read(path)))[0]
         assert not all(torch.equal(found[name], undisturbed[name]) for name in undisturbed)
     finally:
         striker.server.close()
@@ -117,9 +117,9 @@ def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeyp
             reached.set()
             while not self._closing:
                 await asyncio.sleep(0.005)
-        return await desk.TrainingDesk._step(self, client, operation)
+        return await runner.ClientRunner._step(self, client, operation)
 
-    monkeypatch.setitem(desk.OPERATIONS, "optim_step", step)
+    monkeypatch.setitem(runner.OPERATIONS, "optim_step", step)
     server, found = Served(model, tmp_path, name="Org/small"), []
     for ends in (False, True):
         trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()
@@ -133,24 +133,31 @@ def test_a_server_that_is_asked_to_end_loses_no_request(model, tmp_path, monkeyp
             server = Served(model, tmp_path, port=server.port, name="Org/small")
         metrics = [one.result().metrics for one in sent]
         path = trained.save_state("end").result().path
-        found.append((metrics, read_state(server.desk.folder.checkpoint(path))[0]))
+        found.append((metrics, read_state(server.desk.folder.checkpoint(CheckpointPath.read(path)))[0]))
     server.close()
     (calm, weights), (ended, others) = found
     assert ended == calm and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_folder_of_another_base_is_refused(model, tmp_path):
-    ServiceFolder(tmp_path / "state", "base", "a1b2)")
+    ServiceFolder(tmp_path / "state", "base", "a1b2")
     with raises(CheckpointError, "service.state"):
         open_training(str(model), ServeOptions(port=0, backend="inline"), TrainOptions(tmp_path / "state"))
 
 
+def test_a_folder_that_names_its_base_as_earlier_versions_did_is_accepted(tmp_path):
+    write_json(tmp_path / ABOUT, {"base_model": "b", "fingerprint": "step 3, weights a1b2)", "secret": "s"})
+    ServiceFolder(tmp_path, "b", "a1b2").lock.release()
+    with raises(CheckpointError, "service.state"):
+        ServiceFolder(tmp_path, "b", "b2")
+
+
 def test_a_folder_of_a_server_that_runs_is_refused(model, tmp_path):
-    folder = ServiceFolder(tmp_path, "base", "a1b2)")
+    folder = ServiceFolder(tmp_path, "base", "a1b2")
     with raises(StorageError, "service.lock"):
-        ServiceFolder(tmp_path, "base", "a1b2)")
+        ServiceFolder(tmp_path, "base", "a1b2")
     folder.lock.release()
-    ServiceFolder(tmp_path, "base", "a1b2)").lock.release()
+    ServiceFolder(tmp_path, "base", "a1b2").lock.release()
 
 
 @pytest.mark.slow

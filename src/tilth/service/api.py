@@ -26,10 +26,11 @@ from tilth.service.bodies import (
     SessionBody,
     StepBody,
 )
-from tilth.service.desk import CHECKPOINTS, Client, TrainingDesk, failed
-from tilth.service.folders import ABOUT, KINDS, expires_at, read_json, write_json
+from tilth.service.desk import TrainingDesk
+from tilth.service.folders import ABOUT, KINDS, CheckpointPath, expires_at, read_json, write_json
 from tilth.service.links import Links
 from tilth.service.queues import BusyError, StoredAnswer
+from tilth.service.runner import CHECKPOINTS, Client
 from tilth.service.samplers import check_sample
 
 PREFIX = "/api/v1"
@@ -101,8 +102,8 @@ def numbered(
         given = _number(raw)
         if given is None or given[0] not in desk.clients:
             raise
-        taken = desk.submit(*given, "refused", failed(error, "user").body, None)
-        return promise("f", given[0], taken.seq, model_id=given[0])
+        desk.refuse(*given, error)
+        return promise("f", *given, model_id=given[0])
     model, seq = _number(raw) or ("", 0)
     desk.submit(model, seq, operation, raw, None)
     return promise("f", model, seq, model_id=model)
@@ -161,7 +162,7 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
 
     @routes.get("/healthz")
     async def health() -> Response:
-        trouble = desk.room.failure or desk.trouble
+        trouble = desk.room.failure or desk.runner.trouble
         return JSONResponse({"status": "ok"} if trouble is None else {"detail": str(trouble)}, 503 if trouble else 200)
 
     @routes.get("/get_server_capabilities")
@@ -242,7 +243,7 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
         kind, name, seq = _parsed(body.request_id)
         answer: StoredAnswer | None
         if kind == "c":
-            answer = StoredAnswer(json.dumps({"model_id": desk.client(name).id, "type": "create_model"}).encode())
+            answer = StoredAnswer.of({"model_id": desk.client(name).id, "type": "create_model"})
         elif kind == "l":
             answer = await desk.loaded(name)
         else:
@@ -301,12 +302,12 @@ def _sampling(routes: APIRouter, desk: TrainingDesk) -> None:
         body, _ = await read(request, NamedBody)
         kind, name, seq = _parsed(body.request_id)
         if kind == "s":
-            desk.cancel(name, seq)
+            desk.samplers.cancel(name, seq)
         return Response(status_code=204)
 
     @routes.get("/samplers/{name}")
     async def sampler(name: str) -> dict[str, Any]:
-        found = desk.sampler(name)
+        found = desk.samplers.find(name)
         return {"sampler_id": name, "base_model": found.base_model, "model_path": found.path or None}
 
 
@@ -319,7 +320,7 @@ def _listings(routes: APIRouter, desk: TrainingDesk) -> None:
     async def session(name: str) -> dict[str, Any]:
         about = desk.session(name)
         runs = [client.id for client in desk.clients.values() if client.session == name]
-        samplers = [one for one in desk.samplers if one.startswith(f"{name}:")]
+        samplers = [one for one in desk.samplers.samplers if one.startswith(f"{name}:")]
         facts = {key: about.get(key) for key in ("user_metadata", "display_name")}
         return {"training_run_ids": runs, "sampler_ids": samplers, **facts}
 
@@ -360,9 +361,9 @@ def _run(desk: TrainingDesk, client: Client) -> dict[str, Any]:
 
 def _checkpoint(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a checkpoint as Tinker has them."""
-    expires = about["expires"]
+    expires, path = about["expires"], CheckpointPath.read(about["path"])
     return {
-        "checkpoint_id": "/".join(about["path"].split("/")[-2:]),
+        "checkpoint_id": f"{path.kind}/{path.name}",
         "checkpoint_type": KINDS[about["kind"]],
         "time": about["time"],
         "tinker_path": about["path"],
@@ -382,20 +383,20 @@ def _checkpoints(routes: APIRouter, desk: TrainingDesk, links: Links) -> None:
 
     @routes.delete(base + "/{kind}/{name}")
     async def delete(run: str, kind: str, name: str) -> Response:
-        desk.folder.remove(desk.folder.checkpoint(desk.folder.path_of(run, kind, name)))
+        desk.folder.remove(desk.folder.checkpoint(CheckpointPath(run, kind, name)))
         return Response(status_code=204)
 
     @routes.put(base + "/{kind}/{name}/ttl")
     async def lifetime(run: str, kind: str, name: str, request: Request) -> Response:
         body, _ = await read(request, LifetimeBody)
-        folder = desk.folder.checkpoint(desk.folder.path_of(run, kind, name))
+        folder = desk.folder.checkpoint(CheckpointPath(run, kind, name))
         write_json(folder / ABOUT, {**read_json(folder / ABOUT), "expires": expires_at(body.ttl_seconds)})
         return Response(status_code=204)
 
     @routes.post("/weights_info")
     async def info(request: Request) -> dict[str, Any]:
         body, _ = await read(request, NamedBody)
-        about = read_json(desk.folder.checkpoint(body.tinker_path) / ABOUT)
+        about = read_json(desk.folder.checkpoint(CheckpointPath.read(body.tinker_path)) / ABOUT)
         lora = about["lora"]
         parts = {"train_attn": "q_proj" in lora["targets"], "train_mlp": "up_proj" in lora["targets"]}
         facts = {"base_model": about["base_model"], "is_lora": bool(lora["rank"]), "train_unembed": False}
@@ -403,12 +404,12 @@ def _checkpoints(routes: APIRouter, desk: TrainingDesk, links: Links) -> None:
 
     @routes.get(base + "/{kind}/{name}/external_weights_urls")
     async def urls(run: str, kind: str, name: str, request: Request) -> dict[str, Any]:
-        folder = desk.folder.checkpoint(desk.folder.path_of(run, kind, name))
+        folder = desk.folder.checkpoint(CheckpointPath(run, kind, name))
         files = [file.name for file in sorted(folder.iterdir()) if file.name != ABOUT]
         return links.of(str(request.base_url), f"{run}/{kind}/{name}", files)
 
     @routes.get("/files/{run}/{kind}/{name}/{file}")
     async def download(run: str, kind: str, name: str, file: str, expires: int, signature: str) -> Response:
         links.check(f"{run}/{kind}/{name}", file, expires, signature)
-        folder = desk.folder.checkpoint(desk.folder.path_of(run, kind, name))
+        folder = desk.folder.checkpoint(CheckpointPath(run, kind, name))
         return FileResponse(folder / file)

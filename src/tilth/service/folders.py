@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilth.core.errors import CheckpointError, DataError
 from tilth.core.files import atomic_write, make_folder
 from tilth.runs.files import Lock
+from tilth.service.bodies import LoadBody
 
 ABOUT = "about.json"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -47,8 +48,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
+class CheckpointPath(NamedTuple):
+    """Path of a checkpoint as clients write it: ``tinker://RUN/KIND/NAME``. ``str`` gives it back."""
+
+    run: str
+    kind: str
+    name: str
+
+    @classmethod
+    def read(cls, path: str) -> "CheckpointPath":
+        """Return the parts of a path. DataError: it is none."""
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not parts[0]:
+            right = f"{SCHEME}RUN/{{{','.join(KINDS)}}}/NAME"
+            raise DataError(f"{path!r} is no path of a checkpoint; it must be {right}", key="path")
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{'/'.join(self)}"
+
+
 class ServiceFolder:
-    """All that a training service keeps, below one folder. It belongs to one base model.
+    """Files of a training service, below one folder that belongs to one base model.
 
     CheckpointError: the folder is another base's, or damaged. StorageError: another server has it.
     """
@@ -63,10 +84,15 @@ class ServiceFolder:
         held = read_json(root / ABOUT)
         self.secret = str(held["secret"])
         """Signs URLs of downloads."""
-        if held["fingerprint"] != fingerprint:
+        if not self.of_base(held):
             message = f"{root} holds models of the base {held['base_model']!r}, which has other weights than {base!r}"
             raise CheckpointError(f"{message}; give this one a folder of its own", key="service.state")
         self.lock = Lock(root / "service.lock")
+
+    def of_base(self, held: Mapping[str, Any]) -> bool:
+        """True if facts on disk are of this folder's base."""
+        written = str(held["fingerprint"])
+        return written.removesuffix(")").rpartition(" ")[2] == self.fingerprint  # some end as "weights HASH)"
 
     def entry(self, kind: str, name: str) -> Path:
         """Return the folder of a session, model or sampler."""
@@ -79,27 +105,35 @@ class ServiceFolder:
 
     # ---- checkpoints ----
 
-    def checkpoint(self, path: str) -> Path:
-        """Return the folder of a tinker path. DataError: it is none; CheckpointError: there is no such checkpoint."""
-        parts = path.removeprefix(SCHEME).split("/")
-        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not parts[0]:
-            right = f"{SCHEME}RUN/{{{','.join(KINDS)}}}/NAME"
-            raise DataError(f"{path!r} is no path of a checkpoint; it must be {right}", key="path")
-        check_name(parts[2])
-        folder = self.root / "checkpoints" / _safe(parts[0]) / parts[1] / parts[2]
-        if not (folder / ABOUT).exists() or self._expired(folder):
-            message = f"there is no checkpoint {path!r}: it was never saved, deleted or is expired"
+    def checkpoint(self, path: CheckpointPath) -> Path:
+        """Return the folder of a checkpoint. DataError: no checkpoint has such a path; CheckpointError: none has it."""
+        folder = self.place(path)
+        if path.kind not in KINDS or not (folder / ABOUT).exists() or self._expired(folder):
+            message = f"there is no checkpoint {str(path)!r}: it was never saved, deleted or is expired"
             raise CheckpointError(message, key="path.missing")
         return folder
 
-    def new_checkpoint(self, model: str, kind: str, name: str) -> Path:
-        """Return the folder that a checkpoint will have."""
-        check_name(name)
-        return self.root / "checkpoints" / _safe(model) / kind / name
+    def place(self, path: CheckpointPath) -> Path:
+        """Return the folder that a checkpoint has or will have. DataError: a part of its path is no name."""
+        check_name(path.name)
+        return self.root / "checkpoints" / _safe(path.run) / path.kind / path.name
 
-    def path_of(self, model: str, kind: str, name: str) -> str:
-        """Return the tinker path of a checkpoint."""
-        return f"{SCHEME}{model}/{kind}/{name}"
+    def loadable(self, body: LoadBody) -> Path:
+        """Return the folder of a checkpoint that a model can begin at. DataError, CheckpointError."""
+        if body.weights_access_token is not None:
+            message = "weights_access_token: this server has one account; leave it out"
+            raise DataError(message, key="weights_access_token")
+        folder = self.checkpoint(CheckpointPath.read(body.path))
+        about = read_json(folder / ABOUT)
+        if not self.of_base(about):
+            message = f"{body.path} is an adapter of another base, {about['base_model']!r}"
+            raise CheckpointError(f"{message}; this server has {self.base!r}", key="path.base")
+        if body.optimizer and not about["optimizer"]:
+            message = f"{body.path} was saved for sampling: it has no optimizer state; load it without"
+            raise CheckpointError(message, key="path.optimizer")
+        if about["kind"] == "external_weights":
+            raise DataError(f"{body.path} was saved for other programs; load one of save_state", key="path.kind")
+        return folder
 
     def checkpoints(self, model: str = "") -> Iterator[dict[str, Any]]:
         """Yield the facts of the checkpoints of a model, or of all, oldest first."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from tilth.service.log import Record, RequestLog
 KEPT = 256
 """Answers that are kept on disk when a log begins anew."""
 JSON = "application/json"
+FRESH = 64 * 2**20
+"""Bytes of requests after which a log begins anew."""
 TOKENS = 2**26
 """Tokens of one client's requests that may wait; a token of a backward pass counts three times."""
 
@@ -21,11 +24,21 @@ class BusyError(TilthError):
 
 
 class StoredAnswer(NamedTuple):
-    """StoredAnswer to a request: a body of a media type. error: it failed, and the body says why."""
+    """Answer to a request: a body of a media type. error: it failed, and the body says why."""
 
     body: bytes
     media: str = JSON
     error: bool = False
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "StoredAnswer":
+        """Return an answer in JSON."""
+        return cls(json.dumps(facts).encode())
+
+    @classmethod
+    def failure(cls, error: Exception, category: str) -> "StoredAnswer":
+        """Return the answer to a request that failed. category: whose fault it is, "user" or "server"."""
+        return cls(json.dumps({"error": str(error), "category": category}).encode(), error=True)
 
 
 @dataclass

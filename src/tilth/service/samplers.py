@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,30 +10,22 @@ from typing import Any
 import numpy as np
 
 from tilth.config.schema import LoraConfig
-from tilth.core.errors import DataError
+from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.rollout.request import Request, SamplingParams
-from tilth.serve.room import EngineRoom
+from tilth.serve.completion import RoomError
+from tilth.serve.room import BREAKS
+from tilth.service.base import ServedBase
 from tilth.service.bodies import SampleBody, TargetsBody
-from tilth.service.queues import RequestQueue, StoredAnswer
+from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, now, write_json
+from tilth.service.log import RequestLog
+from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
+from tilth.service.room import TrainRoom
 from tilth.service.trained import SequenceScores
 from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, write_samples
 
-LIVE = 32
-"""Samplers whose weights the engine holds at a time."""
-
-
-class TrainRoom(EngineRoom):
-    """Engine room that gives a worker which was started again its snapshots back."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.published = dict[str, tuple[str, LoraConfig]]()
-        """Name -> folder and shape of each snapshot that the engine holds; the one used last is the last."""
-        super().__init__(*args, factory="tilth.service.worker:train_worker", **more)
-
-    def restore(self) -> None:
-        for name, (folder, lora) in self.published.items():
-            self.group.publish(name, folder, lora)
+EPHEMERAL = 16
+"""Newest snapshots of a model, without a checkpoint's name, that are kept."""
 
 
 @dataclass
@@ -60,18 +53,121 @@ class WeightSampler:
         return self.folder is not None and not self.path
 
 
-async def ensure(room: TrainRoom, sampler: WeightSampler, busy: set[str]) -> None:
-    """Let the engine hold the sampler's weights, in place of those used longest ago. busy: names with requests."""
-    name, folder = sampler.name, sampler.folder
-    if folder is None:
-        return
-    held = room.published.pop(name, None)
-    if held is None:
-        await room.call("publish", name, str(folder), sampler.lora, idempotent=True)
-    room.published[name] = str(folder), sampler.lora
-    for old in [one for one in room.published if one not in busy and one != name][: len(room.published) - LIVE]:
-        del room.published[old]
-        await room.call("retract", old)
+class SamplerDesk:
+    """Samplers of a service and the requests for samples, each a task of the event loop."""
+
+    def __init__(self, room: TrainRoom, folder: ServiceFolder, base: ServedBase, most: int) -> None:
+        """most: requests of one sampler that may wait."""
+        self.room, self.folder, self.base, self.most = room, folder, base, most
+        self.samplers = dict[str, WeightSampler]()
+        self._closing = False
+
+    def open(self) -> None:
+        """Read what is on disk, and begin to answer what is not answered."""
+        for name, about in self.folder.entries("samplers"):
+            sampler = self._add(name, about)
+            for operation in list(sampler.queue.operations.values()):
+                if not operation.answer.done():
+                    self._begin(sampler, operation)
+
+    async def close(self, seconds: float) -> None:
+        """Let requests that run end for some seconds; the others are on disk for the next server."""
+        self._closing = True
+        if tasks := {task for sampler in self.samplers.values() for task in sampler.running}:
+            _, late = await asyncio.wait(tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for sampler in self.samplers.values():
+            sampler.queue.log.close()
+
+    def find(self, name: str) -> WeightSampler:
+        """Return a sampler. CheckpointError: there is none, or its snapshot was dropped for newer ones."""
+        if name not in self.samplers:
+            message = f"sampling_session_id={name!r} is unknown to this server; of snapshots without a name it keeps"
+            raise CheckpointError(f"{message} a model's newest {EPHEMERAL}", key="sampling_session_id.missing")
+        return self.samplers[name]
+
+    def create(self, session: str, number: int, path: CheckpointPath | None, lora: Any) -> WeightSampler:
+        """Return a sampler of the base (None), or of a checkpoint whose adapters are ``lora``, or the one that an equal
+        request made."""
+        name, written = sampler_name(session, number), "" if path is None else str(path)
+        if (held := self.samplers.get(name)) is not None:
+            if held.path != written:
+                message = f"sampling_session_seq_id={number} of session {session} is another one: two clients with one"
+                raise DataError(f"{message} name", key="sampling_session_seq_id.reused")
+            return held
+        return self._new(name, session, written, "" if path is None else path.run, lora)
+
+    def add_snapshot(self, name: str, session: str, model: str, lora: Any) -> None:
+        """Take a snapshot whose weights are in the folder of its name; the model's oldest ones are dropped for it."""
+        own = [s for s in self.samplers.values() if s.ephemeral and s.model == model]
+        for sampler in [one for one in own if not one.running][: max(len(own) - EPHEMERAL + 1, 0)]:
+            del self.samplers[sampler.id]
+            sampler.queue.log.close()
+            self.folder.remove(self.folder.entry("samplers", sampler.id))
+        self._new(name, session, "", model, lora)
+
+    def _new(self, name: str, session: str, path: str, model: str, lora: Any) -> WeightSampler:
+        about = {"base_model": self.base.names[0], "path": path, "model": model, "lora": lora}
+        about |= {"time": now(), "session": session}
+        write_json(self.folder.entry("samplers", name) / ABOUT, about)
+        return self._add(name, about)
+
+    def _add(self, name: str, about: Mapping[str, Any]) -> WeightSampler:
+        folder = self.folder.entry("samplers", name)
+        queue = RequestQueue(name, RequestLog(folder / "log"), ordered=False, most=self.most)
+        sampler = WeightSampler(name, about["base_model"], queue, path=about["path"], model=about["model"])
+        if about["lora"] is not None:
+            sampler.lora = LoraConfig.model_validate(about["lora"], strict=False)
+            sampler.folder = self.folder.place(CheckpointPath.read(sampler.path)) if sampler.path else folder
+        self.samplers[name] = sampler
+        return sampler
+
+    def submit(self, body: SampleBody, raw: bytes) -> Operation:
+        """Take a request for samples. DataError, BusyError, CheckpointError."""
+        sampler = self.find(body.sampling_session_id)
+        operation = sampler.queue.accept(body.seq_id, "sample", raw, body, body.num_samples)
+        if not operation.answer.done() and operation.seq not in {int(t.get_name()) for t in sampler.running}:
+            self._begin(sampler, operation)
+        return operation
+
+    def cancel(self, name: str, seq: int) -> None:
+        """Stop a request whose client has left."""
+        for task in list(self.find(name).running):
+            if task.get_name() == str(seq):
+                task.cancel()
+
+    def _begin(self, sampler: WeightSampler, operation: Operation) -> None:
+        task = asyncio.create_task(self._sample(sampler, operation), name=str(operation.seq))
+        sampler.running.add(task)
+        task.add_done_callback(sampler.running.discard)
+
+    async def _sample(self, sampler: WeightSampler, operation: Operation) -> None:
+        body = operation.request or SampleBody.model_validate_json(operation.body)
+        try:
+            while self.room.load + body.num_samples > self.room.limits.most and self.room.load:
+                await asyncio.sleep(0.05)
+            if sampler.folder is not None:
+                busy = {one.name for one in self.samplers.values() if one.running}
+                await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
+            answer = await sample(self.room, sampler, body, self.base.longest, self.base.ends)
+        except (*BREAKS, RoomError, StorageError) as error:
+            answer = StoredAnswer.failure(error, "server")
+        except TilthError as error:
+            answer = StoredAnswer.failure(error, "user")
+        except asyncio.CancelledError:
+            if self._closing:  # it runs again when the server is back
+                raise
+            answer = StoredAnswer.failure(RoomError("the client has left", key="sample.left"), "user")
+        sampler.queue.finish(operation, answer)
+        if sampler.queue.fresh >= FRESH:
+            sampler.queue.shorten()
+
+
+def sampler_name(session: str, number: int) -> str:
+    """Return the name of a session's sampler."""
+    return f"{session}:sample:{number}"
 
 
 def check_sample(body: SampleBody, vocabulary: int, longest: int) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 import uvicorn
 
 from tilth.core.errors import DataError
-from tilth.flows.model import LoadedModel, load_model
+from tilth.flows.model import load_model
 from tilth.flows.serving import ServeOptions, open_app
-from tilth.runs.model_refs import identity
+from tilth.runs.model_refs import fingerprint
 from tilth.serve.app import Guarded, HttpServer
 from tilth.service.api import LARGEST, router
-from tilth.service.desk import ServedBase, TrainingDesk
+from tilth.service.base import ServedBase
+from tilth.service.desk import TrainingDesk
 from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
-from tilth.service.samplers import TrainRoom
+from tilth.service.room import TrainRoom
 
 KEY = "tml-"
 """Beginning of every key that the SDK sends."""
@@ -57,21 +58,6 @@ class TrainServer(HttpServer):
         await super().shutdown(sockets)
 
 
-def served_base(model: str, loaded: LoadedModel, name: str) -> ServedBase:
-    """Return the base as clients see it."""
-    folder, tokenizer = str(loaded.source.resolve()), loaded.tokenizer
-    modules = {row.name.split(".")[-2] for row in loaded.config.table if row.kind == "matrix"}
-    return ServedBase(
-        names=tuple(dict.fromkeys(filter(None, [name, model, folder]))),
-        tokenizer=folder,
-        arch=loaded.config.family,
-        vocabulary=loaded.config.vocab_size,
-        longest=loaded.config.max_positions,
-        ends=() if tokenizer is None else tuple(tokenizer.stop_ids),
-        modules=tuple(sorted(modules)),
-    )
-
-
 def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tuple[TrainServer, str]:
     """Return a server whose engine is ready (``run_here`` serves), and its address.
 
@@ -82,14 +68,14 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
         message = f"--token: the tinker SDK sends keys that begin with {KEY!r} alone; choose such a token"
         raise DataError(message, key="--token")
     loaded = load_model(model)
-    folder = ServiceFolder(train.state, train.name or model, identity(model).rpartition(" (")[2])
+    folder = ServiceFolder(train.state, train.name or model, fingerprint(model))
     try:
         made = open_app(model, options, partial(TrainRoom, source=model))
     except BaseException:
         folder.lock.release()
         raise
     assert isinstance(made.room, TrainRoom)
-    desk = TrainingDesk(made.room, folder, served_base(model, loaded, train.name), most=train.requests)
+    desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), most=train.requests)
     made.app.include_router(router(desk, Links(folder.secret)))
     return TrainServer(
         Guarded(made.app, options.token, made.metrics, LARGEST), made.room, made.door, desk
