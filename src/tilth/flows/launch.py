@@ -397,7 +397,7 @@ def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:
     cluster = open_cluster(
         c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares, lasting=lasting
     )
-    cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts), waits=recipe.reward.timeout)
+    cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts), waits={"reward": recipe.reward.timeout})
     return cluster
 
 

@@ -210,7 +210,7 @@ class RepairableBackend(Backend, Protocol):
 
     def life(self, rank: int) -> tuple[int, int]:
         """Return two numbers, known without asking the worker: one grows with the work of its calls, one with time
-        while its process runs."""
+        while its process runs (and, in a patient call, waits or gets on)."""
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Kill these workers at once with the processes that their roles have started."""

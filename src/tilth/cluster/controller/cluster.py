@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from tilth.cluster.backends.base import Backend, Call, PickledKwargs, RepairableBackend
@@ -64,15 +64,16 @@ class Cluster:
         self.groups.append(group)
         return group
 
-    def watch(self, hang_after: float, *, keep: bool, waits: float = 0.0) -> None:
+    def watch(self, hang_after: float, *, keep: bool, waits: Mapping[str, float] = MappingProxyType({})) -> None:
         """Fail calls whose worker gives no sign of life for ``hang_after`` seconds. Has no effect on a backend that
         cannot replace workers. keep: keep the workers after a failure, for ``repair``.
 
-        waits: seconds that a patient call may wait for something which has a limit of its own; without progress it
-        fails after ``PATIENCE`` times as long, or that of ``hang_after``.
+        waits: role -> seconds that its patient calls may wait for something which has a limit of its own; without
+        progress they fail after ``PATIENCE`` times as long, or that of ``hang_after``.
         """
         if self.repairable is not None:
-            self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * max(hang_after, waits)
+            self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * hang_after
+            self.dispatch.waits = {role: PATIENCE * seconds for role, seconds in waits.items()}
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
     def repair(

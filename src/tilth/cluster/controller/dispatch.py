@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -103,13 +103,15 @@ class PendingCall:
 class Dispatch:
     """Calls on a backend, each limited to ``timeout`` seconds (or its ``least``) from when its worker is free for it.
 
-    hang_after: seconds that a call may take without progress of its worker, a patient one without a running process;
-    inf: no limit. patience: seconds that a patient one may take without progress.
+    hang_after: seconds that a call may take without progress of its worker, a patient one without a running process,
+    or while it computes; inf: no limit. patience: seconds that a patient one may take without progress; waits: role ->
+    the same for its calls, if that is more.
     """
 
     def __init__(self, backend: Backend, timeout: float, policy: FailurePolicy = ABORT) -> None:
         self.backend = backend
         self.timeout, self.hang_after, self.patience = timeout, math.inf, math.inf
+        self.waits: Mapping[str, float] = {}
         self.policy = policy
         self.longest = 0.0, ""
         """Longest time in seconds that a call was without progress before it got on, and the call's name."""
@@ -283,7 +285,8 @@ class Dispatch:
         work, beat = max(began, self._life.work(rank)), max(began, self._life.beat(rank))
         if not call.patient:
             return work, self.hang_after
-        return min((work, max(self.patience, call.least)), (beat, self.hang_after), key=sum)
+        patience = max(self.patience, self.waits.get(call.role, 0.0), call.least)
+        return min((work, patience), (beat, self.hang_after), key=sum)
 
     def _first_failure(self) -> BaseException | None:
         """Return the failure that caused the others: a lost worker, else one outside of collectives, else the first.
