@@ -157,7 +157,7 @@ def test_earlier_turns_keep_their_very_ids(source, tmp_path):
     odd = [i for letter in "so are they well" for i in tokenizer.encode(letter, special=False)]
     assert odd != tokenizer.encode("so are they well")
     first = conversation.ask("How are you?")
-    conversation.keep("How are you?", trajectory(first, [*odd, end], "so are they well"))
+    conversation.keep(trajectory(first, [*odd, end], "so are they well"))
     second = conversation.ask("12+34=")
     assert second[: len(first) + len(odd) + 1] == [*first, *odd, end]
     rest = tokenizer.decode(second[len(first) + len(odd) + 1 :], special=True)
@@ -171,7 +171,7 @@ def test_an_answer_that_was_cut_gets_its_end(ended):
     end = tokenizer.vocabulary()["<|im_end|>"]
     first = conversation.ask("How?")
     words = tokenizer.encode("I am")
-    conversation.keep("How?", trajectory(first, [*words, *([end] if ended else [])], "I am"))
+    conversation.keep(trajectory(first, [*words, *([end] if ended else [])], "I am"))
     text = tokenizer.decode(conversation.ask("12"), special=True)
     assert text.count("I am<|im_end|>\n<|im_start|>user\n12<|im_end|>") == 1
 
@@ -189,7 +189,7 @@ def test_a_turn_is_what_the_template_makes_of_the_whole_conversation():
         ids = conversation.ask(question)
         assert ids == template.prompts([Prompt(0, question, messages=tuple(messages))])[0]
         said_ids = [*tokenizer.encode(answer, special=False), tokenizer.vocabulary()["<|im_end|>"]]
-        conversation.keep(question, trajectory(ids, said_ids, answer))
+        conversation.keep(trajectory(ids, said_ids, answer))
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -212,7 +212,7 @@ def test_any_conversation_reads_as_its_template_says_and_only_grows(turns):
         text += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         assert TRAINED.decode(asked, special=True) == TRAINED.decode(TRAINED.encode(text), special=True)
         ids = [i for i in ids if i < TRAINED.vocab_size and TRAINED.decode([i]).isascii()]
-        conversation.keep(question, trajectory(asked, [*ids, *([end] if ended else [])], TRAINED.decode(ids)))
+        conversation.keep(trajectory(asked, [*ids, *([end] if ended else [])], TRAINED.decode(ids)))
         text += TRAINED.decode(ids) + "<|im_end|>\n"
 
 

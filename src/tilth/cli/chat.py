@@ -2,10 +2,9 @@
 
 import contextlib
 import signal
-import string
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,54 +97,26 @@ class Conversation:
 
     def reset(self) -> None:
         self.ids: list[int] = []
-        self._messages: list[Mapping[str, str]] = list(self._first)
 
     def ask(self, text: str) -> list[int]:
         """Return the ids to continue if the user says this next; ``keep`` stores the turn."""
+        if self.ids:
+            ended = self.ids[-1] in self.template.stops
+            return [*self.ids, *self.template.follow([_user(text)], ended=ended, strict=False)]
         if self.plain:
-            return [*self.ids, *self.tokenizer.encode(text, special=not self.ids)]
-        messages = [*self._messages, {"role": "user", "content": text}]
-        if not self.ids:
-            return self.template.prompts([Prompt(0, text, messages=tuple(messages))])[0]
-        return [*self.ids, *self._between(messages, text)]
+            return self.tokenizer.encode(text)
+        return self.template.prompts([Prompt(0, text, messages=(*self._first, _user(text)))])[0]
 
-    def _between(self, messages: list[Mapping[str, str]], text: str) -> list[int]:
-        """Return the template's ids between the end of the last answer and the next one.
-
-        They are the common end of two conversations with different last answers. So they depend neither on the
-        tokenisation of that answer nor on templates that rewrite earlier answers.
-        """
-        variants = []
-        for answer in self._unlike(text):
-            variant = [*messages[:-2], {"role": "assistant", "content": answer}, messages[-1]]
-            variants.append(Prompt(0, text, messages=tuple(variant)))
-        one, other = self.template.prompts(variants)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(reversed(one), reversed(other))) if a != b), min(len(one), len(other))
-        )
-        tail = one[len(one) - same :]
-        ended = self.ids[-1] in self.template.stops and tail[0] in self.template.stops
-        return tail[1:] if ended else tail  # an answer that was cut gets its end here
-
-    def _unlike(self, text: str) -> list[str]:
-        """Return two characters that the tokenizer has."""
-        found: dict[int, str] = {}
-        for letter in dict.fromkeys(string.digits + string.ascii_letters + text):
-            with contextlib.suppress(DataError):
-                found.setdefault(self.tokenizer.encode(letter, special=False)[-1], letter)
-            if len(found) == 2:
-                return list(found.values())
-        raise DataError(
-            "the tokenizer has too few characters to find where an answer ends; use --template ''", key="--template"
-        )
-
-    def keep(self, text: str, answer: Trajectory) -> None:
+    def keep(self, answer: Trajectory) -> None:
         """Store a turn. Without a template its end token is dropped, which would separate the turns."""
         ids = answer.tokens.tolist()
         if self.plain and ids[-1] in self.template.stops and answer.mask[-1]:
             ids.pop()
         self.ids = ids
-        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 class Chat:
@@ -184,7 +155,7 @@ class Chat:
             return
         most = min(self.options.max_tokens, room)
         answer = self._answer(prompt, most)
-        self.conversation.keep(text, answer)
+        self.conversation.keep(answer)
         if answer.finish == "length":
             full = f"the context of {self.config.max_positions:,} tokens is full; /reset begins anew"
             _print(f"({full if most == room else f'cut after {most:,} tokens, see --max-tokens'})")

@@ -86,11 +86,11 @@ class Template(Protocol):
         """Return the ids of an episode's first messages, which the policy continues."""
         ...
 
-    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
         """Return the ids from the end of the policy's newest turn to the beginning of its next one.
 
         new: the messages behind it. ended: False if the policy did not write its end token. Raises TemplateError for a
-        template that writes earlier turns anew.
+        template that writes earlier turns anew; with strict=False they stay as they were written.
         """
         ...
 
@@ -167,7 +167,7 @@ class PlainTemplate:
             raise TemplateError(message, key="template.tools")
         return self.tokenizer.encode("".join(self.tokenizer.plain(message["content"]) for message in messages))
 
-    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
         return self.tokenizer.encode("".join(self.tokenizer.plain(m["content"]) for m in new), special=False)
 
 
@@ -213,18 +213,18 @@ class ChatTemplate:
         said = [{**message, "content": self.tokenizer.plain(message["content"])} for message in messages]
         return _ids(_encode([[(self._render(said, True, tools), False)]], self.tokenizer)[0])
 
-    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True) -> list[int]:
+    def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
-        tail = self._tail(new, tools)
+        tail = self._tail(new, tools, strict)
         end = self._to_end(tail)
         kept = end if ended else end.removesuffix(self._end_of(end))
         return self.tokenizer.encode(tail[len(kept) :], special=False)
 
-    def _tail(self, new: Messages, tools: Tools) -> str:
+    def _tail(self, new: Messages, tools: Tools, strict: bool) -> str:
         """Return the text behind an answer when these messages follow it. Raises TemplateError."""
         alone, text = self._around(new, tools)
         at = text.rfind(_MARK)
-        if text[:at] != alone[: alone.rfind(_MARK)]:
+        if strict and text[:at] != alone[: alone.rfind(_MARK)]:
             raise TemplateError(
                 f"template {self.name} writes what came before anew when a message of {new[0]['role']} follows, its "
                 "thoughts for instance: the policy would read something else than it wrote; answer with another role, "
