@@ -49,7 +49,7 @@ def run_recipe(
     from tilth.ui.track import tracking
 
     callbacks = checked(callbacks, recipe.plugins)
-    function = _reward(recipe, prompts, reward)
+    function = chosen_reward(recipe, prompts, reward)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
         with uncollected():  # the pool's processes start while this one imports torch
             from tilth.flows.launch import launch
@@ -71,9 +71,9 @@ def run_recipe(
     return result
 
 
-def _reward(recipe: Recipe, prompts: "Dataset | None", given: Spec | None) -> Spec | None:
+def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec | None = None) -> Spec | None:
     """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), or an environment
-    gives it."""
+    gives it. Raises RewardError if nothing does."""
     if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
         return None
     from tilth.rewards.functions import of_plugins

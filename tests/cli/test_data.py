@@ -182,6 +182,13 @@ def test_what_would_stop_the_run_fails_the_command(talks, tmp_path, changes, as_
     assert json.loads(result.stdout)["problems"] if as_json else "\nwould stop  " in result.stdout
 
 
+def test_an_environment_gives_the_reward_and_its_turns_get_what_room_there_is(talks):
+    """Episodes share the context; rollout.max_tokens limits one turn."""
+    turns = {"environment": "calculator", "max_tokens": 60}
+    made = sft(talks, flow="grpo", supervised={}, model={"context": 64}, rollout=turns)
+    assert not look(made, 0).problems
+
+
 def test_errors_are_one_line():
     result = call("data", "show", "none.toml")
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

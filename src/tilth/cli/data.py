@@ -12,21 +12,20 @@ import numpy as np
 import typer
 from rich.text import Text
 
+from tilth.api import chosen_reward
 from tilth.cli.layout import generating
 from tilth.cli.tables import Terminal
 from tilth.cli.tables import show as show_parts
 from tilth.config.load import load_recipe
-from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
-from tilth.data.examples import check_examples, check_prompts
-from tilth.data.pairs import Encoded, check_pairs, encode_pairs, recipe_prompts
+from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, load_texts
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.build import CACHE
+from tilth.flows.build import CACHE, prompt_checks
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
@@ -136,7 +135,8 @@ def _prompts(recipe: Recipe, n: int) -> View:
         view.notes += _left_out(tokenizer)
     asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
     generates = generating(recipe)
-    room = recipe.model.context - recipe.rollout.max_tokens * generates
+    turns = bool(recipe.rollout.environment)  # a turn gets what room there is
+    room = recipe.model.context - (1 if turns else recipe.rollout.max_tokens) * generates
     view.lengths["prompt"] = Lengths.of(asked)
     view.longer["prompt"] = int((asked > room).sum())
     if view.longer["prompt"] and generates:
@@ -158,26 +158,11 @@ def _prompts(recipe: Recipe, n: int) -> View:
 
 
 def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
-    """Yield the first complaint of each check that a run makes of all its prompts."""
-    reward = recipe.reward.function or ("" if recipe.data.source in task_names() else None)
-    context = recipe.model.context
-    train, heldout = prompts.split(recipe.data.holdout)
-    supervised = bool(recipe.supervised.steps or recipe.supervised.epochs)
-    checks: list[Callable[[], object]] = []
-    if generating(recipe):
-        checks.append(lambda: check_prompts(prompts, template, context - recipe.rollout.max_tokens))
-    if recipe.flow_spec.learns == "pairs":
-        checks.append(lambda: check_pairs(prompts, template, context))
-    elif recipe.flow == "sft":
-        checks.append(lambda: check_examples(prompts, template, context))
-    elif supervised:
-        checks.append(lambda: check_examples(train, template, context))
-    if reward:
+    """Yield the complaint of each check that a run makes of all its prompts."""
+    checks: list[Callable[[], object]] = [*prompt_checks(recipe, prompts, template, generates=generating(recipe))]
+    checks.append(lambda: chosen_reward(recipe))
+    if reward := recipe.reward.function:
         checks.append(lambda: check_answers(reward, prompts))
-    if (recipe.data.holdout or recipe.data.heldout) and not len(heldout):
-        yield f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on"
-    if reward is None and recipe.flow_spec.samples:
-        yield "the data has no reward of its own; set reward.function"
     for check in checks:
         try:
             check()

@@ -2,7 +2,7 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from tilth.data.examples import check_examples, check_prompts
 from tilth.data.order import Order
 from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet
-from tilth.data.template import make_template
+from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
@@ -282,23 +282,41 @@ def _documents(recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer) -> Tr
 def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:
     train, heldout = prompts.split(recipe.data.holdout)
     template = make_template(recipe.data.template, tokenizer)
+    longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
+    note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
+    return TrainingData(train, heldout, longest, {"prompts": prompts}, [note] if prompts.copies else [])
+
+
+def prompt_checks(
+    recipe: Recipe, prompts: PromptSet, template: Template, *, generates: bool
+) -> Iterator[Callable[[], int]]:
+    """Yield the checks that a run makes of all its prompts before it starts.
+
+    Each returns the most tokens in front of a completion that it allows for, or raises DataError.
+    """
+    train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    plays = bool(recipe.rollout.environment)  # an episode may be as long as the context, whatever the prompt
-    longest = context - room if plays else check_prompts(prompts, template, context - room) if generates else 0
+    if recipe.rollout.environment:  # an episode may be as long as the context, whatever the prompt
+        yield lambda: context - room
+    elif generates:
+        yield lambda: check_prompts(prompts, template, context - room)
     if recipe.flow == "sft":  # held-out answers are evaluated too
-        longest = max(longest, check_examples(prompts, template, context) - room)
+        yield lambda: check_examples(prompts, template, context) - room
     elif recipe.flow_spec.learns == "pairs":
-        longest = max(longest, check_pairs(prompts, template, context) - room)
+        yield lambda: check_pairs(prompts, template, context) - room
     elif recipe.supervised.steps or recipe.supervised.epochs:
-        check_examples(train, template, context)
-    if recipe.data.holdout and not recipe.data.heldout and not len(heldout):
+        yield lambda: check_examples(train, template, context) * 0
+    yield lambda: _check_holdout(recipe, len(prompts), len(heldout))
+
+
+def _check_holdout(recipe: Recipe, count: int, heldout: int) -> int:
+    if recipe.data.holdout and not recipe.data.heldout and not heldout:
         raise DataError(
-            f"data.holdout={recipe.data.holdout} of {len(prompts)} prompts leaves none to evaluate on; "
+            f"data.holdout={recipe.data.holdout} of {count} prompts leaves none to evaluate on; "
             f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation",
             key="data.holdout",
         )
-    note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    return TrainingData(train, heldout, longest, {"prompts": prompts}, [note] if prompts.copies else [])
+    return 0
 
 
 def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
