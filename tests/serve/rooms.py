@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from tests.rollout.reference import make_engine, make_model
 from tilth.cluster.controller.cluster import open_cluster
+from tilth.core.errors import WorkerLost
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.serve.room import EngineRoom, RoomLimits
@@ -15,6 +16,9 @@ from tilth.serve.room import EngineRoom, RoomLimits
 def small_engine(**options):
     """An engine whose log-probs do not depend on company, bit for bit."""
     return make_engine(make_model(), parity=True, **options)
+
+
+POISON = 19
 
 
 class Failing(Engine):
@@ -30,9 +34,18 @@ class Failing(Engine):
         return super().poll()
 
 
-def failing_engine():
+class Poisoned(Engine):
+    """An engine that a token in a prompt breaks."""
+
+    def poll(self):
+        if any(POISON in answer.request.prompt for answer in self._scheduler.answers()):
+            raise WorkerLost("gone", key="serve.advance")
+        return super().poll()
+
+
+def failing_engine(kind=Failing):
     model = make_model()
-    engine = Failing(model.config, seed=7, max_length=256, parity=True)
+    engine = kind(model.config, seed=7, max_length=256, parity=True)
     engine.update_weights(model.named_parameters(), version=1)
     return engine
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.errors import raises
-from tests.serve.rooms import Failing, alone, failing_engine, gathered, opened, request
+from tests.serve.rooms import POISON, Failing, Poisoned, alone, failing_engine, gathered, opened, request
 from tilth.core.errors import DataError, NonFiniteError, WorkerLost
 from tilth.serve.completion import RoomError
 
@@ -157,6 +157,46 @@ def test_a_request_that_breaks_every_engine_fails_by_name(failing):
         with raises(WorkerLost, "serve.advance"):
             asyncio.run(gathered(room, [request(0)]))
         assert asyncio.run(gathered(room, [request(1)])) and room.restarts == 3
+
+
+@pytest.mark.parametrize("place", [0, 6, 9])
+def test_a_request_that_breaks_every_worker_fails_alone(place):
+    async def beside(room):
+        asked = [*REQUESTS[:place], request(99, prompt=(5, POISON)), *REQUESTS[place:]]
+        taken = room.admit(asked)
+        while room.restarts < 2:
+            await asyncio.sleep(0.001)
+        taken += room.admit([request(50)])
+        return await asyncio.gather(*(one.whole() for one in taken), return_exceptions=True)
+
+    with opened(make=failing_engine, kind=Poisoned) as room:
+        found = asyncio.run(beside(room))
+        assert room.restarts <= 7 and not room.load
+    lost = found.pop(place)
+    assert isinstance(lost, WorkerLost) and lost.key == "serve.advance"
+    assert [t.tokens.tolist() for t in found] == alone([*REQUESTS, request(50)])
+
+
+def test_a_worker_that_dies_of_everything_fails_all_that_is_there(failing, monkeypatch):
+    monkeypatch.setattr("tilth.serve.room.FRUITLESS", 4)
+    failing.left = [WorkerLost("gone", key="serve.advance")] * 5
+    with opened(make=failing_engine) as room:
+        with raises(WorkerLost, "serve.advance"):
+            asyncio.run(gathered(room, REQUESTS))
+        assert asyncio.run(gathered(room, REQUESTS)) and room.restarts == 5
+
+
+def test_a_call_that_breaks_every_worker_fails_alone():
+    async def beside(room):
+        room.group.score_texts = lambda *arguments: 1 / 0
+        playing = asyncio.create_task(gathered(room, [request(0, most=100)]))
+        with pytest.raises(ZeroDivisionError):
+            await room.call("score_texts", [[1]], 0, "", idempotent=True)
+        return (await playing)[0]
+
+    with opened() as room:
+        found = asyncio.run(beside(room))
+        assert room.restarts == 3 and [found.tokens.tolist()] == alone([request(0, most=100)])
 
 
 def test_an_error_of_the_weights_is_that_of_all_requests(failing):

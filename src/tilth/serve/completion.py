@@ -37,8 +37,8 @@ class Completion:
         self.id, self.asked = id, request
         self.request = replace(request, id=id, draws=request.draws or (0, request.id))
         """Request in the room's engine."""
-        self.begun = 0
-        """Times that it was given to an engine."""
+        self.deaths = 0
+        """Times that a worker died in a round with it."""
         self._at = 0
         self._said: list[int] = []
         self._pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
@@ -75,7 +75,6 @@ class Completion:
 
     def begin(self) -> Request:
         """Return the request for an engine that knows nothing of it."""
-        self.begun += 1
         self._at = 0
         return self.request
 

@@ -1,7 +1,8 @@
 """Engine room: one engine in a worker of a cluster, driven in rounds by a thread, and many clients in event loops.
 
 Requests join between two rounds (continuous batching). A worker that dies is started again and its requests run
-again from their prompts, with their own random numbers, so that a stream goes on with equal tokens.
+again from their prompts, with their own random numbers, so that a stream goes on with equal tokens. If it dies again,
+halves of them run one after the other, until the request that breaks it is alone and fails.
 """
 
 import asyncio
@@ -30,14 +31,17 @@ QUIET = 0.5
 """Seconds for the calls of a lost worker to end."""
 HANG = 300.0
 """Seconds that a call may take without a sign of life of its worker."""
+FRUITLESS = 16
+"""Deaths of a worker in a row, without a request that finished, after which all requests fail: more than it takes to
+find one request among a thousand."""
 BREAKS = (WorkerLost, WorkerError, CallTimeout, OutOfMemory)
 """Errors after which requests begin again; after another one they fail with it. The role is made again in any case."""
 
 
 @dataclass(frozen=True)
 class RoomLimits:
-    """most: requests in the room, decoded or waiting. begins: times that a request, or an idempotent call, is begun
-    when its worker dies; then it fails with the worker's error."""
+    """most: requests in the room, decoded or waiting. begins: times that an idempotent call, or a request that is alone
+    at last, is begun when its worker dies; then it fails with the worker's error."""
 
     most: int = 512
     begins: int = 3
@@ -81,6 +85,11 @@ class EngineRoom:
         self._left: list[int] = []
         self._asked: deque[_Asked] = deque()
         self._running: dict[int, Completion] = {}
+        self._suspects: list[list[Completion]] = []
+        """Groups of requests one of which breaks the worker; each runs without other company."""
+        self._seeking = False
+        """True while the requests that run are such a group."""
+        self._fruitless = 0
         self._ids = itertools.count()
         self._closing = False
         cluster.dispatch.policy = KEEP
@@ -99,7 +108,7 @@ class EngineRoom:
     @property
     def load(self) -> int:
         """Number of requests in the room."""
-        return len(self._running) + len(self._new)
+        return len(self._running) + len(self._new) + sum(map(len, self._suspects))
 
     def admit(self, requests: Sequence[Request]) -> list[Completion]:
         """Take requests, all or none; their ids need not be unique. Raises RoomError: no place, or closed.
@@ -186,19 +195,22 @@ class EngineRoom:
         with self._changed:
             if self._running.pop(completion.id, None) is not None:
                 self._left.append(completion.id)
-            elif completion in self._new:
-                self._new.remove(completion)
+            for group in (self._new, *self._suspects):
+                if completion in group:
+                    group.remove(completion)
             self._changed.notify_all()
 
     # ---- the thread ----
 
     def _drive(self) -> None:
         while self._wait():
+            called = True
             try:
                 self._answer_call()
+                called = False
                 self._round()
             except Exception as error:  # noqa: BLE001 - inline, a role's own exception comes as it is
-                self._restart(error)
+                self._restart(error, called)
 
     def _wait(self) -> bool:
         """Wait for work; False at the end."""
@@ -230,8 +242,7 @@ class EngineRoom:
     def _round(self) -> None:
         """Give new requests to the engine, let it work, deliver."""
         with self._changed:
-            new, left = list(self._new), self._left
-            self._new.clear()
+            new, left = self._joining(), self._left
             self._left = []
             self._running.update((completion.id, completion) for completion in new)
         if not (self._running or left):
@@ -243,6 +254,19 @@ class EngineRoom:
             self._deliver(id, methodcaller("fail", error), last=True)
         for trajectory in done.finished:
             self._deliver(trajectory.id, methodcaller("finish", trajectory), last=True)
+
+    def _joining(self) -> list[Completion]:
+        """Take the requests that join the next round. (Called with the lock.)"""
+        if self._seeking and self._running:
+            return []
+        while self._suspects and not self._suspects[0]:  # all have left
+            del self._suspects[0]
+        self._seeking = bool(self._suspects)
+        if self._seeking:
+            return self._suspects.pop(0)
+        new = list(self._new)
+        self._new.clear()
+        return new
 
     def _deliver(self, id: int, give: Callable[[Completion], None], *, last: bool = False) -> None:
         """Deliver to a client that is still there; a stream that cannot go on fails alone."""
@@ -257,17 +281,17 @@ class EngineRoom:
         except RuntimeError:  # its event loop has been closed
             self._leave(completion)
         if last:
+            self._fruitless = 0
             with self._changed:
                 self._running.pop(id, None)
                 self._changed.notify_all()
 
-    def _restart(self, error: Exception) -> None:
-        """Start the worker again, and let its requests begin again or fail."""
+    def _restart(self, error: Exception, called: bool) -> None:
+        """Start the worker again, and let its requests begin again or fail. called: a call broke it, no request."""
         again = isinstance(error, BREAKS) or not isinstance(error, TilthError)
+        self._fruitless += 1
         with self._changed:
-            late = [c for c in self._running.values() if not again or c.begun >= self.limits.begins]
-            kept = [c for c in self._running.values() if c not in late]
-            self._new.extendleft(reversed(kept))
+            late = self._fail_or_seek(again, called)
             self._running.clear()
             self._left = []
         for completion in late:
@@ -282,6 +306,26 @@ class EngineRoom:
         with self._changed:
             self.failure = error if isinstance(error, TilthError) else RoomError(repr(error), key="serve.worker")
             self._fail_all(self.failure)
+
+    def _fail_or_seek(self, again: bool, called: bool) -> list[Completion]:
+        """Return the requests that fail, and put the others where they begin again. (Called with the lock.)"""
+        running = list(self._running.values())
+        for completion in running:
+            completion.deaths += not called
+        if again and self._fruitless > FRUITLESS:
+            running += [one for group in self._suspects for one in group]
+            self._suspects.clear()
+            return running
+        if not again or (len(running) == 1 and running[0].deaths >= self.limits.begins):
+            return running
+        if called and self._seeking:
+            self._suspects.insert(0, running)
+        elif not called and any(completion.deaths > 1 for completion in running):
+            half = (len(running) + 1) // 2
+            self._suspects[:0] = [running[:half], running[half:]]
+        else:
+            self._new.extendleft(reversed(running))
+        return []
 
     def _remake(self) -> None:
         """Make the role again, on a new worker where the backend can replace one."""
@@ -298,12 +342,13 @@ class EngineRoom:
 
     def _fail_all(self, error: TilthError) -> None:
         """Fail what is in the room. (Called with the lock.)"""
-        for completion in [*self._running.values(), *self._new]:
+        for completion in [*self._running.values(), *self._new, *(c for group in self._suspects for c in group)]:
             with suppress(RuntimeError):
                 completion.fail(error)
         self._left += list(self._running)
         self._running.clear()
         self._new.clear()
+        self._suspects.clear()
         while self._asked:
             asked = self._asked.popleft()
             if asked.begun or asked.answer.set_running_or_notify_cancel():
