@@ -217,6 +217,17 @@ def test_a_trained_tokenizer_loads_again(tmp_path, trained):
     assert Tokenizer.load(tmp_path).fingerprint() == trained.fingerprint()
 
 
+def test_only_a_text_that_is_certain_to_be_too_long_is_refused_unread(trained, monkeypatch):
+    widest = max(trained.vocabulary(), key=len)
+    monkeypatch.setattr(trained, "most", 8)
+    assert len(trained.encode(widest * 8)) <= 8
+    with raises(DataError, "tokenizer.most"):
+        trained.encode("a" * (4 * 8 * len(widest) + 1))
+    words = Tokenizer.characters("ab")
+    words.most = 8
+    assert len(words.encode("a" * 999)) == 999
+
+
 def test_fingerprints_tell_ends_apart(trained):
     other = Tokenizer.train([TEXT, "", TEXT[:500]], 500)
     other.converse("{{ messages }}", [3])

@@ -119,7 +119,10 @@ def test_a_completion_goes_on_in_its_schema_after_a_pause(library):
     assert np.array_equal(rest.tokens, whole.tokens) and rest.finish == whole.finish
 
 
-@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"enum": ["ä"]}])
+ENDLESS = {"anyOf": [{"type": "string", "pattern": f"a{{{i}}}b"} for i in range(400, 900)]}
+
+
+@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"enum": ["ä"]}, {"$ref": "#"}, ENDLESS])
 def test_a_schema_that_cannot_be_followed_is_refused_before_anything_is_queued(library, schema):
     tokenizer = Tokenizer.characters("ab")
     engine, _ = made(tokenizer)
@@ -153,7 +156,7 @@ class Stuck:
 def test_a_text_that_no_token_continues_ends_as_an_error():
     tokenizer = Tokenizer.characters("ab")
     engine, _ = made(tokenizer)
-    engine._grammars._known = {("{}", (1,)): Stuck()}
+    engine._grammars._compile = lambda schema, stops: Stuck()
     (t,) = engine.generate([Request(0, [3], SamplingParams(9, schema="{}", stop_tokens=(1,)))])
     assert t.finish == "error" and t.tokens.tolist() == [3, 2, 1]
 

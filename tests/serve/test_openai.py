@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import openai
@@ -9,6 +10,8 @@ import pytest
 
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.cli.generate import GenerateOptions, complete
+from tilth.data.tokenizer import Tokenizer
+from tilth.serve.openai import LONG
 
 HELLO = [{"role": "user", "content": "How are you?"}]
 
@@ -139,6 +142,34 @@ def test_a_schema_is_followed(client, model):
     assert json.loads(found.choices[0].message.content)["n"] in (1, 2)
 
 
+def test_a_schema_with_too_many_branches_is_refused(address, model):
+    schema = {"anyOf": [{"type": "string", "minLength": i, "maxLength": i + 50} for i in range(1000)]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    status, said = raw(address, "/v1/chat/completions", model=model, messages=HELLO, response_format=form, seed=1)
+    assert (status, said["error"]["param"]) == (400, "response_format"), said
+
+
+def test_a_long_text_holds_up_nobody(address, model, monkeypatch):
+    def slow(tokenizer, text, special=True):
+        encoding.set()
+        assert served.wait(60)
+        return [5]
+
+    async def both():
+        async with httpx.AsyncClient(timeout=60) as http:
+            body = {"model": model, "prompt": "what " * (LONG // 5), "max_tokens": 1}
+            long = asyncio.create_task(http.post(f"{address}/completions", json=body))
+            while not encoding.is_set():
+                await asyncio.sleep(0.001)
+            assert (await http.get(f"{address}/models")).status_code == 200
+            served.set()
+            return await long
+
+    encoding, served = threading.Event(), threading.Event()
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    assert asyncio.run(both()).json()["usage"]["prompt_tokens"] == 1
+
+
 def test_many_clients_at_once_get_what_each_gets_alone(address, model):
     async def all_at_once():
         async with openai.AsyncOpenAI(base_url=address, api_key="none") as client:
@@ -228,6 +259,8 @@ def test_a_prompt_that_is_too_long_says_both_lengths(address, model):
     _, said = raw(address, "/v1/completions", model=model, prompt=[1] * 600, max_tokens=7)
     assert "600" in said["error"]["message"] and "512" in said["error"]["message"]
     assert said["error"]["code"] == "context_length_exceeded"
+    status, said = raw(address, "/v1/completions", model=model, prompt="what " * 400_000)
+    assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(

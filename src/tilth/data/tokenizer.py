@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ class Tokenizer:
     ``stop_ids``: all tokens that end a completion (instruction-tuned models have several), ``eos_id`` first.
     ``special_tokens``: texts by their names in chat templates, such as bos_token. ``appended``: tokens that the
     library would append to a text, such as an end token; ``encode`` leaves them out. Padding and truncation in the
-    file of ``core`` have no effect here: transformers sets the two for each call as well.
+    file of ``core`` have no effect here: transformers sets the two for each call as well. ``most``: texts that are
+    certain to have more tokens are refused before they are encoded; 0: none are.
     """
+
+    most = 0
 
     def __init__(self, core: tokenizers.Tokenizer, eos: str, pad: str, files: dict[str, str] | None = None) -> None:
         self._core = core
@@ -169,12 +173,29 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
         """Return token ids of each text; ``DataError`` names a text that has characters without a token."""
+        if self.most and self._widest and max(map(len, texts), default=0) > self.most * self._widest:
+            message = f"a text of {max(map(len, texts))} characters has more than {self.most} tokens in any case"
+            raise DataError(message, key="tokenizer.most")
         try:
             rows = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a token it does not have
             raise self._unknown(texts, error) from None
         behind = len(self.appended) if special else 0
         return [ids[: len(ids) - behind] for ids in rows] if behind else rows
+
+    @cached_property
+    def _widest(self) -> int:
+        """Most characters of a text that one token may stand for; 0 if that is not known: what normalises, splits or
+        strips a text may leave any number of them out."""
+        found = json.loads(self.to_json())
+        kinds = [found["pre_tokenizer"], *(found["pre_tokenizer"] or {}).get("pretokenizers", [])]
+        bytewise = any(one and one["type"] == "ByteLevel" for one in kinds)
+        whole = not any(one and one.get("behavior") == "Removed" for one in kinds)
+        strips = any(token["lstrip"] or token["rstrip"] for token in found["added_tokens"])
+        composes = (found["normalizer"] or {}).get("type", "NFC") == "NFC"  # of up to 4 characters one
+        vocabulary = self.vocabulary()
+        bytewise &= found["model"]["type"] == "BPE" and set(_BYTES) <= vocabulary.keys()
+        return 4 * max(map(len, vocabulary)) if bytewise and whole and composes and not strips else 0
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids. special: include special tokens, such as the end token."""

@@ -75,7 +75,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom])
     door = listen(options.host, options.port)
     try:
         room = _room(model, loaded, options.backend, kind)
-        served.max_length = room.abilities.max_length
+        served.max_length = served.tokenizer.most = room.abilities.max_length
         try:
             for name, adapter in stored.items():
                 asyncio.run(room.load_adapter(name, adapter.lora, adapter.tensors))

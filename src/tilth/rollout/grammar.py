@@ -4,7 +4,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,10 @@ from tilth.core.errors import DataError
 from tilth.rollout.stops import Decodes
 
 GRAMMAR = "%llguidance"
+SCHEMAS = 256
+"""Compiled schemas that an engine keeps."""
+_FUEL = 200_000
+"""Work that a schema's compilation may cost, in the library's units: about 0.2 s, in which all other requests wait."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -82,17 +86,14 @@ class Grammars:
 
     def __init__(self, tokenizer: Decodes, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._known: dict[tuple[str, tuple[int, ...]], Any] = {}
+        self._compiled = lru_cache(SCHEMAS)(lambda schema, stops: self._compile(schema, stops))
         self._read: dict[tuple[int, ...], Any] = {}
 
     def begin(self, schema: str, stops: tuple[int, ...]) -> Grammar:
         """Return the beginning of a completion. Raises DataError for a schema that cannot be followed.
 
         schema: text of a JSON schema, or of a grammar of the library, which begins with ``GRAMMAR``."""
-        key = schema, stops
-        if key not in self._known:
-            self._known[key] = self._compile(schema, stops)
-        matcher = self._known[key].deep_copy()
+        matcher = self._compiled(schema, stops).deep_copy()
         found = Grammar(matcher, self._vocabulary, stops or tuple(self._read[stops].eos_tokens))
         found.allowed()
         if found.stuck:
@@ -109,7 +110,8 @@ class Grammars:
                 grammar = library.LLMatcher.grammar_from_lark(schema)
             else:
                 grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-            matcher = library.LLMatcher(self._read[stops], grammar)
+            limits = library.LLParserLimits(initial_lexer_fuel=_FUEL)
+            matcher = library.LLMatcher(self._read[stops], grammar, limits=limits)
         except ValueError as error:
             raise _refused(schema, str(error)) from None
         if matcher.is_error():
@@ -140,6 +142,8 @@ class _Words:
 
 
 def _refused(schema: str, why: str) -> DataError:
+    if "NoExtensionBias" in why:  # all that the library tells
+        why = "no text of finite length is of it; a $ref may name what it stands in"
     return DataError(f"sampling schema {schema[:80]!r} cannot be followed: {why}", key="request.schema")
 
 

@@ -79,10 +79,13 @@ def admit(room: EngineRoom, answer: HttpAnswer) -> list[Completion]:
 
 
 def check_sound(trajectory: Trajectory) -> None:
-    """Raise HttpError for a completion that a schema does not let go on in the model's vocabulary."""
+    """Raise HttpError for a completion that a schema does not let go on."""
     if trajectory.finish == "error":
-        message = "the model's vocabulary has no token with which the text can go on as the schema demands"
-        raise HttpError(500, message, "response_format", "schema_stuck")
+        message = (
+            "the text cannot go on as the schema demands: the model's vocabulary has no token for it, or too many "
+            "branches of the schema are open at once; ask with fewer alternatives"
+        )
+        raise HttpError(400, message, "response_format", "schema_stuck")
 
 
 async def in_one(room: EngineRoom, answer: HttpAnswer, metrics: ServerMetrics) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ServedModel:
         try:
             return self.tokenizer.encode(text, special)
         except DataError as error:
-            raise HttpError(400, str(error), param, error.key) from None
+            raise HttpError(400, str(error), param, _code(error)) from None
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None) -> list[int]:
         """Return the token ids that the assistant continues. Raises HttpError 400."""
@@ -81,7 +81,7 @@ class ServedModel:
                     "lists no tools: send none, or start the server with tilth serve --template chatml or FILE.jinja"
                 )
                 raise HttpError(400, f"the chat template of {self.name} {message}", "tools", error.key) from None
-            raise HttpError(400, str(error), "messages", error.key) from None
+            raise HttpError(400, str(error), "messages", _code(error)) from None
 
     def params(self, body: SampledBody, longest: int, prompt: int, *, chat: bool, schema: str = "") -> SamplingParams:
         """Return how a completion of a prompt of ``prompt`` tokens is sampled. Raises HttpError 400."""
@@ -109,6 +109,10 @@ class ServedModel:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         more: dict[str, Any] = {"adapter": self.adapter(body.model), "likeliest": min(likeliest, self.vocab_size)}
         return [Request(i, ids, params, draws=(seed, i), **more) for i in range(body.n or 1)]
+
+
+def _code(error: DataError) -> str | None:
+    return "context_length_exceeded" if error.key == "tokenizer.most" else error.key
 
 
 def _schema(body: SampledBody) -> str:

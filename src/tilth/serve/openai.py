@@ -1,8 +1,11 @@
 """OpenAI's interface over an engine room: completions, chat completions, models; vLLM's tokenize and detokenize."""
 
+import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
@@ -19,8 +22,13 @@ from tilth.serve.room import EngineRoom
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
 from tilth.serve.text_choice import TextChoice
 
+LONG = 1 << 16
+"""Bytes of a body whose texts are encoded in a thread, so that others are served meanwhile."""
 SCORED = 4096
 """Tokens that are scored between two rounds: completions of others wait meanwhile."""
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,6 +38,9 @@ class OpenAI:
     room: EngineRoom
     model: ServedModel
     metrics: ServerMetrics
+
+    def __post_init__(self) -> None:
+        self._encoder = ThreadPoolExecutor(1, "encoder")  # one: long texts wait for each other, not the engine for them
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -60,7 +71,7 @@ class OpenAI:
     async def completions(self, request: HttpRequest) -> Response:
         """Continue texts or token ids."""
         body = read(CompletionBody, await request.body())
-        adapter, prompts = self.model.adapter(body.model), self.model.texts(body)
+        adapter, prompts = self.model.adapter(body.model), await self._encoded(request, self.model.texts, body)
         longest = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         if not longest and not body.echo:
             raise HttpError(400, "max_tokens: 0 is for echo=true; ask for at least 1", "max_tokens")
@@ -91,7 +102,7 @@ class OpenAI:
         body = read(ChatBody, await request.body())
         self.model.adapter(body.model)
         shown = None if body.tool_choice == "none" else body.tools
-        ids = self.model.conversation(body.messages, shown)
+        ids = await self._encoded(request, self.model.conversation, body.messages, shown)
         given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if given == 0:
             raise HttpError(400, "max_tokens: ask for at least 1", "max_tokens")
@@ -111,6 +122,12 @@ class OpenAI:
         if stream:
             return event_stream(events(answer, admit(self.room, answer), self.metrics))
         return JSONResponse(await unless_gone(request, in_one(self.room, answer, self.metrics)))
+
+    async def _encoded(self, request: HttpRequest, encode: Callable[..., T], *given: Any) -> T:
+        """Return what ``encode`` returns; for a long body it works in a thread."""
+        if len(await request.body()) <= LONG:
+            return encode(*given)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode, *given)
 
     def _check_scores(self, wanted: bool, param: str) -> None:
         if wanted and not self.room.abilities.scores:
@@ -142,9 +159,9 @@ class OpenAI:
         if body.model is not None:
             self.model.adapter(body.model)
         if body.messages is not None:
-            ids = self.model.conversation(body.messages, body.tools)
+            ids = await self._encoded(request, self.model.conversation, body.messages, body.tools)
         else:
-            ids = self.model.encode(body.prompt or "", body.add_special_tokens)
+            ids = await self._encoded(request, self.model.encode, body.prompt or "", body.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.max_length})
 
     async def detokenize(self, request: HttpRequest) -> Response:
