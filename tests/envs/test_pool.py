@@ -21,7 +21,7 @@ def pool():
 
 
 def test_what_environments_print_goes_to_a_file(tmp_path, capfd):
-    pool = EnvironmentPool(TALKER, timeout=10.0, quiet=True)
+    pool = EnvironmentPool(TALKER, timeout=10.0)
     pool.begin(0, {"prompt": "?"})
     take(pool, 1)
     pool.print_to(tmp_path / "said.log")
@@ -29,6 +29,17 @@ def test_what_environments_print_goes_to_a_file(tmp_path, capfd):
     take(pool, 1)
     pool.close()
     assert (tmp_path / "said.log").read_text() == "heard\n" and "heard" not in "".join(capfd.readouterr())
+
+
+def test_what_they_print_is_shown_marked_at_the_end(capfd):
+    pool = EnvironmentPool(TALKER, timeout=10.0)
+    pool.begin(0, {"prompt": "?"})
+    take(pool, 1)
+    pool.step(0, {"role": "assistant", "content": "print"})
+    take(pool, 1)
+    assert capfd.readouterr() == ("", "")
+    pool.close()
+    assert capfd.readouterr() == ("", "[printed] heard\n")
 
 
 def take(pool, count, seconds=30):

@@ -13,6 +13,7 @@ from tests.flows import tiny
 from tilth.config.errors import RecipeError
 from tilth.config.plugins import load_plugins
 from tilth.core.errors import PluginError, RewardError
+from tilth.data.template import TemplateError
 from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import read_trajectories
 from tilth.envs.process import load_environment
@@ -98,6 +99,15 @@ def test_what_does_not_go_together(tmp_path, sections, key):
 def test_an_unknown_environment_is_named(tmp_path):
     with raises(PluginError, "rollout.environment"):
         tiny.run(recipe(tmp_path, rollout={"environment": "ekko"}), reward=None)
+
+
+def test_tools_that_the_template_does_not_list_are_refused_before_the_run(tmp_path):
+    """Not at the first episode, which comes after the warm-up."""
+    tool = "    @tilth.tool\n    def look(self, number: int) -> int:\n        return number\n\n    def reward(self):"
+    recorder, text = tiny.Recorder(), PLUGIN.replace("    def reward(self):", tool)
+    with raises(TemplateError, "template.tools"):
+        tiny.run(recipe(tmp_path, text), reward=None, callbacks=[recorder])
+    assert not recorder.records
 
 
 def test_an_environment_that_never_works_ends_the_run(tmp_path):

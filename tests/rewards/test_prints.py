@@ -53,7 +53,7 @@ def test_what_is_said_by_a_function_that_cannot_be_loaded_is_seen(tmp_path, capf
     (tmp_path / "bad.py").write_text("print('looking for my table')\nraise OSError('no table')\n")
     with pytest.raises(RewardError):
         RewardPool(f"{tmp_path}/bad.py:score", quiet=True)
-    assert capfd.readouterr().err == "looking for my table\n"
+    assert capfd.readouterr().err == "[printed] looking for my table\n"
 
 
 @pytest.mark.parametrize("last", ["exit", "segfault"])

@@ -81,7 +81,7 @@ def judge(**given: Any) -> None:
         return
     spec = reward_of(options, loaded)
     timeout = loaded.settings.get("reward", {}).get("timeout", 10.0) if options.timeout is None else options.timeout
-    with RewardPool(spec, workers=options.workers, timeout=timeout, wait=False) as pool:
+    with RewardPool(spec, workers=options.workers, timeout=timeout, wait=False, quiet=True) as pool:
         prompts = prompts_of(options, loaded)
         if options.data not in task_names():
             check_answers(spec, prompts)

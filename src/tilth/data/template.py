@@ -82,6 +82,10 @@ class Template(Protocol):
         """Return prompt, answer and end of each, with the loss on the policy's tokens. Every prompt has an answer."""
         ...
 
+    def check_tools(self) -> None:
+        """Raise TemplateError if prompts cannot list tools."""
+        ...
+
     def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Return the ids of an episode's first messages, which the policy continues."""
         ...
@@ -157,14 +161,17 @@ class PlainTemplate:
         pieces = [[(_alone(p).text, False), (p.answer or "", True)] for p in prompts]
         return [_example([*rows, (end, True)]) for rows in _encode(pieces, self.tokenizer, special=True)]
 
+    def check_tools(self) -> None:
+        message = (
+            "tools are listed by a chat template: set data.template=model, if the model's own lists tools, or to a "
+            "Jinja file, or describes_tools = False in the environment"
+        )
+        raise TemplateError(message, key="template.tools")
+
     def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Join the contents; tools need a chat template."""
         if tools:
-            message = (
-                "tools are listed by a chat template: set data.template=model, if the model's own lists tools, or to a "
-                "Jinja file, or describes_tools = False in the environment"
-            )
-            raise TemplateError(message, key="template.tools")
+            self.check_tools()
         return self.tokenizer.encode("".join(self.tokenizer.plain(message["content"]) for message in messages))
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
@@ -202,14 +209,18 @@ class ChatTemplate:
             self._check_ends(row, prompt)
         return [_example(row) for row in rows]
 
-    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Render the conversation, with the tools. Raises TemplateError for a template that knows no tools."""
-        if tools and "tools" not in self.source:
+    def check_tools(self) -> None:
+        if "tools" not in self.source:
             message = (
                 f"data.template={self.name} lists no tools; name a Jinja file that does, or model if the model's own "
                 "does, or set describes_tools = False in the environment"
             )
             raise TemplateError(message, key="template.tools")
+
+    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        """Render the conversation, with the tools. Raises TemplateError for a template that knows no tools."""
+        if tools:
+            self.check_tools()
         said = [{**message, "content": self.tokenizer.plain(message["content"])} for message in messages]
         return _ids(_encode([[(self._render(said, True, tools), False)]], self.tokenizer)[0])
 

@@ -105,6 +105,11 @@ class Environment:
             return f"error: there is no tool {call.name!r}; there is {', '.join(known) or 'none'}"
         return shortened(known[call.name](call.arguments), self.most_text)
 
+    @classmethod
+    def lists_tools(cls) -> bool:
+        """Return True if the class has tools that prompts list, as far as it does not override ``tools``."""
+        return cls.describes_tools and any(getattr(getattr(cls, name), _IS_TOOL, False) for name in dir(cls))
+
     def tools(self) -> dict[str, Tool]:
         """Return the episode's tools by name."""
         found = inspect.getmembers(self, lambda member: getattr(member, _IS_TOOL, False))

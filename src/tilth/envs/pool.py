@@ -69,13 +69,11 @@ class EnvironmentPool:
     """Processes with the environments of many episodes.
 
     spec: as ``rollout.environment``. workers: processes. timeout: limit of one call in seconds. plugins: imported in
-    each process. quiet: keep their output until ``print_to`` names its file; False: standard error. Raises PluginError
-    if the environment cannot be loaded.
+    each process. Their output is kept until ``print_to`` names its file, or ``close`` shows it. Raises PluginError if
+    the environment cannot be loaded.
     """
 
-    def __init__(
-        self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = (), quiet: bool = False
-    ) -> None:
+    def __init__(self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = ()) -> None:
         if workers < 1 or not timeout > 0:
             message = f"environments need workers >= 1 and a limit > 0, got {workers} and {timeout}"
             raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
@@ -86,7 +84,7 @@ class EnvironmentPool:
         self._journal: ObservationJournal | None = None
         self._at_once: list[Answer] = []
         """Answers that the journal has."""
-        self._prints = Prints() if quiet else None
+        self._prints = Prints()
         self._closed = weakref.finalize(self, _shut_down, self._children, self._prints, os.getpid())
         self._children += [self._child() for _ in range(workers)]
         try:
@@ -97,12 +95,11 @@ class EnvironmentPool:
             raise
 
     def _child(self) -> "_Child":
-        return _Child(self._greeting, None if self._prints is None else self._prints.writer)
+        return _Child(self._greeting, self._prints.writer)
 
     def print_to(self, path: Path) -> None:
-        """Append the environments' earlier and later output to this file, if the pool is ``quiet``."""
-        if self._prints is not None:
-            self._prints.to(path)
+        """Append the environments' earlier and later output to this file."""
+        self._prints.to(path)
 
     def keep(self, journal: ObservationJournal | None) -> None:
         """Write answers to a journal from now on, and take those that it has; None: to none."""
@@ -320,7 +317,7 @@ class EnvironmentPool:
 class _Child(PipedProcess):
     """One process, and the episodes that live in it."""
 
-    def __init__(self, greeting: bytes, errors: int | None) -> None:
+    def __init__(self, greeting: bytes, errors: int) -> None:
         super().__init__(BOOT, [[str(p) for p in sys.path], os.getpid()], greeting, errors=errors)
         self.episodes: set[int] = set()
         self.threads = dict[int, int]()
@@ -393,10 +390,9 @@ def _same(one: Asked, other: Asked) -> bool:
     return json.dumps([*one], default=str) == json.dumps([*other], default=str)
 
 
-def _shut_down(children: list[_Child], prints: Prints | None, owner: int) -> None:
+def _shut_down(children: list[_Child], prints: Prints, owner: int) -> None:
     if os.getpid() == owner:  # a fork of the run ends, but the processes belong to the run
         for child in children:
             child.kill()
         children.clear()
-        if prints is not None:
-            prints.close()
+        prints.close()

@@ -27,6 +27,7 @@ from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.process import load_environment
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
 from tilth.flows.roles import Roles
@@ -296,8 +297,8 @@ def prompt_checks(
     """
     train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    if recipe.rollout.environment:  # an episode may be as long as the context, whatever the prompt
-        yield lambda: context - room
+    if recipe.rollout.environment:
+        yield lambda: _check_episodes(recipe, template)
     elif generates:
         yield lambda: check_prompts(prompts, template, context - room)
     if recipe.flow == "sft":  # held-out answers are evaluated too
@@ -307,6 +308,13 @@ def prompt_checks(
     elif recipe.supervised.steps or recipe.supervised.epochs:
         yield lambda: check_examples(train, template, context) * 0
     yield lambda: _check_holdout(recipe, len(prompts), len(heldout))
+
+
+def _check_episodes(recipe: Recipe, template: Template) -> int:
+    """Raise TemplateError for tools that the template does not list. An episode may be as long as the context."""
+    if load_environment(recipe.rollout.environment).lists_tools():
+        template.check_tools()
+    return recipe.model.context - recipe.rollout.max_tokens
 
 
 def _check_holdout(recipe: Recipe, count: int, heldout: int) -> int:

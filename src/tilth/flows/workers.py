@@ -135,9 +135,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     template = make_template(recipe.data.template, tokenizer)
     player = None
     if r.environment:
-        pool = EnvironmentPool(
-            r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins, quiet=True
-        )
+        pool = EnvironmentPool(r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins)
         limits = Limits(r.turns, recipe.model.context)
         player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
     return RolloutWorker(engine, template, r, context.store, player, context.rank)

@@ -10,6 +10,7 @@ LIMIT = 8 << 20
 HELD = 1 << 20
 """Newest bytes kept until the file is known."""
 CHUNK = 1 << 16
+MARK = b"[printed] "
 PATIENCE = 1.0
 """Seconds to drain the pipe at the end: a process that outlives its call may keep it open for ever."""
 
@@ -17,8 +18,8 @@ PATIENCE = 1.0
 class Prints:
     """Pipe for the processes and a thread that copies it to a file.
 
-    Output before the call of ``to`` is kept in memory. Output that cannot be written, or is still kept at the end, goes
-    to standard error.
+    Output before the call of ``to`` is kept in memory. What cannot be written goes to standard error. So does what is
+    still kept at the end, each line behind ``MARK``.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Prints:
             self._thread.join(PATIENCE)
         with self._lock:
             held, self._held = self._held, b""
-        _complain(held)
+        _complain(b"".join(MARK + line for line in held.splitlines(keepends=True)))
 
     def _carry(self, reader: int) -> None:
         with open(reader, "rb", buffering=0) as pipe:
