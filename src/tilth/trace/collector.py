@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tilth.trace.spans import _local, span
+from tilth.trace.spans import nameable, span
 
 
 class Collector:
@@ -68,11 +68,11 @@ class Collector:
     def _on_collection(self, phase: str, about: dict[str, int]) -> None:
         """Open or close the span; Python calls this at both ends of a collection, in the same thread, one at a time.
 
-        It may interrupt any code that makes an object, so it takes no lock. While the state of a thread is being made,
-        there is no place for a span yet.
+        It may interrupt any code that makes an object, so it takes no lock that is held for long. A thread that has
+        just begun has no name yet, under which its later spans would be written.
         """
         if phase == "start":
-            if getattr(_local, "state", None) is not None:
+            if nameable():
                 self._open = span("gc", detail=str(about["generation"])).__enter__()
         elif self._open is not None:
             self._open.__exit__(None, None, None)

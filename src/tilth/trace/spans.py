@@ -84,7 +84,7 @@ class _Thread(EventBuffer):
     def __init__(self) -> None:
         super().__init__()
         self.where, self.place = NOWHERE, _places[NOWHERE]  # the newest place, and its code
-        self.thread = threading.current_thread()
+        self.thread = _started_thread() or threading.current_thread()
         self.name = self.thread.name
         self.top: span | None = None
         self.shown: memoryview | None = None  # where others read which span is open
@@ -111,10 +111,34 @@ class _Thread(EventBuffer):
         return sums
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.state = _Thread()
-        recorder._threads.append(self.state)
+def _started_thread() -> threading.Thread | None:
+    """Return this thread; None if ``threading`` has not started it, or not yet: ``current_thread`` would make up a
+    name for it."""
+    ident, dummy = threading.get_ident(), threading._DummyThread
+    return next((t for t in threading.enumerate() if t.ident == ident and not isinstance(t, dummy)), None)
+
+
+def _begin() -> _Thread:
+    """Make the state of this thread, unless a garbage collection in here makes it first."""
+    made = _Thread()
+    state: _Thread = vars(_local).setdefault("state", made)
+    if state is made:
+        recorder._threads.append(state)
+    return state
+
+
+def _state() -> _Thread:
+    """Return the state of this thread."""
+    try:
+        state: _Thread = _local.state
+    except AttributeError:
+        state = _begin()
+    return state
+
+
+def nameable() -> bool:
+    """True if the name of this thread is known, which is so after its first span, or once it has started."""
+    return hasattr(_local, "state") or _started_thread() is not None
 
 
 class span:
@@ -163,7 +187,10 @@ class span:
         return self.duration * 1e-9
 
     def __enter__(self) -> "span":
-        thread = self._thread = _local.state
+        try:
+            thread = self._thread = _local.state
+        except AttributeError:
+            thread = self._thread = _begin()
         sums = self._sums = thread.sums.get(self.op) or thread.begin(self.op)
         parent = self._parent = thread.top
         if parent is None:
@@ -276,13 +303,13 @@ def _finite(number: float) -> float:
 
 def in_phase() -> bool:
     """True if this thread is inside a phase of the step; its calls are part of that phase."""
-    top = _local.state.top
+    top = _state().top
     return top is not None and bool(top._covered)
 
 
 def current_step() -> int:
     """Return the step of this thread's innermost open span; -1: none."""
-    top = _local.state.top
+    top = _state().top
     return -1 if top is None else top.step
 
 
@@ -291,7 +318,7 @@ def show_open(where: memoryview | None) -> None:
 
     Others read them there, also of a process that is stopped or in which something holds the GIL.
     """
-    _local.state.shown = None if where is None else where.cast("q")
+    _state().shown = None if where is None else where.cast("q")
 
 
 def opened(shown: bytes) -> list[tuple[str, int]]:
@@ -533,5 +560,5 @@ def total_of(row: Sequence[float]) -> Total:
 
 _ids = itertools.count(1)  # 0: a place that is not packed yet
 recorder = Recorder()
-_local = _Local()
+_local = threading.local()
 os.register_at_fork(after_in_child=recorder._forget)
