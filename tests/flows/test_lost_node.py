@@ -75,18 +75,23 @@ def three_nodes():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def run_on_all_nodes(command, env, folder=None):
+    """Run a command, again while not all nodes are there; return what it prints."""
+    until = time.monotonic() + patience(60.0)
+    while True:
+        found = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=patience(240.0))
+        if "CPUs on" not in found.stderr or time.monotonic() > until:
+            break
+    assert found.returncode == 0, found.stderr[-6000:]
+    return found.stdout
+
+
 def lose(three_nodes, folder, at, what="nodes"):
-    """Run and lose nodes or workers: at: step -> rank. Waits until all nodes are there."""
+    """Run and lose nodes or workers: at: step -> rank."""
     address, env, pids = three_nodes
     command = [sys.executable, "-m", "tests.flows.lost_node", str(folder), address, json.dumps(pids)]
     command += [json.dumps(at), what]
-    until = time.monotonic() + patience(60.0)
-    while True:
-        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=patience(240.0))
-        if "CPUs on" not in found.stderr or time.monotonic() > until:  # the others are still coming
-            break
-    assert found.returncode == 0, found.stderr[-6000:]
-    told = json.loads(found.stdout.splitlines()[-1])
+    told = json.loads(run_on_all_nodes(command, env).splitlines()[-1])
     return SimpleNamespace(**{**told, "directory": Path(told["directory"])})
 
 
@@ -131,14 +136,7 @@ def test_the_next_controller_goes_on_from_the_memory_of_all_nodes(tmp_path, thre
     address, env, _ = three_nodes
     (tmp_path / "deaths").write_text("4")
     command = [*TILTH, "run", "addition-grpo", *RECIPE, "cluster.backend=ray", f"cluster.address={address}"]
-    until, around = time.monotonic() + patience(60.0), {**ENVIRONMENT, **env, "DEATHS": str(tmp_path / "deaths")}
-    while True:
-        found = subprocess.run(
-            command, env=around, cwd=tmp_path, capture_output=True, text=True, timeout=patience(240.0)
-        )
-        if "CPUs on" not in found.stderr or time.monotonic() > until:  # the others are still coming
-            break
-    assert found.returncode == 0, found.stderr[-6000:]
+    run_on_all_nodes(command, {**ENVIRONMENT, **env, "DEATHS": str(tmp_path / "deaths")}, tmp_path)
     (one,) = recoveries(tmp_path / "runs/a")
     assert (one["kind"], one["step"]) == ("controller", 4)
     assert (tmp_path / "runs/a/log.txt").read_text().count("from memory") == 1
@@ -157,14 +155,7 @@ def test_a_run_goes_on_with_two_of_three_nodes_where_no_other_has_room(tmp_path,
     shape = [word for word in RECIPE if not word.startswith(("plugins", "cluster", "policy"))]
     shape += [f"plugins={json.dumps([plugin])}", "cluster.workers=3", "policy.layout.fsdp=3"]
     command = [*TILTH, "run", "addition-grpo", *shape, "cluster.backend=ray", f"cluster.address={address}"]
-    until, around = time.monotonic() + patience(60.0), {**ENVIRONMENT, **env, "NODES": json.dumps(pids)}
-    while True:
-        found = subprocess.run(
-            command, env=around, cwd=tmp_path, capture_output=True, text=True, timeout=patience(240.0)
-        )
-        if "CPUs on" not in found.stderr or time.monotonic() > until:  # the others are still coming
-            break
-    assert found.returncode == 0, found.stderr[-6000:]
+    run_on_all_nodes(command, {**ENVIRONMENT, **env, "NODES": json.dumps(pids)}, tmp_path)
     (update,) = read_updates(tmp_path / "runs/a")
     assert (update.by, update.state) == ("guard", "in force") and update.step in (2, 3)
     assert update.changes.keys() == {"cluster.workers", "policy.layout.fsdp"}

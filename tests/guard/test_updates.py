@@ -1,5 +1,6 @@
 """Updates of running runs: real commands that are asked to go on with other keys and other code."""
 
+import ctypes
 import json
 import os
 import signal
@@ -20,13 +21,14 @@ from tests.guard.test_supervisor import RECIPE
 from tests.patience import patience
 from tilth.cli import guard_update
 from tilth.config.load import all_differences, dump_toml, load_recipe
+from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, PluginError, RecipeError
 from tilth.flows.callbacks import Callback
 from tilth.flows.hot_update import HotUpdates
 from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
 from tilth.guard.supervisor import LEFT, Inherited, Supervisor
-from tilth.guard.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, now, path_of, read_updates
+from tilth.guard.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, path_of, read_updates
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_state, summarise
 from tilth.runs.signals import Interrupted
@@ -345,6 +347,13 @@ class Asked:
         return (143 if self.asked else 1 if len(self.handed) == 2 else 0), ""
 
 
+def is_subreaper():
+    """PR_GET_CHILD_SUBREAPER: 1 if this process takes the orphans among its descendants."""
+    found = ctypes.c_int(-1)
+    assert ctypes.CDLL(None).prctl(37, ctypes.byref(found)) == 0
+    return found.value
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(active, monkeypatch, asked):
     guard_update.update(active, ["optimizer.lr=0.5"], now=True)
@@ -352,7 +361,9 @@ def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(ac
     controllers = Asked(one, active, asked)
     for name, what in (("_serve", Server), ("_wait", lambda: 0), ("_control", controllers)):
         monkeypatch.setattr(one, name, what)
+    before = is_subreaper()
     assert one.run(0) == (143 if asked else 0)
+    assert is_subreaper() == before
     assert len(controllers.handed) == (2 if asked else 3)
     assert controllers.handed[1].change.overrides == ("optimizer.lr=0.5",)
     (update,) = read_updates(active)
@@ -383,7 +394,7 @@ def test_a_module_that_has_changed_is_no_plugin_to_go_back_from(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     said = []
     with RunDir.create(shape(), "demo") as directory:
-        guard_update.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", now()))
+        guard_update.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", utc_now()))
         updates = HotUpdates(Inherited(str(tmp_path), change=NONE), directory, ["mod"])
         updates._taken = True
         going = SimpleNamespace(say=said.append, state=SimpleNamespace(step=4))

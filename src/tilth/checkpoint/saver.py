@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from functools import partial
 from threading import Event, Thread
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ from tilth.checkpoint.read import damaged_files
 from tilth.checkpoint.snapshot import FileImage, Group, HostBuffer, RankPart, RankParts
 from tilth.checkpoint.stages import StageError, failed, staged
 from tilth.checkpoint.storage import Location, join, storage_of
+from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, StorageError, TilthError
 from tilth.core.layout import Mesh
 from tilth.trace.spans import span
@@ -254,7 +254,7 @@ def commit_save(
             raise CheckpointError(message, key="folder.step")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
         with _explained(attempt), staged("manifest", f"{attempt.final}/manifest.json") as timed:
-            saved = datetime.now(UTC).isoformat(timespec="seconds")
+            saved = utc_now("seconds")
             manifest = assemble(attempt.name, step, reports, objects, saved=saved, layout=layout, expected=expected)
             files = storage_of(join(attempt.root, attempt.folder))
             raise_problems(attempt.name, damaged_files(files, manifest).values())

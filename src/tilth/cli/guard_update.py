@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from tilth.config.load import all_differences, dump_value, given, load_recipe
+from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, RecipeError
 from tilth.guard.updates import (
     PLUGIN_KEYS,
@@ -21,7 +22,6 @@ from tilth.guard.updates import (
     read_updates,
     request,
 )
-from tilth.guard.updates import now as time_now
 from tilth.runs.readers import read_state, supervised
 
 
@@ -82,7 +82,7 @@ def _update(
         after.guard.restarts,
         urgent,
         asked_by(),
-        time_now(),
+        utc_now(),
         hang_after=after.guard.hang_after,
     )
 

@@ -8,11 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
+from tilth.core.clock import utc_now
 from tilth.core.errors import StorageError
 
 LIMIT = 1 << 30
@@ -47,7 +47,7 @@ class _Failing:
     reason: str
     slow: bool = False
     began: float = field(default_factory=time.monotonic)
-    since: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    since: str = field(default_factory=lambda: utc_now("seconds"))
     pause: float = SOONEST
     reported: bool = False
 

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import atomic_write, make_folder, rename, writing
 from tilth.core.write_queue import SLOW, Trouble, WriteQueue
@@ -115,11 +115,7 @@ class TrajectoryFiles:
         except StorageError as error:
             nbytes, cause = sum(table.nbytes for table in tables), error.__cause__
             reason = (cause.strerror if isinstance(cause, OSError) else "") or str(error)
-            facts = {
-                "path": str(self.spill),
-                "reason": reason,
-                "since": datetime.now(UTC).isoformat(timespec="seconds"),
-            }
+            facts = {"path": str(self.spill), "reason": reason, "since": utc_now("seconds")}
             more = {"bytes": nbytes, "writes": 1, "slow": False, "files": [path.name], "alone": True}
             self._alone, self._alone_until = facts | more, step
             return tables

@@ -13,6 +13,7 @@ import psutil
 
 from tilth.config.load import digest
 from tilth.config.schema import Recipe
+from tilth.core.clock import utc_now
 from tilth.core.errors import TilthError, WorkerLost
 from tilth.core.write_queue import PROMPT
 from tilth.flows.run import Run
@@ -25,7 +26,6 @@ from tilth.guard.updates import (
     Update,
     allowed,
     keep_code,
-    now,
     path_of,
     read_updates,
     request,
@@ -156,7 +156,7 @@ class HotUpdates:
         allow = (*self._handed.change.allow, *allowed(changes))
         guard = recipe.guard
         change = RecipeChange(0, whole, allow)
-        made = Update(change, changes, guard.restarts, True, BY, now(), hang_after=guard.hang_after)
+        made = Update(change, changes, guard.restarts, True, BY, utc_now(), hang_after=guard.hang_after)
         ranks = ", ".join(map(str, sorted(lost)))
         self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
         request(self._directory.path, made)

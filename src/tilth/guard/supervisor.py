@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ from tilth.cluster.backends.fork_server import ServerProcess
 from tilth.cluster.backends.local import environment, how_ended
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import WorkerLost
-from tilth.core.files import atomic_write
 from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
-from tilth.guard.updates import NONE, RecipeChange, Undone, Update, path_of, read_updates, waiting
+from tilth.guard.updates import NONE, RecipeChange, Undone, Update, put_back, read_updates, waiting
 from tilth.guard.verdict import Verdict
 
 REPLACEABLE = ("local", "ray")
@@ -55,8 +54,8 @@ TICK = 0.5
 """Seconds between two looks at it."""
 LEAST = 5.0
 """Seconds that a controller may stand still at least."""
-_SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER: orphans among the descendants become children of this process."""
+_SUBREAPER, _IS_SUBREAPER = 36, 37
+"""PR_SET_CHILD_SUBREAPER: orphans among the descendants become children of this process; and what asks for it."""
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals after which the controller is started again."""
@@ -156,6 +155,18 @@ class PulseWatch:
         return f"stood still for {self.seconds:.1f} s (guard.hang_after): {how}"
 
 
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Be the parent of orphans among the descendants of this process."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_IS_SUBREAPER, ctypes.byref(before))
+    prctl(_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(_SUBREAPER, before.value)
+
+
 class Supervisor:
     """Supervise one run. restarts: most restarts within an hour (``guard.restarts``); hang_after: seconds for which the
     controller may stand still, at least ``LEAST``."""
@@ -176,12 +187,12 @@ class Supervisor:
         self._child = 0
         """Process that does the work now: the check of the recipe, or the controller; 0: none."""
 
+    @_subreaper()
     def run(self, check: int) -> int:
         """Run to the end and return the exit code. check: a child process that checks the recipe.
 
         Call with signals blocked (``block``). KeyboardInterrupt or Terminated if a signal comes before the controller.
         """
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         self._folder = SessionDir.create()
         self._scratch = self._folder.scratch
         self._server = self._serve()
@@ -196,7 +207,7 @@ class Supervisor:
                 self._note_taken()
                 asked = bool(self._asked) or (self._scratch / ASKED).exists()
                 if self._trying is not None and asked:
-                    _put_back(self._run())
+                    put_back(Path(self._run()))
                 elif self._trying is not None and code:
                     handover = self._undo(self._trying, why or _last_words(self._run(), code))
                     continue
@@ -435,14 +446,6 @@ def _last_words(run: str, code: int) -> str:
     last = json.loads(path.read_bytes())["attempts"][-1] if path.exists() else {}
     ended = f"the controller ended by signal {-code}" if code < 0 else f"the controller ended with exit code {code}"
     return str(last["why"]) if last.get("state") == "failed" else f"{ended} before its first commit"
-
-
-def _put_back(run: str) -> None:
-    """Let updates that were tried when the run was asked to end wait for its next command."""
-    for one in read_updates(run):
-        if one.state == "trying":
-            with atomic_write(path_of(Path(run), one.number)) as new:
-                new.write_bytes(replace(one, state="waiting").dump())
 
 
 def _end_server(server: ServerProcess | None) -> None:

@@ -18,7 +18,7 @@ from tilth.config.keys import all_names
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
-from tilth.core.files import make_folder, writing
+from tilth.core.files import atomic_write, make_folder, writing
 from tilth.rewards.fingerprint import Imports, files_fingerprint
 
 UPDATES = "updates"
@@ -194,17 +194,20 @@ def request(run: Path, update: Update) -> Update:
                 whole.unlink()
 
 
+def put_back(run: Path) -> None:
+    """Let updates that were tried when the run was asked to end wait for its next command. StorageError."""
+    for one in read_updates(run):
+        if one.state == "trying":
+            with atomic_write(path_of(run, one.number)) as new:
+                new.write_bytes(replace(one, state="waiting").dump())
+
+
 def asked_by() -> str:
     """Return user and machine of this process."""
     user = str(os.getuid())
     with suppress(KeyError, OSError):  # a user without a name
         user = getpass.getuser()
     return f"{user}@{os.uname().nodename}"
-
-
-def now() -> str:
-    """Return the time of a request."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:

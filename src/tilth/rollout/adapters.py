@@ -208,17 +208,15 @@ class AdapterBank:
         key = tuple(own.serial for own in adapters)
         self._used.add(key)
         if key not in self._stacks:
-            like = {path: pair for own in adapters for path, pair in own.halves.items()}
+            zeros = {
+                path: (torch.zeros_like(a), torch.zeros_like(b))
+                for own in adapters
+                for path, (a, b) in own.halves.items()
+            }
             self._stacks[key] = {
-                path: (
-                    torch.stack(
-                        [own.halves[path][0] if path in own.halves else torch.zeros_like(a) for own in adapters]
-                    ),
-                    torch.stack(
-                        [own.halves[path][1] if path in own.halves else torch.zeros_like(b) for own in adapters]
-                    ),
-                )
-                for path, (a, b) in like.items()
+                path: (torch.stack(a), torch.stack(b))
+                for path, none in zeros.items()
+                for a, b in [zip(*(own.halves.get(path, none) for own in adapters))]
             }
         return self._stacks[key]
 

@@ -15,7 +15,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ import psutil
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.load import dump_toml
 from tilth.config.schema import Recipe
+from tilth.core.clock import utc_now
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.files import make_folder, writing
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, describe, lost
@@ -217,7 +217,7 @@ class RunDir:
 
     def log(self, text: str) -> None:
         """Write a line with the time to log.txt."""
-        self._log.append(f"{_now()} {text}")
+        self._log.append(f"{utc_now()} {text}")
 
     def warn(self, step: int, text: str) -> None:
         """Store a warning for the report."""
@@ -240,7 +240,7 @@ class RunDir:
 
     def note_finding(self, record: Mapping[str, Any]) -> None:
         """Append a warning of a watch to ``warnings.jsonl``; any thread may call it. Raises StorageError."""
-        line = to_json({"time": _now(), "attempt": self.attempt, **record})
+        line = to_json({"time": utc_now(), "attempt": self.attempt, **record})
         self._queue.put(self.path / WARNINGS, partial(_append_line, self.path / WARNINGS, line), len(line))
 
     def recover(self, record: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ class RunDir:
         record: of the recovery, for ``recoveries.jsonl``; ``evidence`` is why the attempt ended, ``seconds`` how long
         the recovery took. The time since the last commit is added as ``lost``.
         """
-        now = _now()
+        now = utc_now()
         self.break_off(record)
         before, self.attempt = self._state["attempts"], self.attempt + 1
         self.changes = {}
@@ -271,7 +271,7 @@ class RunDir:
         self.update(attempts=[*earlier, before | _recovered(record, current["started"]), current])
 
     def _survived(self, record: Mapping[str, Any]) -> None:
-        line = to_json({"time": _now(), **record})
+        line = to_json({"time": utc_now(), **record})
         self._queue.put(self.path / RECOVERIES, partial(_append_line, self.path / RECOVERIES, line), len(line))
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
@@ -287,11 +287,11 @@ class RunDir:
         self.log(f"attempt {self.attempt} {state} after step {self._last}" + (f": {why}" if why else ""))
         trouble = self._wait(PATIENCE if state == "finished" else SLOW)
         memory = self._state.get("memory") or {"predicted": None}
-        last = self._state["attempts"][-1] | {"ended": _now(), "state": state, "why": why}
+        last = self._state["attempts"][-1] | {"ended": utc_now(), "state": state, "why": why}
         self._state.update(
             state=state,
             error=error,
-            ended=_now(),
+            ended=utc_now(),
             seconds=round(self.seconds, 3),
             memory={**memory, "peak": resident()[1]},
             attempts=[*self._state["attempts"][:-1], last],
@@ -351,12 +351,12 @@ class RunDir:
         """End this attempt; the run goes on in the next controller."""
         self.log(f"attempt {self.attempt} left after step {self._last}: {why}")
         self._wait(SLOW)
-        last = self._state["attempts"][-1] | {"ended": _now(), "state": "left", "why": why}
+        last = self._state["attempts"][-1] | {"ended": utc_now(), "state": "left", "why": why}
         self.update(attempts=[*self._state["attempts"][:-1], last])
 
     def _begin(self, before: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of run.json for a new attempt."""
-        now, place = _now(), _place(self.recipe, self.path, before)
+        now, place = utc_now(), _place(self.recipe, self.path, before)
         if place:
             from tilth.runs.checkpoint_owner import take  # imports torch, which readers do not need
 
@@ -448,7 +448,3 @@ def _place(recipe: Recipe, path: Path, before: Mapping[str, Any]) -> str:
         return ""
     name = f"{path.name}-{uuid.uuid4().hex[:8]}"  # several folders of runs may share the store
     return f"{wanted}/{name}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

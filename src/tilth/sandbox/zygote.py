@@ -206,14 +206,8 @@ def _prepare() -> Prepared:
     user = FIRST_USER + os.getpid()
     first = os.fork()  # process 1 of its namespace: when it ends, all others in there are killed
     if first == 0:
-        for fd in (
-            stdin,
-            stdout,
-            stderr,
-            ended,
-            request,
-        ):  # a second holder of stdin would keep its end from the program
-            os.close(fd)
+        for fd in (stdin, stdout, stderr, ended, request):
+            os.close(fd)  # a second holder of stdin would keep its end from the program
         _first(asked, alive, [read, out, err], user)
     for fd in (read, out, err, alive, asked):
         os.close(fd)

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilth.config.schema import LoraConfig
+from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, TilthError
 from tilth.serve.app import GRACE
 from tilth.serve.completion import RoomError
 from tilth.service.base import ServedBase
 from tilth.service.bodies import CreateBody, LoadBody, SampleBody
-from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, now, read_json, write_json
+from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
 from tilth.service.losses import check_data, options_of
 from tilth.service.queues import Operation, StoredAnswer
 from tilth.service.room import TrainRoom
@@ -61,7 +62,7 @@ class TrainingDesk:
             if key and held.get("key") == key:
                 return name
         name = f"s{secrets.token_hex(8)}"
-        self.sessions[name] = {**about, "time": now(), "key": key, "status": "active"}
+        self.sessions[name] = {**about, "time": utc_now("microseconds"), "key": key, "status": "active"}
         write_json(self.folder.entry("sessions", name) / ABOUT, self.sessions[name])
         return name
 
@@ -114,7 +115,7 @@ class TrainingDesk:
             "seed": secrets.randbits(62) if seed is None else seed,
             "user_metadata": body.user_metadata,
             "request": request,
-            "time": now(),
+            "time": utc_now("microseconds"),
         }
         write_json(self.folder.entry("models", name) / ABOUT, about)
         return self.runner.add(name, about)

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,6 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 """Part of a path -> type of checkpoint, as Tinker names them."""
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def now() -> str:
-    """Return the time as ISO 8601."""
-    return datetime.now(UTC).isoformat()
 
 
 def expires_at(seconds: int | None) -> float | None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tilth.config.schema import LoraConfig
+from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.serve.completion import RoomError
 from tilth.serve.room import BREAKS
 from tilth.service.bodies import AdamBody, LoadBody, SaveBody, StepBody
-from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, expires_at, now, read_json, write_json
+from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, expires_at, read_json, write_json
 from tilth.service.log import RequestLog
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer, next_of
 from tilth.service.room import TrainRoom
@@ -252,7 +253,7 @@ class ClientRunner:
             "model": client.id,
             "seq": seq,
             "size": size,
-            "time": now(),
+            "time": utc_now("microseconds"),
             "expires": expires_at(body.ttl_seconds),
             "user_metadata": body.user_metadata,
             "lora": client.about["lora"],

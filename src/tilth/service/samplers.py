@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilth.config.schema import LoraConfig
+from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.rollout.request import Request, SamplingParams
@@ -17,7 +18,7 @@ from tilth.serve.completion import RoomError
 from tilth.serve.room import BREAKS
 from tilth.service.base import ServedBase
 from tilth.service.bodies import SampleBody, TargetsBody
-from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, now, write_json
+from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.service.log import RequestLog
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
 from tilth.service.room import TrainRoom
@@ -110,7 +111,7 @@ class SamplerDesk:
 
     def _new(self, name: str, session: str, path: str, model: str, lora: Any) -> WeightSampler:
         about = {"base_model": self.base.names[0], "path": path, "model": model, "lora": lora}
-        about |= {"time": now(), "session": session}
+        about |= {"time": utc_now("microseconds"), "session": session}
         write_json(self.folder.entry("samplers", name) / ABOUT, about)
         return self._add(name, about)
 

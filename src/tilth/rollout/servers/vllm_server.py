@@ -144,15 +144,8 @@ def main() -> None:
     """Load the engine and serve it until the process that started this one ends."""
     settings = receive_settings()
     served = Served(settings["config"], settings["arguments"])
-    methods: tuple[Any, ...] = (
-        served.ready,
-        served.poll,
-        served.forget,
-        served.begin_load,
-        served.load,
-        served.end_load,
-    )
-    methods += (served.sleep, served.wake_up)
+    loading = served.begin_load, served.load, served.end_load
+    methods: tuple[Any, ...] = (served.ready, served.poll, served.forget, *loading, served.sleep, served.wake_up)
     serve(settings["listening"], settings["token"], {f"/{method.__name__}": method for method in methods})
 
 
