@@ -14,6 +14,7 @@ from tilth.flows.serving import ServeOptions
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
+from tilth.service.base import ServiceLimits
 from tilth.service.start import TrainOptions, open_training
 
 TOKENIZER = Tokenizer.characters("0123456789+= abcdefghij")
@@ -36,7 +37,7 @@ class Served:
         self, model: Path, state: Path, port: int = 0, name: str = "", backend: str = "inline", **more
     ) -> None:
         options = ServeOptions(port=port, backend=backend, token=more.pop("token", ""))
-        self.server, self.url = open_training(str(model), options, TrainOptions(state, name, **more))
+        self.server, self.url = open_training(str(model), options, TrainOptions(state, name, ServiceLimits(**more)))
         self.desk, self.port, self.killed = self.server.desk, self.server.door.getsockname()[1], False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -17,6 +17,7 @@ from tilth.service.wire import (
     SampledTokens,
     Samples,
     Topk,
+    place_of,
     read_train_request,
     write_output,
     write_samples,
@@ -114,3 +115,13 @@ def test_noise_is_refused_and_never_more(noise, cut):
             read_train_request(body)
         except DataError as error:
             assert error.key
+
+
+@given(
+    model=st.text(min_size=1, max_size=200), seq=st.integers(1, 2**31 - 1), behind=st.binary(), cut=st.integers(1, 9)
+)
+def test_model_and_number_are_read_from_the_beginning_of_a_body(model, seq, behind, cut):
+    whole = tinker_public_pb2.ForwardBackwardRequest(model_id=model, seq_id=seq).SerializeToString()
+    assert place_of(whole + behind) == (model, seq)
+    assert place_of(whole[:-cut]) is None
+    assert place_of(behind) is None or behind[:1] == b"\n"

@@ -124,6 +124,11 @@ def serve(
     train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
     state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
     name: Annotated[str, Option(help="--train: name by which clients call the base model, besides MODEL")] = "",
+    requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
+    models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None,
+    idle: Annotated[
+        float | None, Option(min=1.0, help="--train: seconds until a silent client's models leave memory [120]")
+    ] = None,
 ) -> None:
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 

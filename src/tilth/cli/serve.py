@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from tilth.core.errors import DataError
 from tilth.flows.serving import ServeOptions, open_server
+from tilth.service.base import ServiceLimits
 from tilth.service.start import TrainOptions, open_training
 
 STATE = "tilth-service"
@@ -24,14 +26,20 @@ def serve(
     train: bool = False,
     state: Path | None = None,
     name: str = "",
+    requests: int | None = None,
+    models: int | None = None,
+    idle: float | None = None,
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
     options = ServeOptions(host, port, token, template, adapters, backend)
-    if not train and (state is not None or name):
-        raise DataError("--state and --name are of a server that trains; add --train", key="--train")
+    limits = {"requests": requests, "models": models, "idle": idle}
+    given = {"state": state, "name": name or None, **limits}
+    if not train and (first := next((key for key, value in given.items() if value is not None), "")):
+        raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
     if train:
-        opened, address = open_training(model, options, TrainOptions(state or Path(STATE), name))
+        own: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
+        opened, address = open_training(model, options, TrainOptions(state or Path(STATE), name, ServiceLimits(**own)))
         typer.echo(f"training {name or model} for TINKER_BASE_URL={address}; Ctrl-C ends it", err=True)
         opened.run_here()
         return

@@ -4,12 +4,13 @@ import asyncio
 import errno
 import hmac
 import ipaddress
+import math
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -63,11 +64,15 @@ class Guarded:
     """ASGI application that checks the token, the Host header and the size of the body, and counts answers.
 
     A page of a browser could reach a server without a token under another name (DNS rebinding), so that one answers
-    only to names of this machine. largest: most bytes of a body.
+    only to names of this machine. largest: most bytes of a body; free: paths
+    whose routes limit their bodies themselves.
     """
 
-    def __init__(self, app: Any, token: str, metrics: ServerMetrics, largest: int = BODY) -> None:
+    def __init__(
+        self, app: Any, token: str, metrics: ServerMetrics, largest: int = BODY, free: Collection[str] = ()
+    ) -> None:
         self._app, self._token, self._metrics, self._largest = app, token.encode(), metrics, largest
+        self._free = free
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -85,14 +90,17 @@ class Guarded:
         if refused is not None:
             await refused.response()(scope, receive, sent)
         else:
-            await self._app(scope, _limited(receive, self._largest), sent)
+            await self._app(scope, _limited(receive, self._most(scope["path"])), sent)
         path = scope["path"] if "endpoint" in scope else "other"
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.duration.observe(time.perf_counter() - begin)
 
+    def _most(self, path: str) -> float:
+        return math.inf if path in self._free else self._largest
+
     def _refused(self, path: str, headers: dict[str, bytes]) -> HttpError | None:
         length = headers.get("content-length", b"0")
-        if not length.isdigit() or int(length) > self._largest:
+        if not length.isdigit() or int(length) > self._most(path):
             message = f"the body has {length.decode('latin-1')} bytes, the limit is {self._largest}"
             return HttpError(413, message, "body")
         if path in OPEN or path.startswith(SIGNED):
@@ -107,7 +115,7 @@ class Guarded:
         return HttpError(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
-def _limited(receive: Any, largest: int) -> Any:
+def _limited(receive: Any, largest: float) -> Any:
     """Return a receive that refuses bodies that grow beyond the limit without having said so."""
     seen = 0
 

@@ -1,6 +1,5 @@
 """Routes of Tinker's API, as its SDK 0.38 calls them. What is not offered is refused with a sentence."""
 
-import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -9,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.serve.completion import RoomError
@@ -35,7 +35,9 @@ from tilth.service.samplers import check_sample
 
 PREFIX = "/api/v1"
 LARGEST = 64 * 2**20
-"""Most bytes of a body, for ``serve.app.Guarded``: a batch of training data."""
+"""Most bytes of a body: a batch of training data."""
+NUMBERED = tuple(f"{PREFIX}/{name}" for name in ("forward_backward", "optim_step", "load_weights", *CHECKPOINTS))
+"""Routes of requests with a place among those of a client, which a refused one has too: they limit their bodies."""
 REFUSED: Mapping[str, str] = {
     "publish": "checkpoints of this server are not published; give others the files of save_weights_external",
     "project": "this server has no projects",
@@ -67,6 +69,17 @@ def error_response(error: TilthError) -> JSONResponse:
     return JSONResponse({"detail": str(error), "key": error.key}, status)
 
 
+async def taken(request: Request) -> tuple[bytes, DataError | None]:
+    """Return a body; of one that is too large the beginning, and the error that says so, when all of it has come."""
+    kept, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        kept += chunk[: max(LARGEST - len(kept), 0)]
+    if size <= LARGEST:
+        return bytes(kept), None
+    return bytes(kept), DataError(f"the body has {size} bytes, the limit is {LARGEST}: send less", key="body.size")
+
+
 async def read(request: Request, kind: type[Kind]) -> tuple[Kind, bytes]:
     """Return a body, read and raw. DataError names the field that is wrong."""
     raw = await request.body()
@@ -93,17 +106,24 @@ Numbered = TypeVar("Numbered", StepBody, SaveBody, LoadBody)
 
 
 def numbered(
-    desk: TrainingDesk, raw: bytes, operation: str, kind: type[Numbered], check: Callable[[Numbered], None]
+    desk: TrainingDesk,
+    given: tuple[bytes, DataError | None],
+    operation: str,
+    kind: type[Numbered],
+    check: Callable[[Numbered], None],
 ) -> dict[str, Any]:
     """Take a request of a client. One that is refused has its place too, so that later ones do not wait for it."""
+    raw, wrong = given
     try:
+        if wrong is not None:
+            raise wrong
         check(parsed(raw, kind))
     except DataError as error:
-        given = _number(raw)
-        if given is None or given[0] not in desk.clients:
+        place = _number(raw)
+        if place is None or place[0] not in desk.clients:
             raise
-        desk.refuse(*given, error)
-        return promise("f", *given, model_id=given[0])
+        desk.refuse(*place, error)
+        return promise("f", *place, model_id=place[0])
     model, seq = _number(raw) or ("", 0)
     desk.submit(model, seq, operation, raw, None)
     return promise("f", model, seq, model_id=model)
@@ -112,7 +132,7 @@ def numbered(
 def _number(raw: bytes) -> tuple[str, int] | None:
     """Return the client and number of a request whose body may be wrong in other fields; None: it has none."""
     try:
-        given = json.loads(raw)
+        given = from_json(raw, allow_partial=True)
     except ValueError:
         return None
     model, seq = (given.get("model_id"), given.get("seq_id")) if isinstance(given, dict) else (None, None)
@@ -154,7 +174,7 @@ def router(desk: TrainingDesk, links: Links) -> APIRouter:
 def _general(routes: APIRouter, desk: TrainingDesk) -> None:
     @routes.post("/client/config")
     async def config() -> dict[str, Any]:
-        return {"sample_max_concurrent_requests": desk.most, "custom_loss_server_side": False}
+        return {"sample_max_concurrent_requests": desk.limits.requests, "custom_loss_server_side": False}
 
     @routes.post("/client/dynamic_config")
     async def dynamic_config() -> dict[str, Any]:
@@ -185,8 +205,7 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
     @routes.post("/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
         body, _ = await read(request, NamedBody)
-        over = desk.session(body.session_id)["status"] != "active"
-        return JSONResponse({"type": "session_heartbeat"}, 410 if over else 200)
+        return JSONResponse({"type": "session_heartbeat"}, 200 if desk.beat(body.session_id) else 410)
 
     @routes.post("/sessions/{name}/finish")
     async def finish(name: str, request: Request) -> Response:
@@ -215,18 +234,20 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         if request.headers.get("content-encoding"):
             raise DataError("content-encoding: bodies are taken as they are; client_config says so", key="encoding")
-        client, operation = desk.submit_data(await request.body())
-        return promise("f", client.id, operation.seq, model_id=client.id)
+        model, operation = desk.submit_data(*await taken(request))
+        return promise("f", model, operation.seq, model_id=model)
 
     @routes.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
-        return numbered(desk, await request.body(), "optim_step", StepBody, _check_step)
+        return numbered(desk, await taken(request), "optim_step", StepBody, _check_step)
 
     @routes.post("/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        raw = await request.body()
+        given = raw, wrong = await taken(request)
         if _number(raw) is not None:
-            return numbered(desk, raw, "load_weights", LoadBody, lambda body: None)
+            return numbered(desk, given, "load_weights", LoadBody, lambda body: None)
+        if wrong is not None:
+            raise wrong
         body = parsed(raw, LoadBody)
         if body.session_id is None or body.model_seq_id is None:
             message = "load_weights needs model_id and seq_id, or session_id and model_seq_id of a new model"
@@ -257,7 +278,7 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
 def _save_route(routes: APIRouter, desk: TrainingDesk, kind: str) -> None:
     @routes.post(f"/{kind}")
     async def save(request: Request) -> dict[str, Any]:
-        return numbered(desk, await request.body(), kind, SaveBody, check)
+        return numbered(desk, await taken(request), kind, SaveBody, check)
 
     def check(body: SaveBody) -> None:
         if body.age_encryption_recipients:

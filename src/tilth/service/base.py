@@ -13,6 +13,18 @@ ALPHA = 32.0
 
 
 @dataclass(frozen=True)
+class ServiceLimits:
+    """Limits of a training service."""
+
+    requests: int = 1024
+    """Requests of one client, or of one sampler, that may wait."""
+    models: int = 64
+    """Clients' models that the worker holds at a time; others are on disk and come back with their next request."""
+    idle: float = 120.0
+    """Seconds without a sign of life of a session after which the worker holds its models no more."""
+
+
+@dataclass(frozen=True)
 class ServedBase:
     """A base model. names: that clients may call it by, the first one in answers."""
 

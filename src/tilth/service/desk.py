@@ -14,15 +14,15 @@ from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, TilthError
 from tilth.serve.app import GRACE
 from tilth.serve.completion import RoomError
-from tilth.service.base import ServedBase
-from tilth.service.bodies import CreateBody, LoadBody, SampleBody
+from tilth.service.base import ServedBase, ServiceLimits
+from tilth.service.bodies import CreateBody, LoadBody, OptimizerKind, SampleBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
 from tilth.service.losses import check_data, options_of
 from tilth.service.queues import Operation, StoredAnswer
 from tilth.service.room import TrainRoom
 from tilth.service.runner import Client, ClientRunner
 from tilth.service.samplers import SamplerDesk, WeightSampler
-from tilth.service.wire import read_train_request
+from tilth.service.wire import place_of, read_train_request
 
 WAIT = 20.0
 """Seconds that a request for an answer waits for it."""
@@ -31,11 +31,10 @@ WAIT = 20.0
 class TrainingDesk:
     """Sessions, models, samplers and checkpoints of one base model. Call ``open`` before anything else."""
 
-    def __init__(self, room: TrainRoom, folder: ServiceFolder, base: ServedBase, *, most: int = 1024) -> None:
-        """most: requests of one client that may wait."""
-        self.room, self.folder, self.base, self.most = room, folder, base, most
-        self.samplers = SamplerDesk(room, folder, base, most)
-        self.runner = ClientRunner(room, folder, self.samplers, most)
+    def __init__(self, room: TrainRoom, folder: ServiceFolder, base: ServedBase, limits: ServiceLimits) -> None:
+        self.room, self.folder, self.base, self.limits = room, folder, base, limits
+        self.samplers = SamplerDesk(room, folder, base, limits.requests)
+        self.runner = ClientRunner(room, folder, self.samplers, limits)
         self.sessions = dict[str, dict[str, Any]]()
         self._loads = dict[str, asyncio.Task[None]]()
         self._closing = False
@@ -72,9 +71,17 @@ class TrainingDesk:
             raise CheckpointError(f"session_id={name!r} is unknown to this server", key="session_id.missing")
         return self.sessions[name]
 
+    def beat(self, name: str) -> bool:
+        """Note a sign of life of a session; return False if it is over. CheckpointError: there is none."""
+        active = bool(self.session(name)["status"] == "active")
+        if active:
+            self.runner.hear(name)
+        return active
+
     def finish_session(self, name: str, reason: Mapping[str, Any], detail: str | None) -> None:
         """Note that a session is over."""
         self.session(name).update(status=reason.get("type", "success"), detail=detail)
+        self.runner.leave(name)
         write_json(self.folder.entry("sessions", name) / ABOUT, self.sessions[name])
 
     # ---- models ----
@@ -93,9 +100,7 @@ class TrainingDesk:
     def create_model(self, body: CreateBody) -> Client:
         """Return the new training run of a session, or the one that an equal request made. DataError."""
         self.base.check_name(body.base_model)
-        if body.optimizer_config.type != "adamw":
-            message = f"optimizer_config.type={body.optimizer_config.type!r} is not offered by this server; use adamw"
-            raise DataError(message, key="optimizer_config.type")
+        _check_optimizer(body.optimizer_config)
         lora, seed = self.base.lora(body.lora_config), None if body.lora_config is None else body.lora_config.seed
         return self._new_client(body.session_id, body.model_seq_id, lora, seed, body)
 
@@ -124,6 +129,7 @@ class TrainingDesk:
         """Return a new run that begins at a checkpoint; ``loaded`` waits for it. DataError, CheckpointError."""
         assert body.session_id is not None and body.model_seq_id is not None
         about = read_json(self.folder.loadable(body) / ABOUT)
+        _check_optimizer(body.optimizer_config)
         if body.base_model is not None:
             self.base.check_name(body.base_model)
         lora = LoraConfig.model_validate(about["lora"], strict=False)
@@ -160,19 +166,25 @@ class TrainingDesk:
         """Give a request that is refused its place among the client's, so that later ones do not wait for it."""
         return self.submit(model, seq, "refused", StoredAnswer.failure(error, "user").body, None)
 
-    def submit_data(self, body: bytes) -> tuple[Client, Operation]:
-        """Take a request for passes. DataError names what is wrong with it."""
-        request = read_train_request(body)
-        client = self.client(request.model)
-        if request.seq < 1:
-            raise DataError(f"seq_id={request.seq}; it must be at least 1", key="seq_id")
+    def submit_data(self, body: bytes, wrong: DataError | None = None) -> tuple[str, Operation]:
+        """Take a request for passes; return its model. wrong: why it is refused, whatever it holds; the body may be its
+        beginning alone then. DataError: it has no place among a client's requests."""
         try:
+            if wrong is not None:
+                raise wrong
+            request = read_train_request(body)
             options_of(request.loss, request.options)
             check_data(request.loss, request.data, self.base.vocabulary, self.base.longest)
         except DataError as error:
-            return client, self.refuse(client.id, request.seq, error)
+            model, seq = place_of(body) or ("", 0)
+            if model not in self.clients:
+                raise
+            return model, self.refuse(model, seq, error)
+        self.client(request.model)
+        if request.seq < 1:
+            raise DataError(f"seq_id={request.seq}; it must be at least 1", key="seq_id")
         cost = sum(len(datum.tokens) for datum in request.data) * (1 if request.forward_only else 3)
-        return client, self.submit(client.id, request.seq, "data", body, request, cost)
+        return request.model, self.submit(request.model, request.seq, "data", body, request, cost)
 
     def submit_sample(self, body: SampleBody, raw: bytes) -> Operation:
         """Take a request for samples. DataError, BusyError, CheckpointError."""
@@ -199,6 +211,8 @@ class TrainingDesk:
         if seq not in queue.operations:
             message = f"request {seq} of {name} is unknown, or its answer is no longer kept"
             raise CheckpointError(message, key="request_id.missing")
+        if not sampling:
+            self.runner.hear(self.client(name).session)
         answer, work = queue.operations[seq].answer, self.runner.task
         if work is not None and not answer.done():
             either: set[asyncio.Future[Any]] = {answer, work}
@@ -208,3 +222,10 @@ class TrainingDesk:
         if work is None or work.done():
             raise RoomError("the desk of this server has stopped; start it again", key="service.stopped")
         return None
+
+
+def _check_optimizer(kind: OptimizerKind | None) -> None:
+    """Raise DataError for an optimizer that this server has not."""
+    if kind is not None and kind.type != "adamw":
+        message = f"optimizer_config.type={kind.type!r} is not offered by this server; use adamw"
+        raise DataError(message, key="optimizer_config.type")

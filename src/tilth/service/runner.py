@@ -5,6 +5,7 @@ deterministic, so every bit is that of an undisturbed server.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.serve.completion import RoomError
 from tilth.serve.room import BREAKS
+from tilth.service.base import ServiceLimits
 from tilth.service.bodies import AdamBody, LoadBody, SaveBody, StepBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, expires_at, read_json, write_json
 from tilth.service.log import RequestLog
@@ -45,6 +47,8 @@ class Client:
     """Last request whose effect is in the state on disk."""
     steps: int = 0
     """Optimizer steps since."""
+    used: float = 0.0
+    """When its newest request ran, in seconds of the event loop."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -60,19 +64,22 @@ class Client:
 class ClientRunner:
     """Training runs by name, and the task that runs their requests: the client with fewest tokens first."""
 
-    def __init__(self, room: TrainRoom, folder: ServiceFolder, samplers: SamplerDesk, most: int) -> None:
-        """most: requests of one client that may wait."""
-        self.room, self.folder, self.samplers, self.most = room, folder, samplers, most
+    def __init__(self, room: TrainRoom, folder: ServiceFolder, samplers: SamplerDesk, limits: ServiceLimits) -> None:
+        self.room, self.folder, self.samplers, self.limits = room, folder, samplers, limits
         self.clients = dict[str, Client]()
         self.trouble: StorageError | None = None
         """Why the last state could not be written; its requests are on disk."""
         self.task: asyncio.Task[None] | None = None
+        self._heard = dict[str, float]()
+        """Session -> its newest sign of life, in seconds of the event loop."""
+        self._begun = 0.0
         self._changed = asyncio.Event()
         self._working = asyncio.Lock()
         self._closing = False
 
     def open(self) -> None:
         """Begin to work on what is not answered."""
+        self._begun = asyncio.get_running_loop().time()
         self.task = asyncio.create_task(self._work())
 
     async def close(self, seconds: float) -> None:
@@ -93,7 +100,7 @@ class ClientRunner:
     def add(self, name: str, about: dict[str, Any]) -> Client:
         """Take a training run: a new one, or one that is on disk."""
         folder = self.folder.entry("models", name)
-        client = Client(name, about, RequestQueue(name, RequestLog(folder / "log"), most=self.most))
+        client = Client(name, about, RequestQueue(name, RequestLog(folder / "log"), most=self.limits.requests))
         if self.has_state(name):
             client.saved = int(read_about(folder)["seq"])
         done = [seq for seq, one in client.queue.operations.items() if one.answer.done()]
@@ -107,13 +114,24 @@ class ClientRunner:
 
     def submit(self, client: Client, seq: int, kind: str, body: bytes, request: Any, cost: int = 1) -> Operation:
         """Take a request. DataError, BusyError."""
+        self.hear(client.session)
         operation = client.queue.accept(seq, kind, body, request, cost)
         self._changed.set()
         return operation
 
+    def hear(self, session: str) -> None:
+        """Note a sign of life of a session."""
+        self._heard[session] = asyncio.get_running_loop().time()
+
+    def leave(self, session: str) -> None:
+        """Note that a session is over: its models are held no more."""
+        self._heard[session] = -math.inf
+        self._changed.set()
+
     async def begin_at(self, client: Client, body: LoadBody) -> None:
         """Load the first state of a run that begins at a checkpoint."""
         async with self._working:
+            await self._make_place(client)
             await self.room.call("create", client.id, client.spec, idempotent=True)
             await self.room.call("read", client.id, str(self.folder.loadable(body)), body.optimizer)
             client.alive = self.room.restarts
@@ -126,9 +144,11 @@ class ClientRunner:
         clock = asyncio.get_running_loop().time
         while not self._closing:
             self._changed.clear()
+            async with self._working:
+                await self._release_idle()
             queue = next_of(client.queue for client in self.clients.values())
             if queue is None:
-                await self._changed.wait()
+                await self._wait()
                 continue
             begun = clock()
             async with self._working:
@@ -136,9 +156,49 @@ class ClientRunner:
             if self.room.load:
                 await asyncio.sleep(clock() - begun)
 
+    def _held(self) -> list[Client]:
+        """Return the clients whose models the worker has, the one used longest ago first."""
+        held = [client for client in self.clients.values() if client.alive == self.room.restarts]
+        return sorted(held, key=lambda client: client.used)
+
+    def _until_idle(self, client: Client) -> float:
+        """Return the seconds until a client's session is idle."""
+        now = asyncio.get_running_loop().time()
+        return self._heard.get(client.session, self._begun) + self.limits.idle - now
+
+    async def _wait(self) -> None:
+        """Wait for a request, or until a session is idle."""
+        left = min(map(self._until_idle, self._held()), default=None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if left is None else max(left, 0.0)):
+                await self._changed.wait()
+
+    async def _release_idle(self) -> None:
+        """Release the models of sessions without a sign of life."""
+        for client in self._held():
+            if client.queue.ready() is None and self._until_idle(client) <= 0:
+                try:
+                    await self._release(client)
+                except (StorageError, RoomError, *BREAKS) as error:
+                    self.hear(client.session)  # tried again when it is idle again
+                    self.trouble = error if isinstance(error, StorageError) else None
+
+    async def _release(self, client: Client) -> None:
+        """Free a model; it comes back from disk with its next request."""
+        if client.queue.next - 1 > client.saved:
+            await self._save(client)
+        await self.room.call("forget", client.id)
+        client.alive = -1
+
+    async def _make_place(self, client: Client) -> None:
+        """Release models that were used longest ago until one more has a place."""
+        others = [one for one in self._held() if one is not client]
+        for one in others[: max(len(others) + 1 - self.limits.models, 0)]:
+            await self._release(one)
+
     async def _run(self, client: Client) -> None:
         """Run the next request of a client, and write its state if that is due."""
-        operation = client.queue.ready()
+        operation, client.used = client.queue.ready(), asyncio.get_running_loop().time()
         assert operation is not None
         try:
             answer = await self._answered(client, operation)
@@ -177,6 +237,7 @@ class ClientRunner:
         """Give the worker this model if it has not: the state on disk, and the requests since, run again."""
         if client.alive == self.room.restarts:
             return
+        await self._make_place(client)
         restarts = self.room.restarts
         await self.room.call("create", client.id, client.spec)
         if self.has_state(client.id):

@@ -1,7 +1,7 @@
 """Construction of a training server: OpenAI's and Tinker's interfaces over one engine room and one folder."""
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,8 +14,8 @@ from tilth.flows.model import load_model
 from tilth.flows.serving import ServeOptions, open_app
 from tilth.runs.model_refs import fingerprint
 from tilth.serve.app import Guarded, HttpServer
-from tilth.service.api import LARGEST, router
-from tilth.service.base import ServedBase
+from tilth.service.api import LARGEST, NUMBERED, router
+from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.desk import TrainingDesk
 from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
@@ -23,8 +23,6 @@ from tilth.service.room import TrainRoom
 
 KEY = "tml-"
 """Beginning of every key that the SDK sends."""
-REQUESTS = 1024
-"""Requests of one client that may wait."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class TrainOptions:
 
     state: Path
     name: str = ""
-    requests: int = REQUESTS
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
 
 
 class TrainServer(HttpServer):
@@ -75,8 +73,8 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
         folder.lock.release()
         raise
     assert isinstance(made.room, TrainRoom)
-    desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), most=train.requests)
+    desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), train.limits)
     made.app.include_router(router(desk, Links(folder.secret)))
     return TrainServer(
-        Guarded(made.app, options.token, made.metrics, LARGEST), made.room, made.door, desk
+        Guarded(made.app, options.token, made.metrics, LARGEST, NUMBERED), made.room, made.door, desk
     ), made.address

@@ -174,6 +174,25 @@ def read_train_request(body: bytes) -> TrainRequest:
     return TrainRequest(found.model_id, found.seq_id, data, found.loss_fn, options, found.forward_only)
 
 
+def place_of(body: bytes) -> tuple[str, int] | None:
+    """Return model and number of a request for passes from the beginning of its body, which may be damaged behind;
+    None: they are not there. Protocol Buffers write fields by their numbers, these first."""
+    size, at = _varint(body, 1)
+    name, (seq, _) = body[at : at + size], _varint(body, at + size + 1)
+    if body[:1] != b"\x0a" or body[at + size : at + size + 1] != b"\x10" or seq < 1:
+        return None
+    return name.decode(errors="replace"), seq
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return a number of at most 31 bits and where it ends; 0: there is none."""
+    for count, byte in enumerate(raw[at : at + 5]):
+        if byte < 128:
+            bits = [one & 127 for one in raw[at : at + count + 1]]
+            return sum(bit << 7 * i for i, bit in enumerate(bits)), at + count + 1
+    return 0, at
+
+
 def _check_known(message: Any, where: str) -> None:
     more = unknown_fields.UnknownFieldSet(message)
     if len(more):
