@@ -42,7 +42,7 @@ from tilth.guard.checksums import compare
 from tilth.guard.spikes import FACTOR
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.comm import GivenSums, exact_sums
+from tilth.parallel.comm import GivenSums, exact_sum
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.roles.state import Learner, check_finite
@@ -329,12 +329,12 @@ def _sums(role: Learner) -> Callable[[], Any]:
     for name, p in role.engine.optimizers.parameters.items():
         layers.setdefault(layer_of(name), []).append(p.detach().view(-1)[: p.numel() // 2 * 2])
     whole = [torch.cat(parts) for parts in layers.values()]
-    shards = [p[: len(p) // 2].view(1, -1) for parts in layers.values() for p in parts]
+    shards = [p[: len(p) // 2] for parts in layers.values() for p in parts]
 
     def taken() -> Any:
         for one in whole:
             given.add(one)
-        return torch.stack([exact_sums(shard)[0] for shard in shards]).sum()
+        return exact_sum(shards)
 
     return taken
 

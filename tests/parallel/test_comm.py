@@ -354,3 +354,5 @@ def test_fast_sums_are_off_by_less_than_the_rounding_that_a_check_of_gradients_a
     rows = draw(2, count)
     allowed = 32 * torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(rows.double(), dim=1)  # a half of ROUNDINGS
     assert ((comm.exact_sums(rows) - rows.double().sum(1)).abs() < allowed).all()
+    pieces = [rows[0, : count // 3].view(1, -1), rows[0, :0], rows[0, count // 3 :]]
+    assert (comm.exact_sum(pieces) - rows[0].double().sum()).abs() < allowed[0]

@@ -20,7 +20,7 @@ from tilth.core.layout import Layout
 
 LEAST = 1 << 22
 """Bytes that a look at tensors at rest may read in any case."""
-COST, LOOKS = 0.005, 3
+COST, LOOKS = 0.004, 3
 """Share of the work of an update that may be spent on such looks; looks from one update to the next: after it, at the
 snapshot, before the next one."""
 WORK_OF_A_BYTE = {"cpu": 12.0, "cuda": 160.0}

@@ -27,7 +27,7 @@ from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.moe import Experts
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sums, watch
+from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sum, watch
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
@@ -452,7 +452,7 @@ class ShardedModel:
         apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
         _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
         partial = {name for _, names in self._partial for name in names}
-        self._early = {} if self._sums is None else {n: self._shard_sum(n) for n in self._given if n in partial}
+        self._early = {} if self._sums is None else {n: self._shard_sum([n]) for n in self._given if n in partial}
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
             _add_up([grad for grad in grads if grad is not None], group)
@@ -467,7 +467,8 @@ class ShardedModel:
         if self._sums is None or self._sums.sums is None or self._late:
             return ""
         *parts, scale = self.grid.sum(self._sums.sums, *DATA).tolist()
-        sums = [self._early[n] if n in self._early else self._shard_sum(n) for n in self._given]
+        late = [n for n in self._given if n not in self._early]
+        sums = [*self._early.values(), *([self._shard_sum(late)] if late else [])]
         shard, given = float(torch.stack(sums).sum()), parts[self._sums.group.rank()]
         count = sum(self.parameters[name].numel() for name in self._given)
         limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
@@ -475,10 +476,10 @@ class ShardedModel:
             return ""
         return f"the shard's sum is {shard:.9g}, all ranks gave {given:.9g} for it; rounding explains {limit:.2g}"
 
-    def _shard_sum(self, name: str) -> Tensor:
-        grad = self.parameters[name].grad
-        assert grad is not None  # since ``reduce_grads``
-        return exact_sums(grad.reshape(1, -1))[0]
+    def _shard_sum(self, names: Sequence[str]) -> Tensor:
+        grads = [grad for name in names if (grad := self.parameters[name].grad) is not None]
+        assert len(grads) == len(names)  # since ``reduce_grads``
+        return exact_sum(grads)
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)], of a

@@ -147,7 +147,8 @@ def weights_group(sharded: ShardedModel, names: Collection[str] = ()) -> Group:
     """Return the parameters of a model as a group of a checkpoint. names: only these."""
     layouts = {name: layout for name, layout in sharded.layouts.items() if not names or name in names}
     own = {name: p.detach() for name, p in sharded.parameters.items() if name in layouts}
-    return Group(own, layouts, {name: sharded.dtypes[name] for name in layouts})
+    dtypes = sharded.dtypes
+    return Group(own, layouts, {name: dtypes[name] for name in layouts})
 
 
 class Learner(Stateful):
