@@ -218,6 +218,9 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
         right += 1
         detect.append(verdict["time"] - named[-1]["time"])
         pause.append(onward["time"] - named[-1]["time"])
+    for recovery, verdict, onward in zip(told, verdicts, resumed):  # another worker, killed while the first is replaced
+        during = [one for one in unmatched if verdict["time"] <= one["time"] <= onward["time"]]
+        right += sum(one["rank"] in recovery["replaced"] and recovery["kind"] in row.kinds for one in during)
     for fault in list(unmatched) if row.told else []:
         if at := _told(messages, row.told, fault["time"]):
             right += 1

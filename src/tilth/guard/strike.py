@@ -24,6 +24,7 @@ from tilth.cluster.worker.executor import Executor
 from tilth.core.errors import DataError
 from tilth.guard.inject import HOUR, PAUSE, SLOWER, named
 from tilth.roles.state import Learner
+from tilth.trace.ops import declared
 from tilth.trace.spans import span
 
 _FOREVER = 1 << 20
@@ -46,7 +47,7 @@ def strike(executor: Executor, kind: str, at: str, key: str) -> int:
     if not own or not hmac.compare_digest(own, key):
         raise DataError("a fault needs the key of this worker's session", key="key")
     named(kind)
-    if "." in at and at not in (calls := _calls(executor)):
+    if at and declared(at) is None and at not in (calls := _calls(executor)):
         message = f"--at {at}: rank {executor.rank} has no such call; it answers {', '.join(calls)}"
         raise DataError(message, key="--at.call")
     plain = span.__enter__

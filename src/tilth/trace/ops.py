@@ -80,9 +80,14 @@ ON_DEVICE = frozenset(op.name for op in _DECLARED if op.kind in ("compute", "com
 """Operations that a GPU executes, if there is one."""
 
 
+def declared(name: str) -> Op | None:
+    """Return the declaration of an operation; None without one."""
+    return OPS.get(name) or OPS.get(f"{name.partition('.')[0]}.*")
+
+
 def kind(name: str) -> Kind:
     """Return the kind of an operation. KeyError names the nearest one for an undeclared operation."""
-    found = OPS.get(name) or OPS.get(f"{name.partition('.')[0]}.*")
+    found = declared(name)
     if found is None:
         near = difflib.get_close_matches(name, OPS, 1)
         raise KeyError(f"operation {name!r} is not declared in trace/ops.py" + (f"; near: {near[0]}" if near else ""))
