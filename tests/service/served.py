@@ -34,10 +34,11 @@ class Served:
     """A server on a thread. url: its address."""
 
     def __init__(
-        self, model: Path, state: Path, port: int = 0, name: str = "", backend: str = "inline", **more
+        self, model: Path, state: Path, port: int = 0, name: str = "", backend: str = "inline", layout="", **more
     ) -> None:
         options = ServeOptions(port=port, backend=backend, token=more.pop("token", ""))
-        self.server, self.url = open_training(str(model), options, TrainOptions(state, name, ServiceLimits(**more)))
+        train = TrainOptions(state, name, ServiceLimits(**more), layout)
+        self.server, self.url = open_training(str(model), options, train)
         self.desk, self.port, self.killed = self.server.desk, self.server.door.getsockname()[1], False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -1,6 +1,8 @@
 """A server that is killed and started again: clients go on, and every bit is that of an undisturbed server."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 
@@ -11,7 +13,7 @@ import torch
 from tinker import types
 
 from tests.errors import raises
-from tests.service.served import TOKENIZER, Served, base, service
+from tests.service.served import TOKENIZER, Served, base, service, serving
 from tests.service.test_api import ADAM, datum, rows
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.flows.serving import ServeOptions
@@ -90,6 +92,23 @@ def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch
     monkeypatch.setattr(runner, "STEPS", 2)  # one kill hits a state on disk with a log behind it, another the log alone
     found, striker = outcome(model, tmp_path, phase, 3)
     assert striker.struck == (1 if phase == "save" else 3)
+    assert found.keys() == undisturbed.keys()
+    assert all(torch.equal(found[name], undisturbed[name]) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
+def test_a_killed_worker_changes_no_bit(model, tmp_path, undisturbed, phase):
+    """The server lives on and starts its worker again; requests that ran, run again."""
+    with serving(model, tmp_path, name="Org/small", backend="local") as server:
+
+        def strike(step, now):
+            if now == phase:
+                os.kill(server.desk.room.cluster.backend.probe(0).pid, signal.SIGKILL)
+
+        path = loop(server, 3, strike)
+        assert server.desk.room.restarts >= 1
+        found = read_state(server.desk.folder.checkpoint(CheckpointPath.read(path)))[0]
     assert found.keys() == undisturbed.keys()
     assert all(torch.equal(found[name], undisturbed[name]) for name in found)
 

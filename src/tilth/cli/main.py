@@ -120,10 +120,11 @@ def serve(
         list[str] | None, Option(metavar="NAME=DIR", help="adapter to serve, by PEFT; repeatable")
     ] = None,
     template: TemplateOption = None,
-    backend: Annotated[str, Option(help="of the worker with the engine: inline, local or ray")] = "local",
+    backend: Annotated[str, Option(help="of the workers: inline, local or ray")] = "local",
     train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
     state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
     name: Annotated[str, Option(help="--train: name by which clients call the base model, besides MODEL")] = "",
+    layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",
     requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
     models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None,
     idle: Annotated[

@@ -29,17 +29,19 @@ def serve(
     requests: int | None = None,
     models: int | None = None,
     idle: float | None = None,
+    layout: str = "",
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
     options = ServeOptions(host, port, token, template, adapters, backend)
     limits = {"requests": requests, "models": models, "idle": idle}
-    given = {"state": state, "name": name or None, **limits}
+    given = {"state": state, "name": name or None, "layout": layout or None, **limits}
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):
         raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
     if train:
         own: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
-        opened, address = open_training(model, options, TrainOptions(state or Path(STATE), name, ServiceLimits(**own)))
+        how = TrainOptions(state or Path(STATE), name, ServiceLimits(**own), layout)
+        opened, address = open_training(model, options, how)
         typer.echo(f"training {name or model} for TINKER_BASE_URL={address}; Ctrl-C ends it", err=True)
         opened.run_here()
         return

@@ -63,8 +63,9 @@ def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     return HttpServer(Guarded(made.app, options.token, made.metrics), made.room, made.door), f"{made.address}/v1"
 
 
-def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom]) -> OpenedApp:
-    """Return OpenAI's interface over a room. kind: makes it of cluster, engine and limits."""
+def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom], workers: int = 1) -> OpenedApp:
+    """Return OpenAI's interface over a room. kind: makes it of cluster, engine and limits; workers: of the cluster, the
+    first of which has the engine."""
     check_address(options.host, options.token)
     loaded = load_model(model)
     served = _served(model, loaded, options)
@@ -74,7 +75,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom])
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
     door = listen(options.host, options.port)
     try:
-        room = _room(model, loaded, options.backend, kind)
+        room = _room(model, loaded, options.backend, workers, kind)
         served.max_length = served.tokenizer.most = room.abilities.max_length
         try:
             for name, adapter in stored.items():
@@ -92,12 +93,12 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom])
     return OpenedApp(app, room, door, metrics, f"http://{host}:{door.getsockname()[1]}")
 
 
-def _room(model: str, loaded: LoadedModel, backend: str, kind: Callable[..., EngineRoom]) -> EngineRoom:
+def _room(model: str, loaded: LoadedModel, backend: str, workers: int, kind: Callable[..., EngineRoom]) -> EngineRoom:
     gpu = torch.cuda.is_available() and backend != "inline"
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length))
-    return kind(open_cluster(backend, 1, gpus=gpu), make, limits=RoomLimits())
+    return kind(open_cluster(backend, workers, gpus=gpu), make, limits=RoomLimits())
 
 
 def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:

@@ -61,8 +61,8 @@ class _Asked:
 class EngineRoom:
     """Requests and calls of many clients on one role, in a thread of its own.
 
-    cluster: of one worker, which the room closes. factory: of the role "serve", called as ``factory(context, make,
-    **more)``; its class is an ``EngineWorker``. Raises what constructing the engine raises.
+    cluster: the room closes it; the engine is on its worker 0. factory: of the role "serve", called as
+    ``factory(context, make, **more)``; its class is an ``EngineWorker``. Raises what constructing the engine raises.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class EngineRoom:
             return
         asked.begun += 1
         try:
-            answer = getattr(self.group, asked.method)(*asked.arguments)
+            answer = getattr(self.group_of(asked.method), asked.method)(*asked.arguments)
         except Exception as error:
             broken = isinstance(error, BREAKS) or not isinstance(error, TilthError)
             if broken and asked.idempotent and asked.begun < self.limits.begins:
@@ -331,11 +331,16 @@ class EngineRoom:
         """Make the role again, on a new worker where the backend can replace one."""
         self.restarts += 1
         if self.cluster.repairable is not None:
-            self.cluster.repair([0], QUIET)
-        self.cluster.make(self.group)
+            self.cluster.repair(range(self.cluster.workers), QUIET)
+        for group in self.cluster.groups:
+            self.cluster.make(group)
         for name, (lora, tensors) in self._adapters.items():
             self.group.load_adapter(name, lora, tensors)
         self.restore()
+
+    def group_of(self, method: str) -> WorkerGroup:
+        """Return the group whose role has a method; for rooms of several roles."""
+        return self.group
 
     def restore(self) -> None:
         """Give a role that was made again what it needs; for rooms of other roles."""

@@ -1,24 +1,53 @@
-"""Engine room of a training service: a bounded number of snapshots of clients' weights sample beside the base."""
+"""Engine room of a training service: snapshots sample beside the base on worker 0, models train on all workers."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CheckpointError
+from tilth.core.layout import Mesh
+from tilth.plan.packing import divide
 from tilth.serve.room import EngineRoom
+from tilth.service.wire import Datum
 
 LIVE = 32
 """Snapshots whose weights the engine holds at a time."""
 
 
 class TrainRoom(EngineRoom):
-    """Engine room that gives a worker which was started again its snapshots back."""
+    """Engine room with a second role, "train", on all workers. A bounded number of snapshots samples beside the base;
+    workers that were started again get them back."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, source: str, mesh: Mesh, **more: Any) -> None:
+        """source: reference of the base model; mesh: of the role "train"."""
         self._published = dict[str, tuple[str, LoraConfig]]()
         """Name -> folder and shape of each snapshot that the engine holds; the one used last is the last."""
-        super().__init__(*args, factory="tilth.service.worker:train_worker", **more)
+        super().__init__(*args, factory="tilth.service.worker:sample_worker", source=source, **more)
+        try:
+            self.learners = self.cluster.group("train", "tilth.service.worker:train_worker", {"source": source}, mesh)
+        except BaseException:  # an interrupt too: no process may be left
+            self.close(0.0)
+            raise
+
+    def group_of(self, method: str) -> WorkerGroup:
+        return self.learners if method in self.learners.methods else self.group
+
+    async def forward_backward(
+        self, model: str, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], forward_only: bool
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Run passes over data, dealt over the workers by tokens; return log-probs of each datum, float32, and sums."""
+        ranks, found, sums = self.learners.world_size, dict[int, np.ndarray](), dict[str, float]()
+        parts = divide([len(datum.tokens) for datum in data], None, ranks)
+        alike = [[one] * ranks for one in (model, loss, dict(options), forward_only)]
+        answers = await self.call("forward_backward", [[data[row] for row in rows] for rows in parts], *alike)
+        for rows, (logprobs, added) in zip(parts, answers):
+            found |= zip(rows.tolist(), logprobs)
+            sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
+        return [found[row] for row in range(len(data))], sums
 
     async def publish(self, name: str, folder: Path, lora: LoraConfig, busy: Collection[str]) -> None:
         """Let the engine hold a snapshot, in place of those used longest ago. busy: names with requests."""

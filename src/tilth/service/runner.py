@@ -1,4 +1,4 @@
-"""Runner of a training service: requests of all clients on one worker, one after another, and their states on disk.
+"""Runner of a training service: requests of all clients on the workers, one after another, and their states on disk.
 
 A state is written now and then, and the requests since then run again after a kill: passes and steps are
 deterministic, so every bit is that of an undisturbed server.
@@ -265,9 +265,8 @@ class ClientRunner:
 
     async def _data(self, client: Client, operation: Operation) -> StoredAnswer:
         request: TrainRequest = operation.request or read_train_request(operation.body)
-        arguments = request.data, request.loss, dict(request.options), request.forward_only
-        logprobs, metrics = await self.room.call("forward_backward", client.id, *arguments)
-        return StoredAnswer(write_output(logprobs, metrics), MEDIA)
+        arguments = request.data, request.loss, request.options, request.forward_only
+        return StoredAnswer(write_output(*await self.room.forward_backward(client.id, *arguments)), MEDIA)
 
     async def _step(self, client: Client, operation: Operation) -> StoredAnswer:
         p = StepBody.model_validate_json(operation.body).adam_params or AdamBody()

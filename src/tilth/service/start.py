@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from tilth.core.errors import DataError
+from tilth.core.layout import Mesh
 from tilth.flows.model import load_model
 from tilth.flows.serving import ServeOptions, open_app
 from tilth.runs.model_refs import fingerprint
@@ -27,11 +28,13 @@ KEY = "tml-"
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of ``tilth serve --train``. name: that clients call the base by besides its reference."""
+    """Options of ``tilth serve --train``. name: that clients call the base by besides its reference.
+    layout: of clients' models over workers, as "dp=2"; "": one worker."""
 
     state: Path
     name: str = ""
     limits: ServiceLimits = field(default_factory=ServiceLimits)
+    layout: str = ""
 
 
 class TrainServer(HttpServer):
@@ -56,6 +59,15 @@ class TrainServer(HttpServer):
         await super().shutdown(sockets)
 
 
+def mesh_of(layout: str) -> Mesh:
+    """Return the mesh of clients' models. DataError: it does not work."""
+    sizes = {name: size for name, _, size in (one.partition("=") for one in layout.split(",") if one)}
+    if not sizes.keys() <= {"dp"} or not all(size.isdecimal() and int(size) for size in sizes.values()):
+        message = f"--layout {layout}: every worker has whole models, so a layout is dp=N with N workers"
+        raise DataError(message, key="--layout")
+    return Mesh.of({name: int(size) for name, size in sizes.items()})
+
+
 def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tuple[TrainServer, str]:
     """Return a server whose engine is ready (``run_here`` serves), and its address.
 
@@ -65,10 +77,10 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     if options.token and not options.token.startswith(KEY):
         message = f"--token: the tinker SDK sends keys that begin with {KEY!r} alone; choose such a token"
         raise DataError(message, key="--token")
-    loaded = load_model(model)
+    mesh, loaded = mesh_of(train.layout), load_model(model)
     folder = ServiceFolder(train.state, train.name or model, fingerprint(model))
     try:
-        made = open_app(model, options, partial(TrainRoom, source=model))
+        made = open_app(model, options, partial(TrainRoom, source=model, mesh=mesh), len(mesh))
     except BaseException:
         folder.lock.release()
         raise

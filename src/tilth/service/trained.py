@@ -15,6 +15,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank
 from tilth.models.decoder import Decoder
+from tilth.parallel.comm import all_gather
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.lora import is_adapter
@@ -69,17 +70,17 @@ class SharedBase:
             parameter.data = tensors[name].detach().to(device, torch.float32)
         self.model.model.requires_grad_(False)
 
-    def _made(self, *converters: LowRank) -> ShardedModel:
+    def _made(self, *converters: LowRank, grid: ParallelDims | None = None) -> ShardedModel:
         build = lambda: Decoder(self.config, dtype=self.dtype)  # noqa: E731
-        return shard(build, ParallelDims.alone(), converters=converters, device=self.device)
+        return shard(build, grid or ParallelDims.alone(), converters=converters, device=self.device)
 
-    def adapted(self, spec: ModelSpec) -> ShardedModel:
-        """Return a new model: adapters beside the shared weights, or a copy of these."""
+    def adapted(self, spec: ModelSpec, grid: ParallelDims | None = None) -> ShardedModel:
+        """Return a new model: adapters beside the shared weights, or a copy of these. grid: of its replicas."""
         if not spec.lora.rank:
-            made = self._made()
+            made = self._made(grid=grid)
             made.load_({name: p.detach() for name, p in self.model.parameters.items()})
             return made
-        made = self._made(LowRank(spec.lora, key="lora_config"))
+        made = self._made(LowRank(spec.lora, key="lora_config"), grid=grid)
         for name, parameter in made.parameters.items():
             if not is_adapter(name):
                 parameter.data = self.model.parameters[name].data
@@ -88,11 +89,14 @@ class SharedBase:
 
 
 class TrainedModel:
-    """One client's model, its gradients and its optimizer state."""
+    """One client's model, its gradients and its optimizer state; on several data ranks, a replica of it.
 
-    def __init__(self, base: SharedBase, spec: ModelSpec) -> None:
+    All ranks make the same calls; ``forward_backward`` has rows of its own on each, maybe none.
+    """
+
+    def __init__(self, base: SharedBase, spec: ModelSpec, grid: ParallelDims | None = None) -> None:
         self.spec, self.base = spec, base
-        self.sharded = base.adapted(spec)
+        self.sharded = base.adapted(spec, grid)
         section = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
         how: dict[str, Any] = {"micro_tokens": MICRO_TOKENS, "scorer": score_targets}
         self.engine = TrainEngine(self.sharded, section, total_steps=1, **how)
@@ -106,7 +110,7 @@ class TrainedModel:
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], *, forward_only: bool
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Return log-probs of the targets, float32 of each sequence, and metrics; add to the gradients unless
+        """Return log-probs of the targets, float32 of each sequence, and sums; add to the gradients unless
         ``forward_only``."""
         batch = _Packed.of(data, loss)
         spent = _LossSum(loss_named(loss), options_of(loss, options), np.zeros(len(batch.mask), np.float32))
@@ -133,28 +137,49 @@ class TrainedModel:
         return {"grad_norm:mean": norm, "learning_rate:mean": how.lr, "step:max": float(self.engine.steps)}
 
     def state(self, *, optimizer: bool = True) -> State:
-        """Return all tensors of the state, live; optimizer: False for the weights alone."""
+        """Return all tensors of the state, live; optimizer: False for the weights alone. A collective call, if there is
+        a gradient: each rank's part is a group of its own."""
         found = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
         if not optimizer:
             return found
         found |= {f"optimizer/{name}": tensor for name, tensor in self.engine.optimizers.state_tensors().items()}
-        grads = {name: p.grad for name, p in self.engine.optimizers.parameters.items() if p.grad is not None}
-        return found | {f"gradients/{name}": grad for name, grad in grads.items()}
+        return found | self._gradients()
+
+    def _gradients(self) -> State:
+        """Return the gradients: "gradients/<name>" of the first rank, "gradients@R/<name>" of rank R."""
+        parameters, peers = self.engine.optimizers.parameters, self.sharded.grid.group_over("rows")
+        if peers is None:
+            return {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
+        found = State()
+        for name, p in parameters.items() if self.accumulated else ():
+            own = torch.zeros_like(p) if p.grad is None else p.grad
+            every = own.new_empty(peers.size(), own.numel())
+            all_gather(every, own.detach().reshape(1, -1), peers)
+            for rank, part in enumerate(every):
+                found[f"gradients@{rank}/{name}" if rank else f"gradients/{name}"] = part.view_as(own)
+        return found
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Take over a state; what it lacks of optimizer and gradients is zero. steps: that the optimizer has made."""
+        """Take over a state; what it lacks of optimizer and gradients is zero. steps: that the optimizer has made.
+
+        A state of other ranks has the same sum of gradients, and the same bits if it was of as many.
+        """
         self.engine.begin(0.0, 1)
         self.engine.optimizers.zero_grad()
-        live = self.state()
+        self.accumulated = False
+        live, peers = self.state(), self.sharded.grid.group_over("rows")
+        rank, ranks = (0, 1) if peers is None else (peers.rank(), peers.size())
         for name, tensor in state.items():
             group, _, own = name.partition("/")
-            if group == "gradients":
-                self.engine.optimizers.parameters[own].grad = tensor.to(self.base.device).clone()
-            else:
+            kind, _, part = group.partition("@")
+            if kind != "gradients":
                 live[name].copy_(tensor)
+            elif int(part or 0) % ranks == rank:
+                p, given = self.engine.optimizers.parameters[own], tensor.to(self.base.device)
+                p.grad = given.clone() if p.grad is None else p.grad + given
         self.engine.steps = self.engine.updates = steps
-        self.accumulated = any(name.startswith("gradients/") for name in state)
+        self.accumulated = any(name.startswith("gradients") for name in state)
 
 
 class _Packed(NamedTuple):
@@ -167,13 +192,15 @@ class _Packed(NamedTuple):
 
     @classmethod
     def of(cls, data: Sequence[Datum], loss: str) -> "_Packed":
-        tokens = Jagged.of([np.append(datum.tokens, datum.columns[TOKENS][-1]) for datum in data])
+        longer = [np.append(datum.tokens, datum.columns[TOKENS][-1]) for datum in data]
+        tokens = Jagged.with_lengths(np.concatenate([np.zeros(0, np.int64), *longer]), [*map(len, longer)])
         mask = np.ones(len(tokens.values), np.uint8)
         mask[tokens.offsets[:-1]] = 0
         columns = {PLACE: np.arange(len(mask))}
         names = {TOKENS: TARGETS} | {name: name for name in loss_named(loss).needs}
         for name, own in names.items():
-            columns[own] = np.concatenate([np.insert(datum.columns[name], 0, 0) for datum in data])
+            none = np.zeros(0, np.int64 if name == TOKENS else np.float32)
+            columns[own] = np.concatenate([none, *(np.insert(datum.columns[name], 0, 0) for datum in data)])
         return cls(tokens, mask, columns)
 
 

@@ -1,4 +1,4 @@
-"""Worker of a training service: an engine that samples, one frozen base, and the models of clients over it."""
+"""Workers of a training service: an engine that samples on the first, clients' models over one frozen base on all."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -19,8 +20,10 @@ from tilth.core.errors import CheckpointError, TilthError
 from tilth.core.files import atomic_write, make_folder
 from tilth.core.trajectory import Trajectory
 from tilth.flows.model import load_model
+from tilth.flows.workers import pick_device
 from tilth.models.hf import save_pretrained
 from tilth.models.peft import save_adapter
+from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.lora import merged_parts
 from tilth.parallel.sharded import ShardedModel
 from tilth.rollout.request import Request
@@ -48,82 +51,20 @@ class PublishedWeights:
     model: ShardedModel | None = field(default=None, repr=False)
 
 
-class TrainWorker(EngineWorker):
-    """Engine and models of one worker. Files that it writes and reads lie where the controller can read them."""
+class SampleWorker(EngineWorker):
+    """Engine of the base and of snapshots. Files that it reads lie where the controller can read them."""
 
     def __init__(self, make: MakeEngine, source: str) -> None:
         """source: reference of the base model."""
         super().__init__(make)
-        self._make, self.source = make, source
+        self._make = make
         loaded = load_model(source)
         own = dict(self.engine.named_parameters())
         device = next(iter(own.values())).device if own else torch.device("cpu")
         shared = {name: own[name] if own[name].dtype == torch.float32 else loaded.tensors[name] for name in own}
         dtype = next(iter(own.values())).dtype if own else torch.float32
         self.base = SharedBase(loaded.config, shared or loaded.tensors, dtype=dtype, device=str(device))
-        self.models = dict[str, TrainedModel]()
         self.snapshots = dict[str, PublishedWeights]()
-
-    # ---- models that learn ----
-
-    @transfer(split="all", gather="first", patient=True)
-    def create(self, model: str, spec: ModelSpec) -> None:
-        """Make a model, in place of the one that has the name."""
-        self.models[model] = TrainedModel(self.base, spec)
-
-    @transfer(split="all", gather="first")
-    def forget(self, model: str) -> None:
-        """Free a model."""
-        self.models.pop(model, None)
-
-    @transfer(split="all", gather="first")
-    def forward_backward(
-        self, model: str, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], forward_only: bool
-    ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Run passes over data: ``TrainedModel.forward_backward``."""
-        return self.models[model].forward_backward(data, loss, options, forward_only=forward_only)
-
-    @transfer(split="all", gather="first")
-    def optim_step(self, model: str, how: AdamStep) -> dict[str, float]:
-        """Run one optimizer step: ``TrainedModel.step``."""
-        return self.models[model].step(how)
-
-    @transfer(split="all", gather="first", patient=True)
-    def write(self, model: str, folder: str, about: Mapping[str, Any], optimizer: bool) -> int:
-        """Write a model's state into a folder, atomically; return its bytes. about: what ``read_about`` returns."""
-        trained = self.models[model]
-        facts = {**about, "steps": trained.engine.steps}
-        make_folder(Path(folder))
-        tensors = {name: t.detach().cpu().contiguous() for name, t in trained.state(optimizer=optimizer).items()}
-        raw = save(tensors, {"about": json.dumps(facts)})
-        with atomic_write(Path(folder) / STATE) as made:
-            made.write_bytes(raw)
-        return len(raw)
-
-    @transfer(split="all", gather="first", patient=True)
-    def read(self, model: str, folder: str, optimizer: bool) -> None:
-        """Take over a state that ``write`` has written; optimizer: False for the weights alone."""
-        tensors, about = read_state(folder)
-        if not optimizer:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("weights/")}
-        elif not any(name.startswith("optimizer/") for name in tensors):
-            message = f"{folder} has no optimizer state: it was saved for sampling"
-            raise CheckpointError(message, key="optimizer.missing")
-        self.models[model].restore(tensors, int(about["steps"]) if optimizer else 0)
-
-    @transfer(split="all", gather="first", patient=True)
-    def export(self, model: str, folder: str) -> int:
-        """Write adapters in the format of PEFT, or whole weights as a Hugging Face directory; return their bytes."""
-        trained = self.models[model]
-        make_folder(Path(folder))
-        tensors = {name: tensor.cpu() for name, tensor in trained.weights().items()}
-        if trained.spec.lora.rank:
-            save_adapter(Path(folder), self.base.config, trained.spec.lora, tensors, self.source)
-        else:
-            save_pretrained(Path(folder), self.base.config, tensors)
-        return sum(file.stat().st_size for file in Path(folder).iterdir())
-
-    # ---- snapshots that sample ----
 
     @transfer(split="all", gather="first", patient=True)
     def publish(self, name: str, folder: str, lora: LoraConfig) -> None:
@@ -182,6 +123,77 @@ class TrainWorker(EngineWorker):
         return Round(progress, finished, failed)
 
 
+class TrainWorker:
+    """Models of clients on one worker, replicas of those on the others. Files lie where all workers can read them."""
+
+    def __init__(self, base: SharedBase, source: str, grid: ParallelDims) -> None:
+        """source: reference of the base model."""
+        self.base, self.source, self.grid = base, source, grid
+        self.models = dict[str, TrainedModel]()
+
+    @transfer(split="all", gather="first", patient=True)
+    def create(self, model: str, spec: ModelSpec) -> None:
+        """Make a model, in place of the one that has the name."""
+        self.models[model] = TrainedModel(self.base, spec, self.grid)
+
+    @transfer(split="all", gather="first")
+    def forget(self, model: str) -> None:
+        """Free a model."""
+        self.models.pop(model, None)
+
+    @transfer(split="each", gather="all")
+    def forward_backward(
+        self, data: Sequence[Datum], model: str, loss: str, options: Mapping[str, float | str], forward_only: bool
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Run passes over this rank's data: ``TrainedModel.forward_backward``."""
+        return self.models[model].forward_backward(data, loss, options, forward_only=forward_only)
+
+    @transfer(split="all", gather="first")
+    def optim_step(self, model: str, how: AdamStep) -> dict[str, float]:
+        """Run one optimizer step: ``TrainedModel.step``."""
+        return self.models[model].step(how)
+
+    @transfer(split="all", gather="first", patient=True)
+    def write(self, model: str, folder: str, about: Mapping[str, Any], optimizer: bool) -> int:
+        """Write a model's state into a folder, atomically; return its bytes. about: what ``read_about`` returns."""
+        trained = self.models[model]
+        facts = {**about, "steps": trained.engine.steps}
+        state = trained.state(optimizer=optimizer)
+        if not self.grid.first("rows"):
+            return 0
+        make_folder(Path(folder))
+        tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
+        raw = save(tensors, {"about": json.dumps(facts)})
+        with atomic_write(Path(folder) / STATE) as made:
+            made.write_bytes(raw)
+        return len(raw)
+
+    @transfer(split="all", gather="first", patient=True)
+    def read(self, model: str, folder: str, optimizer: bool) -> None:
+        """Take over a state that ``write`` has written; optimizer: False for the weights alone."""
+        tensors, about = read_state(folder)
+        if not optimizer:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("weights/")}
+        elif not any(name.startswith("optimizer/") for name in tensors):
+            message = f"{folder} has no optimizer state: it was saved for sampling"
+            raise CheckpointError(message, key="optimizer.missing")
+        self.models[model].restore(tensors, int(about["steps"]) if optimizer else 0)
+
+    @transfer(split="all", gather="first", patient=True)
+    def export(self, model: str, folder: str) -> int:
+        """Write adapters in the format of PEFT, or whole weights as a Hugging Face directory; return their bytes."""
+        trained = self.models[model]
+        if not self.grid.first("rows"):
+            return 0
+        make_folder(Path(folder))
+        tensors = {name: tensor.cpu() for name, tensor in trained.weights().items()}
+        if trained.spec.lora.rank:
+            save_adapter(Path(folder), self.base.config, trained.spec.lora, tensors, self.source)
+        else:
+            save_pretrained(Path(folder), self.base.config, tensors)
+        return sum(file.stat().st_size for file in Path(folder).iterdir())
+
+
 def read_state(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and facts of a state. CheckpointError: it is not there or damaged."""
     file = Path(folder) / STATE
@@ -203,6 +215,23 @@ def read_about(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}", key=STATE) from error
 
 
-def train_worker(context: Context, make: MakeEngine, source: str) -> TrainWorker:
+def sample_worker(context: Context, make: MakeEngine, source: str) -> SampleWorker:
     """Construct the role "serve" of a training service."""
-    return TrainWorker(make, source)
+    return SampleWorker(make, source)
+
+
+def train_worker(context: Context, source: str) -> TrainWorker:
+    """Construct the role "train" of a training service; it shares the base with the role "serve" of its process."""
+    served, device = context.roles.get("serve"), torch.device("cpu")
+    if context.workers > 1:
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // context.workers))
+        device = pick_device("auto", context.local_rank)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
+    if isinstance(served, SampleWorker):
+        base = served.base
+    else:
+        loaded = load_model(source)
+        base = SharedBase(loaded.config, loaded.tensors, device=str(device))
+    return TrainWorker(base, source, ParallelDims.of(context.mesh, context.rank, context.generation))
