@@ -23,7 +23,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, converted
 from tilth.models.decoder import Decoder
-from tilth.models.hf import load_weights
+from tilth.models.hf import load_weights, save_pretrained
 from tilth.models.peft import CONFIG, TENSORS, load_adapter, save_adapter
 from tilth.plan.lora import is_adapter
 from tilth.roles import state
@@ -343,16 +343,63 @@ def test_folders_without_an_adapter(tmp_path, base, whole):
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_have_no_place_in_peft(tmp_path):
-    config = DecoderConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
-        family="qwen3_moe", num_experts=2, experts_per_token=1, expert_size=8, expert_layers=(0,),
-    )  # fmt: skip
-    lora = LowRank(from_dict({"policy": {"lora": LORA}, "model": {"path": "x"}}).policy.lora)
-    model = converted(Decoder(config), [lora])
-    tensors = {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
-    with raises(ModelError, "model.layers.0.mlp.experts.gate_proj.lora.A.peft"):
-        save_adapter(tmp_path, config, lora.lora, tensors, "x")
+def with_experts(family, targets=("*_proj",), **more):
+    """A model of experts whose adapters change something: its parameters without them, and the adapters."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    sizes |= {"num_experts": 3, "experts_per_token": 2, "expert_size": 8, "expert_layers": (0,), **more}
+    config = DecoderConfig(vocab_size=19, head_dim=8, family=family, **sizes)
+    lora = from_dict({"policy": {"lora": {**LORA, "targets": targets}}, "model": {"path": "x"}}).policy.lora
+    model = converted(Decoder(config), [LowRank(lora)])
+    model.init_weights_(0)
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    adapters = {name: torch.randn_like(own.pop(name)) / 4 for name in [*own] if is_adapter(name)}
+    load_weights(model, own | adapters)
+    return config, lora, model, own, adapters
+
+
+@pytest.mark.parametrize("family, more", [("qwen3_moe", {"qk_norm": True}), ("mixtral", {"intermediate_size": 8})])
+def test_peft_stacks_adapters_of_experts_and_has_the_logits(tmp_path, family, more):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers")
+    config, lora, model, own, adapters = with_experts(family, **more)
+    save_pretrained(tmp_path / "base", config, own)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(tmp_path / "adapter", config, lora, adapters, "x")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    other = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    ids = torch.arange(3, 11)
+    ours = model.logits(model(ids, PackedContext([8])))
+    torch.testing.assert_close(ours, other(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+    with other.disable_adapter():
+        assert not torch.allclose(ours, other(ids[None]).logits[0], rtol=1e-2)
+    found = load_adapter(tmp_path / "adapter", config)
+    assert found.tensors.keys() == adapters.keys()
+    assert all(torch.equal(found.tensors[name], adapters[name]) for name in adapters)
+    assert found.lora.rank == lora.rank and found.lora.alpha == lora.alpha
+
+
+@pytest.mark.parametrize(
+    "family, more, key",
+    [
+        ("gpt_oss", {}, "model.layers.0.mlp.experts.gate_proj.lora.A.peft"),
+        ("qwen3_moe", {"targets": ("gate_proj",)}, "peft.experts.pair"),
+        ("qwen3_moe", {"num_layers": 2}, "peft.experts.shared"),
+    ],
+)
+def test_experts_that_peft_cannot_adapt_are_refused(tmp_path, family, more, key):
+    config, lora, _, _, adapters = with_experts(family, **more)
+    with raises(ModelError, key):
+        save_adapter(tmp_path, config, lora, adapters, "x")
+
+
+def test_an_adapter_that_lacks_an_expert_is_named(tmp_path):
+    config, lora, _, _, adapters = with_experts("qwen3_moe")
+    save_adapter(tmp_path, config, lora, adapters, "x")
+    stored = load_file(tmp_path / TENSORS)
+    del stored["base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_B.weight"]
+    save_file(stored, tmp_path / TENSORS)
+    with raises(ModelError, "model.layers.0.mlp.experts.up_proj.lora.B.experts"):
+        load_adapter(tmp_path, config)
 
 
 # ---- recipes ----

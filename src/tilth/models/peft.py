@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -47,18 +48,23 @@ def save_adapter(
 ) -> None:
     """Write adapters for ``PeftModel.from_pretrained``. base: reference of the model that they change.
 
-    ModelError: they change experts, which are not exported (PEFT's ``target_parameters``).
+    Those of experts are written one by one, under the names of their matrices; PEFT stacks them where transformers
+    stacks the experts, if it knows the family (those of Mixtral and Qwen MoE), and takes no dropout then.
+    ModelError: experts that PEFT cannot adapt so.
     """
-    there, apart = hf_names(shape), {*hf_experts(shape), *hf_fused(shape)}
-    found, modules = dict[str, Tensor](), dict[str, None]()
+    there, experts, fused = hf_names(shape), hf_experts(shape), hf_fused(shape)
+    found, modules, stacked = dict[str, Tensor](), dict[str, None](), dict[str, None]()
     for name, tensor in tensors.items():
         weight = weight_of(name)
-        if weight in apart:
+        if weight in fused:
             message = f"{name} changes experts, which PEFT adapts in another form; export the merged weights instead"
             raise ModelError(message, key=f"{name}.peft")
-        path = there.get(weight, weight).removesuffix(".weight")
-        found[f"{_PREFIX}{path}.lora_{name[-1]}.weight"] = tensor.contiguous()
-        modules[path.rpartition(".")[2]] = None
+        of_experts = weight in experts
+        paths, parts = (experts[weight], tensor.unbind()) if of_experts else ([there.get(weight, weight)], [tensor])
+        for path, part in zip(paths, parts):
+            found[f"{_PREFIX}{path.removesuffix('.weight')}.lora_{name[-1]}.weight"] = part.contiguous()
+        (stacked if of_experts else modules)[paths[0].removesuffix(".weight").rpartition(".")[2]] = None
+    _check_stacked(shape, stacked, modules)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -66,13 +72,26 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(modules),
-        "lora_dropout": lora.dropout,
+        "target_modules": sorted({*modules, *stacked}),
+        "lora_dropout": 0.0 if stacked else lora.dropout,
         "inference_mode": True,
         **_PLAIN,
     }
     save_file(found, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
+
+
+def _check_stacked(shape: DecoderConfig, stacked: Collection[str], others: Collection[str]) -> None:
+    """Raise ModelError for modules of experts that PEFT cannot adapt. others: modules that are no experts."""
+    if both := sorted({*stacked} & {*others}):
+        message = f"{both[0]} is changed in experts and in other layers, of which PEFT would adapt the experts alone"
+        raise ModelError(f"{message}; export the merged weights instead", key="peft.experts.shared")
+    if not stacked:
+        return
+    gate_and_up = {path.split(".")[-2] for name, (path, *_) in hf_experts(shape).items() if "down_proj" not in name}
+    if 0 < len(gate_and_up & {*stacked}) < len(gate_and_up):
+        message = f"PEFT adapts {' and '.join(sorted(gate_and_up))} of experts together, and this adapter has one"
+        raise ModelError(f"{message}; export the merged weights instead", key="peft.experts.pair")
 
 
 def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> StoredAdapter:
@@ -112,13 +131,24 @@ def _check(config: Mapping[str, Any]) -> None:
 
 def _renamed(stored: Mapping[str, Tensor], shape: DecoderConfig, folder: Path) -> Iterator[tuple[str, Tensor]]:
     own = {there: name for name, there in hf_names(shape).items()}
+    experts = {there: (name, i) for name, every in hf_experts(shape).items() for i, there in enumerate(every)}
+    stacks = dict[str, dict[int, Tensor]]()
     for name, tensor in stored.items():
         path, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
         half = rest.removesuffix(".weight")
         if half not in ("A", "B"):
             raise ModelError(f"{folder / TENSORS}: {name} is no part of an adapter of matrices", key=name)
-        weight = own.get(f"{path}.weight", f"{path}.weight")
-        yield f"{weight.removesuffix('.weight')}{INFIX}{half}", tensor
+        weight, expert = experts.get(f"{path}.weight", (own.get(f"{path}.weight", f"{path}.weight"), None))
+        adapter = f"{weight.removesuffix('.weight')}{INFIX}{half}"
+        if expert is None:
+            yield adapter, tensor
+        else:
+            stacks.setdefault(adapter, {})[expert] = tensor
+    for adapter, parts in stacks.items():
+        if len(parts) < shape.num_experts or len({part.shape for part in parts.values()}) > 1:
+            message = f"{folder / TENSORS}: {adapter} has {len(parts)} of {shape.num_experts} experts, or other shapes"
+            raise ModelError(message, key=f"{adapter}.experts")
+        yield adapter, torch.stack([parts[i] for i in range(shape.num_experts)])
 
 
 def check_adapter(source: str, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
