@@ -124,6 +124,7 @@ def serve(
     train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
     state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
     name: Annotated[str, Option(help="--train: name by which clients call the base model, besides MODEL")] = "",
+    address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
     layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",
     requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
     models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None,

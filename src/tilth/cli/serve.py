@@ -30,10 +30,11 @@ def serve(
     models: int | None = None,
     idle: float | None = None,
     layout: str = "",
+    address: str = "",
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
-    options = ServeOptions(host, port, token, template, adapters, backend)
+    options = ServeOptions(host, port, token, template, adapters, backend, address)
     limits = {"requests": requests, "models": models, "idle": idle}
     given = {"state": state, "name": name or None, "layout": layout or None, **limits}
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):

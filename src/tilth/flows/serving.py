@@ -33,7 +33,8 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own."""
+    """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own.
+    address: of a Ray cluster."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -41,6 +42,7 @@ class ServeOptions:
     template: str | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     backend: str = "local"
+    address: str = ""
 
 
 class OpenedApp(NamedTuple):
@@ -75,7 +77,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom],
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
     door = listen(options.host, options.port)
     try:
-        room = _room(model, loaded, options.backend, workers, kind)
+        room = _room(model, loaded, options, workers, kind)
         served.max_length = served.tokenizer.most = room.abilities.max_length
         try:
             for name, adapter in stored.items():
@@ -93,12 +95,14 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom],
     return OpenedApp(app, room, door, metrics, f"http://{host}:{door.getsockname()[1]}")
 
 
-def _room(model: str, loaded: LoadedModel, backend: str, workers: int, kind: Callable[..., EngineRoom]) -> EngineRoom:
-    gpu = torch.cuda.is_available() and backend != "inline"
+def _room(
+    model: str, loaded: LoadedModel, options: ServeOptions, workers: int, kind: Callable[..., EngineRoom]
+) -> EngineRoom:
+    gpu = torch.cuda.is_available() and options.backend != "inline"
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length))
-    return kind(open_cluster(backend, workers, gpus=gpu), make, limits=RoomLimits())
+    return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make, limits=RoomLimits())
 
 
 def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:
