@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -438,12 +437,6 @@ def test_the_oldest_has_none_before_it(run):
 
 
 # ---- the commands themselves ----
-
-
-def test_start_is_light():
-    code = "import sys; from tilth.cli import ckpt; print('tilth.models.decoder' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "False\n", result.stderr
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "export", "prune"])

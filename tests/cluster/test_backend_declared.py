@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.cluster import test_conformance
 from tests.cluster.test_conformance import (  # noqa: F401  (fixtures, and tests that run here again)
     cluster,
     echo,
-    test_a_generation_in_flight_is_looked_at_and_aborted,
     test_a_policy_may_keep_the_workers_when_a_call_fails,
     test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before,
     test_a_stopped_worker_is_named_by_control_messages,
@@ -46,6 +46,11 @@ def declared():
     before = dict(_DECLARED["backend"])
     yield declare_backend
     _DECLARED["backend"] = before
+
+
+@pytest.mark.slow  # its two workers, which are no forks, import torch
+def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):  # noqa: F811
+    test_conformance.test_a_generation_in_flight_is_looked_at_and_aborted(cluster)
 
 
 def test_a_recipe_chooses_it_by_name(backend):

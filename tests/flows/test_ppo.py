@@ -65,10 +65,17 @@ def equal(a, b):
 # ---- the two phases ----
 
 
-def test_a_run_has_a_warm_up_a_phase_of_the_critic_and_ppo(whole):
-    records = read_metrics(whole)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The same run with a checkpoint of each step."""
+    made = recipe(tmp_path_factory.mktemp("saved"), run={"save_every": 1, "keep": 100})
+    return tiny.run(made).directory
+
+
+def test_a_run_has_a_warm_up_a_phase_of_the_critic_and_ppo(saved):
+    records = read_metrics(saved)
     assert [r["phase"] for r in records] == ["warmup"] * 6 + ["values"] * 3 + ["ppo"] * 4
-    assert read_state(whole)["state"] == "finished"
+    assert read_state(saved)["state"] == "finished"
     for r in records[6:]:
         for name in ("loss", "explained", "clipped", "mean", "return", "grad_norm", "lr"):
             assert f"value/{name}" in r, (r["step"], name)
@@ -77,28 +84,20 @@ def test_a_run_has_a_warm_up_a_phase_of_the_critic_and_ppo(whole):
         assert ("loss" in r) == ("grad_norm" in r) == ("time/update" in r) == (r["phase"] == "ppo")
     assert all(r["value/mean"] != 0 for r in records[6:])  # the first step's mean is over updates too
     assert all("mismatch/max" in r for r in records[9:])
-    assert read_trajectories(whole).num_rows == 7 * 24
+    assert read_trajectories(saved).num_rows == 7 * 24
 
 
-def test_the_critic_s_phase_leaves_the_policy_as_it_is_and_evaluates_nothing(tmp_path):
-    made = recipe(tmp_path, run={"save_every": 1, "keep": 100})
-    directory = tiny.run(made).directory
-    policies = [checkpoint(directory, "model", step) for step in range(6, 14)]
-    critics = [checkpoint(directory, "critic", step) for step in range(6, 14)]
+def test_the_critic_s_phase_leaves_the_policy_as_it_is_and_evaluates_nothing(saved):
+    policies = [checkpoint(saved, "model", step) for step in range(6, 14)]
+    critics = [checkpoint(saved, "critic", step) for step in range(6, 14)]
     assert all(equal(policies[0], p) for p in policies[:4]) and not equal(policies[3], policies[4])
     assert not any(equal(a, b) for a, b in itertools.pairwise(critics))
-    records = read_metrics(directory)
-    assert [r["step"] for r in records if "reward/heldout" in r] == [
-        3,
-        6,
-        7,
-        10,
-        12,
-        13,
-    ]  # 7, 10: known, not measured
+    records = read_metrics(saved)
+    measured = [r["step"] for r in records if "reward/heldout" in r]
+    assert measured == [3, 6, 7, 10, 12, 13]  # 7, 10: known, not measured
     assert not any(r.get("time/evaluate") for r in records[6:10])
     # load_model gives the policy
-    assert equal(dict(load_model(directory).tensors), policies[-1])
+    assert equal(dict(load_model(saved).tensors), policies[-1])
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -161,9 +160,10 @@ def test_in_parity_nothing_moves_between_reading_values_and_the_first_update(tmp
 
 def test_schedules_last_as_long_as_their_phase(tmp_path):
     """Two epochs of two minibatches are four optimizer steps of each step; the rate falls to 0 after the last one."""
-    made = recipe(tmp_path, supervised={"steps": 0}, optimizer={"schedule": "linear", "lr": 1e-3}, critic={"lr": 1e-2})
+    rates = {"optimizer": {"schedule": "linear", "lr": 1e-3}, "critic": {"lr": 1e-2, "steps": 2}}
+    made = recipe(tmp_path, supervised={"steps": 0}, algorithm={"steps": 3}, **rates)
     records = read_metrics(tiny.run(made).directory)
-    steps = {"values": 3, "ppo": 4}
+    steps = {"values": 2, "ppo": 3}
     for phase, count in steps.items():
         of_phase = [r for r in records if r["phase"] == phase]
         rates = [np.mean([1 - (4 * i + j) / (4 * count) for j in range(4)]) for i in range(count)]
@@ -172,9 +172,8 @@ def test_schedules_last_as_long_as_their_phase(tmp_path):
             assert [r["lr"] for r in of_phase] == pytest.approx([1e-3 * x for x in rates])
 
 
-def test_versions_count_what_the_policy_learned(tmp_path):
-    directory = tiny.run(recipe(tmp_path)).directory
-    at = open_checkpoint(max((directory / "checkpoints").glob("step-*"))).objects["progress"]
+def test_versions_count_what_the_policy_learned(saved):
+    at = open_checkpoint(max((saved / "checkpoints").glob("step-*"))).objects["progress"]
     assert at["version"] == at["optimizer_steps"] == 6 + 4 * 4 and at["finished"] == ["warmup", "values", "ppo"]
 
 
@@ -190,11 +189,12 @@ def test_pages_are_short_and_know_no_ranks():
 
 def test_where_every_reward_is_equal_the_critic_learns_and_the_policy_stays(tmp_path):
     still = {"run": {"save_every": 1, "keep": 100}, "optimizer": {"weight_decay": 0.0}}
-    directory = tiny.run(recipe(tmp_path, **still), reward=lambda prompt, completion, info: 0.5).directory
-    policies, critics = ([checkpoint(directory, group, step) for step in range(9, 14)] for group in ("model", "critic"))
+    short = {"supervised": {"steps": 1}, "critic": {"steps": 1}, "algorithm": {"steps": 2}}
+    directory = tiny.run(recipe(tmp_path, **still, **short), reward=lambda prompt, completion, info: 0.5).directory
+    policies, critics = ([checkpoint(directory, group, step) for step in range(2, 5)] for group in ("model", "critic"))
     assert all(equal(policies[0], later) for later in policies[1:])
     assert not any(equal(a, b) for a, b in itertools.pairwise(critics))
-    assert all(r["groups/gradient"] == 0 for r in read_metrics(directory)[6:])
+    assert all(r["groups/gradient"] == 0 for r in read_metrics(directory)[1:])
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -222,7 +222,7 @@ def test_missing_rewards_are_left_out_and_flat_groups_are_not(tmp_path):
             raise ValueError("no")
         return 1.0
 
-    made = recipe(tmp_path, algorithm={"drop_flat": True})
+    made = recipe(tmp_path, supervised={"steps": 2}, algorithm={"drop_flat": True, "steps": 2})
     records = [r for r in read_metrics(tiny.run(made, reward=sometimes).directory) if r["phase"] != "warmup"]
     assert any(r["reward/missing"] for r in records)
     for r in records:
@@ -249,9 +249,10 @@ def test_a_step_without_any_reward_is_skipped_by_both(tmp_path):
 
 
 def test_a_kl_penalty_has_its_reference(tmp_path):
-    records = read_metrics(tiny.run(recipe(tmp_path, algorithm={"kl_coef": 0.1})).directory)
-    assert all(r["time/reference"] > 0 for r in records if r["phase"] == "ppo")
-    assert records[9]["kl_ref"] == pytest.approx(0, abs=1e-3) and records[12]["kl_ref"] > 0
+    short = {"supervised": {"steps": 1}, "critic": {"steps": 1}, "algorithm": {"kl_coef": 0.1, "steps": 3}}
+    records = [r for r in read_metrics(tiny.run(recipe(tmp_path, **short)).directory) if r["phase"] == "ppo"]
+    assert all(r["time/reference"] > 0 for r in records)
+    assert records[0]["kl_ref"] == pytest.approx(0, abs=1e-3) and records[-1]["kl_ref"] > 0
 
 
 # ---- what is refused ----
@@ -313,15 +314,16 @@ def test_killed_at_a_point_and_resumed(tmp_path, whole, point, call):
     assert_same_run(tmp_path, whole)
 
 
-FALLING = {"optimizer": {"schedule": "linear"}}
-"""Rates that the position decides."""
+FALLING = {"optimizer": {"schedule": "linear"}, "supervised": {"steps": 1}, "critic": {"steps": 1, "lr": 5e-3},
+           "algorithm": {"steps": 3}}  # fmt: skip
+"""A short run with rates that the position decides."""
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run that was stopped in the phase ppo, to go on, and the weights of its critic had it not been."""
     folder = tmp_path_factory.mktemp("stopped")
-    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 11 else None)
+    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 3 else None)
     with pytest.raises(Interrupted):
         tiny.run(recipe(folder / "part", **FALLING), callbacks=[stop])
     shutil.copytree(folder / "part", folder / "whole")

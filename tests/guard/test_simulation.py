@@ -9,7 +9,7 @@ from tilth.flows import launch, survive
 from tilth.guard.recovery import Recovery
 from tilth.guard.snapshots import Snapshots
 
-QUICK = 200
+QUICK = 80
 MUTANTS = 500
 """Schedules within which a mutation must be seen."""
 

@@ -33,6 +33,9 @@ RECIPE = [
     *("cluster.backend=local", "cluster.workers=2", "policy.layout.fsdp=2", "run.name=a", f'plugins=["{PLUGIN}"]'),
 ]
 
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+"""Starts a thread in each process before it blocks signals, as libraries do."""
+
 
 def start(folder, *more, deaths=""):
     (folder / "deaths").write_text(deaths)
@@ -74,7 +77,12 @@ def assert_nothing_left(folder, processes):
 
 
 @pytest.mark.dist
-def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("thread", [THREAD, pytest.param("", marks=pytest.mark.slow)], ids=["thread", "no thread"])
+def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_same_bits(tmp_path, monkeypatch, thread):
+    """thread: takes the fork server's signals too; when the server ends, nobody waits for its signal."""
+    (tmp_path / "sitecustomize.py").write_text(thread)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), ENVIRONMENT.get("PYTHONPATH", "")]))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", paths)
     with start(tmp_path, deaths="4 7") as process:
         _, errors = process.communicate(timeout=patience(120))
         assert process.returncode == 0, errors
@@ -218,18 +226,6 @@ def test_only_a_controller_that_stands_still_is_taken_to_hang(standstill, monkey
         assert time.monotonic() < until
         time.sleep(BEAT)
         watch.look()
-
-
-@pytest.mark.dist
-def test_a_thread_that_takes_the_fork_servers_signals_does_not_end_the_run(tmp_path, monkeypatch):
-    """As libraries start them before anything is blocked; when the server ends, nobody waits for its signal."""
-    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-    (tmp_path / "sitecustomize.py").write_text(thread)
-    paths = os.pathsep.join(filter(None, [str(tmp_path), ENVIRONMENT.get("PYTHONPATH", "")]))
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", paths)
-    process = start(tmp_path, "algorithm.steps=1")
-    _, said = process.communicate(timeout=patience(60))
-    assert process.returncode == 0, said
 
 
 def test_a_mistake_in_the_recipe_is_told_as_ever(tmp_path):

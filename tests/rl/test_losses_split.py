@@ -10,7 +10,7 @@ from tests.rl.strategies import Drawn, batches
 from tests.rl.test_split import Meeting, parts_of
 from tilth import rl
 
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=6, deadline=None)
 
 
 def close(actual, expected, tolerance=1e-11):

@@ -324,6 +324,7 @@ class Supervisor:
         while True:
             info = signal.sigtimedwait({*_ENDS, signal.SIGCHLD, signal.SIGIO}, TICK)
             if info is None:
+                self._hear()  # a thread may have taken the signal
                 self._look()
             elif info.si_signo == signal.SIGIO:
                 self._hear()
@@ -352,7 +353,8 @@ class Supervisor:
             data = self._server.socket.recv(1 << 16, socket.MSG_DONTWAIT)
             for line in data.splitlines():
                 self._child = json.loads(line)["controller"]
-                self._still = PulseWatch(self._scratch / PULSE, psutil.Process(self._child))
+                with suppress(psutil.NoSuchProcess):  # it has ended already
+                    self._still = PulseWatch(self._scratch / PULSE, psutil.Process(self._child))
             if not data and not self._child:
                 raise WorkerLost(self._server.ending(), key="guard.supervisor")
 
