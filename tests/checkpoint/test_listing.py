@@ -9,7 +9,19 @@ import pytest
 
 from tests.errors import raises
 from tilth.checkpoint import begin_save
-from tilth.checkpoint.directory import DAMAGED, MISSING, Attempt, bare, complete, latest, listing, prunable, prune
+from tilth.checkpoint.directory import (
+    DAMAGED,
+    HELD,
+    MISSING,
+    Attempt,
+    bare,
+    complete,
+    hold,
+    latest,
+    listing,
+    prunable,
+    prune,
+)
 from tilth.checkpoint.manifest import NAME
 from tilth.checkpoint.storage import Local, storage_of
 from tilth.core.errors import StorageError
@@ -123,6 +135,24 @@ def test_what_is_bad_is_not_counted(tmp_path):
     bad = [str(tmp_path / f"step-00000{step}") for step in (3, 8)]
     assert [path.name for path in prunable(tmp_path, 1, 0, bad)] == ["step-000002", "step-000003"]
     assert prunable(tmp_path, 2, 0, bad) == [] == prunable(tmp_path, 1, 0, [*map(str, complete(tmp_path))])
+
+
+def test_what_others_need_is_kept(tmp_path, monkeypatch):
+    for step in range(1, 5):
+        made(tmp_path, step)
+    for _ in range(2):
+        hold(tmp_path / "step-000002", "runs/lora-001")
+    hold(tmp_path / "step-000002", "runs/lora-002")
+    assert (tmp_path / "step-000002" / HELD).read_text() == "runs/lora-001\nruns/lora-002\n"
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-000001", "step-000003"]
+    assert [path.name for path in complete(tmp_path)] == ["step-000002", "step-000004"]
+
+    def full(self, *given):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Local, "put", full)
+    with raises(StorageError, HELD):
+        hold(tmp_path / "step-000004", "runs/lora-001")
 
 
 def test_what_comes_and_goes_while_it_is_listed(tmp_path, monkeypatch):

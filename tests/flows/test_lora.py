@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.flows import tiny
 from tests.flows.test_resume_exact import benchmark
 from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
+from tilth.checkpoint.directory import HELD
 from tilth.cli.export import write_model
 from tilth.config.load import from_dict
 from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
@@ -77,6 +79,13 @@ def test_only_adapters_are_learned(base, whole):
     assert set(checkpoint.names("model")) == adapters
     assert len(adapters) == 2 * 7 * 2 and all(ended[name].any() for name in adapters)
     assert {name.partition(".")[2] for name in checkpoint.names("optimizer")} == adapters
+
+
+def test_the_base_is_not_pruned(base, whole):
+    """Checkpoints of adapters do not have it, so the run that made it may not remove it."""
+    path = open_checkpoint(latest(whole / "checkpoints")).objects["base"]["path"]
+    assert (Path(path) / HELD).read_text() == f"{whole.resolve()}\n"
+    assert str(latest(base / "checkpoints").resolve()) == path
 
 
 def test_engines_sample_from_merged_weights(whole):

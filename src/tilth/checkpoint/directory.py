@@ -27,6 +27,8 @@ BEST = "best.json"
 """File beside the checkpoints: the best one by evaluation ({"step", "metric", "value"})."""
 DAMAGED = "DAMAGED"
 """File in a damaged checkpoint, with the reason. Nothing starts from such a checkpoint again."""
+HELD = "HELD"
+"""File in a checkpoint that others need, such as adapters of it, with a line for each. It is not pruned."""
 MISSING = f"{NAME} is missing"
 """Reason of ``bare`` checkpoints."""
 
@@ -176,9 +178,9 @@ def read_best(root: Location) -> dict[str, Any] | None:
 def prunable(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) -> list[Place]:
     """Return the checkpoints that need not be kept.
 
-    Kept are the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none) and
-    the best. Damaged ones go when they are older than all of the newest, and so do complete ones in ``bad`` (paths or
-    URLs, as texts), which are not counted.
+    Kept are the ``keep`` newest complete ones (at least one), those whose step is a multiple of ``every`` (0: none),
+    the best, and those that someone holds. Damaged ones go when they are older than all of the newest, and so do
+    complete ones in ``bad`` (paths or URLs, as texts), which are not counted.
     """
     storage, best = storage_of(root), read_best(root)
     found = _complete(storage)
@@ -187,8 +189,22 @@ def prunable(root: Place, keep: int, every: int = 0, bad: Collection[str] = ()) 
         return []
     kept = {*newest, *([best["step"]] if best else []), *(s for s in found if every and s % every == 0)}
     old = [name for s, name in found.items() if s not in kept and (s < newest[0] or str(join(root, name)) not in bad)]
+    old = [name for name in old if HELD not in storage.names(name)]
     old += [name for step, name in _damaged(storage) if step < newest[0]]
     return [join(root, name) for name in old]
+
+
+def hold(path: Location, user: str) -> None:
+    """Keep a checkpoint from being pruned, since ``user`` needs it. StorageError: its folder cannot be written."""
+    root, name = split(path)
+    storage, file = storage_of(root), f"{name}/{HELD}"
+    try:
+        users = storage.read(file).decode(errors="replace").splitlines() if HELD in storage.names(name) else []
+        if user not in users:
+            storage.put(file, "".join(f"{line}\n" for line in [*users, user]).encode())
+    except OSError as error:
+        message = f"{path} can be pruned though {user} needs it: its file {HELD} cannot be written: {error}"
+        raise StorageError(message, key=HELD) from error
 
 
 def prune(root: Place, keep: int, every: int = 0) -> list[Place]:

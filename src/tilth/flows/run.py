@@ -36,7 +36,7 @@ from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.runs.directory import REWARD_LOG, RunDir
 from tilth.runs.metrics import Metrics
-from tilth.runs.model_refs import pinned
+from tilth.runs.model_refs import hold_pinned, pinned
 from tilth.runs.signals import Interrupted, StopRequest
 from tilth.runs.state import RunState
 from tilth.trace.spans import span
@@ -88,6 +88,11 @@ class Run:
         self._engine_version: int | None = None
         self._syncs = self._empty = 0
         self._base = pinned(recipe.model.path) if recipe.policy.lora.rank else None
+        if self._base is not None:
+            try:
+                hold_pinned(self._base, str(directory.path.resolve()))
+            except StorageError as error:  # a base that others share may be read-only, and then who prunes it is warned
+                say(f"model.path: {error}")
 
     @property
     def critic(self) -> WorkerGroup:

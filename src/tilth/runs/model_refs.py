@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tilth.checkpoint import open_checkpoint, read_best
-from tilth.checkpoint.directory import complete, step_of
+from tilth.checkpoint.directory import complete, hold, step_of
 from tilth.checkpoint.manifest import NAME as MANIFEST
 from tilth.checkpoint.storage import Location, is_url, split, storage_of
 from tilth.core.errors import CheckpointError, ModelError, StorageError
@@ -75,6 +75,12 @@ def pinned(spec: str) -> dict[str, str]:
     path, group = (fetched(spec), "") if named is None else (named.path, named.group)
     where = str(path) if is_url(path) else os.path.abspath(path)
     return {"path": where, "group": group, "weights": fingerprint(spec)}
+
+
+def hold_pinned(base: Mapping[str, str], user: str) -> None:
+    """Keep the model that ``pinned`` described from being pruned, if it is a checkpoint. StorageError."""
+    if base["group"]:
+        hold(base["path"] if is_url(base["path"]) else Path(base["path"]), user)
 
 
 def check_pinned(base: Mapping[str, str], user: str) -> None:
