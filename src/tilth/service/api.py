@@ -57,6 +57,7 @@ UNEMBED = (
 )
 STATUS: Mapping[type[TilthError], int] = {BusyError: 429, CheckpointError: 404, DataError: 400, StorageError: 503}
 Kind = TypeVar("Kind", bound=ClientBody)
+Numbered = TypeVar("Numbered", StepBody, SaveBody, LoadBody)
 
 
 def error_response(error: TilthError) -> JSONResponse:
@@ -100,9 +101,6 @@ def promise(kind: str, name: str, seq: int, **more: Any) -> dict[str, Any]:
     """Return what a client asks for its answer with. kind: "f" of a model, "s" of a sampler, "c" or "l" of a new
     model."""
     return {"request_id": f"{kind}/{name}/{seq}", **more}
-
-
-Numbered = TypeVar("Numbered", StepBody, SaveBody, LoadBody)
 
 
 def numbered(
@@ -313,7 +311,7 @@ def _sampling(routes: APIRouter, desk: TrainingDesk) -> None:
     @routes.post("/asample")
     async def asample(request: Request) -> dict[str, Any]:
         body, raw = await read(request, SampleBody)
-        check_sample(body, desk.base.vocabulary, desk.base.longest)
+        check_sample(body, desk.base)
         operation = desk.submit_sample(body, raw)
         ids = [f"{body.sampling_session_id}/{operation.seq}/{i}" for i in range(body.num_samples)]
         return promise("s", body.sampling_session_id, operation.seq, sample_sequence_ids=ids)

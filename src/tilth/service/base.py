@@ -34,6 +34,7 @@ class ServedBase:
     vocabulary: int
     longest: int
     ends: tuple[int, ...]
+    """Tokens that end every completion."""
     modules: tuple[str, ...]
     """Modules that can have adapters."""
 

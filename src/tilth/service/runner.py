@@ -72,14 +72,12 @@ class ClientRunner:
         self.task: asyncio.Task[None] | None = None
         self._heard = dict[str, float]()
         """Session -> its newest sign of life, in seconds of the event loop."""
-        self._begun = 0.0
         self._changed = asyncio.Event()
         self._working = asyncio.Lock()
         self._closing = False
 
     def open(self) -> None:
         """Begin to work on what is not answered."""
-        self._begun = asyncio.get_running_loop().time()
         self.task = asyncio.create_task(self._work())
 
     async def close(self, seconds: float) -> None:
@@ -106,6 +104,7 @@ class ClientRunner:
         done = [seq for seq, one in client.queue.operations.items() if one.answer.done()]
         client.queue.next = max([client.saved, *done]) + 1
         self.clients[name] = client
+        self.hear(client.session)
         return client
 
     def has_state(self, name: str) -> bool:
@@ -164,7 +163,7 @@ class ClientRunner:
     def _until_idle(self, client: Client) -> float:
         """Return the seconds until a client's session is idle."""
         now = asyncio.get_running_loop().time()
-        return self._heard.get(client.session, self._begun) + self.limits.idle - now
+        return self._heard[client.session] + self.limits.idle - now
 
     async def _wait(self) -> None:
         """Wait for a request, or until a session is idle."""

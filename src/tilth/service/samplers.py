@@ -152,7 +152,7 @@ class SamplerDesk:
             if sampler.folder is not None:
                 busy = {one.name for one in self.samplers.values() if one.running}
                 await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
-            answer = await sample(self.room, sampler, body, self.base.longest, self.base.ends)
+            answer = await sample(self.room, sampler, body, self.base)
         except (*BREAKS, RoomError, StorageError) as error:
             answer = StoredAnswer.failure(error, "server")
         except TilthError as error:
@@ -171,9 +171,9 @@ def sampler_name(session: str, number: int) -> str:
     return f"{session}:sample:{number}"
 
 
-def check_sample(body: SampleBody, vocabulary: int, longest: int) -> None:
+def check_sample(body: SampleBody, base: ServedBase) -> None:
     """Raise DataError for a request that this server cannot answer as it is."""
-    tokens, params = body.prompt.tokens, body.sampling_params
+    tokens, params, vocabulary, longest = body.prompt.tokens, body.sampling_params, base.vocabulary, base.longest
     if not tokens:
         raise DataError("prompt is empty; it must have at least one token", key="prompt")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
@@ -207,19 +207,19 @@ def _targets(given: TargetsBody, prompt: int, vocabulary: int) -> np.ndarray:
     return values.reshape(shape)
 
 
-def sampling_params(body: SampleBody, longest: int, ends: tuple[int, ...]) -> SamplingParams:
-    """Return the engine's parameters. ends: tokens that end every completion."""
+def sampling_params(body: SampleBody, base: ServedBase) -> SamplingParams:
+    """Return the engine's parameters."""
     given = body.sampling_params
     stop = given.stop if given.stop is not None else []
     texts = [stop] if isinstance(stop, str) else [one for one in stop if isinstance(one, str)]
     ids = [one for one in stop if isinstance(one, int)]
     return SamplingParams(
-        max_tokens=given.max_tokens or longest - len(body.prompt.tokens),
+        max_tokens=given.max_tokens or base.longest - len(body.prompt.tokens),
         temperature=given.temperature,
         top_k=max(given.top_k, 0),
         top_p=given.top_p,
         stop=tuple(texts),
-        stop_tokens=tuple(dict.fromkeys([*ends, *ids])),
+        stop_tokens=tuple(dict.fromkeys([*base.ends, *ids])),
     )
 
 
@@ -233,11 +233,9 @@ def draws(sampler: str, body: SampleBody, index: int) -> tuple[int, int]:
     return 0, int.from_bytes(digest[:8], "little") >> 2
 
 
-async def sample(
-    room: TrainRoom, sampler: WeightSampler, body: SampleBody, longest: int, ends: tuple[int, ...]
-) -> StoredAnswer:
+async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base: ServedBase) -> StoredAnswer:
     """Return the answer to a request, whose log-probs of prompts come from a forward pass."""
-    prompt, params = np.array(body.prompt.tokens, np.int64), sampling_params(body, longest, ends)
+    prompt, params = np.array(body.prompt.tokens, np.int64), sampling_params(body, base)
     wanted = [
         Request(0, prompt, params, adapter=sampler.name, draws=draws(sampler.id, body, i))
         for i in range(body.num_samples)
@@ -252,7 +250,7 @@ async def sample(
     if not (body.prompt_logprobs or body.topk_prompt_logprobs or body.target_prompt_logprobs):
         return StoredAnswer(write_samples(Samples(sequences)), MEDIA)
     targets = body.target_prompt_logprobs
-    asked = None if targets is None else np.array(targets.data, np.int64).reshape(targets.shape or [0])
+    asked = None if targets is None else _targets(targets, len(prompt), base.vocabulary)
     scores: SequenceScores = await room.call(
         "score_tokens", sampler.name, prompt, body.topk_prompt_logprobs, asked, idempotent=True
     )

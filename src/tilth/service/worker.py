@@ -1,7 +1,8 @@
 """Workers of a training service: an engine that samples on the first, clients' models over one frozen base on all."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -194,25 +195,27 @@ class TrainWorker:
         return sum(file.stat().st_size for file in Path(folder).iterdir())
 
 
-def read_state(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and facts of a state. CheckpointError: it is not there or damaged."""
+@contextmanager
+def _opened(folder: str | Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Open a state; yield its file and its facts. CheckpointError: it is not there or damaged."""
     file = Path(folder) / STATE
     try:
         with safe_open(file, framework="pt") as stored:
-            about = json.loads((stored.metadata() or {})["about"])
-            return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
+            yield stored, dict(json.loads((stored.metadata() or {})["about"]))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", key=STATE) from error
+
+
+def read_state(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and facts of a state. CheckpointError: it is not there or damaged."""
+    with _opened(folder) as (stored, about):
+        return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
 
 
 def read_about(folder: str | Path) -> dict[str, Any]:
     """Return the facts of a state. CheckpointError."""
-    file = Path(folder) / STATE
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return dict(json.loads((stored.metadata() or {})["about"]))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}", key=STATE) from error
+    with _opened(folder) as (_, about):
+        return about
 
 
 def sample_worker(context: Context, make: MakeEngine, source: str) -> SampleWorker:
