@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from tilth.envs.environment import Environment, tool
     from tilth.flows.callbacks import Callback
+    from tilth.serve.agent import Agent
     from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ _HOME = {
         ),
         "tilth.config.plugins",
     ),
+    "Agent": "tilth.serve.agent",
     "Callback": "tilth.flows.callbacks",
     "Environment": "tilth.envs.environment",
     "tool": "tilth.envs.environment",

@@ -60,7 +60,7 @@ class Talks:
         done = turn >= self.turns or self.bits("done", episode, turn) % 5 == 0
         self.waiting.append(Answer(episode, "step", {"messages": new, "done": done}))
 
-    def reward(self, episode):
+    def reward(self, episode, cut=""):
         score = {"value": float(len(self.heard[episode])), "parts": {}, "reason": ""}
         self.waiting.append(Answer(episode, "reward", score))
 

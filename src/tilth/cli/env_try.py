@@ -61,7 +61,7 @@ def _record(info: str) -> dict[str, Any]:
 
 def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_json: bool) -> None:
     pool.begin(0, record)
-    begun, earned = _answer(pool), 0.0
+    begun, earned, over = _answer(pool), 0.0, False
     said: list[Mapping[str, Any]] = list(begun["messages"])
     if not as_json:
         for schema in begun["tools"]:
@@ -78,9 +78,9 @@ def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_js
             _show(found["messages"])
             if "reward" in found:
                 typer.echo(f"[reward of the turn {found['reward']:g}]")
-        if found["done"]:
+        if over := found["done"]:
             break
-    pool.reward(0)
+    pool.reward(0, "" if over else "there are no further turns")
     score = _answer(pool)
     score["value"] = None if score["value"] is None else score["value"] + earned
     typer.echo(json.dumps({"messages": said, **score}) if as_json else _scored(score))

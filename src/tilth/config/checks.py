@@ -87,6 +87,9 @@ def _lengths(recipe: Recipe) -> _Errors:
 def _episodes(recipe: Recipe) -> _Errors:
     """Check what episodes of several turns cannot do."""
     r = recipe.rollout
+    if r.serve and not r.environment:
+        message = "rollout.serve = true serves the calls of an agent; name a tilth.Agent in rollout.environment"
+        yield RecipeError(message, key="rollout.serve")
     if not r.environment:
         return
     if recipe.reward.function:

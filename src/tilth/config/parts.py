@@ -14,6 +14,8 @@ Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Weight of a reward, which fp32 must be able to hold (``rewards.functions.LARGEST``)."""
 Penalty = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(ge=0, le=1)]
+TINY = 1e-30
+"""Least temperature above 0, and least top_p: engines compute in fp32, where a logit divided by less has no value."""
 Precision = Literal["fp32", "bf16"]
 Option = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | dict[str, float | tuple[float, float]]
 Options = dict[str, Option]

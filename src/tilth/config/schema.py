@@ -155,6 +155,11 @@ class RolloutConfig(RoleSection):
         description="environment of episodes of several turns: a task's, a plugin's class or FILE.py:Class; it gives "
         "the reward; empty: single answers",
     )
+    serve: bool = Field(
+        False,
+        description="rollout.environment is a tilth.Agent, code of any OpenAI client: the policy answers its calls of a "
+        "server on this machine, and is trained on them",
+    )
     turns: Positive = Field(8, description="most turns of the policy in an episode")
     turn_seconds: float = Field(
         10.0, gt=0, description="limit of one call of an environment; an episode beyond it gives no reward"

@@ -124,6 +124,26 @@ def _in_a_loop() -> bool:
     return True
 
 
+class SelfDriven(Environment, declares=False):
+    """An episode whose own code asks the policy for turns; base of ``tilth.Agent``."""
+
+    sampling: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the recipe's section ``rollout`` that say how turns are drawn; empty: there is no recipe."""
+
+    def limits(self) -> Mapping[str, Any]:
+        """Return limits of the turn that is asked for, within the recipe's: ``max_tokens``, ``stop`` (texts); and
+        ``details``, True for its ids and log-probs.
+
+        The message of the turn then has its whole ``text`` besides, ``finish``, ``counts`` of the tokens before it and
+        in it, and the details: ``ids``, ``pieces`` (each token's text) and ``logprobs``.
+        """
+        raise NotImplementedError
+
+    def cut(self, why: str) -> None:
+        """End the episode, whose policy has no further turn; then comes ``reward``."""
+        raise NotImplementedError
+
+
 class Answering(Environment, declares=False):
     """Asks the record's prompt; the turn without a call is the answer."""
 

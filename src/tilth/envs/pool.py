@@ -12,7 +12,7 @@ import selectors
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -69,16 +69,24 @@ class EnvironmentPool:
     """Processes with the environments of many episodes.
 
     spec: as ``rollout.environment``. workers: processes. timeout: limit of one call in seconds. plugins: imported in
-    each process. Their output is kept until ``print_to`` names its file, or ``close`` shows it. Raises PluginError if
-    the environment cannot be loaded.
+    each process. rollout: how the recipe draws turns, for an agent (``SelfDriven.sampling``). Their output is kept until
+    ``print_to`` names its file, or ``close`` shows it. Raises PluginError if the environment cannot be loaded.
     """
 
-    def __init__(self, spec: str, *, workers: int = 1, timeout: float = 10.0, plugins: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        workers: int = 1,
+        timeout: float = 10.0,
+        plugins: Iterable[str] = (),
+        rollout: Mapping[str, Any] | None = None,
+    ) -> None:
         if workers < 1 or not timeout > 0:
             message = f"environments need workers >= 1 and a limit > 0, got {workers} and {timeout}"
             raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
         self.timeout, self._workers = timeout, workers
-        self._greeting = frame(pickle.dumps((spec, tuple(plugins))))
+        self._greeting = frame(pickle.dumps((spec, tuple(plugins), rollout)))
         self._children: list[_Child] = []
         self._episodes: dict[int, _Episode] = {}
         self._journal: ObservationJournal | None = None
@@ -134,9 +142,10 @@ class EnvironmentPool:
         """Pass on a message of the policy; the answer has messages and done."""
         self._ask(Asked(episode, "step", message))
 
-    def reward(self, episode: int) -> None:
-        """Ask for an episode's reward; the answer is a ``rewards.functions.Score`` as a dict."""
-        self._ask(Asked(episode, "reward"))
+    def reward(self, episode: int, cut: str = "") -> None:
+        """Ask for an episode's reward; the answer is a ``rewards.functions.Score`` as a dict. cut: why it has ended
+        before its end."""
+        self._ask(Asked(episode, "reward", cut or None))
 
     def end(self, episode: int) -> None:
         """Forget an episode."""

@@ -22,7 +22,7 @@ from tilth.config.plugins import declared, import_file, load_plugins, shipped_ta
 from tilth.config.tasks import task_of
 from tilth.core.errors import PluginError, TilthError
 from tilth.envs.adapters import ADAPTERS, adapted
-from tilth.envs.environment import Environment, EnvironmentFault, Message
+from tilth.envs.environment import Environment, EnvironmentFault, Message, SelfDriven
 from tilth.rewards.functions import normalise
 from tilth.rewards.process import die_with, frame, receive_bytes, take_pipes
 
@@ -30,7 +30,8 @@ ROLES = ("system", "user", "tool")
 
 
 class Asked(NamedTuple):
-    """Request about one episode. op: begin (argument: info), step (a message), reward, or end."""
+    """Request about one episode. op: begin (argument: info), step (a message), reward (why it was cut, if it was), or
+    end."""
 
     episode: int
     op: str
@@ -43,12 +44,13 @@ def main(parent: int) -> None:
     _outlive_signals()
     requests, replies = take_pipes()
     end_uncollected()
-    spec, plugins = pickle.loads(receive_bytes(requests) or b"")
+    spec, plugins, rollout = pickle.loads(receive_bytes(requests) or b"")
     answers = _Answers(replies)
     try:
         with uncollected():
             load_plugins(plugins)
             kind = load_environment(spec)
+            _hand_over(kind, spec, rollout)
             kind.prepare()
     except TilthError as error:
         answers.send({"failed": str(error), "key": error.key})
@@ -67,6 +69,19 @@ def main(parent: int) -> None:
         episodes[asked.episode].put(asked)
         if asked.op == "end":
             del episodes[asked.episode]
+
+
+def _hand_over(kind: type[Environment], spec: str, rollout: Mapping[str, Any] | None) -> None:
+    """Give an agent how the recipe draws turns; None: there is no recipe. Raises PluginError."""
+    if rollout is None:
+        return
+    agent = issubclass(kind, SelfDriven)
+    if rollout["serve"] != agent:
+        what = "an agent calls the policy over HTTP" if agent else "it is no tilth.Agent, so nobody would call"
+        message = f"rollout.serve = {str(not agent).lower()}, rollout.environment = {spec!r}: {what}"
+        raise PluginError(f"{message}; set rollout.serve={str(agent).lower()}", key="rollout.serve.environment")
+    if issubclass(kind, SelfDriven):
+        kind.sampling = rollout
 
 
 def _outlive_signals() -> None:
@@ -124,10 +139,16 @@ def _answer(environment: Environment, asked: Asked) -> Any:
     if asked.op == "begin":
         first = _messages(_awaited(environment.reset(asked.argument)), "reset")
         tools = [one.schema for one in environment.tools().values()] if environment.describes_tools else []
-        return {"messages": first, "tools": tools}
+        return {"messages": first, "tools": tools, **_limits(environment)}
     if asked.op == "step":
-        return _step(_awaited(environment.step(asked.argument)))
+        return {**_step(_awaited(environment.step(asked.argument))), **_limits(environment)}
+    if asked.argument and isinstance(environment, SelfDriven):
+        environment.cut(asked.argument)
     return normalise(_awaited(environment.reward()))._asdict()
+
+
+def _limits(environment: Environment) -> dict[str, Any]:
+    return {"limits": environment.limits()} if isinstance(environment, SelfDriven) else {}
 
 
 def _step(found: Any) -> dict[str, Any]:

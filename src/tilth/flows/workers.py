@@ -135,7 +135,13 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     template = make_template(recipe.data.template, tokenizer)
     player = None
     if r.environment:
-        pool = EnvironmentPool(r.environment, workers=r.environments, timeout=r.turn_seconds, plugins=recipe.plugins)
+        pool = EnvironmentPool(
+            r.environment,
+            workers=r.environments,
+            timeout=r.turn_seconds,
+            plugins=recipe.plugins,
+            rollout=r.model_dump(include={"serve", "temperature", "top_k", "top_p", "min_p"}),
+        )
         limits = Limits(r.turns, recipe.model.context)
         player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
     return RolloutWorker(engine, template, r, context.store, player, context.rank)

@@ -65,6 +65,10 @@ class Episode:
     """Sum of all rewards of turns."""
     written: int = 0
     """Tokens of the policy in this call."""
+    limits: Mapping[str, Any] | None = None
+    """Limits of the next turn, where the environment asks for it (``SelfDriven.limits``)."""
+    short: bool = False
+    """True if the newest turn may end for these limits, before the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Player:
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
         assert episode.last is not None
-        state = {name: getattr(episode, name) for name in ("tools", "ended", "turns", "rewards", "earned")}
+        state = {name: getattr(episode, name) for name in ("tools", "ended", "turns", "rewards", "earned", "limits")}
         state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
         del self._open[episode.wanted.id]
         self._played[episode.wanted.id] = Played(episode.last, {}, turns=episode.turns, paused=state)
@@ -192,11 +196,13 @@ class Player:
     def _stepped(self, episode: Episode, answer: Mapping[str, Any], params: SamplingParams) -> Request | None:
         """Go on after a step: with the next turn, or with the reward at the end of the episode."""
         _reward_turn(episode, answer.get("reward", 0.0))
-        if answer["done"] or episode.finish != "stop":
+        episode.limits = answer.get("limits", episode.limits)
+        if answer["done"]:
             self.pool.reward(episode.wanted.id)
+        elif episode.finish != "stop":
+            self.pool.reward(episode.wanted.id, episode.note)
         elif episode.turns >= self.limits.turns:
-            episode.finish, episode.note = "length", f"{self.limits.turns} turns"
-            self.pool.reward(episode.wanted.id)
+            self._cut(episode, f"{self.limits.turns} turns")
         elif self._partial and episode.written >= self._partial:
             self._pause(episode, answer["messages"])
         else:
@@ -204,7 +210,7 @@ class Player:
         return None
 
     def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
-        episode.tools = begun["tools"]
+        episode.tools, episode.limits = begun["tools"], begun.get("limits")
         try:
             ids = self.template.begin(begun["messages"], episode.tools)
         except DataError as error:
@@ -238,11 +244,19 @@ class Player:
         room = self.limits.context - len(tokens)
         wanted = episode.wanted
         if room < 1:
-            episode.finish, episode.note = "length", f"{what}, of a context of {self.limits.context}"
-            self.pool.reward(wanted.id)
+            self._cut(episode, f"{what}, of a context of {self.limits.context}")
             return None
-        some = replace(params, max_tokens=min(params.max_tokens, room), schema=self._schema(episode))
+        own, most = episode.limits or {}, min(params.max_tokens, room)
+        longest = min(own.get("max_tokens") or most, most)
+        episode.short = longest < most
+        stop = (*params.stop, *own.get("stop", ()))
+        some = replace(params, max_tokens=longest, stop=stop, schema=self._schema(episode))
         return Request(wanted.id, tokens, some, wanted.group, wanted.prompt, keeps=True)
+
+    def _cut(self, episode: Episode, why: str) -> None:
+        """Leave the policy no further turn; the episode is scored as it is."""
+        episode.finish, episode.note = "length", why
+        self.pool.reward(episode.wanted.id, why)
 
     def _schema(self, episode: Episode) -> str:
         """Return the grammar of the policy's turns, "" for any text."""
@@ -264,9 +278,22 @@ class Player:
         episode.written += len(ids)
         episode.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
         text = self.tokenizer.decode(ids[:-1] if episode.ended else ids, special=True)
-        if trajectory.finish in ("length", "aborted"):  # the environment hears it all the same, as its last turn
+        short = episode.short and trajectory.finish == "length"
+        if trajectory.finish in ("length", "aborted") and not short:
             episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
-        self.pool.step(trajectory.id, message_of(text))
+        # a turn that was cut is heard all the same, as the last one
+        message = message_of(text)
+        if episode.limits is not None:
+            message |= self._facts(trajectory, ids, bool(episode.limits.get("details")))
+        self.pool.step(trajectory.id, message)
+
+    def _facts(self, turn: Trajectory, ids: list[int], details: bool) -> dict[str, Any]:
+        """Return what an environment that asks for turns hears of one besides (``SelfDriven.limits``)."""
+        found = {"text": turn.text, "finish": turn.finish, "counts": [turn.prompt_length, len(ids)]}
+        if not details:
+            return found
+        pieces = [self.tokenizer.decode([one], special=True) for one in ids]
+        return {**found, "ids": ids, "pieces": pieces, "logprobs": turn.logprobs[turn.prompt_length :].tolist()}
 
     def _close(
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tilth.config.parts import TINY
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Likeliest, Segment, Trajectory
 from tilth.rollout.adapters import LoadedAdapter
@@ -14,9 +15,6 @@ from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
 from tilth.rollout.grammar import Grammar
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
-
-TINY = 1e-30
-"""Least temperature above 0, and least top_p: engines compute in fp32, where a logit divided by less has no value."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,8 +23,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tilth.core.errors import TilthError
 from tilth.serve.errors import HttpError, http_error
-from tilth.serve.metrics import ServerMetrics
-from tilth.serve.room import EngineRoom
+
+if TYPE_CHECKING:  # torch, which processes of agents do without
+    from tilth.serve.metrics import ServerMetrics
+    from tilth.serve.room import EngineRoom
 
 BODY = 8 << 20
 """Most bytes of a request's body."""
@@ -69,7 +71,7 @@ class Guarded:
     """
 
     def __init__(
-        self, app: Any, token: str, metrics: ServerMetrics, largest: int = BODY, free: Collection[str] = ()
+        self, app: Any, token: str, metrics: "ServerMetrics", largest: int = BODY, free: Collection[str] = ()
     ) -> None:
         self._app, self._token, self._metrics, self._largest = app, token.encode(), metrics, largest
         self._free = free
@@ -130,9 +132,8 @@ def _limited(receive: Any, largest: float) -> Any:
     return limited
 
 
-def new_app(room: EngineRoom, metrics: ServerMetrics) -> FastAPI:
-    """Return an application with /health, /metrics and errors in OpenAI's form; routes are added to it, then
-    ``Guarded`` goes around it."""
+def bare_app() -> FastAPI:
+    """Return an application with errors in OpenAI's form, to which routes are added."""
     app = FastAPI(title="Tilth", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -149,6 +150,12 @@ def new_app(room: EngineRoom, metrics: ServerMetrics) -> FastAPI:
     app.add_exception_handler(HttpError, failed)
     app.add_exception_handler(TilthError, failed)
     app.add_exception_handler(HTTPException, unknown)
+    return app
+
+
+def new_app(room: "EngineRoom", metrics: "ServerMetrics") -> FastAPI:
+    """Return an application with /health and /metrics besides; ``Guarded`` goes around it."""
+    app = bare_app()
 
     @app.get("/health")
     async def health() -> Response:
@@ -191,7 +198,7 @@ def event_stream(events: AsyncIterator[str]) -> Response:
 class HttpServer(uvicorn.Server):
     """A server whose room ends with it: asked to end, it takes nothing more and lets requests finish for ``GRACE``."""
 
-    def __init__(self, app: Any, room: EngineRoom, door: socket.socket) -> None:
+    def __init__(self, app: Any, room: "EngineRoom", door: socket.socket) -> None:
         """door: bound socket, which it closes."""
         late = int(GRACE) + 5
         super().__init__(

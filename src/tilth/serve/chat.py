@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tilth.core.trajectory import Likeliest, Trajectory
@@ -11,6 +11,7 @@ from tilth.envs.calls import ToolCall, before_calls, parse_calls
 from tilth.rollout.request import Request
 from tilth.serve.completion import Delta
 from tilth.serve.errors import HttpError
+from tilth.serve.messages import assistant
 from tilth.serve.schemas import ChatBody, NamedTool
 from tilth.serve.texts import StreamedText, chat_logprobs
 
@@ -55,9 +56,7 @@ class ChatChoice:
         mine = trajectory.mask == 1
         ids, logprobs = trajectory.tokens[mine].tolist(), trajectory.logprobs[mine].tolist()
         content, calls = self._heard(trajectory)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message |= {"content": content or None, "tool_calls": [_call(one) for one in calls]}
+        message = assistant(content, calls, _ids(calls))
         found = {"index": self.request.id, "message": message, "finish_reason": _reason(trajectory, calls)}
         return {**found, **self._details(ids, logprobs, trajectory.likeliest)}
 
@@ -77,8 +76,8 @@ class ChatChoice:
         whole = content if content.startswith(self._text.sent) else self._text.text  # with special tokens in it
         sure += self._text.send(whole)
         yield {**head, "delta": {"content": sure} if sure else {}, **details}
-        for at, one in enumerate(calls):
-            yield {**head, "delta": {"tool_calls": [{"index": at, **_call(one)}]}}
+        for at, one in enumerate(assistant("", calls, _ids(calls)).get("tool_calls", ())):
+            yield {**head, "delta": {"tool_calls": [{"index": at, **one}]}}
         yield {**head, "delta": {}, "finish_reason": _reason(delta.whole, calls)}
 
     def _heard(self, trajectory: Trajectory) -> tuple[str, list[ToolCall]]:
@@ -99,9 +98,8 @@ class ChatChoice:
         return found
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+def _ids(calls: Sequence[ToolCall]) -> list[str]:
+    return [f"call_{uuid.uuid4().hex[:24]}" for _ in calls]
 
 
 def _reason(trajectory: Trajectory, calls: list[ToolCall]) -> str:

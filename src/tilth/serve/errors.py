@@ -8,8 +8,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from tilth.core.errors import DataError, TilthError
-from tilth.rollout.protocol import EngineError
-from tilth.serve.completion import RoomError
 
 Schema = TypeVar("Schema", bound=BaseModel)
 RETRY = {"Retry-After": "1"}
@@ -51,6 +49,9 @@ class HttpError(Exception):
 
 def http_error(error: Exception) -> HttpError:
     """Return the response for an error of the room, of its engine, or of the text of a request."""
+    from tilth.rollout.protocol import EngineError  # here: they import torch, which processes of agents do without
+    from tilth.serve.completion import RoomError
+
     if isinstance(error, HttpError):
         return error
     key = error.key if isinstance(error, TilthError) else ""

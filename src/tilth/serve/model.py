@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from tilth.data.template import PlainTemplate, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.rollout.request import Request, SamplingParams
 from tilth.serve.errors import HttpError
+from tilth.serve.messages import listed, plain
 from tilth.serve.schemas import CompletionBody, Message, SampledBody, ToolSchema
 
 DEFAULT_TOKENS = 16
@@ -72,9 +73,9 @@ class ServedModel:
         if self.chat is None:
             message = f"model {self.name} has no chat template: use /v1/completions, or tilth serve --template chatml"
             raise HttpError(400, message, "messages", "no_chat_template")
-        schemas = [{"type": "function", "function": _known(tool)} for tool in tools or ()]
+        schemas = [listed(tool) for tool in tools or ()]
         try:
-            return self.chat.begin([_plain(one) for one in messages], schemas)
+            return self.chat.begin([plain(one) for one in messages], schemas)
         except DataError as error:
             if error.key == "template.tools":
                 message = (
@@ -120,36 +121,3 @@ def _schema(body: SampledBody) -> str:
     if wanted is None or wanted.type == "text":
         return ""
     return json.dumps({"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_)
-
-
-def _known(tool: ToolSchema) -> dict[str, Any]:
-    """Return a function as templates list it."""
-    found: dict[str, Any] = {"name": tool.function.name, "description": tool.function.description or ""}
-    return {**found, "parameters": tool.function.parameters or {"type": "object", "properties": {}}}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates take: text content, arguments of calls as objects."""
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            found[name] = value
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _called(call.function.name, call.function.arguments)}
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _called(name: str, arguments: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        message = f"arguments of {name} are no JSON object: {arguments[:80]!r}"
-        raise HttpError(400, message, "messages", "tool_calls.arguments")
-    return {"name": name, "arguments": found}

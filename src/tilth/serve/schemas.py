@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tilth.rollout.request import TINY
+from tilth.config.parts import TINY
 
 MOST = 20
 """Most alternatives of a token that are reported, as in OpenAI's interface."""

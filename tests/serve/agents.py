@@ -1,0 +1,253 @@
+"""Agents of an unmodified OpenAI client, and an environment with the same game. Imported in processes of environments."""
+
+import asyncio
+import threading
+import time
+
+import openai
+
+import tilth
+
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+TURNS = 3
+
+
+class Echo(tilth.Environment):
+    def reset(self, info):
+        self.said = []
+        return first(info)
+
+    def step(self, message):
+        self.said.append(message["content"])
+        return [answer(message["content"])], len(self.said) == TURNS
+
+    def reward(self):
+        return score(self.said)
+
+
+def first(info):
+    return [{"role": "system", "content": "Say a number."}, {"role": "user", "content": info["q"]}]
+
+
+def answer(text):
+    return {"role": "user", "content": f"{len(text)} characters, and now?"}
+
+
+def score(said):
+    return {"reward": sum(map(len, said)) % 7, "turns_seen": len(said)}
+
+
+class Plays(tilth.Agent):
+    """The game by the client of Python's threads."""
+
+    def run(self, info, base_url, api_key, model):
+        self.said, messages = [], first(info)
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        for _ in range(TURNS):
+            found = client.chat.completions.create(model=model, messages=messages, temperature=1.0)
+            self.said.append(found.choices[0].message.content)
+            messages += [found.choices[0].message, answer(self.said[-1])]
+
+    def reward(self):
+        return score(self.said)
+
+
+class PlaysAsync(Plays):
+    """The game by the asynchronous client, as streams."""
+
+    async def run(self, info, base_url, api_key, model):
+        self.said, messages = [], first(info)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(TURNS):
+                stream = await client.chat.completions.create(model=model, messages=messages, stream=True)
+                parts = [choice.delta.content or "" async for piece in stream for choice in piece.choices]
+                self.said.append("".join(parts))
+                messages += [{"role": "assistant", "content": self.said[-1]}, answer(self.said[-1])]
+
+
+class Odd(tilth.Agent):
+    """An agent that does what ``info["how"]`` says."""
+
+    late = []
+
+    def run(self, info, base_url, api_key, model):
+        self.parts = {}
+        self.client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        self.messages = [{"role": "user", "content": info["q"]}]
+        self.model = model
+        getattr(self, info["how"])()
+
+    def reward(self):
+        return {"reward": 1.0, **self.parts}
+
+    def ask(self, **more):
+        messages = more.pop("messages", self.messages)
+        found = self.client.chat.completions.create(**{"model": self.model, "messages": messages, **more})
+        self.messages = [*messages, found.choices[0].message.model_dump(exclude_none=True)]
+        return found
+
+    def go_on(self, text="go on"):
+        self.messages = [*self.messages, {"role": "user", "content": text}]
+
+    def refused(self, **more):
+        """A call that is refused, which the agent does not mind."""
+        try:
+            self.ask(**more)
+        except openai.APIStatusError as error:
+            return error
+        raise AssertionError("it was answered")
+
+    def well(self):
+        found = self.ask(logprobs=True, stop="e", max_tokens=5)
+        (choice,) = found.choices
+        self.parts = {
+            "prompt": found.usage.prompt_tokens,
+            "new": found.usage.completion_tokens,
+            "logprob": sum(one.logprob for one in choice.logprobs.content),
+            "stops": float(choice.finish_reason == "stop"),
+        }
+        self.go_on()
+        self.ask(n=1, tool_choice="auto", top_p=1, max_completion_tokens=1000)
+        assert [one.id for one in self.client.models.list()] == [self.model]
+
+    def raises(self):
+        self.ask()
+        raise ValueError("as asked")
+
+    def hangs(self):
+        self.ask()
+        time.sleep(60)
+
+    def silent(self):
+        pass
+
+    def cools(self):
+        self.refused(temperature=0.5)
+
+    def seeds(self):
+        self.refused(seed=3)
+
+    def forces(self):
+        self.refused(response_format={"type": "json_object"})
+
+    def rewrites(self):
+        self.ask()
+        self.messages[0] = {"role": "user", "content": "another question"}
+        self.go_on()
+        assert self.refused().param == "messages.0"
+
+    def drops(self):
+        self.ask()
+        self.messages = self.messages[1:]
+        self.go_on()
+        self.refused()
+
+    def edits(self):
+        self.ask()
+        self.messages[-1]["content"] += "!"
+        self.go_on()
+        assert self.refused().param == "messages.1"
+
+    def asks_again(self):
+        messages = self.messages
+        self.ask()
+        self.refused(messages=messages)
+
+    def branches(self):
+        threads = [threading.Thread(target=self.refused_or_not) for _ in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+
+    def refused_or_not(self):
+        try:
+            self.ask(timeout=10)
+        except openai.APIError:
+            pass
+
+    def changes_tools(self):
+        self.ask(tools=[{"type": "function", "function": TOOL}])
+        self.go_on()
+        self.refused()
+
+    def another_model(self):
+        self.refused(model="gpt-5")
+
+    def leaves(self):
+        asyncio.run(self.gives_up())
+
+    async def gives_up(self):
+        client = openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key)
+        call = client.chat.completions.create(model=self.model, messages=self.messages)
+        with open("/dev/null"):
+            task = asyncio.ensure_future(call)
+            await asyncio.sleep(0.05)
+            task.cancel()
+
+    def comes_back(self):
+        """The answer is lost once, and the same call gets it."""
+        before = self.client.with_options(timeout=0.01)
+        try:
+            before.chat.completions.create(model=self.model, messages=self.messages)
+            raise AssertionError("it was answered within 10 ms")
+        except openai.APITimeoutError:
+            time.sleep(0.2)
+        self.ask(extra_headers={"x-stainless-retry-count": "1"})
+
+    def long(self):
+        self.ask()
+        self.go_on("much " * 400)
+        error = self.refused()
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")
+
+    def long_and_raises(self):
+        self.ask()
+        self.go_on("much " * 400)
+        self.ask()
+
+    def many(self):
+        for _ in range(9):
+            self.ask()
+            self.go_on()
+
+    def wrong_token(self):
+        self.client.api_key = "sk-wrong"
+        self.ask()
+
+    def too_late(self):
+        self.ask()
+        Odd.late.append(self)
+
+    def after_that(self):
+        """A call of an episode that has ended."""
+        until = time.monotonic() + 10
+        while not Odd.late and time.monotonic() < until:
+            time.sleep(0.01)
+        other = Odd.late[0]
+        time.sleep(0.3)
+        other.go_on()
+        self.parts = {"late": float(other.refused().status_code)}
+        self.ask()
+
+
+class CallsTools(tilth.Agent):
+    """An agent that calls no tool itself, and keeps what it was told."""
+
+    def run(self, info, base_url, api_key, model):
+        self.calls, messages = [], [{"role": "user", "content": info["q"]}]
+        client = openai.OpenAI(base_url=base_url, api_key=api_key)
+        for number in range(2):
+            tools = [{"type": "function", "function": TOOL}]
+            found = client.chat.completions.create(model=model, messages=messages, tools=tools)
+            said, reason = found.choices[0].message, found.choices[0].finish_reason
+            messages.append(said)
+            assert bool(said.tool_calls) == (reason == "tool_calls")
+            for call in said.tool_calls or ():
+                self.calls.append(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
+            if not said.tool_calls:
+                break
+
+    def reward(self):
+        return {"reward": len(self.calls)}
