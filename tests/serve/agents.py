@@ -1,6 +1,7 @@
-"""Agents of an unmodified OpenAI client, and an environment with the same game. Imported in processes of environments."""
+"""Agents of an unmodified OpenAI client, and an environment with the same game, for processes of environments."""
 
 import asyncio
+import re
 import threading
 import time
 
@@ -10,6 +11,7 @@ import tilth
 
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 TURNS = 3
+STOPS = "024"
 
 
 class Echo(tilth.Environment):
@@ -19,22 +21,27 @@ class Echo(tilth.Environment):
 
     def step(self, message):
         self.said.append(message["content"])
-        return [answer(message["content"])], len(self.said) == TURNS
+        return [answer(self.said[-1])], len(self.said) == TURNS
 
     def reward(self):
         return score(self.said)
 
 
 def first(info):
-    return [{"role": "system", "content": "Say a number."}, {"role": "user", "content": info["q"]}]
+    return [{"role": "system", "content": "Say a number."}, {"role": "user", "content": info["prompt"]}]
+
+
+def seen(text):
+    """Length without what clients do not see: special tokens and stop strings."""
+    return sum(one.isalnum() for one in re.split(f"[{STOPS}]", re.sub(r"<\|\w+\|>", "", text))[0])
 
 
 def answer(text):
-    return {"role": "user", "content": f"{len(text)} characters, and now?"}
+    return {"role": "user", "content": f"{seen(text)} characters, and now?"}
 
 
 def score(said):
-    return {"reward": sum(map(len, said)) % 7, "turns_seen": len(said)}
+    return {"reward": sum(map(seen, said)) % 7, "turns_seen": len(said)}
 
 
 class Plays(tilth.Agent):
@@ -65,15 +72,16 @@ class PlaysAsync(Plays):
                 messages += [{"role": "assistant", "content": self.said[-1]}, answer(self.said[-1])]
 
 
+LATE = []
+
+
 class Odd(tilth.Agent):
     """An agent that does what ``info["how"]`` says."""
-
-    late = []
 
     def run(self, info, base_url, api_key, model):
         self.parts = {}
         self.client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-        self.messages = [{"role": "user", "content": info["q"]}]
+        self.messages = [{"role": "user", "content": info["prompt"]}]
         self.model = model
         getattr(self, info["how"])()
 
@@ -107,7 +115,7 @@ class Odd(tilth.Agent):
             "stops": float(choice.finish_reason == "stop"),
         }
         self.go_on()
-        self.ask(n=1, tool_choice="auto", top_p=1, max_completion_tokens=1000)
+        self.ask(n=1, frequency_penalty=0, top_p=1, max_completion_tokens=1000)
         assert [one.id for one in self.client.models.list()] == [self.model]
 
     def raises(self):
@@ -162,7 +170,7 @@ class Odd(tilth.Agent):
 
     def refused_or_not(self):
         try:
-            self.ask(timeout=10)
+            self.ask()
         except openai.APIError:
             pass
 
@@ -178,21 +186,17 @@ class Odd(tilth.Agent):
         asyncio.run(self.gives_up())
 
     async def gives_up(self):
-        client = openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key)
-        call = client.chat.completions.create(model=self.model, messages=self.messages)
-        with open("/dev/null"):
+        """A call whose client leaves before its answer."""
+        async with openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key) as client:
+            call = client.chat.completions.create(model=self.model, messages=self.messages)
             task = asyncio.ensure_future(call)
-            await asyncio.sleep(0.05)
+            while not self._talk._asked:
+                await asyncio.sleep(0.001)
             task.cancel()
 
     def comes_back(self):
-        """The answer is lost once, and the same call gets it."""
-        before = self.client.with_options(timeout=0.01)
-        try:
-            before.chat.completions.create(model=self.model, messages=self.messages)
-            raise AssertionError("it was answered within 10 ms")
-        except openai.APITimeoutError:
-            time.sleep(0.2)
+        """The answer was lost, and the same call gets it."""
+        asyncio.run(self.gives_up())
         self.ask(extra_headers={"x-stainless-retry-count": "1"})
 
     def long(self):
@@ -217,37 +221,15 @@ class Odd(tilth.Agent):
 
     def too_late(self):
         self.ask()
-        Odd.late.append(self)
+        LATE.append(self)
 
     def after_that(self):
         """A call of an episode that has ended."""
         until = time.monotonic() + 10
-        while not Odd.late and time.monotonic() < until:
+        while not LATE and time.monotonic() < until:
             time.sleep(0.01)
-        other = Odd.late[0]
+        other = LATE[0]
         time.sleep(0.3)
         other.go_on()
         self.parts = {"late": float(other.refused().status_code)}
         self.ask()
-
-
-class CallsTools(tilth.Agent):
-    """An agent that calls no tool itself, and keeps what it was told."""
-
-    def run(self, info, base_url, api_key, model):
-        self.calls, messages = [], [{"role": "user", "content": info["q"]}]
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        for number in range(2):
-            tools = [{"type": "function", "function": TOOL}]
-            found = client.chat.completions.create(model=model, messages=messages, tools=tools)
-            said, reason = found.choices[0].message, found.choices[0].finish_reason
-            messages.append(said)
-            assert bool(said.tool_calls) == (reason == "tool_calls")
-            for call in said.tool_calls or ():
-                self.calls.append(call.function.arguments)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
-            if not said.tool_calls:
-                break
-
-    def reward(self):
-        return {"reward": len(self.calls)}

@@ -4,17 +4,26 @@ import numpy as np
 import pytest
 
 from tests.errors import raises
-from tests.rollout.test_episodes import TEXTS
+from tests.flows import tiny
+from tests.flows.test_episodes import Falls
+from tests.patience import patience
 from tests.rollout.reference import make_model
+from tests.rollout.test_episodes import TEXTS
+from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Player, Wanted
 from tilth.rollout.request import SamplingParams
+from tilth.serve.conversation import AgentConversation
+from tilth.serve.errors import HttpError
+from tilth.serve.schemas import ChatBody
 
+STOPS = "024"
 FILE = "tests/serve/agents.py"
 ROLLOUT = {"serve": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -40,7 +49,7 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None):
 
 
 def test_the_same_game_is_the_same_trajectory():
-    infos = [{"q": f"What is {i}?"} for i in range(6)]
+    infos = [{"prompt": f"What is {i}?"} for i in range(6)]
     found = []
     for name in ("Echo", "Plays", "PlaysAsync"):
         pool = opened(name, rollout={**ROLLOUT, "serve": name != "Echo"})
@@ -56,3 +65,154 @@ def test_the_same_game_is_the_same_trajectory():
             assert np.array_equal(a.logprobs, b.logprobs) and a.segments == b.segments and a.versions == b.versions
             assert (a.reward, a.finish, one.parts, one.reason) == (b.reward, b.finish, two.parts, two.reason)
             assert a.reward is not None
+
+
+@pytest.fixture(scope="module")
+def odd():
+    pool = opened("Odd", timeout=patience(20))
+    yield pool
+    pool.close()
+
+
+def test_failures_are_the_episodes_own(odd):
+    """Each agent's call that is refused, or that it never makes, costs its own reward and no other one."""
+    expected = {
+        "well": "",
+        "raises": "ValueError: as asked",
+        "silent": "run ended without a call",
+        "cools": "temperature: turns are drawn with rollout.temperature = 1.0",
+        "seeds": "seed: a turn that is trained on",
+        "forces": "response_format: a turn that is trained on",
+        "rewrites": "messages.0 is",
+        "drops": "messages.0 is",
+        "edits": "messages.1 is",
+        "asks_again": "messages.1 is missing",
+        "branches": "a call is still being answered",
+        "changes_tools": "tools differ",
+        "another_model": "there is no model 'gpt-5'",
+        "leaves": "run ended before the answer to its call",
+        "comes_back": "",
+        "long": "of a context of 400",
+        "long_and_raises": "of a context of 400",
+        "many": "4 turns",
+        "wrong_token": "Error code: 401",
+        "too_late": "",
+        "after_that": "",
+    }
+    found = dict(
+        zip(expected, play(odd, [{"prompt": f"{how}?", "how": how} for how in expected], max_tokens=20), strict=True)
+    )
+    for how, why in expected.items():
+        one = found[how]
+        assert why in one.reason and bool(why) == bool(one.reason), (how, one.reason)
+        kept = how in ("well", "comes_back", "too_late", "after_that", "long", "long_and_raises", "many")
+        assert (one.trajectory.reward is not None) == kept, how
+    assert found["long"].trajectory.finish == found["many"].trajectory.finish == "length"
+    assert found["many"].turns == 4 and found["after_that"].parts == {"late": 401.0}
+    well = found["well"]
+    chosen = np.flatnonzero(well.trajectory.mask)
+    assert well.parts["prompt"] == chosen[0] and 0 < well.parts["new"] <= 5
+    first = well.trajectory.logprobs[chosen[: int(well.parts["new"])]]
+    assert well.parts["logprob"] == pytest.approx(float(first.sum()), rel=1e-6)
+    assert well.turns == 2
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_given_up():
+    pool = opened("Odd", timeout=patience(4))
+    try:
+        hangs, well = play(pool, [{"prompt": "What?", "how": how} for how in ("hangs", "well")])
+    finally:
+        pool.close()
+    assert hangs.status == "timeout" and hangs.trajectory.mask.any() and hangs.trajectory.reward is None
+    assert well.trajectory.reward == 1
+
+
+@pytest.mark.parametrize("name, serve", [("Plays", False), ("Echo", True)])
+def test_agents_and_nothing_else_are_served(name, serve):
+    with raises(PluginError, "rollout.serve.environment"):
+        opened(name, rollout={**ROLLOUT, "serve": serve})
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def body(messages, **more):
+    return ChatBody.model_validate({"model": "policy", "messages": messages, **more})
+
+
+def test_calls_of_tools_come_and_go():
+    """What the policy called is in its turn, and what the tools say is all that the next call adds."""
+    talk, asked = AgentConversation(ROLLOUT), [{"role": "developer", "content": "?"}]
+    first = talk.call(body(asked, tools=[TOOL], stop="x", max_tokens=7), again=False)
+    assert talk.next() == [{"role": "system", "content": "?"}]
+    assert talk.limits == {"max_tokens": 7, "stop": ["x"], "details": False}
+    assert talk.tools[0]["function"]["name"] == "add"
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    talk.answer({**message_of(written), "text": written, "finish": "stop"})
+    turn = first.result(0)
+    (call,) = turn.message["tool_calls"]
+    assert turn.finish == "tool_calls" and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "8"}
+    whole = [*asked, turn.message, answer]
+    second = talk.call(body(whole, tools=[TOOL]), again=False)
+    assert talk.next() == [answer]
+    broken = "<tool_call>add</tool_call>"
+    talk.answer({**message_of(broken), "text": broken, "finish": "length"})
+    turn = second.result(0)
+    assert turn.message["content"] == broken and "tool_calls" not in turn.message and turn.finish == "length"
+
+
+def test_an_answer_is_given_again_only_to_who_lost_it():
+    talk, asked = AgentConversation({}), [{"role": "user", "content": "?"}]
+    first = talk.call(body(asked, temperature=0.3), again=False)
+    assert talk.call(body(asked), again=True) is first
+    with pytest.raises(HttpError, match="still being answered"):
+        talk.call(body(asked), again=False)
+    talk.next()
+    talk.answer({"role": "assistant", "content": "!"})
+    assert talk.call(body(asked), again=True).result(0) is first.result(0)
+    with pytest.raises(HttpError) as caught:
+        talk.call(body(asked), again=False)
+    assert (caught.value.param, caught.value.code) == ("messages.1", "agent.history")
+    talk.close("enough")
+    with pytest.raises(HttpError) as caught:
+        talk.call(body([*asked, {"role": "assistant", "content": "!"}, *asked]), again=False)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("field, value", [("top_k", 5), ("min_p", 0.5), ("n", 2), ("seed", 1), ("top_logprobs", 1),
+                                          ("stop_token_ids", [1]), ("return_token_ids", True)])  # fmt: skip
+def test_what_changes_the_drawing_is_refused(field, value):
+    talk = AgentConversation(ROLLOUT)
+    with pytest.raises(HttpError) as caught:
+        talk.call(body([{"role": "user", "content": "?"}], logprobs=True, **{field: value}), again=False)
+    assert caught.value.param == field and caught.value.status == 400
+
+
+def runs(folder, name):
+    rollout = {"environment": f"{FILE}:{name}", "serve": name != "Echo", "turns": 4, "stop": [*STOPS]}
+    sections = {"model": {"context": 96}, "data": {"template": "chatml", "tokenizer": "bpe:300"}}
+    sections["train"] = {"parity": True}  # the order in which agents call changes no token
+    return tiny.recipe(folder, rollout={**rollout, "turn_seconds": patience(20)}, **sections)
+
+
+@pytest.mark.parametrize("name", [pytest.param("Plays"), pytest.param("PlaysAsync", marks=pytest.mark.slow)])
+def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path, name):
+    one, other = (tiny.run(runs(tmp_path, kind), reward=None, name=kind) for kind in ("Echo", name))
+    assert tiny.weights(one.directory) == tiny.weights(other.directory)
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):
+    whole = tiny.run(runs(tmp_path, "Plays"), reward=None, name="whole")
+    with pytest.raises(PluginError):
+        tiny.run(runs(tmp_path, "Plays"), reward=None, name="again", callbacks=[Falls(9)])
+    again = tiny.run(runs(tmp_path, "Plays"), reward=None, name="again")
+    assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
+    assert tiny.weights(whole.directory) == tiny.weights(again.directory)
+
+
+def test_serving_needs_an_agent(tmp_path):
+    with raises(RecipeError, "rollout.serve"):
+        tiny.recipe(tmp_path, rollout={"serve": True})

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from tilth.core.errors import PluginError
 from tilth.envs.environment import EnvironmentFault, Message, SelfDriven
-from tilth.serve.conversation import MODEL, Conversation
+from tilth.serve.conversation import MODEL, AgentConversation
 
 if TYPE_CHECKING:
     from tilth.serve.agent_server import AgentServer
 
 
 class Agent(SelfDriven, declares=False):
-    """One episode. Subclass it in a plugin; ``rollout.serve=true`` and ``rollout.environment`` with the name of the class
-    in small letters choose it.
+    """One episode. Subclass it in a plugin; ``rollout.serve=true`` and ``rollout.environment`` choose it by the name of
+    the class in small letters.
 
     Every episode has an object of its own, made without arguments, and is one conversation: each call's messages begin
     with those of the call before and its answer.
     """
 
-    _talk: Conversation | None = None
+    _talk: AgentConversation | None = None
 
     def run(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
         """Play the episode with any OpenAI client: ``OpenAI(base_url=base_url, api_key=api_key)``; may be ``async``.
@@ -44,7 +44,7 @@ class Agent(SelfDriven, declares=False):
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin ``run`` and return the messages of its first call."""
         server = _server()
-        self._talk = server.open(Conversation(type(self).sampling))
+        self._talk = server.open(AgentConversation(type(self).sampling))
         self._thread = Thread(target=self._play, args=(info, server), name="agent", daemon=True)
         self._thread.start()
         first, ended = self._next()

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tilth.serve.app import bare_app, event_stream, listen, unless_gone
-from tilth.serve.conversation import MODEL, Conversation, Turn
+from tilth.serve.conversation import MODEL, AgentConversation, Turn
 from tilth.serve.errors import HttpError, read
 from tilth.serve.schemas import ChatBody
 
@@ -25,7 +25,7 @@ class AgentServer:
     """Server on 127.0.0.1 in a thread of its own. address: ``base_url`` of clients."""
 
     def __init__(self) -> None:
-        self._talks: dict[str, Conversation] = {}
+        self._talks: dict[str, AgentConversation] = {}
         door = listen("127.0.0.1", 0)
         self.address = f"http://127.0.0.1:{door.getsockname()[1]}/v1"
         app = bare_app()
@@ -35,16 +35,16 @@ class AgentServer:
         server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet))
         Thread(target=server.run, kwargs={"sockets": [door]}, name="agent-server", daemon=True).start()
 
-    def open(self, talk: Conversation) -> Conversation:
+    def open(self, talk: AgentConversation) -> AgentConversation:
         """Answer calls of an episode from now on."""
         self._talks[talk.token] = talk
         return talk
 
-    def remove(self, talk: Conversation) -> None:
+    def remove(self, talk: AgentConversation) -> None:
         """Know an episode no longer."""
         self._talks.pop(talk.token, None)
 
-    def _talk(self, request: Request) -> Conversation:
+    def _talk(self, request: Request) -> AgentConversation:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         talk = self._talks.get(token.strip()) if scheme.lower() == "bearer" else None
         if talk is None:

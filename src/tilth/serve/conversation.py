@@ -1,4 +1,4 @@
-"""Conversation of an agent with the policy: its calls on the server's thread, the policy's turns on the episode's.
+"""AgentConversation of an agent with the policy: its calls on the server's thread, the policy's turns on the episode's.
 
 Token ids are only appended, so a call must begin with all that was said before, as it was said.
 """
@@ -61,7 +61,7 @@ class Turn(NamedTuple):
         )
 
 
-class Conversation:
+class AgentConversation:
     """One episode's calls and their answers. token: names it in requests. limits, tools: those of the newest call."""
 
     def __init__(self, sampling: Mapping[str, Any]) -> None:
