@@ -33,7 +33,7 @@ def first(info):
 
 def seen(text):
     """Length without what clients do not see: special tokens and stop strings."""
-    return sum(one.isalnum() for one in re.split(f"[{STOPS}]", re.sub(r"<\|\w+\|>", "", text))[0])
+    return sum(one.isalnum() for one in re.split(f"[{STOPS}]", re.sub(r"<\|?\w+\|?>", "", text))[0])
 
 
 def answer(text):
