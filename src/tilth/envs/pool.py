@@ -69,7 +69,7 @@ class EnvironmentPool:
     """Processes with the environments of many episodes.
 
     spec: as ``rollout.environment``. workers: processes. timeout: limit of one call in seconds. plugins: imported in
-    each process. rollout: how the recipe draws turns, for an agent (``SelfDriven.sampling``). Their output is kept until
+    each process. rollout: how the recipe draws turns, for an agent (``SelfDriven.sampling``). Output is kept until
     ``print_to`` names its file, or ``close`` shows it. Raises PluginError if the environment cannot be loaded.
     """
 
