@@ -72,20 +72,20 @@ class PlaysAsync(Plays):
                 messages += [{"role": "assistant", "content": self.said[-1]}, answer(self.said[-1])]
 
 
-LATE = []
-
-
 class Odd(tilth.Agent):
     """An agent that does what ``info["how"]`` says."""
 
     def run(self, info, base_url, api_key, model):
-        self.parts = {}
+        self.parts, self.how = {}, info["how"]
         self.client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
         self.messages = [{"role": "user", "content": info["prompt"]}]
         self.model = model
         getattr(self, info["how"])()
 
     def reward(self):
+        if self.how == "too_late":
+            self.go_on()
+            self.parts = {"late": float(self.refused().status_code)}
         return {"reward": 1.0, **self.parts}
 
     def ask(self, **more):
@@ -220,16 +220,4 @@ class Odd(tilth.Agent):
         self.ask()
 
     def too_late(self):
-        self.ask()
-        LATE.append(self)
-
-    def after_that(self):
-        """A call of an episode that has ended."""
-        until = time.monotonic() + 10
-        while not LATE and time.monotonic() < until:
-            time.sleep(0.01)
-        other = LATE[0]
-        time.sleep(0.3)
-        other.go_on()
-        self.parts = {"late": float(other.refused().status_code)}
         self.ask()

@@ -97,7 +97,6 @@ def test_failures_are_the_episodes_own(odd):
         "many": "4 turns",
         "wrong_token": "Error code: 401",
         "too_late": "",
-        "after_that": "",
     }
     found = dict(
         zip(expected, play(odd, [{"prompt": f"{how}?", "how": how} for how in expected], max_tokens=20), strict=True)
@@ -105,10 +104,10 @@ def test_failures_are_the_episodes_own(odd):
     for how, why in expected.items():
         one = found[how]
         assert why in one.reason and bool(why) == bool(one.reason), (how, one.reason)
-        kept = how in ("well", "comes_back", "too_late", "after_that", "long", "long_and_raises", "many")
+        kept = how in ("well", "comes_back", "too_late", "long", "long_and_raises", "many")
         assert (one.trajectory.reward is not None) == kept, how
     assert found["long"].trajectory.finish == found["many"].trajectory.finish == "length"
-    assert found["many"].turns == 4 and found["after_that"].parts == {"late": 401.0}
+    assert found["many"].turns == 4 and found["too_late"].parts == {"late": 400.0}
     well = found["well"]
     chosen = np.flatnonzero(well.trajectory.mask)
     assert well.parts["prompt"] == chosen[0] and 0 < well.parts["new"] <= 5
