@@ -61,7 +61,9 @@ NO_COMMANDS = {
     "Accuracy on problems it never trained on:": "what the demo prints",
 }
 """Beginnings of blocks without a language that are no commands."""
-COSTLY = ("cluster.backend=local", "cluster.backend=ray", "torchrun", "tilth doctor", "flaws-judge")
+COSTLY = (
+    *("cluster.backend=local", "cluster.backend=ray", "torchrun", "tilth doctor", "flaws-judge", "rollout.serve=true"),
+)
 """Parts of commands that take several processes, or seconds, and so are only parsed, but in make test-all."""
 CODES = {"tilth ckpt verify runs/mine --all": 1, "tilth ckpt diff runs/mine@120 runs/mine": 1}
 """Exit codes of commands that find something."""
@@ -393,6 +395,7 @@ PYTHON = {
     "# arcee.py": a_family,
     "# novelty.py": a_role,
     "# mirror.py": what_it_declares,
+    "# second_chance.py": what_it_declares,
     "# watch.py": what_it_declares,
     "# more.py": what_it_declares,
     "# slow.py": an_engine,
