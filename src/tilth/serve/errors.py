@@ -49,11 +49,11 @@ class HttpError(Exception):
 
 def http_error(error: Exception) -> HttpError:
     """Return the response for an error of the room, of its engine, or of the text of a request."""
+    if isinstance(error, HttpError):
+        return error
     from tilth.rollout.protocol import EngineError  # here: they import torch, which processes of agents do without
     from tilth.serve.completion import RoomError
 
-    if isinstance(error, HttpError):
-        return error
     key = error.key if isinstance(error, TilthError) else ""
     if isinstance(error, RoomError):
         return HttpError(429 if key in BUSY else 503, str(error), code=key)
