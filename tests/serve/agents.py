@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import threading
 import time
 
@@ -85,7 +86,7 @@ class Odd(tilth.Agent):
     def reward(self):
         if self.how == "too_late":
             self.go_on()
-            self.parts = {"late": float(self.refused().status_code)}
+            self.parts = {"late": float(self.refused().status_code), "torch": float("torch" in sys.modules)}
         return {"reward": 1.0, **self.parts}
 
     def ask(self, **more):

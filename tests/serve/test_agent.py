@@ -107,7 +107,7 @@ def test_failures_are_the_episodes_own(odd):
         kept = how in ("well", "comes_back", "too_late", "long", "long_and_raises", "many")
         assert (one.trajectory.reward is not None) == kept, how
     assert found["long"].trajectory.finish == found["many"].trajectory.finish == "length"
-    assert found["many"].turns == 4 and found["too_late"].parts == {"late": 400.0}
+    assert found["many"].turns == 4 and found["too_late"].parts == {"late": 400.0, "torch": 0.0}
     well = found["well"]
     chosen = np.flatnonzero(well.trajectory.mask)
     assert well.parts["prompt"] == chosen[0] and 0 < well.parts["new"] <= 5
