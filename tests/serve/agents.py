@@ -1,7 +1,6 @@
-"""Agents of an unmodified OpenAI client, and an environment with the same game, for processes of environments."""
+"""Agents of an unmodified OpenAI client, for processes of environments."""
 
 import asyncio
-import re
 import sys
 import threading
 import time
@@ -9,40 +8,9 @@ import time
 import openai
 
 import tilth
+from tests.serve.echo import TURNS, answer, first, score
 
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
-TURNS = 3
-STOPS = "024"
-
-
-class Echo(tilth.Environment):
-    def reset(self, info):
-        self.said = []
-        return first(info)
-
-    def step(self, message):
-        self.said.append(message["content"])
-        return [answer(self.said[-1])], len(self.said) == TURNS
-
-    def reward(self):
-        return score(self.said)
-
-
-def first(info):
-    return [{"role": "system", "content": "Say a number."}, {"role": "user", "content": info["prompt"]}]
-
-
-def seen(text):
-    """Length without what clients do not see: special tokens and stop strings."""
-    return sum(one.isalnum() for one in re.split(f"[{STOPS}]", re.sub(r"<\|?\w+\|?>", "", text))[0])
-
-
-def answer(text):
-    return {"role": "user", "content": f"{seen(text)} characters, and now?"}
-
-
-def score(said):
-    return {"reward": sum(map(seen, said)) % 7, "turns_seen": len(said)}
 
 
 class Plays(tilth.Agent):
@@ -60,10 +28,17 @@ class Plays(tilth.Agent):
         return score(self.said)
 
 
-class PlaysAsync(Plays):
-    """The game by the asynchronous client, as streams."""
+class Streams(Plays):
+    """The game by the asynchronous client and its streams, where ``info["streams"]`` says so."""
 
-    async def run(self, info, base_url, api_key, model):
+    def run(self, info, base_url, api_key, model):
+        return (
+            self.play(info, base_url, api_key, model)
+            if info["streams"]
+            else super().run(info, base_url, api_key, model)
+        )
+
+    async def play(self, info, base_url, api_key, model):
         self.said, messages = [], first(info)
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             for _ in range(TURNS):

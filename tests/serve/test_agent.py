@@ -9,6 +9,7 @@ from tests.flows.test_episodes import Falls
 from tests.patience import patience
 from tests.rollout.reference import make_model
 from tests.rollout.test_episodes import TEXTS
+from tests.serve.echo import STOPS
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
 from tilth.data.template import make_template
@@ -23,13 +24,16 @@ from tilth.serve.conversation import AgentConversation
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
-STOPS = "024"
-FILE = "tests/serve/agents.py"
+AGENTS, GAME = "tests/serve/agents.py", "tests/serve/echo.py"
 ROLLOUT = {"serve": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
+def file(name):
+    return f"{GAME if name == 'Echo' else AGENTS}:{name}"
+
+
 def opened(name, **options):
-    return EnvironmentPool(f"{FILE}:{name}", **{"timeout": 20.0, "rollout": ROLLOUT, **options})
+    return EnvironmentPool(file(name), **{"timeout": 20.0, "rollout": ROLLOUT, **options})
 
 
 def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None):
@@ -49,22 +53,22 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None):
 
 
 def test_the_same_game_is_the_same_trajectory():
-    infos = [{"prompt": f"What is {i}?"} for i in range(6)]
+    """By the client of threads and by the asynchronous one, in turn."""
+    infos = [{"prompt": f"What is {i}?", "streams": i % 2 == 1} for i in range(6)]
     found = []
-    for name in ("Echo", "Plays", "PlaysAsync"):
+    for name in ("Echo", "Streams"):
         pool = opened(name, rollout={**ROLLOUT, "serve": name != "Echo"})
         try:
             found.append(play(pool, infos))
         finally:
             pool.close()
-    assert max(one.turns for one in found[0]) == 3
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            a, b = one.trajectory, two.trajectory
-            assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask)
-            assert np.array_equal(a.logprobs, b.logprobs) and a.segments == b.segments and a.versions == b.versions
-            assert (a.reward, a.finish, one.parts, one.reason) == (b.reward, b.finish, two.parts, two.reason)
-            assert a.reward is not None
+    assert {one.turns for one in found[0][::2]} & {one.turns for one in found[0][1::2]} & {2, 3}
+    for one, two in zip(*found, strict=True):
+        a, b = one.trajectory, two.trajectory
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask)
+        assert np.array_equal(a.logprobs, b.logprobs) and a.segments == b.segments and a.versions == b.versions
+        assert (a.reward, a.finish, one.parts, one.reason) == (b.reward, b.finish, two.parts, two.reason)
+        assert a.reward is not None
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,7 @@ def test_one_that_hangs_is_given_up():
     assert well.trajectory.reward == 1
 
 
-@pytest.mark.parametrize("name, serve", [("Plays", False), ("Echo", True)])
+@pytest.mark.parametrize("name, serve", [pytest.param("Plays", False, marks=pytest.mark.slow), ("Echo", True)])
 def test_agents_and_nothing_else_are_served(name, serve):
     with raises(PluginError, "rollout.serve.environment"):
         opened(name, rollout={**ROLLOUT, "serve": serve})
@@ -189,16 +193,22 @@ def test_what_changes_the_drawing_is_refused(field, value):
     assert caught.value.param == field and caught.value.status == 400
 
 
-def runs(folder, name):
-    rollout = {"environment": f"{FILE}:{name}", "serve": name != "Echo", "turns": 4, "stop": [*STOPS]}
-    sections = {"model": {"context": 96}, "data": {"template": "chatml", "tokenizer": "bpe:300"}}
+def runs(folder, name, **more):
+    rollout = {
+        "environment": file(name),
+        "serve": name != "Echo",
+        "turns": 4,
+        "stop": [*STOPS],
+    }
+    sections = {"model": {"context": 96}, "data": {"template": "chatml", "tokenizer": "bpe:300"}, **more}
     sections["train"] = {"parity": True}  # the order in which agents call changes no token
     return tiny.recipe(folder, rollout={**rollout, "turn_seconds": patience(20)}, **sections)
 
 
-@pytest.mark.parametrize("name", [pytest.param("Plays"), pytest.param("PlaysAsync", marks=pytest.mark.slow)])
-def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path, name):
-    one, other = (tiny.run(runs(tmp_path, kind), reward=None, name=kind) for kind in ("Echo", name))
+@pytest.mark.slow
+def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path):
+    few = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}, "run": {"eval_prompts": 4}}
+    one, other = (tiny.run(runs(tmp_path, kind, **few), reward=None, name=kind) for kind in ("Echo", "Plays"))
     assert tiny.weights(one.directory) == tiny.weights(other.directory)
 
 
