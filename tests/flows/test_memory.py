@@ -51,6 +51,27 @@ SAMPLED = [
     "algorithm.steps=3", "supervised.steps=0", "rollout.prompts=8", "rollout.group=8", "rollout.max_tokens=16",
     "reward.function=exact",
 ]  # fmt: skip
+TALKS = """
+import tilth
+
+class Talks(tilth.Environment):
+    def reset(self, info):
+        self.heard = 0
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, message):
+        self.heard += len(message["content"])
+        return [{"role": "user", "content": "?"}], False
+
+    def reward(self):
+        return self.heard % 3
+"""
+"""Never ends, so that episodes of an untrained policy are as long as the context, and no two share their tokens."""
+EPISODES = [
+    "algorithm.steps=3", "supervised.steps=0", "rollout.turns=64", "rollout.prompts=16", "rollout.group=8",
+    "rollout.max_tokens=64", "rollout.stop=['a','e','i','o','n','t',' ']", "data.source=word_game",
+    "data.template=chatml", "data.tokenizer=bpe:400", "model.context=144",
+]  # fmt: skip
 GIVEN = ["supervised.steps=3", "supervised.batch=64"]
 
 
@@ -89,6 +110,7 @@ def words(folder, vocab, prompt, pairs):
         ("grpo", 150_000, SAMPLED),
         ("grpo", 50_000, [*SAMPLED, "algorithm.kl_coef=0.1", "rollout.temperature=0.8", "rollout.top_p=0.9"]),
         ("ppo", 20_000, [*SAMPLED, "algorithm.advantage=gae"]),
+        ("grpo", 0, EPISODES),
     ],
 )
 def test_a_process_takes_what_was_predicted(tmp_path, flow, vocab, keys):
@@ -100,7 +122,10 @@ def test_a_process_takes_what_was_predicted(tmp_path, flow, vocab, keys):
         "run.eval_prompts=16",
         "run.save_every=1",
     ]
-    asked = [*own, *words(tmp_path, vocab, 16 if flow in ("grpo", "ppo") else 1, pairs=flow == "dpo"), *flat, *keys]
+    (tmp_path / "talks.py").write_text(TALKS)
+    plays = [f"rollout.environment={tmp_path / 'talks.py'}:Talks"]
+    data = words(tmp_path, vocab, 16 if flow in ("grpo", "ppo") else 1, pairs=flow == "dpo") if vocab else plays
+    asked = [*own, *data, *flat, *keys]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", MEASURED, json.dumps(asked)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -65,7 +65,7 @@ def described(recipe: Recipe, given: Dataset | None = None) -> tuple[DecoderShap
     prompts = given if isinstance(given, PromptSet) else recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # given answers may have any length
-    if recipe.flow_spec.samples:
+    if recipe.flow_spec.samples and not recipe.rollout.environment:  # an episode may be as long as the context
         template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
         lengths = (len(ids) for ids in template.prompts([some[i] for i in range(len(some))]))
         longest = min(context, max(lengths, default=0) + recipe.rollout.max_tokens)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tilth.config.axes import MODEL, over
+from tilth.config.checks import pool_of, pools
 from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.memory import Room
 from tilth.plan.layout import RankPlan
@@ -12,6 +13,8 @@ from tilth.plan.working import on_gpu
 
 SCORER = 90_000_000
 """Bytes of a reward process before the function's own (measured)."""
+ENVIRONMENTS, EPISODE = 40_000_000, 60_000
+"""Bytes of a process of environments, and of each episode in it before the environment's own (measured)."""
 FEWEST_ROWS = 8
 
 
@@ -56,8 +59,13 @@ def places(
 
 
 def beside(recipe: Recipe) -> int:
-    """Return bytes of the controller and the reward processes."""
-    return BASE * (recipe.cluster.backend != "inline") + SCORER * recipe.reward.workers * recipe.flow_spec.samples
+    """Return bytes of the controller, and of the processes of rewards or, beside each engine, of environments."""
+    r, controller = recipe.rollout, BASE * (recipe.cluster.backend != "inline")
+    if not r.environment:
+        return controller + SCORER * recipe.reward.workers * recipe.flow_spec.samples
+    engines = pools(recipe)[pool_of(recipe, "rollout")]  # one a worker
+    episodes = max(r.prompts * r.group * recipe.flow_spec.samples, recipe.run.eval_prompts)
+    return controller + engines * r.environments * ENVIRONMENTS + episodes * EPISODE
 
 
 def verdict(found: Sequence[MemoryUse], remedy: Callable[[MemoryUse], str]) -> tuple[str, list[str]]:

@@ -132,7 +132,8 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     """Return the need of one rank of an engine, beside the policy's shard if they share memory."""
     r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
-    wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), r.group)] if recipe.flow_spec.samples else [])
+    group = 1 if r.environment else r.group  # episodes of a prompt differ from their first turn on
+    wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), group)] if recipe.flow_spec.samples else [])
     most = [_asked(recipe, rows, group, longest, r.max_tokens, context, kv_tokens(recipe)) for rows, group in wanted]
     if shares_memory(recipe):
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))

@@ -170,7 +170,7 @@ def _whole_rows(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Iter
 def _of_samples(recipe: Recipe, longest: int, ranks: int, divided: bool) -> LargestMicroBatch:
     r, how = recipe.rollout, recipe.algorithm
     rows = -(-r.prompts * r.group // (ranks * how.minibatches))
-    share, new = 1.0 if divided else _shared(recipe, longest), min(r.max_tokens, longest)
+    share, new = 1.0 if divided else _shared(recipe, longest), min(written(recipe), longest)
     computed = max(longest, min(recipe.train.micro_tokens, int(rows * longest * share)))
     seen = max(longest, min(int(computed / share), rows * longest))
     chosen = -(-seen * new // longest)
@@ -178,10 +178,15 @@ def _of_samples(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Larg
     return LargestMicroBatch(computed, seen, chosen, several, r.temperature or 1.0)
 
 
+def written(recipe: Recipe) -> int:
+    """Return the most tokens that the policy writes in a sample."""
+    return recipe.rollout.max_tokens * (recipe.rollout.turns if recipe.rollout.environment else 1)
+
+
 def _shared(recipe: Recipe, longest: int) -> float:
     """Return the share of tokens that is computed if the samples of a prompt share it."""
-    if recipe.train.parity or recipe.model.dropout or recipe.policy.lora.dropout:
-        return 1.0
+    if recipe.train.parity or recipe.model.dropout or recipe.policy.lora.dropout or recipe.rollout.environment:
+        return 1.0  # of episodes: what environments say is each one's own
     group, new = recipe.rollout.group, min(recipe.rollout.max_tokens, longest)
     share = (longest - new + group * new) / (group * longest)
     return share if share <= TREES_PAY else 1.0
