@@ -85,7 +85,9 @@ class DataConfig(Section):
     )
     length: int = Field(4, ge=2, le=64, description="numbers of a list (sorting), steps of a chain (chain, flaws)")
     flawed: Share = Field(
-        0.5, description="share of given solutions with a wrong step but the right answer (chain, flaws)"
+        0.5,
+        description="share of given solutions with a wrong step but the right answer (chain, flaws), or that forget "
+        "the last step (calculator, code_sandbox, retrieval)",
     )
     options: Options = Field({}, description="options of a plugin's task, as in {most = 30}")
     heldout: str = Field("", description="separate source for evaluation; empty: a share of data.source")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 
 from tilth.config.tasks import Task
@@ -16,12 +17,15 @@ _STRIDE = 618_033
 
 
 class CalculatorPrompts(Computed):
-    """``(57*38)+12``: three numbers of ``digits`` digits; at most ``MOST``, each with a worked conversation."""
+    """``(57*38)+12``: three numbers of ``digits`` digits; at most ``MOST``, each with a worked conversation.
+
+    A share ``flawed`` of these forgets the sum: its result is the product.
+    """
 
     MOST = 50_000
 
-    def __init__(self, digits: int) -> None:
-        self.digits = digits
+    def __init__(self, digits: int, flawed: float) -> None:
+        self.digits, self.flawed = digits, flawed
         self._base = 10**digits
 
     def __len__(self) -> int:
@@ -36,15 +40,17 @@ class CalculatorPrompts(Computed):
         """Return the prompt at an index, with the calls and answers that lead to its result."""
         a, b, c = self.numbers(index)
         question, product, answer = f"({a}*{b})+{c}", str(a * b), str(a * b + c)
-        turns = (
+        turns = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": _call("multiply", a, b)},
             {"role": "tool", "content": product},
             {"role": "assistant", "content": _call("add", a * b, c)},
             {"role": "tool", "content": answer},
             {"role": "assistant", "content": answer},
-        )
-        return Prompt(index, question, answer, {"answer": answer}, turns)
+        ]
+        if random.Random(f"calculator {index}").random() < self.flawed:
+            turns[3:] = [{"role": "assistant", "content": product}]
+        return Prompt(index, question, answer, {"answer": answer}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
         """Yield the text of each prompt."""
@@ -58,7 +64,7 @@ class CalculatorPrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"calculator of {self.digits} digits"
+        return f"calculator of {self.digits} digits, {self.flawed} flawed"
 
 
 def _call(name: str, a: int, b: int) -> str:

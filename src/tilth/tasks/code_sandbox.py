@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tilth.config.tasks import Task
@@ -18,7 +19,13 @@ _STRIDE = 7_919
 
 
 class CodePrompts(Computed):
-    """``plus 3 times 7 minus 2``: three steps; the answer is a function ``f`` that does them in order."""
+    """``plus 3 times 7 minus 2``: three steps; the answer is a function ``f`` that does them in order.
+
+    A share ``flawed`` of the worked conversations forgets the last step.
+    """
+
+    def __init__(self, flawed: float) -> None:
+        self.flawed = flawed
 
     def __len__(self) -> int:
         return (len(STEPS) * _NUMBERS) ** 3
@@ -34,13 +41,11 @@ class CodePrompts(Computed):
     def prompt(self, index: int) -> Prompt:
         """Return the question of an index, its program and its tests."""
         steps = self.steps(index)
-        body = "x"
-        for name, number in steps:
-            body = f"({body}{STEPS[name]}{number})"
-        program = f"def f(x): return {body}"
+        program, flawed = _program(steps), random.Random(f"code {index}").random() < self.flawed
+        written = _program(steps[:-1]) if flawed else program
         tests = "\n".join(f"assert f({x}) == {_value(steps, x)}" for x in TRIED)
         question = " ".join(f"{name} {number}" for name, number in steps)
-        turns = ({"role": "user", "content": question}, {"role": "assistant", "content": program})
+        turns = ({"role": "user", "content": question}, {"role": "assistant", "content": written})
         return Prompt(index, question, program, {"answer": program, "tests": tests}, turns)
 
     def texts(self) -> Iterator[str]:
@@ -53,7 +58,14 @@ class CodePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"code of three steps, numbers to {_NUMBERS}"
+        return f"code of three steps, numbers to {_NUMBERS}, {self.flawed} flawed"
+
+
+def _program(steps: Sequence[tuple[str, int]]) -> str:
+    body = "x"
+    for name, number in steps:
+        body = f"({body}{STEPS[name]}{number})"
+    return f"def f(x): return {body}"
 
 
 def _value(steps: list[tuple[str, int]], x: int) -> int:

@@ -16,6 +16,8 @@ from tilth.rewards.verifiers import Exact, answer_of
 
 COLORS = ("red", "blue", "green", "white", "black", "gray")
 PEOPLE, CITIES = 2000, 200
+UNKNOWN = "unknown"
+"""What a conversation says that gives up."""
 _STARTS, _ENDS = (
     ("ka", "lo", "mi", "su", "te", "vo", "za", "ri", "ne", "du"),
     ("nar", "vel", "tok", "sim", "bur", "dax"),
@@ -62,7 +64,13 @@ def world() -> tuple[tuple[tuple[str, str], ...], dict[str, str], TextIndex]:
 
 
 class RetrievalPrompts(Computed):
-    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation."""
+    """``where lives NAME?`` (one search) and ``color of NAME?``, of the city (two), each with a worked conversation.
+
+    A share ``flawed`` of these gives up before the last search.
+    """
+
+    def __init__(self, flawed: float) -> None:
+        self.flawed = flawed
 
     def __len__(self) -> int:
         return 2 * PEOPLE
@@ -72,13 +80,16 @@ class RetrievalPrompts(Computed):
         homes, colors, sentences = world()
         person, city = homes[index // 2]
         searches = [person] if index % 2 == 0 else [person, city]
-        answer = city if index % 2 == 0 else colors[city]
+        answer = said = city if index % 2 == 0 else colors[city]
+        if random.Random(f"retrieval {index}").random() < self.flawed:
+            searches.pop()
+            said = UNKNOWN
         turns = [{"role": "user", "content": self._question(index)}]
         for query in searches:
             call = json.dumps({"name": "search", "arguments": {"query": query}})
             turns.append({"role": "assistant", "content": f"<tool_call>{call}</tool_call>"})
             turns.append({"role": "tool", "content": sentences.search(query)[0]})
-        turns.append({"role": "assistant", "content": answer})
+        turns.append({"role": "assistant", "content": said})
         return Prompt(index, turns[0]["content"], answer, {"answer": answer}, tuple(turns))
 
     @staticmethod
@@ -96,7 +107,7 @@ class RetrievalPrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"retrieval of {PEOPLE} people in {CITIES} cities"
+        return f"retrieval of {PEOPLE} people in {CITIES} cities, {self.flawed} flawed"
 
 
 class Retrieval(Answering):

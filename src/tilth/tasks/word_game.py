@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import product
+from math import log
 from typing import Any
 
 from tilth.config.tasks import Task
@@ -65,27 +66,30 @@ def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
 
 
 class WordGame(Environment):
-    """Places each guess; the reward falls with the number of guesses, and is 0 without the word."""
+    """Places each guess. A turn earns half of the share of log 36 by which it narrows the word down; the word earns the
+    other half."""
 
     describes_tools = False
 
     def reset(self, info: dict[str, Any]) -> list[Message]:
         """Begin with a question mark."""
-        self.secret, self.guesses, self.found = info["answer"], 0, False
+        self.secret, self.guesses, self.found, self.left = info["answer"], 0, False, WORDS
         return [{"role": "user", "content": FIRST}]
 
-    def step(self, message: Message) -> tuple[list[Message], bool]:
+    def step(self, message: Message) -> tuple[list[Message], bool, float]:
         """Place a guess."""
         guess = message["content"].strip()
         self.guesses += 1
         self.found = guess == self.secret
-        said = place(guess, self.secret) if guess in WORDS else "no word"
-        return [{"role": "user", "content": said}], self.found or self.guesses >= GUESSES
+        said, before = place(guess, self.secret) if guess in WORDS else "no word", self.left
+        if guess in WORDS:
+            self.left = tuple(word for word in before if place(guess, word) == said)
+        earned = 0.5 * log(len(before) / len(self.left)) / log(len(WORDS))
+        return [{"role": "user", "content": said}], self.found or self.guesses >= GUESSES, earned
 
     def reward(self) -> dict[str, float]:
-        """Return 1 for the first guess, a tenth less for each further one, 0 without the word."""
-        value = 1.0 - 0.1 * (self.guesses - 1) if self.found else 0.0
-        return {"reward": value, "correct": float(self.found)}
+        """Return a half for the word, beside what its turns earned."""
+        return {"reward": 0.5 * self.found, "correct": float(self.found)}
 
 
 TASK = Task(WordGamePrompts, Exact(), environment=WordGame)
