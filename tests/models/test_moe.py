@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from tests.errors import raises
 from tests.models.tiny import FAMILIES, decoder, lively_, shape, tokens
@@ -75,6 +73,10 @@ def test_experts_without_tokens_cost_nothing_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_sigmoid_groups_correction_and_scale_equal_deepseek(groups: int) -> None:
+    # Here, as it takes a second, in every process of the tests: all of them import this file.
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
     config = shape(
         "qwen3_moe", num_experts=16, experts_per_token=4, router_score="sigmoid", renormalise=True, routed_scale=2.5,
         expert_groups=groups, groups_per_token=(groups + 1) // 2, router_correction=True,
