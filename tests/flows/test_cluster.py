@@ -98,10 +98,11 @@ def shared(workers, monkeypatch):
 
 def sections(flow, **more):
     found = {
-        "grpo": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}},
+        "grpo": {"supervised": {"steps": 3}, "algorithm": {"minibatches": 2, "kl_coef": 0.05, "steps": 3}},
         "moe": {"algorithm": {"minibatches": 2, "kl_coef": 0.05}, "model": MOE},
-        "ppo": {"flow": "ppo", "algorithm": {"advantage": "gae", "steps": 4, "lam": 0.9}, "critic": {"steps": 2}},
-    }[flow]
+        "ppo": {"flow": "ppo", "supervised": {"steps": 3}, "critic": {"steps": 2},
+                "algorithm": {"advantage": "gae", "steps": 3, "lam": 0.9}},
+    }[flow]  # fmt: skip
     return {**found, **more}
 
 
