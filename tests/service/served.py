@@ -20,10 +20,12 @@ from tilth.service.start import TrainOptions, open_training
 TOKENIZER = Tokenizer.characters("0123456789+= abcdefghij")
 
 
-def base(folder: Path, seed: int = 0) -> Path:
-    """A Hugging Face directory of a small model."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "head_dim": 16}
-    config = DecoderConfig(TOKENIZER.vocab_size, **sizes, family="qwen3", qk_norm=True, max_positions=64)
+def base(folder: Path, seed: int = 0, **more) -> Path:
+    """A Hugging Face directory of a small model. more: sizes of its experts."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "head_dim": 16, **more}
+    config = DecoderConfig(
+        TOKENIZER.vocab_size, **sizes, family="qwen3_moe" if more else "qwen3", qk_norm=True, max_positions=64
+    )
     model = Decoder(config)
     model.init_weights_(seed)
     save_pretrained(folder, config, dict(model.named_parameters()), tokenizer=TOKENIZER)

@@ -132,6 +132,23 @@ def test_samples_come_from_the_weights_that_were_saved(client):
     assert len({s.sequence_id for s in other.sequences}) == 3
 
 
+def test_adapters_of_experts_are_trained_and_sampled_from(tmp_path):
+    """An engine takes them merged alone, so their snapshot has one of its own."""
+    experts = {"num_experts": 3, "experts_per_token": 2, "expert_size": 16, "expert_layers": (0, 1)}
+    with serving(base(tmp_path / "base", **experts), tmp_path / "state", name="Org/small") as server:
+        trained, _ = run(service(server), rank=4, seed=1, steps=4)
+        old = service(server).create_sampling_client(base_model="Org/small").result()
+        new = trained.save_weights_and_get_sampling_client().result()
+        scores = []
+        for who in (old, new):
+            (one,) = who.sample(PROMPT, 1, types.SamplingParams(max_tokens=6, seed=2)).result().sequences
+            scored = who.compute_logprobs(types.ModelInput.from_ints(PROMPT.to_ints() + one.tokens)).result()
+            np.testing.assert_allclose(scored[PROMPT.length :], one.logprobs, atol=1e-4)
+            scores.append(scored[1 : PROMPT.length])
+        assert trained.save_weights_external("files").result().path.endswith("files")
+        assert not np.allclose(*scores, atol=1e-3)
+
+
 def test_a_seed_stops_and_likely_tokens_are_honoured(client):
     sampler = client.create_sampling_client(base_model="Org/small").result()
     seeded = types.SamplingParams(max_tokens=6, seed=5)
