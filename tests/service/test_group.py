@@ -11,6 +11,7 @@ from tinker import types
 from tests.errors import raises
 from tests.service.served import base, service, serving
 from tests.service.test_api import datum, rows
+from tilth.cli.serve import serve
 from tilth.core.errors import DataError
 from tilth.service.folders import CheckpointPath
 from tilth.service.start import mesh_of
@@ -123,3 +124,9 @@ def test_a_layout_that_is_not_of_replicas_is_refused(layout):
     with raises(DataError, "--layout"):
         mesh_of(layout)
     assert len(mesh_of("dp=2")) == 2 and len(mesh_of("")) == 1
+
+
+@pytest.mark.parametrize("given", [{"layout": "dp=2"}, {"idle": 3.0}, {"models": 2}, {"requests": 4}, {"name": "x"}])
+def test_options_of_a_server_that_trains_need_one(given):
+    with raises(DataError, "--train"):
+        serve("model", "127.0.0.1", 0, "", **given)
