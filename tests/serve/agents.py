@@ -8,7 +8,7 @@ import time
 import openai
 
 import tilth
-from tests.serve.echo import TURNS, answer, first, score
+from tests.serve.game import TURNS, answer, first, score
 
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 

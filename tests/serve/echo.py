@@ -1,11 +1,7 @@
-"""A game of three turns, as an environment; ``tests.serve.agents`` play it too."""
-
-import re
+"""The game as an environment; ``agents.py`` plays it too. Nothing imports it but by its path, which declares it."""
 
 import tilth
-
-TURNS = 3
-STOPS = "024"
+from tests.serve.game import TURNS, answer, first, score
 
 
 class Echo(tilth.Environment):
@@ -19,20 +15,3 @@ class Echo(tilth.Environment):
 
     def reward(self):
         return score(self.said)
-
-
-def first(info):
-    return [{"role": "system", "content": "Say a number."}, {"role": "user", "content": info["prompt"]}]
-
-
-def seen(text):
-    """Length without what clients do not see: special tokens and stop strings."""
-    return sum(one.isalnum() for one in re.split(f"[{STOPS}]", re.sub(r"<\|?\w+\|?>", "", text))[0])
-
-
-def answer(text):
-    return {"role": "user", "content": f"{seen(text)} characters, and now?"}
-
-
-def score(said):
-    return {"reward": sum(map(seen, said)) % 7, "turns_seen": len(said)}

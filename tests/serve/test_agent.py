@@ -9,7 +9,7 @@ from tests.flows.test_episodes import Falls
 from tests.patience import patience
 from tests.rollout.reference import make_model
 from tests.rollout.test_episodes import TEXTS
-from tests.serve.echo import STOPS
+from tests.serve.game import STOPS
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
 from tilth.data.template import make_template
