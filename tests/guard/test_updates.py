@@ -196,7 +196,8 @@ def active(tmp_path):
 
 
 def test_every_key_that_makes_another_run_is_refused_with_its_reason(active):
-    assert OTHER.keys() | {"critic.lora"} == FIXED.keys()
+    assert OTHER.keys() | {"critic.lora", "model.dropout"} == FIXED.keys()
+    check(shape(), shape("model.dropout=0.1"), {"model.dropout": "it may change, though its section may not"})
     with raises(RecipeError, "critic.lora.rank"):
         check(shape(), shape(), {"critic.lora.rank": "critic.lora.rank was 2 and is 4"})
     for fixed, override in OTHER.items():

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tilth.config.open_sets import OneOf
+from tilth.config.parts import Fixed
 from tilth.config.schema import BroughtRole, LayoutConfig, Option, Recipe, Section
 
 
@@ -64,6 +65,16 @@ def find(name: str) -> Key | None:
 def all_names() -> list[str]:
     """Return the names that an override can set: all keys, then the entries of tables with keys of their own."""
     return [*keys(), *(entry.name for key in keys().values() for entry in entries(key))]
+
+
+def fixed() -> dict[str, str]:
+    """Return the names of keys and sections that are marked ``Fixed``, each with its reason."""
+    marked: dict[str, FieldInfo] = {}
+    for name, field in Recipe.model_fields.items():
+        kind: Any = field.annotation
+        marked[name] = field
+        marked |= {f"{name}.{key}": own for key, own in kind.model_fields.items()} if _is_section(kind) else {}
+    return {name: mark.why for name, field in marked.items() for mark in field.metadata if isinstance(mark, Fixed)}
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[Key]:

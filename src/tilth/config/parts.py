@@ -1,6 +1,7 @@
 """Types of keys, and the tables that several sections of a recipe have."""
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -20,6 +21,16 @@ Precision = Literal["fp32", "bf16"]
 Option = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | dict[str, float | tuple[float, float]]
 Options = dict[str, Option]
 """Keyword arguments of a user's function or class."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Mark of a key, or of a section, with which a run would be another one: no update of a running run changes it.
+
+    why: with subject "it" for the run; "": a key that may change though its section may not.
+    """
+
+    why: str
 
 
 class Section(BaseModel):
@@ -76,3 +87,6 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         ("*_proj",), min_length=1, description="modules that get one, by the end of their name; `*` matches anything"
     )
+
+
+Adapters = Annotated[LoraConfig, Fixed("its adapters have this shape and began so")]

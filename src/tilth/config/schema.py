@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
 from tilth.config.parts import (
+    Adapters,
     Count,
+    Fixed,
     LayoutConfig,
     LoraConfig,
     Option,
@@ -62,7 +64,7 @@ class ModelConfig(Section):
     context: Positive = Field(256, description="maximum tokens of a sequence, prompt and completion together")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary embedding")
     tied: bool = Field(True, description="one matrix for embedding and output head")
-    dropout: Share = Field(
+    dropout: Annotated[Share, Fixed("")] = Field(
         0.0, description="dropout on both residual branches in supervised steps; policy gradients use none"
     )
 
@@ -269,7 +271,7 @@ class RewardModelConfig(RoleSection):
 class PolicyConfig(RoleSection):
     """Placement of the trained model, and comparison with the rollout engine's copy."""
 
-    lora: LoraConfig = Field(LoraConfig(), description="adapters that are learned instead of the weights")
+    lora: Adapters = Field(LoraConfig(), description="adapters that are learned instead of the weights")
     probe_every: Count = Field(
         25, description="weight syncs between two comparisons of log-probs on a probe batch; 0: checksums only"
     )
@@ -278,7 +280,7 @@ class PolicyConfig(RoleSection):
 class ReferenceConfig(RoleSection):
     """Model of the KL penalty, or teacher of flow distill."""
 
-    path: str = Field(
+    path: Annotated[str, Fixed("the KL penalty is towards this model")] = Field(
         "",
         description="run or Hugging Face directory with the same tokens; empty: the policy at the phase's start",
     )
@@ -305,7 +307,7 @@ class CriticConfig(RoleSection):
     lr: Rate = Field(1e-3, description="peak learning rate of the critic")
     steps: Count = Field(0, description="steps that train the critic alone before those of the policy")
     clip: Rate = Field(0.2, description="clip range of values in an update; 0: no clip")
-    lora: LoraConfig = Field(LoraConfig(), description="adapters that are learned instead of the body's weights")
+    lora: Adapters = Field(LoraConfig(), description="adapters that are learned instead of the body's weights")
 
 
 class BroughtRole(RoleSection):
@@ -318,7 +320,7 @@ class BroughtRole(RoleSection):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Annotated[str, OneOf(lambda: OPTIMIZERS)] = Field(
+    name: Annotated[str, OneOf(lambda: OPTIMIZERS), Fixed("its optimizer's state is of this kind")] = Field(
         "adamw", description="muon: block matrices by Muon, the rest by AdamW"
     )
     lr: Rate = Field(1e-4, description="peak learning rate")
@@ -366,7 +368,9 @@ class TrainConfig(Section):
         description="families with a router bias: its step after each update, up where an expert has less than the "
         "mean load; 0: none",
     )
-    ema: Share = Field(0.0, description="decay of an exponential moving average of the weights, RUN@ema; 0: none")
+    ema: Annotated[Share, Fixed("its average of the weights began with it")] = Field(
+        0.0, description="decay of an exponential moving average of the weights, RUN@ema; 0: none"
+    )
     watch: tuple[Literal["noise_scale", "layer_norms"], ...] = Field(
         (), description="further metrics: gradient noise scale; norms of each layer's weights and gradients"
     )
@@ -379,8 +383,10 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """Folder of a run, evaluation, checkpoints and logging."""
 
-    dir: str = Field("runs", description="folder of runs")
-    name: str = Field("", description="name of the run's folder; empty: the recipe's name and a number")
+    dir: Annotated[str, Fixed("it is the run's place")] = Field("runs", description="folder of runs")
+    name: Annotated[str, Fixed("it is the run's place")] = Field(
+        "", description="name of the run's folder; empty: the recipe's name and a number"
+    )
     eval_every: Count = Field(
         25, description="steps between two evaluations on held-out prompts; 0: first and last only"
     )
@@ -396,7 +402,7 @@ class RunConfig(Section):
         gt=0,
         description="seconds after SIGTERM or SIGHUP for a last checkpoint, then the run ends anyway",
     )
-    checkpoints: str = Field(
+    checkpoints: Annotated[str, Fixed("its checkpoints are there")] = Field(
         "", description="place of checkpoints: a folder or a store's URL (s3://bucket/path); empty: the run's folder"
     )
     keep: Positive = Field(2, description="newest checkpoints to keep, besides the best by evaluation (RUN@best)")
@@ -419,7 +425,11 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     """Worker processes and their pools."""
 
-    backend: Annotated[str, OneOf(lambda: [*BACKENDS, *declared("backend")])] = Field(
+    backend: Annotated[
+        str,
+        OneOf(lambda: [*BACKENDS, *declared("backend")]),
+        Fixed("its state is in the memory of these workers"),
+    ] = Field(
         "inline",
         description="inline: this process; local: processes of this machine; ray: actors on any number of machines; "
         "or a plugin's",
@@ -429,8 +439,10 @@ class ClusterConfig(Section):
         {}, description="workers per pool, as in {train = 2, rollout = 2}; empty: one pool"
     )
     timeout: float = Field(600.0, gt=0, description="limit of one call in seconds, after which the run stops")
-    address: str = Field("", description="address of the Ray cluster to join; empty: start one on this machine")
-    search: bool = Field(
+    address: Annotated[str, Fixed("its workers are there")] = Field(
+        "", description="address of the Ray cluster to join; empty: start one on this machine"
+    )
+    search: Annotated[bool, Fixed("its layouts are found already")] = Field(
         False,
         description="search pools of the workers and layouts of the roles before the run, which records them; a layout "
         "that is set is kept",
@@ -475,20 +487,24 @@ def _chosen(value: Any) -> Any:
 class Recipe(Section):
     """All keys of a run, in sections."""
 
-    flow: Annotated[str, OneOf(lambda: FLOWS)] = Field(
-        "grpo",
-        description="training loop: an algorithm of reinforcement learning, or [supervised] alone: sft on answers, "
-        "pretrain on whole texts, dpo and reward_model on pairs of answers",
+    flow: Annotated[str, OneOf(lambda: FLOWS), Fixed("the roles and what they have learned are those of its flow")] = (
+        Field(
+            "grpo",
+            description="training loop: an algorithm of reinforcement learning, or [supervised] alone: sft on answers, "
+            "pretrain on whole texts, dpo and reward_model on pairs of answers",
+        )
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of every random number of the run")
+    seed: Annotated[int, Fixed("its random numbers and the order of its data come from it")] = Field(
+        0, ge=0, lt=2**63, description="seed of every random number of the run"
+    )
     plugins: tuple[str, ...] = Field(
         (), description="user code, imported in every process: files ending in .py, or names of modules"
     )
     roles: dict[str, BroughtRole] = Field(
         {}, description="roles of plugins: a table of pool, layout, path and options for each (roles.NAME.pool)"
     )
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
+    model: Annotated[ModelConfig, Fixed("its weights have this shape and began so")] = ModelConfig()
+    data: Annotated[DataConfig, Fixed("its positions in the data would lead to others")] = DataConfig()
     supervised: SupervisedConfig = SupervisedConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tilth.config.keys import all_names
+from tilth.config.keys import all_names, fixed
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
@@ -29,26 +29,8 @@ State = Literal["waiting", "trying", "in force", "undone"]
 """trying: until the first commit with it."""
 PLUGIN_KEYS = ("plugins", "reward.function", "rollout.environment")
 """Inputs of a run that other plugins change."""
-FIXED: Mapping[str, str] = {
-    "flow": "the roles and what they have learned are those of its flow",
-    "seed": "its random numbers and the order of its data come from it",
-    "model": "its weights have this shape and began so",
-    "data": "its positions in the data would lead to others",
-    "reference.path": "the KL penalty is towards this model",
-    "policy.lora": "its adapters have this shape and began so",
-    "critic.lora": "its adapters have this shape and began so",
-    "optimizer.name": "its optimizer's state is of this kind",
-    "train.ema": "its average of the weights began with it",
-    "cluster.backend": "its state is in the memory of these workers",
-    "cluster.address": "its workers are there",
-    "cluster.search": "its layouts are found already",
-    "run.dir": "it is the run's place",
-    "run.name": "it is the run's place",
-    "run.checkpoints": "its checkpoints are there",
-}
+FIXED: Mapping[str, str] = fixed()
 """Keys and sections that make another run -> why."""
-_FREE = ("model.dropout",)
-"""Keys in fixed sections that may change."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +129,10 @@ def check(before: Recipe, after: Recipe, changes: Mapping[str, str]) -> None:
         )
         raise RecipeError(message, key="plugins")
     for name, message in changes.items():
-        fixed = next((fixed for fixed in FIXED if name == fixed or name.startswith(f"{fixed}.")), "")
-        if fixed and name not in _FREE:
+        known = [one for one in FIXED if name == one or name.startswith(f"{one}.")]
+        if known and (why := FIXED[max(known, key=len)]):
             raise RecipeError(
-                f"{message}: that is another run, since {FIXED[fixed]}; begin one (model.path=RUN begins with the "
+                f"{message}: that is another run, since {why}; begin one (model.path=RUN begins with the "
                 "weights of this one)",
                 key=name,
             )
