@@ -218,9 +218,11 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
         right += 1
         detect.append(verdict["time"] - named[-1]["time"])
         pause.append(onward["time"] - named[-1]["time"])
-    for recovery, verdict, onward in zip(told, verdicts, resumed):  # another worker, killed while the first is replaced
-        during = [one for one in unmatched if verdict["time"] <= one["time"] <= onward["time"]]
-        right += sum(one["rank"] in recovery["replaced"] and recovery["kind"] in row.kinds for one in during)
+    ends = [0.0, *(event["time"] for event in resumed)]
+    for recovery, begin, end in zip(told, ends, ends[1:]):  # another worker, killed while the first is replaced
+        also = [one for one in unmatched if begin < one["time"] <= end and one["rank"] in recovery["replaced"]]
+        right += len(also) if recovery["kind"] in row.kinds else 0
+        unmatched = [one for one in unmatched if one not in also]
     for fault in list(unmatched) if row.told else []:
         if at := _told(messages, row.told, fault["time"]):
             right += 1

@@ -12,7 +12,7 @@ Draw = Callable[[random.Random, int, list[int], int], list[Fault]]
 """(random, workers, steps, first seed) -> faults of one run, one or more after each of these steps."""
 MOMENTS = (
     "forward", "backward", "reduce_scatter", "optimizer", "policy.save", "save.background", "policy.snapshot",
-    "decode", "weight_sync.sync", "policy.logprobs",
+    "decode", "weight_sync.sync", "policy.advantages",
 )  # fmt: skip
 """Where row 2 kills, in turn."""
 

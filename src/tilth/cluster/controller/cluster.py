@@ -27,6 +27,9 @@ IMPORT = 120.0
 """Seconds that imports may take even if ``cluster.timeout`` is less, on an idle machine (``patience``)."""
 PATIENCE = 4
 """Times ``guard.hang_after`` for which a patient call may be without progress: it waits for a disk or for others."""
+WAITS = 2
+"""Times a limit of its own for which a call that waits for something with one may be without progress: once for the
+limit, once for what takes its place."""
 LEAVE = 10.0
 """Seconds for roles to close when the controller leaves with an exception."""
 
@@ -69,11 +72,11 @@ class Cluster:
         cannot replace workers. keep: keep the workers after a failure, for ``repair``.
 
         waits: role -> seconds that its patient calls may wait for something which has a limit of its own; without
-        progress they fail after ``PATIENCE`` times as long, or that of ``hang_after``.
+        progress they fail after ``WAITS`` times as long, or ``PATIENCE`` times ``hang_after``.
         """
         if self.repairable is not None:
             self.dispatch.hang_after, self.dispatch.patience = hang_after, PATIENCE * hang_after
-            self.dispatch.waits = {role: PATIENCE * seconds for role, seconds in waits.items()}
+            self.dispatch.waits = {role: WAITS * seconds for role, seconds in waits.items()}
             self.dispatch.policy = KEEP if keep else self.dispatch.policy
 
     def repair(
