@@ -243,7 +243,7 @@ def free_port() -> int:
 def main() -> None:
     parser = benchmark_parser(__doc__, "a smaller model, 1 and 8 clients, those that vanish do so for 10 s")
     parser.add_argument("--vllm", default="", metavar="PYTHON", help="of an environment with vLLM for CPUs")
-    parser.add_argument("--only", default="", metavar="SERVER,...", help="of these servers only")
+    parser.add_argument("--only", default="", metavar="SERVER,...", help="of these only; vanishing: clients that vanish")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long clients vanish; default: 120, quick: 10")
     args = parser.parse_args()
     args.seconds = args.seconds or (10.0 if args.quick else 120.0)
@@ -251,7 +251,9 @@ def main() -> None:
         folder = Path(place)
         make_model(folder / "model", args.quick)
         rows = side_by_side(str(folder / "model"), args, folder)
-        write_rows(args.json, rows + vanish(str(folder / "model"), args, folder))
+        if not args.only or "vanishing" in args.only.split(","):
+            rows += vanish(str(folder / "model"), args, folder)
+        write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

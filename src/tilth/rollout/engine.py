@@ -24,7 +24,7 @@ from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
 from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
 from tilth.rollout.grammar import Grammars
-from tilth.rollout.lanes import LengthBucket, allowed_tokens
+from tilth.rollout.lanes import LengthBucket, logit_changes
 from tilth.rollout.lockstep import LockStep, check_divided, part_of
 from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
@@ -228,10 +228,7 @@ class Engine(GenerationEngine):
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
-        answer.seek_stops(self.tokenizer, self._special)
-        if params.schema and self._grammars is not None:
-            answer.grammar = self._grammars.begin(params.schema, params.stop_tokens)
-            answer.grammar.push(answer.completion.tolist())
+        answer.begin_watching(self.tokenizer, self._special, self.config.vocab_size, self._grammars)
         self._known.add(answer.request.id)
         self._scheduler.waiting.append(answer)
         self._lock.note(answer.request.id, answer.tokens, params, answer.request.adapter)
@@ -330,8 +327,8 @@ class Engine(GenerationEngine):
                 logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit, eager)
         with span("sample", tokens=decoding.tokens) as sampling:
             uniform = self._tensor(c.uniform[every, at + 1])
-            allowed = lane.allowed(rows, logp.shape[1], self.device)
-            tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, allowed).on_host()
+            change = logit_changes(lane.answers[:rows], logp.shape[1], self.device)
+            tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, change).on_host()
             self._check_finite(logprobs[live])
             self._lock.note(tokens[live])
             ended = lane.advance(tokens, logprobs, filtered)
@@ -446,8 +443,8 @@ class Engine(GenerationEngine):
         answers = [a for _, a in placed]
         uniform = self._draw([a.request for a in answers], [len(a.tokens) for a in answers], 1)[:, 0]
         rules = Rules.of([a.request.params for a in answers], self.device)
-        allowed = allowed_tokens(answers, logits.shape[1], self.device)
-        tokens, logprobs, sampling = choose(logits, self._tensor(uniform), rules, allowed).on_host()
+        change = logit_changes(answers, logits.shape[1], self.device)
+        tokens, logprobs, sampling = choose(logits, self._tensor(uniform), rules, change).on_host()
         self._check_finite(logprobs)
         self._lock.note(tokens)
         for i, answer in enumerate(answers):

@@ -83,7 +83,7 @@ class LengthBucket:
         self.columns = RowState.blank(0, limit, 1)
         self.answers: list[SequenceState | None] = []
         self.watched: set[int] = set()
-        """Rows with stop strings or a schema."""
+        """Rows whose tokens are watched: for stop strings, by a schema, for penalties."""
         self.noted: set[int] = set()
         """Rows that ask for alternatives."""
 
@@ -151,7 +151,7 @@ class LengthBucket:
         c.filtered[row] = p.filtered
         c.top_k[row], c.top_p[row], c.min_p[row] = (p.top_k, p.top_p, p.min_p) if p.filtered else (0, 1.0, 0.0)
         self.answers[row] = answer
-        if answer.stops is not None or answer.grammar is not None:
+        if answer.watching:
             self.watched.add(row)
         if answer.request.likeliest:
             self.noted.add(row)
@@ -217,10 +217,6 @@ class LengthBucket:
     def watch(self, row: int, token: int) -> bool:
         """Return True if a live row's text now contains one of its stop strings, or its schema allows nothing more."""
         return self.answer(row).watch(token)
-
-    def allowed(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
-        """Return the tokens that schemas allow in the first ``rows`` rows, bool [rows, vocabulary]; None: all."""
-        return allowed_tokens([self.answers[row] for row in range(rows)], vocabulary, device)
 
     def outgrown(self) -> np.ndarray:
         """Return the rows whose next token has no column here."""
@@ -294,12 +290,12 @@ class LengthBucket:
         return np.flatnonzero(ended & c.live[:n])
 
 
-def allowed_tokens(answers: Sequence[SequenceState | None], vocabulary: int, device: torch.device) -> Tensor | None:
-    """Return the tokens that the schema of each sequence allows next, bool [n, vocabulary]; None without any schema."""
-    limited = {i: a.grammar for i, a in enumerate(answers) if a is not None and a.grammar is not None}
-    if not limited:
+def logit_changes(answers: Sequence[SequenceState | None], vocabulary: int, device: torch.device) -> Tensor | None:
+    """Return what is added to the next logits of each sequence, float32 [n, vocabulary]; None if nothing is."""
+    changes = {i: one for i, a in enumerate(answers) if a is not None and (one := a.change(vocabulary)) is not None}
+    if not changes:
         return None
-    found = np.ones((len(answers), vocabulary), bool)
-    for i, grammar in limited.items():
-        found[i] = grammar.allowed()
+    found = np.zeros((len(answers), vocabulary), np.float32)
+    for i, change in changes.items():
+        found[i] = change
     return torch.from_numpy(found).to(device)

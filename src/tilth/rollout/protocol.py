@@ -45,7 +45,8 @@ class GenerationEngine(Protocol):
     """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
 
     constrains: bool = False
-    """True: it draws only what ``SamplingParams.schema`` allows; otherwise ``check_served`` refuses such requests."""
+    """True: it draws only what ``SamplingParams.schema`` allows, and from changed logits (``SamplingParams.biased``);
+    otherwise ``check_served`` refuses such requests."""
 
     adapts: bool = False
     """True: it serves ``Request.adapter``; otherwise ``check_served`` and ``load_adapter`` refuse."""
@@ -137,6 +138,9 @@ class GenerationEngine(Protocol):
             if request.params.schema and not self.constrains:
                 message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
                 raise EngineError(message, key="request.schema.engine")
+            if request.params.biased and not self.constrains:
+                message = f"{type(self).__name__} draws from logits as they are; use the native engine"
+                raise EngineError(message, key="request.bias.engine")
             if request.likeliest and not self.scores:
                 raise self._without_scores()
             if request.adapter and not self.adapts:

@@ -138,7 +138,7 @@ class RemoteEngine(GenerationEngine):
             self._check(answer, seen)
             seen.add(answer.request.id)
         for answer in answers:
-            answer.seek_stops(self.tokenizer, self._special)
+            answer.begin_watching(self.tokenizer, self._special, self.config.vocab_size, None)
             self._flying[answer.request.id] = Flying(answer)
 
     def _check(self, answer: SequenceState, seen: set[int]) -> None:

@@ -11,9 +11,10 @@ from tilth.config.parts import TINY
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Finish, Likeliest, Segment, Trajectory
 from tilth.rollout.adapters import LoadedAdapter
+from tilth.rollout.bias import LogitBias
 from tilth.rollout.blocks import BlockTable
 from tilth.rollout.cache import KVCache
-from tilth.rollout.grammar import Grammar
+from tilth.rollout.grammar import Grammar, Grammars
 from tilth.rollout.stops import Decodes, StopStrings, completion_text
 
 
@@ -30,6 +31,9 @@ class SamplingParams:
     strings ``stop`` (all its tokens are kept, ``Trajectory.text`` ends before the string), or after ``max_tokens``.
     ``stop`` may contain special tokens, although texts do not.
 
+    Before all filters ``logit_bias`` (pairs of token and addend), ``presence_penalty`` and ``frequency_penalty`` change
+    the logits, and no end or stop string counts before ``min_tokens`` (``rollout.bias``).
+
     schema: text of a JSON schema. Only tokens with which the text can become JSON of this schema are drawn, a filter
     before the others, and the completion ends where nothing can follow. It may be a grammar too (``rollout.grammar``).
     """
@@ -42,6 +46,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     schema: str = ""
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self.max_tokens > 0, "max_tokens", self.max_tokens, "positive")
@@ -57,11 +65,22 @@ class SamplingParams:
             self.stop,
             "a tuple of strings that are not empty",
         )
+        most = 0 if self.schema else self.max_tokens
+        _check(0 <= self.min_tokens <= most, "min_tokens", self.min_tokens, "from 0 to max_tokens; 0 with a schema")
+
+    @property
+    def biased(self) -> bool:
+        """True if it changes logits before anything is drawn."""
+        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty or self.min_tokens)
 
     @property
     def filtered(self) -> bool:
         """True if filters change the softmax at ``temperature``."""
-        return bool(self.schema) or (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0))
+        return (
+            bool(self.schema)
+            or self.biased
+            or (self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0))
+        )
 
 
 def _check(good: bool, name: str, value: object, right: str) -> None:
@@ -125,6 +144,7 @@ class SequenceState:
     """Length in tokens at which it ends with finish "length"."""
     stops: StopStrings | None = None
     grammar: Grammar | None = None
+    bias: LogitBias | None = None
     table: BlockTable = field(default_factory=BlockTable)
     order: int = -1
     """Order of admission; the highest is preempted first."""
@@ -181,14 +201,30 @@ class SequenceState:
         if self.end > longest:
             message = f"{what}: {count} prompt tokens and {self.end - count} new ones exceed the context of "
             raise DataError(f"{message}{longest} tokens", key="request.max_tokens")
-        if self.request.params.stop and tokenizer is None:
+        params = self.request.params
+        if params.stop and tokenizer is None:
             raise DataError(f"{what}: stop strings need an engine with a tokenizer", key="request.stop")
+        named = [token for token, _ in params.logit_bias] + list(params.stop_tokens if params.min_tokens else ())
+        if named and not 0 <= min(named) <= max(named) < vocabulary:
+            message = f"{what}: logit_bias or stop_tokens has a token outside the vocabulary of {vocabulary}"
+            raise DataError(message, key="request.bias.vocab_size")
+        if params.min_tokens and len(set(params.stop_tokens)) == vocabulary:
+            message = f"{what}: every token is among stop_tokens, so none can be drawn before min_tokens"
+            raise DataError(message, key="request.min_tokens")
 
-    def seek_stops(self, tokenizer: Decodes | None, special: Collection[str]) -> None:
-        """Begin to watch for its stop strings. special: texts of the special tokens."""
-        if self.request.params.stop and tokenizer is not None:
-            self.stops = StopStrings(self.request.params.stop, tokenizer, special)
-            self.stops.push(self.completion.tolist())
+    def begin_watching(
+        self, tokenizer: Decodes | None, special: Collection[str], vocabulary: int, grammars: Grammars | None
+    ) -> None:
+        """Begin to watch its tokens. special: texts of the special tokens; grammars: of schemas, if there are any."""
+        params = self.request.params
+        if params.stop and tokenizer is not None:
+            self.stops = StopStrings(params.stop, tokenizer, special, params.min_tokens)
+        if params.schema and grammars is not None:
+            self.grammar = grammars.begin(params.schema, params.stop_tokens)
+        if params.biased:
+            self.bias = LogitBias(params, vocabulary)
+        for one in self.watching:
+            one.push(self.completion.tolist())
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> None:
         """Append drawn tokens, as arrays of equal length; copies them."""
@@ -200,8 +236,22 @@ class SequenceState:
 
     def watch(self, token: int) -> bool:
         """Add its newest token to what watches its text; True if the completion ends with it."""
-        found = [watching.push([token]) for watching in (self.stops, self.grammar) if watching is not None]
-        return any(found)
+        return any([watching.push([token]) for watching in self.watching])
+
+    @property
+    def watching(self) -> list[StopStrings | Grammar | LogitBias]:
+        """What watches its tokens."""
+        return [one for one in (self.stops, self.grammar, self.bias) if one is not None]
+
+    def change(self, vocabulary: int) -> np.ndarray | None:
+        """Return what is added to its next logits, float32 [vocabulary]: -inf where its schema allows no token; None if
+        nothing is."""
+        if self.grammar is None and self.bias is None:
+            return None
+        found = np.zeros(vocabulary, np.float32) if self.bias is None else self.bias.change()
+        if self.grammar is not None:
+            found[~self.grammar.allowed()] = -np.inf
+        return found
 
     def note(self, logp: Tensor) -> None:
         """Keep the alternatives of its newest token. logp: float32 [V]."""

@@ -92,9 +92,9 @@ class Chosen:
         return self.tokens.cpu().numpy(), self.logprobs.cpu().numpy(), sampling
 
 
-def choose(logits: Tensor, uniform: Tensor, rules: Rules, allowed: Tensor | None = None) -> Chosen:
-    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1); allowed: as ``choose_from``."""
-    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules, allowed)
+def choose(logits: Tensor, uniform: Tensor, rules: Rules, change: Tensor | None = None) -> Chosen:
+    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1); change: as ``choose_from``."""
+    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules, change)
 
 
 def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -103,16 +103,15 @@ def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def choose_from(
-    logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules, allowed: Tensor | None = None
+    logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules, change: Tensor | None = None
 ) -> Chosen:
     """Draw one token per row from log-probs [B, V]. mass: their ``group_mass``, if already computed.
 
-    allowed: bool [B, V], the tokens that a row's schema allows, all for a row without one; filters work on these.
+    change: float32 [B, V], added to the log-probs before the filters, 0 in a row that nothing changes.
     """
     filtered, among = None, logp
-    if allowed is not None:
-        limited = ~allowed.all(-1, keepdim=True)
-        among = torch.where(limited, torch.log_softmax(logp.masked_fill(~allowed, -torch.inf), -1), logp)
+    if change is not None:
+        among = torch.where(change.any(-1, keepdim=True), torch.log_softmax(logp + change, -1), logp)
     if rules.filtered:
         low = among < thresholds(among, rules)[:, None]
         filtered, mass = torch.log_softmax(among.masked_fill(low, -torch.inf), -1), None

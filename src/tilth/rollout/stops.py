@@ -33,10 +33,13 @@ class StopStrings:
     """Watches one completion. A stop string may begin in one token and end in another.
 
     special: texts of the special tokens. ``text`` is without them; a stop string that contains one is searched for in
-    the completion with them spelled out.
+    the completion with them spelled out. least: tokens with which no stop string counts yet.
     """
 
-    def __init__(self, stops: tuple[str, ...], tokenizer: Decodes, special: Collection[str] = ()) -> None:
+    def __init__(
+        self, stops: tuple[str, ...], tokenizer: Decodes, special: Collection[str] = (), least: int = 0
+    ) -> None:
+        self._least = least
         spelled = tuple(s for s in stops if any(token in s for token in special))
         self.found = False
         self._read = GrowingText(tuple(s for s in stops if s not in spelled), tokenizer, special=False)
@@ -58,7 +61,8 @@ class StopStrings:
                 self._lengths.append((len(self._spelled.text), len(self._read.text)))
                 places.append(place if place is None else self._unspelled(place))
             ends = [place for place in places if place is not None]
-            if ends:
+            self._least -= 1
+            if ends and self._least < 0:
                 self.found, self._end = True, min(ends)
         return self.found
 
