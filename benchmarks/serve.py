@@ -243,7 +243,9 @@ def free_port() -> int:
 def main() -> None:
     parser = benchmark_parser(__doc__, "a smaller model, 1 and 8 clients, those that vanish do so for 10 s")
     parser.add_argument("--vllm", default="", metavar="PYTHON", help="of an environment with vLLM for CPUs")
-    parser.add_argument("--only", default="", metavar="SERVER,...", help="of these only; vanishing: clients that vanish")
+    parser.add_argument(
+        "--only", default="", metavar="SERVER,...", help="of these only; vanishing: clients that vanish"
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="how long clients vanish; default: 120, quick: 10")
     args = parser.parse_args()
     args.seconds = args.seconds or (10.0 if args.quick else 120.0)

@@ -4,7 +4,7 @@
 
 --python: of an environment with lm-eval (``lm-eval[hf,api]``); without it nothing is compared. The model is that of
 ``serve.py``, the tasks are written here: choices by log-likelihood, perplexity of texts, and exact matches of generated
-ones. Nothing is downloaded.
+ones. Answers are compared one by one, too. Nothing is downloaded.
 """
 
 import json
@@ -70,12 +70,33 @@ def write_tasks(folder: Path, count: int) -> None:
         (folder / f"{name}.yaml").write_text(f"{head}{text}")
 
 
+def answers(out: Path, task: str) -> dict[int, Any]:
+    """Return question -> answers."""
+    (found,) = out.rglob(f"samples_{task}_*.jsonl")
+    rows = map(json.loads, found.read_text().splitlines())
+    return {row["doc_id"]: row["filtered_resps"] for row in rows}
+
+
+def compared(folder: Path) -> dict[str, float]:
+    """Return the share of equal texts, and the largest difference of log-likelihoods."""
+    ours, theirs = folder / "scores-local-completions", folder / "scores-hf"
+    written = [answers(out, "written") for out in (ours, theirs)]
+    apart = [
+        abs(float(a[0]) - float(b[0]))
+        for number, given in answers(theirs, "choices").items()
+        for a, b in zip(given, answers(ours, "choices")[number], strict=True)
+    ]
+    same = [written[0][number] == text for number, text in written[1].items()]
+    return {"equal_texts": sum(same) / len(same), "log_likelihoods_apart": max(apart), "log_likelihoods": len(apart)}
+
+
 def scores(python: str, kind: str, arguments: str, folder: Path, batch: int) -> dict[str, float]:
     """Return task.metric -> score."""
     out = folder / f"scores-{kind}"
     command = [
         python, "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--include_path", str(folder / "tasks"),
         "--tasks", ",".join(TASKS), "--output_path", str(out), "--batch_size", str(batch),
+        "--log_samples",
     ]  # fmt: skip
     if kind == "hf":
         command += ["--device", "cpu"]
@@ -114,6 +135,8 @@ def main() -> None:
             for name, value in hf.items():
                 rows.append({"metric": name, "transformers": value, "server": ours[name]})
                 print(f"{name:28s} transformers {value:.6f}  server {ours[name]:.6f}")
+            rows.append(compared(folder))
+            print("  ".join(f"{key} {value:.6g}" for key, value in rows[-1].items()))
     write_rows(args.json, rows or [{"left_out": "no --python with lm-eval"}])
 
 

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
+from tests.serve.servers import TOOLS, WEATHER, client_of, model_folder, raw, running
 from tilth.cli.generate import GenerateOptions, complete
 from tilth.data.tokenizer import Tokenizer
 from tilth.serve.openai import LONG
@@ -18,7 +19,10 @@ HELLO = [{"role": "user", "content": "How are you?"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return model_folder(tmp_path_factory.mktemp("served"), tools=True, context=512)
+    folder = tmp_path_factory.mktemp("served")
+    thought = "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think></think>' }}{%- endif %}"
+    (folder / "thinking.jinja").write_text(TOOLS + thought)
+    return model_folder(folder, tools=True, context=512)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +146,46 @@ def test_a_schema_is_followed(client, model):
     assert json.loads(found.choices[0].message.content)["n"] in (1, 2)
 
 
+def test_lengths_and_ends_are_those_that_are_asked_for(client, model):
+    asked = {"model": model, "prompt": "what is it? ", "max_tokens": 24, "n": 4, "seed": 6}
+    ends = {"stop_token_ids": [40], "return_token_ids": True}
+    short = client.completions.create(**asked, logit_bias={"40": 100}, extra_body=ends)
+    assert all(one.token_ids == [40] and one.finish_reason == "stop" for one in short.choices)
+    longer = client.completions.create(**asked, logit_bias={"40": 100}, extra_body={**ends, "min_tokens": 8})
+    assert all(one.token_ids[8:] == [40] and 40 not in one.token_ids[:8] for one in longer.choices)
+    end = Tokenizer.load(model).eos_id
+    push = {"logit_bias": {str(end): 100}}
+    assert client.completions.create(**asked, **push).usage.completion_tokens == 4
+    on = client.completions.create(**asked, **push, extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert all(one.token_ids == [end] * 24 and one.text == "" for one in on.choices)
+    away = {**push, "presence_penalty": 2, "frequency_penalty": 2, "extra_body": {"ignore_eos": True}}
+    assert any(one.text for one in client.completions.create(**{**asked, "max_tokens": 100}, **away).choices)
+
+
+def test_fields_that_change_nothing_are_taken(client, model):
+    asked = {"model": model, "messages": HELLO, "seed": 3, "max_tokens": 8}
+    plain = client.chat.completions.create(**asked).choices[0].message.content
+    more = {"user": "me", "store": False, "service_tier": "auto", "parallel_tool_calls": True, "metadata": {"a": "b"}}
+    theirs = {"repetition_penalty": 1.0, "skip_special_tokens": True, "use_beam_search": False, "top_k": -1}
+    found = client.chat.completions.create(
+        **asked, **more, frequency_penalty=0, logit_bias={}, extra_body={**theirs, "min_tokens": 0, "suffix": None}
+    )
+    assert found.choices[0].message.content == plain
+
+
+def test_variables_of_a_template_reach_it(model):
+    body = {"model": model, "messages": HELLO, "max_tokens": 1, "reasoning_effort": "low"}
+    with running(model, template=str(Path(model).parent / "thinking.jinja"), name="named") as (_, other):
+        thinking, without = (
+            raw(other, "/tokenize", messages=HELLO, chat_template_kwargs={"enable_thinking": on})[1]["count"]
+            for on in (True, False)
+        )
+        assert without > thinking and raw(other, "/v1/chat/completions", **body)[0] == 400
+        with client_of(other) as client:
+            assert [one.id for one in client.models.list()] == ["named"]
+            assert client.completions.create(model="named", prompt="what", max_tokens=1).model == "named"
+
+
 def test_a_schema_with_too_many_branches_is_refused(address, model):
     schema = {"anyOf": [{"type": "string", "minLength": i, "maxLength": i + 50} for i in range(1000)]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -207,6 +251,7 @@ def test_a_server_says_how_it_is(address):
     assert 'tilth_requests_total{path="/health",status="200"}' in page and "tilth_engine_decoded_tokens" in page
 
 
+OBJECT = {"type": "json_object"}
 WRONG = [
     ("/v1/completions", {"model": "other", "prompt": "a"}, 404, "model"),
     ("/v1/completions", {"prompt": "a"}, 400, "model"),
@@ -227,7 +272,14 @@ WRONG = [
     ("/v1/completions", {"prompt": "a", "n": True}, 400, "n"),
     ("/v1/completions", {"prompt": ["a"] * 600}, 400, "n"),
     ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop.1"),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 2}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 2}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias.1"),
+    ("/v1/completions", {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty"),
+    ("/v1/completions", {"prompt": "a", "repetition_penalty": 1.1}, 400, "repetition_penalty"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [99999]}, 400, "stop_token_ids"),
+    ("/v1/completions", {"prompt": "a", "min_tokens": 17}, 400, "min_tokens"),
+    ("/v1/completions", {"prompt": "a", "min_tokens": 1, "response_format": OBJECT}, 400, "min_tokens"),
     ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "a", "logprobs": 99}, 400, "logprobs"),
@@ -241,6 +293,16 @@ WRONG = [
     ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 1}, 400, "top_logprobs"),
     ("/v1/chat/completions", {"messages": HELLO, "tool_choice": "auto"}, 400, "tool_choice"),
     ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+    ("/v1/chat/completions", {"messages": HELLO, "store": True}, 400, "store"),
+    ("/v1/chat/completions", {"messages": HELLO, "service_tier": "flex"}, 400, "service_tier"),
+    ("/v1/chat/completions", {"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+    ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs.x"),
+    (
+        "/v1/chat/completions",
+        {"messages": HELLO, "chat_template_kwargs": {"messages": 1}},
+        400,
+        "chat_template_kwargs.messages",
+    ),
     ("/v1/embeddings", {"input": "a"}, 400, "model"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, 400, "prompt"),
     ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),

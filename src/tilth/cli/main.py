@@ -123,7 +123,9 @@ def serve(
     backend: Annotated[str, Option(help="of the workers: inline, local or ray")] = "local",
     train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
     state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
-    name: Annotated[str, Option(help="--train: name by which clients call the base model, besides MODEL")] = "",
+    name: Annotated[
+        str, Option("--name", "--served-model-name", help="name by which clients call the model, besides MODEL")
+    ] = "",
     address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
     layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",
     requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,

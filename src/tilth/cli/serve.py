@@ -34,9 +34,9 @@ def serve(
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
-    options = ServeOptions(host, port, token, template, adapters, backend, address)
+    options = ServeOptions(host, port, token, template, adapters, backend, address, name)
     limits = {"requests": requests, "models": models, "idle": idle}
-    given = {"state": state, "name": name or None, "layout": layout or None, **limits}
+    given = {"state": state, "layout": layout or None, **limits}
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):
         raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
     if train:
@@ -47,7 +47,7 @@ def serve(
         opened.run_here()
         return
     server, address = open_server(model, options)
-    typer.echo(f"serving {', '.join([model, *adapters])} at {address}; Ctrl-C ends it", err=True)
+    typer.echo(f"serving {', '.join([name or model, *adapters])} at {address}; Ctrl-C ends it", err=True)
     server.run_here()
 
 

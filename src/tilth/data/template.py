@@ -3,10 +3,12 @@
 Rollout and supervised learning use the same ``Template``, so the trained ids are the generated ones.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,6 +54,10 @@ TODAY = datetime(2024, 7, 26)
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of tools (``envs.tools.Tool.schema``)."""
+Variables = Mapping[str, Any]
+NONE: Variables = MappingProxyType({})
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+"""Variables that each rendering sets itself."""
 Piece = tuple[str, bool]
 """A part of a conversation: its text, and True if the policy generates it."""
 
@@ -86,8 +92,12 @@ class Template(Protocol):
         """Raise TemplateError if prompts cannot list tools."""
         ...
 
-    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Return the ids of an episode's first messages, which the policy continues."""
+    def begin(self, messages: Messages, tools: Tools = (), variables: Variables = NONE) -> list[int]:
+        """Return the ids of an episode's first messages, which the policy continues.
+
+        variables: further ones for the template, such as enable_thinking. Raises TemplateError for one that it does not
+        read.
+        """
         ...
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
@@ -168,8 +178,9 @@ class PlainTemplate:
         )
         raise TemplateError(message, key="template.tools")
 
-    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Join the contents; tools need a chat template."""
+    def begin(self, messages: Messages, tools: Tools = (), variables: Variables = NONE) -> list[int]:
+        """Join the contents; tools and variables need a chat template."""
+        _check_variables(variables, self.name, "")
         if tools:
             self.check_tools()
         return self.tokenizer.encode("".join(self.tokenizer.plain(message["content"]) for message in messages))
@@ -217,12 +228,13 @@ class ChatTemplate:
             )
             raise TemplateError(message, key="template.tools")
 
-    def begin(self, messages: Messages, tools: Tools = ()) -> list[int]:
+    def begin(self, messages: Messages, tools: Tools = (), variables: Variables = NONE) -> list[int]:
         """Render the conversation, with the tools. Raises TemplateError for a template that knows no tools."""
+        _check_variables(variables, self.name, self.source)
         if tools:
             self.check_tools()
         said = [{**message, "content": self.tokenizer.plain(message["content"])} for message in messages]
-        return _ids(_encode([[(self._render(said, True, tools), False)]], self.tokenizer)[0])
+        return _ids(_encode([[(self._render(said, True, tools, variables), False)]], self.tokenizer)[0])
 
     def follow(self, new: Messages, tools: Tools = (), *, ended: bool = True, strict: bool = True) -> list[int]:
         new = [{**message, "content": self.tokenizer.plain(message["content"])} for message in new]
@@ -354,6 +366,14 @@ class ChatTemplate:
         )
 
 
+def _check_variables(variables: Variables, name: str, source: str) -> None:
+    """Raise TemplateError for a variable that a template does not read, or that is not a caller's."""
+    for key in variables:
+        if key in _GIVEN or key.endswith("_token") or not re.search(rf"\b{re.escape(key)}\b", source):
+            message = f"template {name} has no variable {key[:80]!r} that a caller may set; leave it out"
+            raise TemplateError(message, key=f"template.variables.{key}")
+
+
 def _alone(prompt: Prompt) -> Prompt:
     """Return the prompt if it is one text; joined turns of a conversation would be a text that nobody wrote."""
     roles = [message["role"] for message in prompt.messages]
@@ -432,8 +452,9 @@ def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[..
     except JinjaError as error:
         raise TemplateError(f"template {name} is not Jinja: {error}", key="template.syntax") from None
 
-    def render(messages: Messages, generate: bool, tools: Tools = ()) -> str:
+    def render(messages: Messages, generate: bool, tools: Tools = (), variables: Variables = NONE) -> str:
         known: dict[str, Any] = {
+            **variables,
             "tools": list(tools) or None,
             "documents": None,
             "strftime_now": TODAY.strftime,

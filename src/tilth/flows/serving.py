@@ -34,7 +34,7 @@ SHARE = 0.5
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own.
-    address: of a Ray cluster."""
+    address: of a Ray cluster. name: by which clients call the model, besides its reference."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -43,6 +43,7 @@ class ServeOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)
     backend: str = "local"
     address: str = ""
+    name: str = ""
 
 
 class OpenedApp(NamedTuple):
@@ -72,7 +73,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom],
     loaded = load_model(model)
     served = _served(model, loaded, options)
     for name, folder in options.adapters.items():
-        if name == model:
+        if name in (model, options.name):
             raise DataError(f"--adapter {name}={folder}: this is the name of the model itself", key="--adapter")
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
     door = listen(options.host, options.port)
@@ -116,7 +117,8 @@ def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:
 def _served(name: str, loaded: LoadedModel, options: ServeOptions) -> ServedModel:
     tokenizer, config = wants_tokenizer(loaded), loaded.config
     adapters = list(options.adapters)
-    served = ServedModel(name, tokenizer, config.vocab_size, config.max_positions, None, loaded.stop, adapters)
+    called, length = options.name or name, config.max_positions
+    served = ServedModel(called, tokenizer, config.vocab_size, length, None, loaded.stop, adapters, name)
     served.chat = _template(loaded, tokenizer, options.template)
     return served
 

@@ -19,6 +19,8 @@ FIELDS = {
     "kv_tokens": "prompt",
     "request.adapter": "model",
     "request.adapter.engine": "model",
+    "request.bias.engine": "logit_bias",
+    "request.min_tokens": "min_tokens",
     "request.schema": "response_format",
     "request.schema.engine": "response_format",
     "request.schema.llguidance": "response_format",
@@ -79,6 +81,12 @@ def read(schema: type[Schema], body: bytes) -> Schema:
         raise HttpError(400, f"{param}: {_why(first)}", param, first["type"]) from None
 
 
+def shortened(value: object) -> str:
+    """Return how Python writes a value, or its beginning."""
+    given = repr(value)
+    return given if len(given) <= 80 else f"{given[:80]}..."
+
+
 def _why(first: Mapping[str, Any]) -> str:
     if first["type"] == "extra_forbidden":
         return "there is no such field, or this server does not support it"
@@ -86,8 +94,7 @@ def _why(first: Mapping[str, Any]) -> str:
         return "this field is required"
     if first["type"] == "combination":
         return str(first["msg"])
-    given = repr(first["input"])
-    return f"{first['msg'].removeprefix('Value error, ')}, not {given if len(given) <= 80 else f'{given[:80]}...'}"
+    return f"{first['msg'].removeprefix('Value error, ')}, not {shortened(first['input'])}"
 
 
 def _path(wrong: Mapping[str, Any], value: Any) -> list[str]:

@@ -10,7 +10,7 @@ from tilth.core.errors import DataError
 from tilth.data.template import PlainTemplate, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.rollout.request import Request, SamplingParams
-from tilth.serve.errors import HttpError
+from tilth.serve.errors import HttpError, shortened
 from tilth.serve.messages import listed, plain
 from tilth.serve.schemas import CompletionBody, Message, SampledBody, ToolSchema
 
@@ -20,7 +20,8 @@ DEFAULT_TOKENS = 16
 
 @dataclass
 class ServedModel:
-    """A model and its adapters. chat: template of conversations, None without one. stop: default stop strings."""
+    """A model and its adapters. chat: template of conversations, None without one. stop: default stop strings. origin:
+    another name of the model, which requests may give too."""
 
     name: str
     tokenizer: Tokenizer
@@ -29,13 +30,14 @@ class ServedModel:
     chat: Template | None = None
     stop: tuple[str, ...] = ()
     adapters: list[str] = field(default_factory=list)
+    origin: str = ""
 
     def __post_init__(self) -> None:
         self.plain = PlainTemplate(self.tokenizer)
 
     def adapter(self, model: str) -> str:
         """Return the adapter that a request's ``model`` names, "" for the base. Raises HttpError 404."""
-        if model == self.name:
+        if model in (self.name, self.origin):
             return ""
         if model in self.adapters:
             return model
@@ -68,20 +70,27 @@ class ServedModel:
         except DataError as error:
             raise HttpError(400, str(error), param, _code(error)) from None
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None) -> list[int]:
-        """Return the token ids that the assistant continues. Raises HttpError 400."""
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Return the token ids that the assistant continues. variables: further ones of the template. Raises HttpError
+        400."""
         if self.chat is None:
             message = f"model {self.name} has no chat template: use /v1/completions, or tilth serve --template chatml"
             raise HttpError(400, message, "messages", "no_chat_template")
         schemas = [listed(tool) for tool in tools or ()]
         try:
-            return self.chat.begin([plain(one) for one in messages], schemas)
+            return self.chat.begin([plain(one) for one in messages], schemas, variables)
         except DataError as error:
             if error.key == "template.tools":
                 message = (
                     "lists no tools: send none, or start the server with tilth serve --template chatml or FILE.jinja"
                 )
                 raise HttpError(400, f"the chat template of {self.name} {message}", "tools", error.key) from None
+            if error.key.startswith("template.variables."):
+                name = error.key.rpartition(".")[2]
+                param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+                raise HttpError(400, str(error), param, "template.variables") from None
             raise HttpError(400, str(error), "messages", _code(error)) from None
 
     def params(self, body: SampledBody, longest: int, prompt: int, *, chat: bool, schema: str = "") -> SamplingParams:
@@ -92,7 +101,17 @@ class ServedModel:
             message = f"{what}, but the context of this model is {self.max_length} tokens"
             param = "max_tokens" if room >= 1 else "messages" if chat else "prompt"
             raise HttpError(400, message, param, "context_length_exceeded")
-        stops = self.chat.stops if chat and self.chat is not None else self.plain.stops
+        if (body.min_tokens or 0) > longest:
+            message = f"min_tokens: {body.min_tokens} are more than the {longest} of max_tokens"
+            raise HttpError(400, message, "min_tokens")
+        schema = schema or _schema(body)
+        if body.min_tokens and schema:
+            raise HttpError(400, "min_tokens: a text of a schema ends where the schema says", "min_tokens")
+        ends = self.chat.stops if chat and self.chat is not None else self.plain.stops
+        stops = [*(() if body.ignore_eos else ends), *(body.stop_token_ids or ())]
+        self.check_ids(stops, "stop_token_ids", "stop_token_ids")
+        bias = {_token(name): value for name, value in (body.logit_bias or {}).items()}
+        self.check_ids(list(bias), "logit_bias", "logit_bias")
         given = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return SamplingParams(
             max_tokens=longest,
@@ -101,8 +120,12 @@ class ServedModel:
             top_p=1.0 if body.top_p is None else body.top_p,
             min_p=body.min_p or 0.0,
             stop=given or self.stop,
-            stop_tokens=tuple(dict.fromkeys([*stops, *(body.stop_token_ids or ())])),
-            schema=schema or _schema(body),
+            stop_tokens=tuple(dict.fromkeys(stops)),
+            schema=schema,
+            min_tokens=body.min_tokens or 0,
+            logit_bias=tuple(bias.items()),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
         )
 
     def requests(self, body: SampledBody, ids: list[int], params: SamplingParams, likeliest: int) -> list[Request]:
@@ -110,6 +133,12 @@ class ServedModel:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         more: dict[str, Any] = {"adapter": self.adapter(body.model), "likeliest": min(likeliest, self.vocab_size)}
         return [Request(i, ids, params, draws=(seed, i), **more) for i in range(body.n or 1)]
+
+
+def _token(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 20):
+        raise HttpError(400, f"logit_bias: {shortened(name)} is not the number of a token", "logit_bias")
+    return int(name)
 
 
 def _code(error: DataError) -> str | None:

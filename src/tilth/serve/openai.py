@@ -64,7 +64,7 @@ class OpenAI:
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        parent = None if name == self.model.name else self.model.name
+        parent = self.model.name if name in self.model.adapters else None
         card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tilth"}
         return {**card, "max_model_len": self.model.max_length, "root": name, "parent": parent}
 
@@ -102,7 +102,10 @@ class OpenAI:
         body = read(ChatBody, await request.body())
         self.model.adapter(body.model)
         shown = None if body.tool_choice == "none" else body.tools
-        ids = await self._encoded(request, self.model.conversation, body.messages, shown)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        ids = await self._encoded(request, self.model.conversation, body.messages, shown, variables)
         given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if given == 0:
             raise HttpError(400, "max_tokens: ask for at least 1", "max_tokens")
@@ -159,7 +162,9 @@ class OpenAI:
         if body.model is not None:
             self.model.adapter(body.model)
         if body.messages is not None:
-            ids = await self._encoded(request, self.model.conversation, body.messages, body.tools)
+            ids = await self._encoded(
+                request, self.model.conversation, body.messages, body.tools, body.chat_template_kwargs or {}
+            )
         else:
             ids = await self._encoded(request, self.model.encode, body.prompt or "", body.add_special_tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.model.max_length})

@@ -1,12 +1,13 @@
 """Bodies of requests: OpenAI's completions and chat completions, with the further fields that vLLM has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tilth.config.parts import TINY
+from tilth.serve.errors import shortened
 
 MOST = 20
 """Most alternatives of a token that are reported, as in OpenAI's interface."""
@@ -14,6 +15,17 @@ INT64 = 2**63
 
 Words = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,),
+    "continue_final_message": (False,), "function_call": (), "functions": (), "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0), "modalities": (["text"],), "parallel_tool_calls": (True,), "prediction": (),
+    "priority": (0,), "prompt_logprobs": (), "repetition_penalty": (1, 1.0), "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "store": (False,), "suffix": ("",),
+    "truncate_prompt_tokens": (), "use_beam_search": (False,), "web_search_options": (),
+}  # fmt: skip
+"""Fields of OpenAI and vLLM that are taken with these values or null, which leave the answer as it is without them."""
 
 
 def _only(*allowed: Any) -> Callable[[Any], Any]:
@@ -50,6 +62,8 @@ class StreamOptions(Body):
     """include_usage: a last chunk has the numbers of tokens."""
 
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool | None, AfterValidator(_only(None, False))] = None
+    include_obfuscation: Annotated[bool | None, AfterValidator(_only(None, False))] = None
 
 
 class SchemaFormat(Body):
@@ -86,16 +100,31 @@ class SampledBody(Body):
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     stop: Words | Annotated[list[Words], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_only(None, {}))] = None
-    frequency_penalty: Annotated[float | None, AfterValidator(_only(None, 0))] = None
-    presence_penalty: Annotated[float | None, AfterValidator(_only(None, 0))] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        """Leave out fields that change nothing, and refuse them with other values, which would."""
+        for name, taken in NEUTRAL.items() if isinstance(body, dict) else ():
+            value = body.get(name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in taken):
+                names = " or ".join([*map(repr, taken), "null"])
+                raise _wrong(name, f"this server supports only {names}, not {shortened(value)}")
+        return {k: v for k, v in body.items() if k not in NEUTRAL} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _streams(self) -> "SampledBody":
@@ -115,8 +144,6 @@ class CompletionBody(SampledBody):
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    suffix: Annotated[str | None, AfterValidator(_only(None, ""))] = None
-    best_of: Annotated[int | None, AfterValidator(_only(None, 1))] = None
 
 
 class TextPart(Body):
@@ -201,9 +228,8 @@ class ChatBody(SampledBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     tools: Annotated[list[ToolSchema], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Annotated[bool | None, AfterValidator(_only(None, True))] = None
-    store: Annotated[bool | None, AfterValidator(_only(None, False))] = None
-    service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Words | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> "ChatBody":
@@ -223,6 +249,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     tools: list[ToolSchema] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
