@@ -93,12 +93,11 @@ def commands(model: str, vllm: str, port: int, quick: bool = True) -> dict[str, 
         "2048",
     ]
     if not quick:
-        found["transformers, batched"] = batched
+        found["transformers batched"] = batched
     if vllm:
-        run = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main())"
         found["vllm"] = [
-            vllm, "-c", run, "serve", model, "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
-            "--max-model-len", "512", "--max-num-seqs", "64",
+            vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port),
+            "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64",
         ]  # fmt: skip
     return found
 

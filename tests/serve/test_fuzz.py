@@ -22,6 +22,7 @@ BODIES = {
         **COMMON, "messages": MESSAGES, "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1,
         "tools": [WEATHER], "tool_choice": "auto", "parallel_tool_calls": True, "store": False, "service_tier": "auto",
     },
+    "/v1/embeddings": {"model": "", "input": "what", "dimensions": 4, "encoding_format": "float", "user": "me"},
     "/tokenize": {"model": "", "prompt": "what", "tools": None, "add_special_tokens": True},
     "/detokenize": {"model": "", "tokens": [3, 4]},
 }  # fmt: skip
@@ -37,7 +38,16 @@ def is_wrong(name, value):
     """A value that no field of this name may have. Others may be right, by chance."""
     kinds = {
         "number": ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"),
-        "integer": ("top_k", "n", "seed", "max_tokens", "max_completion_tokens", "top_logprobs", "best_of"),
+        "integer": (
+            "top_k",
+            "n",
+            "seed",
+            "max_tokens",
+            "max_completion_tokens",
+            "top_logprobs",
+            "best_of",
+            "dimensions",
+        ),
         "flag": ("stream", "return_token_ids", "echo", "parallel_tool_calls", "store", "add_special_tokens"),
         "list": ("messages", "tools", "stop_token_ids", "tokens"),
         "object": ("response_format", "metadata", "logit_bias"),
@@ -67,9 +77,12 @@ def malformed(chance, model):
         name = "".join(chance.choices("abcxyz_", k=chance.randrange(3, 9))) + "q"
         return path, json.dumps({**body, name: chance.choice(WRONG)}).encode(), name, True
     if way == 2:  # one that is missing
-        name = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/detokenize": "tokens"}.get(
-            path, "prompt"
-        )
+        name = {
+            "/v1/completions": "prompt",
+            "/v1/chat/completions": "messages",
+            "/detokenize": "tokens",
+            "/v1/embeddings": "input",
+        }.get(path, "prompt")
         return path, json.dumps({k: v for k, v in body.items() if k != name}).encode(), name, True
     if way == 3:  # deep inside
         part = chance.choice(

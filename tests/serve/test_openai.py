@@ -6,8 +6,11 @@ import threading
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.serve.servers import TOOLS, WEATHER, client_of, model_folder, raw, running
 from tilth.cli.generate import GenerateOptions, complete
@@ -173,9 +176,35 @@ def test_fields_that_change_nothing_are_taken(client, model):
     assert found.choices[0].message.content == plain
 
 
+def hidden_states(model, texts):
+    """By transformers, after the final norm."""
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), Tokenizer.load(model)
+    with torch.no_grad():
+        rows = [theirs(torch.tensor([tokenizer.encode(text)]), output_hidden_states=True) for text in texts]
+    return [row.hidden_states[-1][0].double().numpy() for row in rows]
+
+
+def unit(row):
+    return row / np.linalg.norm(row)
+
+
+def test_embeddings_are_the_hidden_states_of_transformers(client, model):
+    texts = ["what is it?", "how are you", "a"]
+    wanted = hidden_states(model, texts)
+    found = client.embeddings.create(model=model, input=texts)  # the client asks for base64
+    np.testing.assert_allclose([row.embedding for row in found.data], [unit(x[-1]) for x in wanted], atol=2e-5)
+    assert found.usage.prompt_tokens == sum(map(len, wanted)) and [row.index for row in found.data] == [0, 1, 2]
+    ids = Tokenizer.load(model).encode(texts[0])
+    short = client.embeddings.create(model=model, input=ids, dimensions=5, encoding_format="float")
+    np.testing.assert_allclose(short.data[0].embedding, unit(wanted[0][-1][:5]), atol=2e-5)
+
+
 def test_variables_of_a_template_reach_it(model):
     body = {"model": model, "messages": HELLO, "max_tokens": 1, "reasoning_effort": "low"}
-    with running(model, template=str(Path(model).parent / "thinking.jinja"), name="named") as (_, other):
+    with running(model, template=str(Path(model).parent / "thinking.jinja"), name="named", pooling="mean") as (
+        _,
+        other,
+    ):
         thinking, without = (
             raw(other, "/tokenize", messages=HELLO, chat_template_kwargs={"enable_thinking": on})[1]["count"]
             for on in (True, False)
@@ -184,6 +213,8 @@ def test_variables_of_a_template_reach_it(model):
         with client_of(other) as client:
             assert [one.id for one in client.models.list()] == ["named"]
             assert client.completions.create(model="named", prompt="what", max_tokens=1).model == "named"
+            (mean,) = client.embeddings.create(model="named", input="what is it?").data
+    np.testing.assert_allclose(mean.embedding, unit(hidden_states(model, ["what is it?"])[0].mean(0)), atol=2e-5)
 
 
 def test_a_schema_with_too_many_branches_is_refused(address, model):
@@ -303,7 +334,11 @@ WRONG = [
         400,
         "chat_template_kwargs.messages",
     ),
-    ("/v1/embeddings", {"input": "a"}, 400, "model"),
+    ("/v1/embeddings", {}, 400, "input"),
+    ("/v1/embeddings", {"input": ""}, 400, "input"),
+    ("/v1/embeddings", {"input": [1] * 513}, 400, "input"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 9999}, 400, "dimensions"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, 400, "prompt"),
     ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
 ]

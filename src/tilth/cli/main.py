@@ -126,6 +126,7 @@ def serve(
     name: Annotated[
         str, Option("--name", "--served-model-name", help="name by which clients call the model, besides MODEL")
     ] = "",
+    pooling: Annotated[str, Option(help="of embeddings: hidden state of the last token, or their mean")] = "last",
     address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
     layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",
     requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
@@ -136,8 +137,9 @@ def serve(
 ) -> None:
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 
-    /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/models, /tokenize, /detokenize, /health, /metrics. A
-    request's model names MODEL or an adapter. Asked to end, it lets requests finish for 30 seconds.
+    /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/embeddings, /v1/models, /tokenize, /detokenize,
+    /health, /metrics. A request's model names MODEL or an adapter. Asked to end, it lets requests finish for 30
+    seconds.
     """
 
 

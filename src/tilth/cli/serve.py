@@ -26,6 +26,7 @@ def serve(
     train: bool = False,
     state: Path | None = None,
     name: str = "",
+    pooling: str = "last",
     requests: int | None = None,
     models: int | None = None,
     idle: float | None = None,
@@ -34,7 +35,9 @@ def serve(
 ) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
     adapters = _pairs(adapter)
-    options = ServeOptions(host, port, token, template, adapters, backend, address, name)
+    if pooling not in ("last", "mean"):
+        raise DataError(f"--pooling={pooling}: use last or mean", key="--pooling")
+    options = ServeOptions(host, port, token, template, adapters, backend, address, name, pooling)
     limits = {"requests": requests, "models": models, "idle": idle}
     given = {"state": state, "layout": layout or None, **limits}
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):

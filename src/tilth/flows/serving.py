@@ -34,7 +34,8 @@ SHARE = 0.5
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own.
-    address: of a Ray cluster. name: by which clients call the model, besides its reference."""
+    address: of a Ray cluster. name: by which clients call the model, besides its reference.
+    pooling: of embeddings, "last" or "mean"."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -44,6 +45,7 @@ class ServeOptions:
     backend: str = "local"
     address: str = ""
     name: str = ""
+    pooling: str = "last"
 
 
 class OpenedApp(NamedTuple):
@@ -118,7 +120,9 @@ def _served(name: str, loaded: LoadedModel, options: ServeOptions) -> ServedMode
     tokenizer, config = wants_tokenizer(loaded), loaded.config
     adapters = list(options.adapters)
     called, length = options.name or name, config.max_positions
-    served = ServedModel(called, tokenizer, config.vocab_size, length, None, loaded.stop, adapters, name)
+    served = ServedModel(
+        called, tokenizer, config.vocab_size, length, None, loaded.stop, adapters, name, options.pooling
+    )
     served.chat = _template(loaded, tokenizer, options.template)
     return served
 

@@ -32,7 +32,7 @@ from tilth.rollout.request import Progress, Request, SamplingParams, SequenceSta
 from tilth.rollout.runner import Runner
 from tilth.rollout.sampling import Rules, choose, choose_from, draws, log_softmax
 from tilth.rollout.scheduler import Scheduler
-from tilth.rollout.score import scored
+from tilth.rollout.score import embedded, scored
 from tilth.rollout.stats import Stats
 from tilth.rollout.stops import Decodes
 from tilth.trace.spans import span
@@ -269,6 +269,10 @@ class Engine(GenerationEngine):
     def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
         serving = partial(self._adapters.serving, [self._adapters.find(adapter, "the text to score")])
         return scored(self.model, texts, likeliest, self._parity, serving)
+
+    def embed(self, texts: Sequence[np.ndarray], pooling: str = "last", adapter: str = "") -> list[np.ndarray]:
+        serving = partial(self._adapters.serving, [self._adapters.find(adapter, "the text to embed")])
+        return embedded(self.model, texts, pooling, self._parity, serving)
 
     def _rows(self) -> list[tuple[LengthBucket, int]]:
         return [(lane, row) for lane in self._lanes.values() for row in lane.rows.tolist()]

@@ -56,7 +56,7 @@ class GenerationEngine(Protocol):
     an update by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
 
     scores: bool = False
-    """True: it reports ``Request.likeliest``, and has ``score``; otherwise both are refused."""
+    """True: it reports ``Request.likeliest``, and has ``score`` and ``embed``; otherwise all are refused."""
 
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
@@ -90,6 +90,14 @@ class GenerationEngine(Protocol):
 
     def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
         """Return the log-probs of each text's own tokens, with ``likeliest`` alternatives; nothing in flight changes.
+
+        Raises DataError for a token or an adapter that is not there, EngineError if the engine does not score.
+        """
+        raise self._without_scores()
+
+    def embed(self, texts: Sequence[np.ndarray], pooling: str = "last", adapter: str = "") -> list[np.ndarray]:
+        """Return the hidden state of each text after the final norm, float32 [hidden] of length 1; in flight nothing
+        changes. pooling: "last", of its last token, or "mean", of all.
 
         Raises DataError for a token or an adapter that is not there, EngineError if the engine does not score.
         """

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.rollout.request import Request, SamplingParams
 from tilth.serve.errors import HttpError, shortened
 from tilth.serve.messages import listed, plain
-from tilth.serve.schemas import CompletionBody, Message, SampledBody, ToolSchema
+from tilth.serve.schemas import Message, SampledBody, ToolSchema
 
 DEFAULT_TOKENS = 16
 """Longest completion of a text without ``max_tokens``, as in OpenAI's interface."""
@@ -21,7 +21,7 @@ DEFAULT_TOKENS = 16
 @dataclass
 class ServedModel:
     """A model and its adapters. chat: template of conversations, None without one. stop: default stop strings. origin:
-    another name of the model, which requests may give too."""
+    another name of the model, which requests may give too. pooling: of embeddings, "last" or "mean"."""
 
     name: str
     tokenizer: Tokenizer
@@ -31,6 +31,7 @@ class ServedModel:
     stop: tuple[str, ...] = ()
     adapters: list[str] = field(default_factory=list)
     origin: str = ""
+    pooling: str = "last"
 
     def __post_init__(self) -> None:
         self.plain = PlainTemplate(self.tokenizer)
@@ -44,17 +45,15 @@ class ServedModel:
         known = ", ".join([self.name, *self.adapters])
         raise HttpError(404, f"there is no model {model!r}; this server has {known}", "model", "model_not_found")
 
-    def texts(self, body: CompletionBody) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises HttpError 400."""
-        given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if isinstance(given[0], int):
-            given = [given]
-        found = [self.encode(one) if isinstance(one, str) else list(one) for one in given]
+    def texts(self, texts: Any, param: str) -> list[list[int]]:
+        """Return the token ids of each text. texts: ``schemas.Texts``, of the field ``param``. Raises HttpError 400."""
+        given = [texts] if isinstance(texts, str) or isinstance(texts[0], int) else texts
+        found = [self.encode(one, param=param) if isinstance(one, str) else list(one) for one in given]
         for number, ids in enumerate(found):
-            where = f"prompt {number}" if len(found) > 1 else "prompt"
+            where = f"{param} {number}" if len(found) > 1 else param
             if not ids:
-                raise HttpError(400, f"{where} has no tokens; it must have at least one", "prompt")
-            self.check_ids(ids, "prompt", where)
+                raise HttpError(400, f"{where} has no tokens; it must have at least one", param)
+            self.check_ids(ids, param, where)
         return found
 
     def check_ids(self, ids: Sequence[int], param: str, where: str) -> None:

@@ -1,12 +1,14 @@
 """OpenAI's interface over an engine room: completions, chat completions, models; vLLM's tokenize and detokenize."""
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -19,7 +21,7 @@ from tilth.serve.errors import HttpError, http_error, read
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
 from tilth.serve.room import EngineRoom
-from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
+from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
 from tilth.serve.text_choice import TextChoice
 
 LONG = 1 << 16
@@ -71,7 +73,10 @@ class OpenAI:
     async def completions(self, request: HttpRequest) -> Response:
         """Continue texts or token ids."""
         body = read(CompletionBody, await request.body())
-        adapter, prompts = self.model.adapter(body.model), await self._encoded(request, self.model.texts, body)
+        adapter, prompts = (
+            self.model.adapter(body.model),
+            await self._encoded(request, self.model.texts, body.prompt, "prompt"),
+        )
         longest = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         if not longest and not body.echo:
             raise HttpError(400, "max_tokens: 0 is for echo=true; ask for at least 1", "max_tokens")
@@ -83,7 +88,7 @@ class OpenAI:
         ]
         scores: list[TextScores | None] = [None] * len(prompts)
         if body.echo and body.logprobs is not None:
-            scores = [*await unless_gone(request, self._scores(prompts, top, adapter))]
+            scores = [*await unless_gone(request, self._in_parts("score_texts", prompts, top, adapter))]
         choices = [
             TextChoice(self.model.tokenizer, at * len(each) + one.id, one, body, scores[at])
             for at, each in enumerate(asked)
@@ -134,27 +139,43 @@ class OpenAI:
 
     def _check_scores(self, wanted: bool, param: str) -> None:
         if wanted and not self.room.abilities.scores:
-            message = f"{param}: this engine reports the log-probs of its own tokens only"
+            message = f"{param}: this engine gives log-probs of its own tokens only, and no embeddings"
             raise HttpError(400, message, param)
 
-    async def _scores(self, prompts: list[list[int]], likeliest: int, adapter: str) -> list[TextScores]:
-        """Return the log-probs of prompts, some at a time. Raises HttpError."""
-        found: list[TextScores] = []
+    async def _in_parts(self, method: str, texts: list[list[int]], *arguments: Any) -> list[Any]:
+        """Return what a method of the role returns for each text, some texts at a time. Raises HttpError."""
+        found: list[Any] = []
         part: list[list[int]] = []
         try:
-            for at, ids in enumerate(prompts):
+            for at, ids in enumerate(texts):
                 part.append(ids)
-                if sum(map(len, part)) >= SCORED or at == len(prompts) - 1:
-                    found += await self.room.call("score_texts", part, likeliest, adapter, idempotent=True)
+                if sum(map(len, part)) >= SCORED or at == len(texts) - 1:
+                    found += await self.room.call(method, part, *arguments, idempotent=True)
                     part = []
         except Exception as error:
             raise http_error(error) from error
         return found
 
     async def embeddings(self, request: HttpRequest) -> Response:
-        """Refuse: generation engines give no hidden states."""
-        message = f"model {self.model.name} generates; this server has no embeddings of texts"
-        raise HttpError(400, message, "model", "unsupported")
+        """Return the pooled hidden state of each text, of length 1."""
+        body = read(EmbeddingsBody, await request.body())
+        adapter, texts = (
+            self.model.adapter(body.model),
+            await self._encoded(request, self.model.texts, body.input, "input"),
+        )
+        if (longest := max(map(len, texts))) > self.model.max_length:
+            message = f"input has {longest} tokens, but the context of this model is {self.model.max_length} tokens"
+            raise HttpError(400, message, "input", "context_length_exceeded")
+        self._check_scores(True, "input")
+        found = await unless_gone(request, self._in_parts("embed_texts", texts, self.model.pooling, adapter))
+        tokens = sum(map(len, texts))
+        self.metrics.prompt_tokens.inc(tokens)
+        if (body.dimensions or 1) > len(found[0]):
+            message = f"dimensions={body.dimensions}: embeddings of this model have {len(found[0])}"
+            raise HttpError(400, message, "dimensions")
+        rows = [_embedding(number, one[: body.dimensions], body) for number, one in enumerate(found)]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": rows, "model": body.model, "usage": usage})
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """Return the token ids of a text or a conversation."""
@@ -180,3 +201,11 @@ class OpenAI:
 
 def _wants_usage(body: SampledBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _embedding(number: int, values: np.ndarray, body: EmbeddingsBody) -> dict[str, Any]:
+    """Return one row of an answer, of length 1 again. base64: of float32, little-endian."""
+    values = (values / np.linalg.norm(values)).astype("<f4")
+    as_text = body.encoding_format == "base64"
+    shown = base64.b64encode(values.tobytes()).decode() if as_text else values.tolist()
+    return {"object": "embedding", "index": number, "embedding": shown}

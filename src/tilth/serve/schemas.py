@@ -133,15 +133,19 @@ class SampledBody(Body):
         return self
 
 
+Texts = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=1024)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+)
+"""A text, token ids, or several of one kind."""
+
+
 class CompletionBody(SampledBody):
     """Body of ``/v1/completions``."""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
-    )
+    prompt: Texts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
 
@@ -240,6 +244,16 @@ class ChatBody(SampledBody):
         if self.tool_choice not in (None, "none") and not self.tools:
             raise _wrong("tool_choice", "tool_choice needs tools")
         return self
+
+
+class EmbeddingsBody(Body):
+    """Body of ``/v1/embeddings``."""
+
+    model: Words
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
 
 
 class TokenizeBody(Body):

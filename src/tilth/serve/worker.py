@@ -76,6 +76,11 @@ class EngineWorker:
         """Return log-probs of texts, as ``GenerationEngine.score``."""
         return self.engine.score([np.asarray(text, np.int64) for text in texts], likeliest, adapter)
 
+    @transfer(split="all", gather="first", patient=True)
+    def embed_texts(self, texts: Sequence[Sequence[int]], pooling: str, adapter: str) -> list[np.ndarray]:
+        """Return embeddings of texts, as ``GenerationEngine.embed``."""
+        return self.engine.embed([np.asarray(text, np.int64) for text in texts], pooling, adapter)
+
     @transfer(split="all", gather="first")
     def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         """Hold an adapter, as ``GenerationEngine.load_adapter``."""
