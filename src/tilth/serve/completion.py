@@ -1,9 +1,9 @@
 """Completion of one request, as a client of an engine room awaits it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Completion:
         self._at = 0
         self._said: list[int] = []
         self._pieces: asyncio.Queue[Delta | Exception] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._ready: list[Delta | Exception] = []
+        self.loop = asyncio.get_running_loop()
         self._leave = leave
         self._ended = False
 
@@ -79,11 +80,11 @@ class Completion:
         return self.request
 
     def progress(self, new: Progress) -> None:
-        """Deliver its newest tokens; those that were delivered before a restart must be equal. Raises RoomError."""
+        """Note its newest tokens for ``hand_over``; those before a restart must be equal. Raises RoomError."""
         self._put(self._fresh(new.tokens, new.logprobs, new.likeliest))
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Deliver the rest. Raises RoomError."""
+        """Note the rest. Raises RoomError."""
         start = trajectory.prompt_length + self._at
         top = trajectory.likeliest
         top = None if top is None else Likeliest(top.ids[self._at :], top.logprobs[self._at :])
@@ -91,7 +92,7 @@ class Completion:
         self._put(rest._replace(whole=replace(trajectory, id=self.asked.id)))
 
     def fail(self, error: Exception) -> None:
-        """Deliver a failure."""
+        """Note a failure."""
         self._put(error)
 
     def _fresh(self, tokens: np.ndarray, logprobs: np.ndarray, top: Likeliest | None) -> Delta:
@@ -105,6 +106,38 @@ class Completion:
         top = None if top is None else Likeliest(top.ids[again:], top.logprobs[again:])
         return Delta(tokens[again:], logprobs[again:], top)
 
-    def _put(self, piece: Any) -> None:
+    def _put(self, piece: Delta | Exception) -> None:
         if isinstance(piece, Exception) or len(piece.tokens) or piece.whole is not None:
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+            self._ready.append(piece)
+
+    def new_pieces(self) -> list[Delta | Exception]:
+        """Return what its client has not been given yet, and forget it."""
+        found, self._ready = self._ready, []
+        return found
+
+    def hear(self, pieces: list[Delta | Exception]) -> None:
+        """Give pieces to its client, in the client's event loop."""
+        for piece in pieces:
+            self._pieces.put_nowait(piece)
+
+
+def hand_over(completions: Iterable[Completion]) -> list[Completion]:
+    """Give clients what is new by one call into each event loop; return those whose loop has been closed.
+
+    A call for each client would give its loop the interpreter's lock that often, while the engine waits for a round.
+    """
+    loops: dict[asyncio.AbstractEventLoop, list[Completion]] = {}
+    for one in completions:
+        loops.setdefault(one.loop, []).append(one)
+    gone = []
+    for loop, some in loops.items():
+        try:
+            loop.call_soon_threadsafe(_hear_all, [(one, one.new_pieces()) for one in some])
+        except RuntimeError:
+            gone += some
+    return gone
+
+
+def _hear_all(new: list[tuple[Completion, list[Delta | Exception]]]) -> None:
+    for completion, pieces in new:
+        completion.hear(pieces)

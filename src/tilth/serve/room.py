@@ -24,7 +24,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CallTimeout, OutOfMemory, TilthError, WorkerError, WorkerLost
 from tilth.rollout.request import Request
-from tilth.serve.completion import Completion, Delta, RoomError
+from tilth.serve.completion import Completion, Delta, RoomError, hand_over
 from tilth.serve.worker import Abilities, MakeEngine
 
 QUIET = 0.5
@@ -248,12 +248,11 @@ class EngineRoom:
         if not (self._running or left):
             return
         done = self.group.advance([completion.begin() for completion in new], left)
-        for id, newest in done.progress.items():
-            self._deliver(id, methodcaller("progress", newest))
-        for id, error in done.failed.items():
-            self._deliver(id, methodcaller("fail", error), last=True)
-        for trajectory in done.finished:
-            self._deliver(trajectory.id, methodcaller("finish", trajectory), last=True)
+        some = [self._deliver(id, methodcaller("progress", newest)) for id, newest in done.progress.items()]
+        some += [self._deliver(id, methodcaller("fail", error), last=True) for id, error in done.failed.items()]
+        some += [self._deliver(one.id, methodcaller("finish", one), last=True) for one in done.finished]
+        for completion in hand_over(filter(None, some)):
+            self._leave(completion)
 
     def _joining(self) -> list[Completion]:
         """Take the requests that join the next round. (Called with the lock.)"""
@@ -268,23 +267,22 @@ class EngineRoom:
         self._new.clear()
         return new
 
-    def _deliver(self, id: int, give: Callable[[Completion], None], *, last: bool = False) -> None:
-        """Deliver to a client that is still there; a stream that cannot go on fails alone."""
+    def _deliver(self, id: int, give: Callable[[Completion], None], *, last: bool = False) -> Completion | None:
+        """Note what is new for a client that is still there; a stream that cannot go on fails alone."""
         completion = self._running.get(id)
         if completion is None:
-            return
+            return None
         try:
             give(completion)
         except RoomError as error:
             completion.fail(error)
-            self._leave(completion)
-        except RuntimeError:  # its event loop has been closed
             self._leave(completion)
         if last:
             self._fruitless = 0
             with self._changed:
                 self._running.pop(id, None)
                 self._changed.notify_all()
+        return completion
 
     def _restart(self, error: Exception, called: bool) -> None:
         """Start the worker again, and let its requests begin again or fail. called: a call broke it, no request."""
@@ -295,8 +293,8 @@ class EngineRoom:
             self._running.clear()
             self._left = []
         for completion in late:
-            with suppress(RuntimeError):  # its event loop has been closed
-                completion.fail(error)
+            completion.fail(error)
+        hand_over(late)
         for _ in range(self.limits.begins):
             try:
                 self._remake()
@@ -347,9 +345,10 @@ class EngineRoom:
 
     def _fail_all(self, error: TilthError) -> None:
         """Fail what is in the room. (Called with the lock.)"""
-        for completion in [*self._running.values(), *self._new, *(c for group in self._suspects for c in group)]:
-            with suppress(RuntimeError):
-                completion.fail(error)
+        late = [*self._running.values(), *self._new, *(c for group in self._suspects for c in group)]
+        for completion in late:
+            completion.fail(error)
+        hand_over(late)
         self._left += list(self._running)
         self._running.clear()
         self._new.clear()
