@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class LogitBias:
-    """What one completion adds to its logits, as OpenAI and vLLM define it.
+    """Addends of the logits of one completion, as OpenAI and vLLM define them.
 
     To each token its ``logit_bias``, minus ``presence_penalty`` if the completion has it, minus ``frequency_penalty``
     for each time; minus infinity to ``stop_tokens`` while the completion has fewer than ``min_tokens``.

@@ -240,7 +240,7 @@ class SequenceState:
 
     @property
     def watching(self) -> list[StopStrings | Grammar | LogitBias]:
-        """What watches its tokens."""
+        """Watchers of its tokens."""
         return [one for one in (self.stops, self.grammar, self.bias) if one is not None]
 
     def change(self, vocabulary: int) -> np.ndarray | None:
