@@ -79,6 +79,7 @@ def started(command: list[str], port: int, log: Path) -> Iterator[psutil.Process
 def commands(model: str, vllm: str, port: int, quick: bool = True) -> dict[str, list[str]]:
     found = {
         "tilth": [sys.executable, "-m", "tilth", "serve", model, "--port", str(port)],
+        "tilth fast": [sys.executable, "-m", "tilth", "serve", model, "--port", str(port), "--fast"],
         "transformers": [
             str(Path(sys.executable).with_name("transformers")), "serve", model, "--port", str(port),
             "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32",

@@ -201,7 +201,9 @@ def test_embeddings_are_the_hidden_states_of_transformers(client, model):
 
 def test_variables_of_a_template_reach_it(model):
     body = {"model": model, "messages": HELLO, "max_tokens": 1, "reasoning_effort": "low"}
-    with running(model, template=str(Path(model).parent / "thinking.jinja"), name="named", pooling="mean") as (
+    with running(
+        model, template=str(Path(model).parent / "thinking.jinja"), name="named", pooling="mean", fast=True
+    ) as (
         _,
         other,
     ):

@@ -126,6 +126,9 @@ def serve(
     name: Annotated[
         str, Option("--name", "--served-model-name", help="name by which clients call the model, besides MODEL")
     ] = "",
+    fast: Annotated[
+        bool, Option("--fast", help="on a CPU: faster, but company may change completions by rounding")
+    ] = False,
     pooling: Annotated[str, Option(help="of embeddings: hidden state of the last token, or their mean")] = "last",
     address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
     layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",

@@ -27,6 +27,7 @@ def serve(
     state: Path | None = None,
     name: str = "",
     pooling: str = "last",
+    fast: bool = False,
     requests: int | None = None,
     models: int | None = None,
     idle: float | None = None,
@@ -37,11 +38,13 @@ def serve(
     adapters = _pairs(adapter)
     if pooling not in ("last", "mean"):
         raise DataError(f"--pooling={pooling}: use last or mean", key="--pooling")
-    options = ServeOptions(host, port, token, template, adapters, backend, address, name, pooling)
+    options = ServeOptions(host, port, token, template, adapters, backend, address, name, pooling, fast)
     limits = {"requests": requests, "models": models, "idle": idle}
     given = {"state": state, "layout": layout or None, **limits}
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):
         raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
+    if train and fast:
+        raise DataError("--fast: a training client samples the same again after a restart; leave it out", key="--fast")
     if train:
         own: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
         how = TrainOptions(state or Path(STATE), name, ServiceLimits(**own), layout)

@@ -35,7 +35,7 @@ SHARE = 0.5
 class ServeOptions:
     """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own.
     address: of a Ray cluster. name: by which clients call the model, besides its reference.
-    pooling: of embeddings, "last" or "mean"."""
+    pooling: of embeddings, "last" or "mean". fast: on a CPU completions may depend on their company, by rounding."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -46,6 +46,7 @@ class ServeOptions:
     address: str = ""
     name: str = ""
     pooling: str = "last"
+    fast: bool = False
 
 
 class OpenedApp(NamedTuple):
@@ -104,15 +105,16 @@ def _room(
     gpu = torch.cuda.is_available() and options.backend != "inline"
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
-    make = partial(serving_engine, model, max(min(ROWS * length, fits), length))
+    make = partial(serving_engine, model, max(min(ROWS * length, fits), length), options.fast)
     return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make, limits=RoomLimits())
 
 
-def serving_engine(model: str, kv_tokens: int) -> GenerationEngine:
-    """Return the engine of a server's worker. On a CPU its completions depend on their requests alone, bit for bit."""
+def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> GenerationEngine:
+    """Return the engine of a server's worker. On a CPU its completions depend on their requests alone, bit for bit,
+    unless it is fast."""
     loaded = load_model(model)
     native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
-    more = {"kv_tokens": kv_tokens, "parity": native and not torch.cuda.is_available()}
+    more = {"kv_tokens": kv_tokens, "parity": native and not fast and not torch.cuda.is_available()}
     return make_engine(loaded, seed=0, max_rows=ROWS, max_length=loaded.config.max_positions, **more)
 
 
