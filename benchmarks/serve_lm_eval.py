@@ -87,6 +87,9 @@ def compared(folder: Path) -> dict[str, float]:
         for a, b in zip(given, answers(ours, "choices")[number], strict=True)
     ]
     same = [written[0][number] == text for number, text in written[1].items()]
+    for number, text in written[1].items():
+        if written[0][number] != text:
+            print(f"question {number}: transformers {text!r}, server {written[0][number]!r}")
     return {"equal_texts": sum(same) / len(same), "log_likelihoods_apart": max(apart), "log_likelihoods": len(apart)}
 
 
