@@ -14,6 +14,8 @@ from tilth.data.template import Example, Template
 _CHECKED = 20_000
 """Prompts tokenised before a run starts; of a larger set, the longest, and the shortest: it may have no tokens."""
 
+_AT_ONCE = 500
+
 
 def encode_prompts(prompts: Sequence[Prompt], template: Template, limit: int) -> list[np.ndarray]:
     """Return token ids int64 of each prompt.
@@ -43,7 +45,9 @@ def check_examples(prompts: PromptSet, template: Template, context: int) -> int:
 
     Raises the errors of ``supervised``.
     """
-    return max(len(e.tokens) for e in supervised(checked_prompts(prompts, answers=True), template, context))
+    checked = checked_prompts(prompts, answers=True)
+    parts = (checked[i : i + _AT_ONCE] for i in range(0, len(checked), _AT_ONCE))  # conversations take much memory
+    return max(len(e.tokens) for part in parts for e in supervised(part, template, context))
 
 
 def checked_prompts(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
