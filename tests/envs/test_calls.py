@@ -39,7 +39,12 @@ def test_other_texts_are_no_calls(text):
 
 
 @pytest.mark.parametrize(
-    "body", ["", "{", "[]", "7", '{"name": "add"}', '{"name": "add", "arguments": [1]}', "[[]]", "[" * 5000]
+    "body",
+    [
+        *("", "{", "[]", "7", '{"name": "add"}', '{"name": "add", "arguments": [1]}', "[[]]", "[" * 5000),
+        *('{"name": "", "arguments": {}}', r'{"name": "add", "arguments": {"a": "\ud800"}}'),
+        *('{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": "{\\"a\\": 1e999}"}'),
+    ],
 )
 def test_a_broken_call_says_so(body):
     _, (call,) = parse_calls(f"<tool_call>{body}</tool_call>")

@@ -60,7 +60,13 @@ def test_episodes_are_trained_on(tmp_path, capfd):
     assert "begun" not in "".join(capfd.readouterr())
     seen = [record for record in recorder.records if "reward/part/turns_seen" in record]
     assert max(record["reward/part/turns_seen"] for record in seen) > 1
-    assert sum(record["reward/missing"] for record in seen) > 0
+    lines = [json.loads(line) for line in (result.directory / "rewards.jsonl").read_text().splitlines()]
+    assert {(one["outcome"]["status"], one["outcome"]["reason"].partition(" at ")[0]) for one in lines} == {
+        ("error", "ValueError: as asked")
+    }
+    missing = {row["id"] for row in read_trajectories(result.directory).to_pylist() if row["reward"] is None}
+    assert len(missing) == sum(record["reward/missing"] for record in seen) > 0
+    assert {one["trajectory"] for one in lines if one["trajectory"] >= 0} == missing
 
 
 def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):

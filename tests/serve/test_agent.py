@@ -160,10 +160,13 @@ def test_calls_of_tools_come_and_go():
     whole = [*asked, turn.message, answer]
     second = talk.call(body(whole, tools=[TOOL]), again=False)
     assert talk.next() == [answer]
-    broken = "<tool_call>add</tool_call>"
-    talk.answer({**message_of(broken), "text": broken, "finish": "length"})
-    turn = second.result(0)
-    assert turn.message["content"] == broken and "tool_calls" not in turn.message and turn.finish == "length"
+    for broken in ("add", '{"name": "", "arguments": {}}', r'{"name": "add", "arguments": {"a": "\ud800"}}'):
+        text = f"<tool_call>{broken}</tool_call>"
+        talk.answer({**message_of(text), "text": text, "finish": "length"})
+        turn = second.result(0)
+        assert turn.message["content"] == text and "tool_calls" not in turn.message and turn.finish == "length"
+        whole = [*whole, turn.message, answer]
+        second = talk.call(body(whole, tools=[TOOL]), again=False)
 
 
 def test_an_answer_is_given_again_only_to_who_lost_it():

@@ -63,8 +63,11 @@ def _calls(body: str) -> list[ToolCall]:
 
 
 def _json(text: str) -> Any:
+    """Return a value that can be written as JSON in UTF-8 again; None for NaN, half a character and no JSON."""
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        return found
     except (ValueError, RecursionError):
         return None
 
@@ -73,6 +76,7 @@ def _is_call(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("name"), str)
+        and value["name"] != ""
         and bool({"arguments", "parameters"} & set(value))
     )
 

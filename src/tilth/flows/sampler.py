@@ -180,6 +180,7 @@ class Sampler:
             else:
                 scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
             failures = roles.rollout.failures()
+            self._note_missing(scored, failures)
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
@@ -203,7 +204,10 @@ class Sampler:
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
         found = roles.judge.grade(roles["loader"].texts(batch), alone=alone)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
-        self._report_failures(roles.judge.failures(), len(batch), set())
+        failures = roles.judge.failures()
+        if roles.reward is None:  # else the journal holds the function's outcomes of these samples
+            self._note_missing(batch.with_rows(**columns), failures)
+        self._report_failures(failures, len(batch), set())
         return batch.with_rows(**columns)
 
     def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
@@ -244,6 +248,11 @@ class Sampler:
         self._report_failures(failures, len(scored), replayed)
         self.journal.write(self.state.step, scored, failures)
         return scored, failures
+
+    def _note_missing(self, scored: Batch, failures: dict[int, dict[str, Any]]) -> None:
+        """Write missing rewards with their reasons to the journal, which such a step never asks for outcomes."""
+        missing = np.isin(scored["id"], np.array(list(failures), np.int64))
+        self.journal.write(self.state.step, scored.select(missing & np.isnan(scored["reward"])), failures)
 
     def _report_failures(self, failures: dict[int, dict[str, Any]], asked: int, replayed: set[int]) -> None:
         """Log each new reason once; raise RewardError for a reward that has never worked."""
