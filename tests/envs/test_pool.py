@@ -7,7 +7,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import PluginError
-from tilth.envs.pool import EnvironmentPool
+from tilth.envs.pool import EnvironmentPool, _Child
 
 TALKER = f"{Path(__file__).parent / 'talkers.py'}:Talker"
 pytestmark = pytest.mark.dist
@@ -187,6 +187,19 @@ def test_an_episode_that_is_late_for_another_ones_sake_begins_again(pool):
     pool._episodes[1].deadline = pool._episodes[0].deadline
     found = take(pool, 2)
     assert found[0].status == "timeout" and found[1].status == "ok" and contents(found[1]) == ["1 a"]
+
+
+def test_the_start_of_a_process_counts_in_no_episodes_limit(pool, monkeypatch):
+    """Its answer has come in time, but nobody has read it."""
+    begin(pool, 0)
+    wait_ready = _Child.wait_ready
+    monkeypatch.setattr(_Child, "wait_ready", lambda child: (wait_ready(child), time.sleep(1.2)))
+    pool.step(0, {"role": "assistant", "content": "slow"})
+    pool._episodes[0].deadline = time.monotonic() + 1.1
+    pool._children[0].retiring = True
+    pool.begin(1, {"prompt": "p1"})
+    found = take(pool, 2)
+    assert [found[i].status for i in (0, 1)] == ["ok", "ok"]
 
 
 def test_an_episode_goes_on_from_what_was_kept(pool):

@@ -383,3 +383,4 @@ def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
     assert {r.params.schema for r in asked} == {grammar_of_calls(json.dumps(TOOLS), added_tokens(tokenizer))}
     with raises(EnvironmentFault, "rollout.tool_schemas.none"):
         one._schema(Episode(Wanted(0, {})))
+    assert one._schema(Episode(Wanted(0, {}), limits={})) == ""  # an agent's call without tools

@@ -175,6 +175,17 @@ class Odd(tilth.Agent):
         asyncio.run(self.gives_up())
         self.ask(extra_headers={"x-stainless-retry-count": "1"})
 
+    def comes_back_at_once(self):
+        """By its own code, while the server does not yet know that the client has left."""
+        asyncio.run(self.gives_up())
+        self.ask()
+
+    def responds(self):
+        try:
+            self.client.responses.create(model=self.model, input="?")
+        except openai.NotFoundError:
+            self.ask()
+
     def long(self):
         self.ask()
         self.go_on("much " * 400)

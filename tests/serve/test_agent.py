@@ -96,6 +96,8 @@ def test_failures_are_the_episodes_own(odd):
         "another_model": "there is no model 'gpt-5'",
         "leaves": "run ended before the answer to its call",
         "comes_back": "",
+        "comes_back_at_once": "",
+        "responds": "there is no /v1/responses for an agent; call /v1/chat/completions",
         "long": "of a context of 400",
         "long_and_raises": "of a context of 400",
         "many": "4 turns",
@@ -108,7 +110,7 @@ def test_failures_are_the_episodes_own(odd):
     for how, why in expected.items():
         one = found[how]
         assert why in one.reason and bool(why) == bool(one.reason), (how, one.reason)
-        kept = how in ("well", "comes_back", "too_late", "long", "long_and_raises", "many")
+        kept = how in ("well", "comes_back", "comes_back_at_once", "too_late", "long", "long_and_raises", "many")
         assert (one.trajectory.reward is not None) == kept, how
     assert found["long"].trajectory.finish == found["many"].trajectory.finish == "length"
     assert found["many"].turns == 4 and found["too_late"].parts == {"late": 400.0, "torch": 0.0}
@@ -185,6 +187,39 @@ def test_an_answer_is_given_again_only_to_who_lost_it():
     with pytest.raises(HttpError) as caught:
         talk.call(body([*asked, {"role": "assistant", "content": "!"}, *asked]), again=False)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("field, value", [("max_tokens", 9), ("stop", ["x"]), ("logprobs", True)])
+def test_a_repeated_call_has_the_limits_of_the_first(field, value):
+    talk, asked = AgentConversation({}), [{"role": "user", "content": "?"}]
+    first = talk.call(body(asked, max_tokens=7), again=False)
+    talk.left = True
+    assert talk.call(body(asked, max_completion_tokens=7), again=False) is first
+    with pytest.raises(HttpError) as caught:
+        talk.call(body(asked, **{"max_tokens": 7, field: value}), again=False)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, field, "agent.repeat")
+
+
+@pytest.mark.parametrize("field, value", [("name", "Eve"), ("tool_call_id", "another")])
+def test_who_said_something_does_not_change(field, value):
+    said = {"role": "tool", "content": "8", "name": "add", "tool_call_id": "one"}
+    talk = AgentConversation({})
+    talk.call(body([said]), again=False)
+    talk.answer({"role": "assistant", "content": "!"})
+    whole = [{**said, field: value}, {"role": "assistant", "content": "!"}, said]
+    with pytest.raises(HttpError) as caught:
+        talk.call(body(whole), again=False)
+    assert (caught.value.param, caught.value.code) == ("messages.0", "agent.history")
+
+
+def test_a_schema_that_no_call_can_follow_is_the_calls_fault():
+    pytest.importorskip("llguidance")
+    talk, asked = AgentConversation({**ROLLOUT, "tool_schemas": True}), [{"role": "user", "content": "?"}]
+    wrong = {"type": "function", "function": {"name": "sub", "parameters": {"type": "nonsense"}}}
+    with pytest.raises(HttpError) as caught:
+        talk.call(body(asked, tools=[TOOL, wrong]), again=False)
+    assert (caught.value.status, caught.value.param) == (400, "tools.1.function.parameters")
+    talk.call(body(asked, tools=[TOOL]), again=False)
 
 
 @pytest.mark.parametrize("field, value", [("top_k", 5), ("min_p", 0.5), ("n", 2), ("seed", 1), ("top_logprobs", 1),

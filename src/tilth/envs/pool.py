@@ -105,6 +105,15 @@ class EnvironmentPool:
     def _child(self) -> "_Child":
         return _Child(self._greeting, self._prints.writer)
 
+    def _start(self) -> "_Child":
+        """Start a process besides. Meanwhile nobody is heard, so the time counts in no episode's limit."""
+        fresh, begin = self._child(), time.monotonic()
+        fresh.wait_ready()
+        self._children.append(fresh)
+        for episode in self._episodes.values():
+            episode.deadline += time.monotonic() - begin
+        return fresh
+
     def print_to(self, path: Path) -> None:
         """Append the environments' earlier and later output to this file."""
         self._prints.to(path)
@@ -193,10 +202,8 @@ class EnvironmentPool:
         able = [child for child in self._children if not child.retiring]
         best = min(able, key=lambda child: len(child.episodes), default=None)
         if best is None or (episode.strikes and best.episodes):
-            best = self._child()
+            best = self._start()
             best.retiring = episode.strikes > 0
-            best.wait_ready()
-            self._children.append(best)
         best.episodes.add(episode.id)
         return best
 
@@ -302,9 +309,7 @@ class EnvironmentPool:
         found = []
         lost = [self._episodes[i] for i in sorted(child.episodes)]
         if sum(not c.retiring for c in self._children) < self._workers:
-            fresh = self._child()
-            fresh.wait_ready()
-            self._children.append(fresh)
+            self._start()
         for episode in lost:
             episode.strikes += bool(reason) and episode.asked is not None
             if episode.strikes > 1:

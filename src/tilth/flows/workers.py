@@ -140,7 +140,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
             workers=r.environments,
             timeout=r.turn_seconds,
             plugins=recipe.plugins,
-            rollout=r.model_dump(include={"serve", "temperature", "top_k", "top_p", "min_p"}),
+            rollout=r.model_dump(include={"serve", "temperature", "top_k", "top_p", "min_p", "tool_schemas"}),
         )
         limits = Limits(r.turns, recipe.model.context)
         player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)

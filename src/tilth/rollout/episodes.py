@@ -259,8 +259,8 @@ class Player:
         self.pool.reward(episode.wanted.id, why)
 
     def _schema(self, episode: Episode) -> str:
-        """Return the grammar of the policy's turns, "" for any text."""
-        if not self.constrained:
+        """Return the grammar of the policy's turns, "" for any text, as for an agent whose calls list no tools."""
+        if not self.constrained or (episode.limits is not None and not episode.tools):
             return ""
         if not episode.tools:
             message = "rollout.tool_schemas = true, but the environment lists no tools in its prompts; use false"

@@ -4,7 +4,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,17 @@ def added_tokens(tokenizer: Decodes) -> frozenset[str]:
     return frozenset(token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"])
 
 
-@cache
+def check_calls(tools: str) -> None:
+    """Raise DataError for tools whose calls ``grammar_of_calls`` cannot hold to their schemas, whatever the vocabulary;
+    arguments as there."""
+    library = _library()
+    limits = library.LLParserLimits(initial_lexer_fuel=_FUEL)
+    grammar = library.LLMatcher.grammar_from_lark(grammar_of_calls(tools))
+    if why := library.LLMatcher.validate_grammar(grammar, limits=limits):
+        raise _refused(tools, why.splitlines()[0])
+
+
+@lru_cache(SCHEMAS)
 def grammar_of_calls(tools: str, added: frozenset[str] = frozenset()) -> str:
     """Return the grammar of a turn: any text, and calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of
     these tools with arguments of their schemas.

@@ -13,12 +13,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tilth.serve.app import bare_app, event_stream, listen, unless_gone
-from tilth.serve.conversation import MODEL, AgentConversation, Turn
+from tilth.serve.conversation import MODEL, PARALLEL, AgentConversation, Turn
 from tilth.serve.errors import HttpError, read
 from tilth.serve.schemas import ChatBody
 
 KEEP_ALIVE = 3600
 """Seconds that an idle connection of a client stays open: an agent may work long between two calls."""
+LEAVING = 1.0
+"""Seconds in which the server has seen that a client has left, whose call the client makes anew."""
 
 
 class AgentServer:
@@ -31,6 +33,7 @@ class AgentServer:
         app = bare_app()
         app.post("/v1/chat/completions")(self.chat)
         app.get("/v1/models")(self.models)
+        app.post("/{path:path}")(self.other)
         quiet: dict[str, Any] = {"lifespan": "off", "server_header": False, "log_level": "warning", "access_log": False}
         server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet))
         Thread(target=server.run, kwargs={"sockets": [door]}, name="agent-server", daemon=True).start()
@@ -58,6 +61,14 @@ class AgentServer:
         card = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "tilth"}
         return JSONResponse({"object": "list", "data": [card]})
 
+    async def other(self, request: Request) -> Response:
+        """Refuse a call of something else."""
+        talk = self._talk(request)
+        message = f"there is no {request.url.path} for an agent; call /v1/chat/completions (chat.completions.create)"
+        error = HttpError(404, message)
+        talk.refuse(error)
+        raise error
+
     async def chat(self, request: Request) -> Response:
         """Answer a call with the policy's turn."""
         talk = self._talk(request)
@@ -66,7 +77,7 @@ class AgentServer:
             if body.model != MODEL:
                 message = f"there is no model {body.model!r}; this server has {MODEL}"
                 raise HttpError(404, message, "model", "model_not_found")
-            turn = talk.call(body, request.headers.get("x-stainless-retry-count", "0") != "0")
+            turn = await _called(talk, body, request.headers.get("x-stainless-retry-count", "0") != "0")
         except HttpError as error:
             talk.refuse(error)
             raise
@@ -82,6 +93,19 @@ class AgentServer:
             return event_stream(_events(head, found, body))
         choice = {"index": 0, "message": found.message, "finish_reason": found.finish, **_logprobs(found, body)}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(found)})
+
+
+async def _called(talk: AgentConversation, body: ChatBody, again: bool) -> "Future[Turn | HttpError]":
+    """Take a call. One beside another repeats it if the other's client proves to have left."""
+    try:
+        return talk.call(body, again)
+    except HttpError as error:
+        until = time.monotonic() + LEAVING
+        while error.code == PARALLEL and not talk.left and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        if error.code != PARALLEL or not talk.left:
+            raise
+    return talk.call(body, again)
 
 
 async def _answered(turn: "Future[Turn | HttpError]") -> Turn | HttpError:

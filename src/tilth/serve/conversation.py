@@ -3,6 +3,7 @@
 Token ids are only appended, so a call must begin with all that was said before, as it was said.
 """
 
+import json
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple
 
+from tilth.core.errors import DataError
 from tilth.envs.calls import ToolCall
 from tilth.envs.environment import EnvironmentFault, Message
 from tilth.serve.errors import HttpError
@@ -22,6 +24,8 @@ MODEL = "policy"
 """Name of the model that agents ask for."""
 OVER = "context_length_exceeded"
 """Code of a call that comes when the policy has no further turn."""
+PARALLEL = "agent.parallel"
+"""Code of a call beside another one."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 FREE = {
     *("model", "messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop"),
@@ -93,18 +97,22 @@ class AgentConversation:
             if self._over:
                 raise self._ended()
             messages = [plain(one) for one in body.messages]
+            limits = _limits(body)
             if self._turn is not None and (again or self.left) and messages == self._asked:
+                _check_repeat(limits, self.limits)
                 return self._turn
             if self._turn is not None and not self._turn.done():
                 message = "a call is still being answered; an episode is one conversation, one call after the other"
-                raise HttpError(400, message, "messages", "agent.parallel")
+                raise HttpError(400, message, "messages", PARALLEL)
             _check_drawn(body, self._sampling)
             tools = [listed(one) for one in body.tools or ()]
             if tools != (tools if self.tools is None else self.tools):
                 message = "tools differ from those of the first call, which the policy has read"
                 raise HttpError(400, message, "tools", "agent.tools")
+            if self.tools is None and self._sampling.get("tool_schemas"):
+                _check_followed(tools)
             new = self._new(messages)
-            self.tools, self.limits, self.left = tools, _limits(body), False
+            self.tools, self.limits, self.left = tools, limits, False
             self._said, self._asked = list(messages), messages
             self._turn = Future()
             self._events.put(new)
@@ -191,6 +199,27 @@ def _check_drawn(body: ChatBody, sampling: Mapping[str, Any]) -> None:
         raise HttpError(400, "max_tokens: ask for at least 1", "max_tokens")
 
 
+def _check_repeat(limits: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Raise HttpError for a repeated call with other limits, which the answer does not have."""
+    fields = {"max_tokens": "max_tokens", "stop": "stop", "details": "logprobs"}
+    for name, field in fields.items():
+        if limits[name] != before[name]:
+            message = f"{field}: the call of before, whose answer this one repeats, had {before[name]!r}"
+            raise HttpError(400, f"{message}, not {limits[name]!r}", field, "agent.repeat")
+
+
+def _check_followed(tools: list[dict[str, Any]]) -> None:
+    """Raise HttpError for a tool whose schema cannot hold the policy's calls."""
+    from tilth.rollout.grammar import check_calls  # here: it imports numpy
+
+    for at, tool in enumerate(tools):
+        try:
+            check_calls(json.dumps([tool]))
+        except DataError as error:
+            field = f"tools.{at}.function.parameters"
+            raise HttpError(400, f"{field}: rollout.tool_schemas = true: {error}", field, error.key) from None
+
+
 def _limits(body: ChatBody) -> dict[str, Any]:
     """Return the limits that a call sets within the recipe's, as JSON."""
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
@@ -199,7 +228,7 @@ def _limits(body: ChatBody) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a message the policy reads or has written; ids of calls are the client's matter."""
+    """Return what of a message the policy reads or has written; ids of its calls are the client's matter."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    found = {"role": message["role"], "content": message["content"]}
+    found = {name: message[name] for name in ("role", "content", "name", "tool_call_id") if name in message}
     return {**found, "tool_calls": calls} if calls else found
