@@ -1,5 +1,7 @@
 """Agents of OpenAI's client: what they call is the episode, token by token, and their failures are their own."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Player, Wanted
 from tilth.rollout.request import SamplingParams
+from tilth.serve.agent_server import _called
 from tilth.serve.conversation import AgentConversation
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
@@ -198,6 +201,17 @@ def test_a_repeated_call_has_the_limits_of_the_first(field, value):
     with pytest.raises(HttpError) as caught:
         talk.call(body(asked, **{"max_tokens": 7, field: value}), again=False)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, field, "agent.repeat")
+
+
+def test_a_client_that_asks_anew_may_be_faster_than_the_end_of_its_connection():
+    talk, asked = AgentConversation({}), body([{"role": "user", "content": "?"}])
+    first = talk.call(asked, again=False)
+
+    async def anew():
+        asyncio.get_running_loop().call_later(0.05, setattr, talk, "left", True)
+        return await _called(talk, asked, again=False)
+
+    assert asyncio.run(anew()) is first
 
 
 @pytest.mark.parametrize("field, value", [("name", "Eve"), ("tool_call_id", "another")])
