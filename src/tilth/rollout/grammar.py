@@ -26,8 +26,9 @@ def added_tokens(tokenizer: Decodes) -> frozenset[str]:
 
 
 def check_calls(tools: str) -> None:
-    """Raise DataError for tools whose calls ``grammar_of_calls`` cannot hold to their schemas, whatever the vocabulary;
-    arguments as there."""
+    """Raise DataError for tools whose calls cannot be held to their schemas, whatever the vocabulary.
+
+    tools: as for ``grammar_of_calls``."""
     library = _library()
     limits = library.LLParserLimits(initial_lexer_fuel=_FUEL)
     grammar = library.LLMatcher.grammar_from_lark(grammar_of_calls(tools))
