@@ -126,7 +126,7 @@ def test_a_layout_that_is_not_of_replicas_is_refused(layout):
     assert len(mesh_of("dp=2")) == 2 and len(mesh_of("")) == 1
 
 
-@pytest.mark.parametrize("given", [{"layout": "dp=2"}, {"idle": 3.0}, {"models": 2}, {"requests": 4}, {"name": "x"}])
+@pytest.mark.parametrize("given", [{"layout": "dp=2"}, {"idle": 3.0}, {"models": 2}, {"requests": 4}])
 def test_options_of_a_server_that_trains_need_one(given):
     with raises(DataError, "--train"):
         serve("model", "127.0.0.1", 0, "", **given)

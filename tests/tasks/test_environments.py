@@ -38,7 +38,7 @@ def test_a_worked_conversation_is_what_the_environment_says_and_pays(name):
         assert one.reward()["reward"] > 0
 
 
-@pytest.mark.parametrize("name", ["calculator", "code_sandbox", "retrieval"])
+@pytest.mark.parametrize("name", PLAYED)
 def test_a_flawed_conversation_does_not_pay(name):
     task, pays = task_of(name), []
     prompts = task.make_prompts(DataConfig(source=name, digits=2, flawed=0.7))
@@ -48,7 +48,7 @@ def test_a_flawed_conversation_does_not_pay(name):
         for turn in (t for t in prompt.messages if t["role"] == "assistant"):
             one.step(message_of(turn["content"]))
         pays.append(one.reward()["reward"])
-    assert 0.15 < sum(pays) / len(pays) < 0.45
+    assert 0.15 < sum(pays) / len(pays) < 0.5  # a game that forgets may find the word before it does
 
 
 def test_a_game_pays_a_half_for_the_word_and_a_half_for_what_is_known_of_it():

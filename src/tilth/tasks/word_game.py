@@ -17,6 +17,8 @@ from tilth.rewards.verifiers import Exact
 WORDS = tuple("".join(letters) for letters in product("bdg", "aeio", "knt"))
 """36 words, of which any may be the secret."""
 GUESSES = 6
+FEW = 4
+"""Words that are left when a flawed game forgets how to go on."""
 FIRST = "?"
 
 
@@ -26,7 +28,13 @@ def place(guess: str, secret: str) -> str:
 
 
 class WordGamePrompts(Computed):
-    """``game 17``: a secret word each, and a worked game that guesses any word that is left."""
+    """``game 17``: a secret word each, and a worked game that guesses the middle one of the words that are left.
+
+    A share ``flawed`` of the worked games forgets that when few are left, and says the guess before again and again.
+    """
+
+    def __init__(self, flawed: float) -> None:
+        self.flawed = flawed
 
     def __len__(self) -> int:
         return 20_000
@@ -35,7 +43,7 @@ class WordGamePrompts(Computed):
         """Return the game of an index."""
         drawn = random.Random(f"word game {index}")
         secret = drawn.choice(WORDS)
-        turns = _game(drawn, secret)
+        turns = _game(secret, forgets=drawn.random() < self.flawed)
         return Prompt(index, f"game {index}", secret, {"answer": secret}, tuple(turns))
 
     def texts(self) -> Iterator[str]:
@@ -48,21 +56,21 @@ class WordGamePrompts(Computed):
 
     def fingerprint(self) -> str:
         """Return the task and its size."""
-        return f"word game of {len(WORDS)} words"
+        return f"word game of {len(WORDS)} words, halved, {self.flawed} flawed"
 
 
-def _game(drawn: random.Random, secret: str) -> list[dict[str, str]]:
-    """Return a game that finds the word by guessing any of those that are left."""
-    while True:
-        turns, left = [{"role": "user", "content": FIRST}], list(WORDS)
-        for _ in range(GUESSES):
-            guess = drawn.choice(left)
-            turns.append({"role": "assistant", "content": guess})
-            if guess == secret:
-                return turns
-            said = place(guess, secret)
-            left = [word for word in left if place(guess, word) == said]
-            turns.append({"role": "user", "content": said})
+def _game(secret: str, *, forgets: bool) -> list[dict[str, str]]:
+    """Return a game that halves the words that are left; one that ``forgets`` does not find a word among the last."""
+    turns, left, guess = [{"role": "user", "content": FIRST}], list(WORDS), ""
+    for _ in range(GUESSES):
+        guess = guess if forgets and len(left) <= FEW else left[len(left) // 2]
+        turns.append({"role": "assistant", "content": guess})
+        if guess == secret:
+            break
+        said = place(guess, secret)
+        left = [word for word in left if place(guess, word) == said]
+        turns.append({"role": "user", "content": said})
+    return turns if turns[-1]["role"] == "assistant" else turns[:-1]
 
 
 class WordGame(Environment):
