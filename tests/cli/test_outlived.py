@@ -181,6 +181,7 @@ def test_a_closed_terminal_ends_a_run_with_everything_saved(tmp_path, backend):
 
 
 @pytest.mark.parametrize("backend", RARELY)
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_reaches_the_controller_alone(tmp_path, backend):
     terminal = Terminal(tmp_path, "run", "addition-grpo", *SMALL, *backend, "algorithm.steps=2000", "run.name=a")
     os.write(terminal.master, b"\x03")
