@@ -89,7 +89,7 @@ class DataConfig(Section):
     flawed: Share = Field(
         0.5,
         description="share of given solutions with a wrong step but the right answer (chain, flaws), or that forget "
-        "the last step (calculator, code_sandbox, retrieval)",
+        "the last step (calculator, code_sandbox, retrieval, word_game)",
     )
     options: Options = Field({}, description="options of a plugin's task, as in {most = 30}")
     heldout: str = Field("", description="separate source for evaluation; empty: a share of data.source")

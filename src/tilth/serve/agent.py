@@ -107,5 +107,7 @@ def _server() -> "AgentServer":
         from tilth.serve.agent_server import agent_server
     except ImportError as error:
         message = f"rollout.serve=true needs a package that cannot be imported: {error}"
-        raise PluginError(f"{message}; pip install '.[serve]' in Tilth's folder", key="rollout.serve.package") from error
+        raise PluginError(
+            f"{message}; pip install '.[serve]' in Tilth's folder", key="rollout.serve.package"
+        ) from error
     return agent_server()
