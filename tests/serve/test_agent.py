@@ -277,3 +277,9 @@ def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):
 def test_serving_needs_an_agent(tmp_path):
     with raises(RecipeError, "rollout.serve"):
         tiny.recipe(tmp_path, rollout={"serve": True})
+
+
+def test_only_the_native_engine_follows_schemas_of_tools(tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        tiny.recipe(tmp_path, rollout={"environment": file("Odd"), "engine": "vllm", "tool_schemas": True})
+    assert "rollout.tool_schemas.engine" in caught.value.key

@@ -118,6 +118,9 @@ def _engine(recipe: Recipe) -> _Errors:
             f"rollout.{filters[0]} = {getattr(r, filters[0])}: rollout.engine = sglang returns no log-probs after "
         )
         yield RecipeError(f"{message}filters; leave it out, or use vllm", key=f"rollout.{filters[0]}.engine")
+    if served and r.tool_schemas:
+        message = f"rollout.tool_schemas = true: rollout.engine = {r.engine} draws no calls by a schema; use native"
+        yield RecipeError(message, key="rollout.tool_schemas.engine")
     if served and recipe.train.parity:
         message = f"train.parity = true: rollout.engine = {r.engine} rounds in its own kernels; use native"
         yield RecipeError(message, key="train.parity.engine")
