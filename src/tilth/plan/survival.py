@@ -226,6 +226,10 @@ def expected_ettr(count: int, seconds: float, lost: float) -> float:
     return 1 - count * lost / seconds
 
 
+ROUNDING = 1e-11
+"""Error of a sum of probabilities, by which it may miss a quantile that it meets exactly."""
+
+
 def standby(nodes: int, probability: float, quantile: float = 0.99) -> int:
     """Return the least k with P[Binomial(nodes, probability) <= k] >= quantile: spares that are enough for a day with
     this probability, if nodes fail independently with ``probability`` a day."""
@@ -238,7 +242,7 @@ def standby(nodes: int, probability: float, quantile: float = 0.99) -> int:
         if probability:
             log += k * math.log(probability) + (nodes - k) * math.log1p(-probability)
         below += math.exp(log) if probability or not k else 0.0
-        if below >= quantile:
+        if below >= quantile - ROUNDING:
             return k
     return nodes
 
