@@ -241,6 +241,35 @@ def test_an_answer_within_the_grace_is_an_answer(fleet):
     assert calls.wait([flight])[0].value == "late"
 
 
+class Shown(ByHand):
+    """Shows signs of life of workers that stand still; the second look holds the controller for a while."""
+
+    scratch, files, held = "", None, 0
+
+    def life(self, rank):
+        self.held += 1
+        time.sleep(1.4 if self.held == 2 else 0.0)
+        return 1, 1
+
+    def control(self, *_):
+        raise AssertionError
+
+    kill = replace = nodes = pids = control
+
+
+def test_time_in_which_the_controller_stood_still_counts_for_no_worker():
+    calls = Dispatch(Shown(), 60.0)
+    calls.hang_after = 1.0
+    flight = calls.submit(0, CALL)
+    timer = later(1.4 + 0.6, calls.backend.sent[0].set_result, Reply("read late", {}))
+    assert calls.wait([flight])[0].value == "read late"
+    timer.join()
+    began = time.monotonic()
+    with raises(CallTimeout, "policy.update"):
+        calls.wait([calls.submit(0, CALL)])
+    assert 1.0 <= time.monotonic() - began < 5.0
+
+
 def test_a_message_that_cannot_be_sent_is_a_call_over_its_limit(fleet):
     def full(rank, call):
         raise TimeoutError

@@ -29,6 +29,10 @@ LOOK = 0.1
 """Seconds between two looks for signs of life of the workers, which are in shared memory."""
 
 
+STILL = 10 * LOOK
+"""Seconds without a look that count for no worker: this process stood still, or its garbage was collected."""
+
+
 class FailurePolicy(Protocol):
     """Decides what a failed call does to the cluster."""
 
@@ -115,7 +119,8 @@ class Dispatch:
         self.policy = policy
         self.longest = 0.0, ""
         """Longest time in seconds that a call was without progress before it got on, and the call's name."""
-        self._looked = 0.0
+        self._looked = self._awake = 0.0
+        """When the last look was; the first one after a time without looks."""
         self._life = Life(backend)
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
@@ -257,7 +262,10 @@ class Dispatch:
         before = {rank: self._last(rank) for rank, call in busy.items() if not call.patient}
         self._life.look(busy)
         now, looked, self._looked = time.monotonic(), self._looked, time.monotonic()
-        for rank, since in before.items() if now - looked < 10 * LOOK else ():  # else nobody knows since when
+        if now - looked >= STILL:  # nobody knows since when, and answers that have come may not be read yet
+            self._awake = now
+            return
+        for rank, since in before.items():
             if (stood := self._last(rank) - since) > self.longest[0]:
                 self.longest = stood, busy[rank].name
 
@@ -281,7 +289,7 @@ class Dispatch:
     def _stand(self, rank: int) -> tuple[float, float]:
         """Return since when this rank's running call has been without progress, and for how many seconds it may be: of
         two limits of a patient call the one that ends first. (Called with the lock.)"""
-        call, began = self._flying[rank][0].call, self._since[rank]
+        call, began = self._flying[rank][0].call, max(self._since[rank], self._awake)
         work, beat = max(began, self._life.work(rank)), max(began, self._life.beat(rank))
         if not call.patient:
             return work, self.hang_after
