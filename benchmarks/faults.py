@@ -206,7 +206,7 @@ def measured(trial: Trial, row: Row) -> dict[str, Any]:
     faults = [event for event in trial.events if event["what"] == "fault" and event["number"] not in missed]
     messages = [event for event in trial.events if event["what"] == "message"]
     verdicts = [event for event in messages if event["text"].startswith("after step")]
-    resumed = [event for event in messages if event["text"].startswith("going on ")]
+    resumed = [event for event in messages if event["text"].startswith(("going on ", "nothing is lost"))]
     told = [one for past, one in zip([None, *trial.recoveries], trial.recoveries) if not _tries_on(past, one)]
     right, detect, pause, unmatched = 0, list[float](), list[float](), list(faults)
     for recovery, verdict, onward in zip(told, verdicts, resumed):

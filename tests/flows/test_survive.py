@@ -56,6 +56,14 @@ class Harm(Callback):
             threading.Timer(seconds, os.kill, (pid, number)).start()
 
 
+class LastBlow(Callback):
+    """Kill a worker when all that is its is saved."""
+
+    def on_save(self, run, step, path):
+        if run.at_end:
+            os.kill(run.policy._dispatch.backend.probe(1).pid, signal.SIGKILL)
+
+
 def recoveries(directory):
     path = directory / RECOVERIES
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -94,10 +102,12 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_p
     harm = Harm({2: (1, signal.SIGKILL, 0.0), 4: (1, signal.SIGSTOP, 0.0), 8: (0, signal.SIGKILL, 0.05)})
     seen = tiny.Recorder()
     sections = {**FSDP, "guard": {"hang_after": 4.0, "spares": int(bool(backend))}, **backend}
-    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, seen], report=True)
+    ours = tiny.run(tiny.recipe(tmp_path, **sections), callbacks=[harm, LastBlow(), seen], report=True)
 
     assert_same_run(ours, plain(FSDP))
-    found = recoveries(ours.directory)
+    *found, last = recoveries(ours.directory)
+    assert (last["kind"], last["ranks"], last["action"], last["lost"]) == ("crash", [1], "none", 0.0)
+    assert "SIGKILL" in last["evidence"] and any("had come to its end" in text for text in seen.messages)
     assert [(one["kind"], one["ranks"], one["replaced"]) for one in found] == [
         ("crash", [1], [1]),
         ("hang", [1], [1]),
@@ -109,7 +119,7 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_change_no_bit(tmp_p
     assert [one["state"] for one in attempts] == ["recovered"] * 3 + ["finished"]
     assert any("worker 1 is new" in text for text in seen.messages)
     summary = summarise(ours.directory)
-    assert [one["kind"] for one in summary["recoveries"]] == ["crash", "hang", "crash"]
+    assert [one["kind"] for one in summary["recoveries"]] == ["crash", "hang", "crash", "crash"]
     assert summary["recoveries"][1]["lost"] > 4.0  # seconds without a sign of life
     assert 0 < summary["ettr"] < 1
     assert f"after step {found[0]['step']}" in (ours.directory / "report.html").read_text()

@@ -143,6 +143,15 @@ def test_an_update_that_waits_is_taken_after_a_recovery_and_before_a_run_ends_ho
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_no_controller_follows_the_last_step(tmp_path):
+    code, errors, found = run(tmp_path, {8: [["optimizer.lr=3e-3", "--now"]]})
+    assert code == 0, errors
+    assert [one["state"] for one in read_state(found)["attempts"]] == ["finished"]
+    assert [one.state for one in read_updates(found)] == ["waiting"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 def test_the_command_that_began_a_run_goes_on_with_its_updates(tmp_path, monkeypatch):
     asks = {3: [["optimizer.lr=3e-3", "guard.hang_after=60", "--now"]], 5: [["run.save_every=50"]]}
     unnamed = "run.name="

@@ -88,8 +88,13 @@ class HotUpdates:
                 self._set(one, "undone", step, "the run ended before its first commit")
 
     def after_step(self, run: Run) -> None:
-        """Take note of the first commit with an update; leave the run (HandOver) if the next one is due."""
+        """Take note of the first commit with an update; leave the run (HandOver) if the next one is due.
+
+        After the last step nothing is due: another controller would have nothing to do.
+        """
         self.finish()
+        if run.at_end:
+            return
         restarted, self._attempt = self._directory.attempt != self._attempt, self._directory.attempt
         waits = self.waiting()
         if not any(one.urgent or restarted or one.age > LATEST for one in waits) or self._refused(run, waits):

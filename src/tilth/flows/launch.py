@@ -30,6 +30,7 @@ from tilth.core.errors import (
     WorkerLost,
 )
 from tilth.core.files import make_folder
+from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.envs.process import file_of
@@ -49,7 +50,7 @@ from tilth.flows.roles import Roles
 from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
-from tilth.flows.survive import Survival, is_new, unchanged
+from tilth.flows.survive import Survival, close, is_new, unchanged
 from tilth.flows.workers import threads
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.supervisor import Inherited
@@ -167,8 +168,9 @@ def launch(
             directory.update(data=data)
             run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
             directory.end("finished")
+            late = close(cluster, directory, run.state.step)
             summary = summarise(directory.path)
-            for line in cluster.close():
+            for line in late:
                 _log_late(directory, callbacks, line)
     notify(run.callbacks, "on_run_end", run, summary)
     return RunResult(directory.path, summary)
@@ -252,6 +254,7 @@ def _complete(run: Run, profiling: Profiling) -> None:
     run.saving.finish()
     if run.saving.wanted:
         run.secure()
+    run.directory.flush(SLOW)  # the writer may be lost with rows that are in no file yet
 
 
 def _restore(run: Run, remake: Callable[[], None], *, fallback: bool = False, again: bool = False) -> None:

@@ -306,6 +306,11 @@ class Run:
         reached = is_supervised(state.phase) and self.recipe.supervised.until <= (state.accuracy_last or 0.0) <= 1
         return state.phase_step >= self.phase_steps or reached
 
+    @property
+    def at_end(self) -> bool:
+        """True after the last step of the last phase."""
+        return self._over() and self.entered == self.recipe.flow
+
     @contextmanager
     def _step(self) -> Iterator[None]:
         state = self.state
@@ -341,7 +346,7 @@ class Run:
         self.saving.look()
         if self.snapshots is not None:  # before a checkpoint: copies that differ are not saved
             self._keep_in_memory(self.snapshots)
-        if self._stop.requested and not (self._over() and self.entered == self.recipe.flow):  # else it is at its end
+        if self._stop.requested and not self.at_end:
             self.secure()
             by = self._stop.by and f" by {self._stop.by}"
             raise Interrupted(

@@ -17,7 +17,7 @@ from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.config.roles import ROLES
-from tilth.core.errors import TilthError
+from tilth.core.errors import CallTimeout, TilthError, WorkerLost
 from tilth.core.write_queue import PATIENCE
 from tilth.flows.build import RunParts
 from tilth.flows.callbacks import Callback, RunView
@@ -229,6 +229,25 @@ class Survival(Callback):
             rollout.print_to(str(self.directory.path.resolve()))
         if rollout is not None and self.parts.recipe.rollout.partial:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
+
+
+def close(cluster: Cluster, directory: RunDir, step: int) -> list[str]:
+    """End the workers after the last step; return the lines of ``Cluster.close``.
+
+    One that has died, or stands still, since its last call is named and recorded: the run has ended by then.
+    """
+    try:
+        return cluster.close()
+    except (WorkerLost, CallTimeout) as error:
+        verdict = verdict_of(error)
+        assert verdict is not None
+        verdict = with_cause(verdict)
+        directory.say(_first_line(verdict, step))
+        directory.say("nothing is lost with it: the run had come to its end")
+        facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        facts |= {"step": step, "action": "none", "details": verdict.details, "replaced": [], "made": []}
+        directory.note_late({**facts, "seconds": 0.0})
+        return []
 
 
 def _record(

@@ -263,6 +263,12 @@ class RunDir:
         self._survived({"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
         self._committed = time.monotonic()
 
+    def note_late(self, record: Mapping[str, Any]) -> None:
+        """Record a failure after the end of the run, which lost nothing. record: as of ``recover``."""
+        self._survived({"attempt": self.attempt, **record, "lost": 0.0})
+        self._queue.settle(SLOW)
+        self.update(summary=summarise(self.path))
+
     def survive(self, record: Mapping[str, Any]) -> None:
         """Record that this attempt goes on where the former one's controller was killed. record: as of
         ``recover``, with ``lost``."""
