@@ -164,7 +164,7 @@ class Ours(Method):
         dist.broadcast_object_list(said)
         self.saver.start(said[0], self.groups, rank, f"{rank:05d}")
         if rank == 0:
-            self.commit = Commit(said[0], folder, 1, dict.fromkeys(self.groups, ranks), {})
+            self.commit = Commit(said[0], dict.fromkeys(self.groups, ranks), {})
 
     def wait(self) -> None:
         """As in ``Method``."""

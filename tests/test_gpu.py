@@ -123,7 +123,7 @@ def test_a_checkpoint_goes_from_one_device_to_the_other_and_back(tmp_path):
     save.start(folder, {"model": alone(tensors)}, 0)
     for tensor in tensors.values():
         tensor.mul_(2)
-    checkpoint = open_checkpoint(Commit(folder, tmp_path, 1, {"model": (0,)}, {}).wait(60))
+    checkpoint = open_checkpoint(Commit(folder, {"model": (0,)}, {}).wait(60))
     for device in ("cuda", "cpu"):
         into = {name: torch.zeros_like(tensor, device=device) for name, tensor in tensors.items()}
         checkpoint.restore("model", into)

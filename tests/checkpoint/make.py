@@ -74,4 +74,4 @@ def parts_of(folder: Path, whole: dict[str, dict[str, torch.Tensor]], layouts: d
 def save_sharded(root: Path, step: int, whole, layouts, objects=None, mesh: Mesh | None = None) -> Path:
     """A checkpoint that several ranks wrote."""
     folder = begin_save(root, step)
-    return commit_save(folder, root, step, parts_of(folder, whole, layouts), objects or {}, mesh)
+    return commit_save(folder, parts_of(folder, whole, layouts), objects or {}, mesh)

@@ -41,7 +41,7 @@ def work(root, step, ranks, rank, folder=""):
     saver = Saver()
     saver.start(folder, {"g": group_of(whole(step), layouts(ranks), rank)}, rank, str(rank))
     if rank == 0:
-        Commit(folder, root, step, {"g": range(ranks)}, {"step": step}, then=lambda path: prune(root, 1)).wait(60)
+        Commit(folder, {"g": range(ranks)}, {"step": step}, then=lambda path: prune(root, 1)).wait(60)
     saver.wait()
 
 

@@ -55,7 +55,7 @@ def holds(path, step):
 def save_once(root, step, then=None):
     """Two ranks and their controller, as in a run, all in this process."""
     folder, savers = begin_save(root, step), [Saver() for _ in range(RANKS)]
-    commit = Commit(folder, root, step, {"g": range(RANKS)}, {"step": step}, then=then or (lambda path: prune(root, 2)))
+    commit = Commit(folder, {"g": range(RANKS)}, {"step": step}, then=then or (lambda path: prune(root, 2)))
     try:
         for rank, saver in enumerate(savers):
             saver.start(folder, {"g": group_of(whole(step), layouts(RANKS), rank)}, rank, str(rank))
@@ -117,7 +117,7 @@ def test_the_second_rank_fails_or_a_later_part(root, monkeypatch, stage):
 def test_a_rank_is_lost(root):
     """Its report never comes; the controller gives up when it knows."""
     before, folder = save_once(root, 1), begin_save(root, 2)
-    commit = Commit(folder, root, 2, {"g": range(RANKS)}, {})
+    commit = Commit(folder, {"g": range(RANKS)}, {})
     Saver().write(folder, {"g": group_of(whole(2), layouts(RANKS), 0)}, 0, "0")
     with pytest.raises(TimeoutError):
         commit.wait(0.2)
@@ -170,7 +170,7 @@ def test_one_of_two_ranks_is_killed_while_it_writes(tmp_path):
     """The controller's commit waits in vain, is given up, and the next save by both works."""
     before = save_once(tmp_path, 1)
     folder = begin_save(tmp_path, 2)
-    commit = Commit(folder, tmp_path, 2, {"g": range(RANKS)}, {})
+    commit = Commit(folder, {"g": range(RANKS)}, {})
     said = map(str, (tmp_path, 2, "write", 2, RANKS, 1, folder))
     lost = subprocess.Popen([*forked.python(), "-m", "tests.checkpoint.saving", *said])
     Saver().write(folder, {"g": group_of(whole(2), layouts(RANKS), 0)}, 0, "0")
@@ -201,7 +201,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 def test_a_disk_that_is_really_full_in_the_background(small_disk):  # noqa: F811
     before = save(small_disk, 1, {"g": {"x": tensor((100,))}}, {})
     folder, saver = begin_save(small_disk, 2), Saver()
-    commit = Commit(folder, small_disk, 2, {"g": (0,)}, {})
+    commit = Commit(folder, {"g": (0,)}, {})
     large = {"x": torch.zeros(3 << 20, dtype=torch.uint8)}
     saver.start(folder, {"g": Group(large, {"x": Layout.single((3 << 20,))})}, 0)
     assert "stage write of rank 0: No space left on device" in saver.settle()

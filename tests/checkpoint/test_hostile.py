@@ -224,7 +224,7 @@ def test_changed_reports_make_a_checkpoint_or_are_refused(tmp_path_factory, data
     tracemalloc.start()
     try:
         reports = [parse_report(json.dumps(part), "report") for part in data.draw(changed(parts))]
-        read_all(commit_save(folder, root, 3, reports, {}))
+        read_all(commit_save(folder, reports, {}))
     except CheckpointError:
         pass
     finally:

@@ -45,23 +45,22 @@ def begun(tmp_path):
 
 def refused(folder, parts, key, **changes):
     """Commit is refused in one line, nothing of it stays, and the checkpoint before is what it was."""
-    arguments = {"root": folder.parent, "step": 2, "parts": parts, "objects": {}, **changes}
     with raises(CheckpointError, key) as caught:
-        commit_save(folder, **arguments)
+        commit_save(folder, **{"parts": parts, "objects": {}, **changes})
     assert "\n" not in str(caught.value)
     assert [p.name for p in folder.parent.iterdir()] == ["step-000001"] and holds(latest(folder.parent), "1")
 
 
 def test_a_whole_is_accepted_in_any_order(begun):
     folder, parts = begun
-    path = commit_save(folder, folder.parent, 2, reversed(parts), {"step": 2}, MESH)
+    path = commit_save(folder, reversed(parts), {"step": 2}, MESH)
     assert holds(path, "2") and latest(folder.parent) == path and open_checkpoint(path).objects == {"step": 2}
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_who_wrote_is_kept(begun):
     folder, parts = begun
-    manifest = open_checkpoint(commit_save(folder, folder.parent, 2, parts, {})).manifest
+    manifest = open_checkpoint(commit_save(folder, parts, {})).manifest
     assert Mesh.from_json(manifest.layout["mesh"]) == Mesh(("world",), (4,))
     named = save_sharded(folder.parent, 3, groups("3"), LAYOUTS, mesh=MESH)
     assert Mesh.from_json(open_checkpoint(named).manifest.layout["mesh"]) == MESH
@@ -117,11 +116,6 @@ def test_a_part_of_another_step(tmp_path):
     parts = parts_of(folder, groups("2"), LAYOUTS)
     parts[1] = stale[1]
     refused(folder, parts, "model.rank1.folder")
-
-
-def test_a_folder_of_another_step(begun):
-    folder, parts = begun
-    refused(folder, parts, "folder.step", step=3)
 
 
 def test_a_folder_that_was_never_begun(tmp_path):

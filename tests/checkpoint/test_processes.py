@@ -83,7 +83,7 @@ def saved_by(pool, case, root):
     folder = begin_save(root, 2)
     found = pool.run(case.ranks, HERE + "train_and_save", case=case, folder=str(folder))
     parts = json.loads(json.dumps([part for reply in found for part in reply["parts"]]))
-    return found[0], commit_save(folder, root, 2, parts, {})
+    return found[0], commit_save(folder, parts, {})
 
 
 def assert_same(a, b):

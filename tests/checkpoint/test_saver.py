@@ -44,7 +44,7 @@ def committed(root, step, made, then=None, save=None):
     """Save these groups in the background, and the checkpoint."""
     save, folder = save or Saver(), begin_save(root, step)
     save.start(folder, made, 0)
-    return open_checkpoint(Commit(folder, root, step, dict.fromkeys(made, (0,)), {}, then=then).wait(20))
+    return open_checkpoint(Commit(folder, dict.fromkeys(made, (0,)), {}, then=then).wait(20))
 
 
 class Gate:
@@ -127,7 +127,7 @@ def test_what_changes_after_start_is_not_saved(tmp_path, monkeypatch):
     for values in tensors.values():
         values.zero_()
     gate.open()
-    checkpoint = open_checkpoint(Commit(folder, tmp_path, 1, {"g": (0,)}, {}).wait(20))
+    checkpoint = open_checkpoint(Commit(folder, {"g": (0,)}, {}).wait(20))
     checkpoint.verify()
     assert all(same(checkpoint.read("g", n), t) for n, t in before.items())
 
@@ -138,7 +138,7 @@ def test_a_thread_that_trains_on(tmp_path):
     for step in range(1, 6):
         folder = begin_save(tmp_path, step)
         save.start(folder, {"g": alone(tensors)}, 0)
-        commit = Commit(folder, tmp_path, step, {"g": (0,)}, {})
+        commit = Commit(folder, {"g": (0,)}, {})
         for values in tensors.values():
             values.add_(1)
         checkpoint = open_checkpoint(commit.wait(20))
@@ -260,7 +260,7 @@ WHOLE = {"w": tensor((9, 4)), "step": tensor((), torch.int64)}
 
 def test_a_commit_waits_for_the_last_rank(tmp_path):
     folder, after = begin_save(tmp_path, 1), []
-    commit = Commit(folder, tmp_path, 1, {"g": range(3)}, {"a": [1]}, MESH, then=after.append)
+    commit = Commit(folder, {"g": range(3)}, {"a": [1]}, MESH, then=after.append)
     savers = [Saver() for _ in range(3)]
     for rank in (2, 0):
         savers[rank].start(folder, {"g": group_of(WHOLE, SPREAD, rank)}, rank, str(rank))
@@ -279,7 +279,7 @@ def test_a_commit_waits_for_the_last_rank(tmp_path):
 
 def test_a_commit_that_is_cancelled_ends_at_once(tmp_path):
     folder = begin_save(tmp_path, 1)
-    commit = Commit(folder, tmp_path, 1, {"g": range(3)}, {})
+    commit = Commit(folder, {"g": range(3)}, {})
     Saver().write(folder, {"g": group_of(WHOLE, SPREAD, 1)}, 1, "1")
     begun = time.monotonic()
     commit.cancel()
@@ -291,7 +291,7 @@ def test_a_commit_that_is_cancelled_ends_at_once(tmp_path):
 
 def test_a_rank_that_failed_ends_the_commit(tmp_path, monkeypatch):
     folder = begin_save(tmp_path, 1)
-    commit = Commit(folder, tmp_path, 1, {"g": range(3)}, {})
+    commit = Commit(folder, {"g": range(3)}, {})
     Saver().write(folder, {"g": group_of(WHOLE, SPREAD, 1)}, 1, "1")
 
     def fails(name, path):
@@ -313,7 +313,7 @@ def test_what_follows_a_commit_may_fail_alone(tmp_path):
 
     folder = begin_save(tmp_path, 1)
     Saver().start(folder, {"g": alone({"x": tensor((3,))})}, 0)
-    commit = Commit(folder, tmp_path, 1, {"g": (0,)}, {}, then=fails)
+    commit = Commit(folder, {"g": (0,)}, {}, then=fails)
     with raises(StorageError, "best.json") as caught:
         commit.wait(20)
     assert caught.value.stage == "retention" and caught.value.reason == "no room for the mark"
@@ -324,20 +324,20 @@ def test_a_report_that_is_none(tmp_path):
     folder = begin_save(tmp_path, 1)
     (folder / ".reports" / "g.00000.json").write_text(json.dumps({"rank": 0}))
     with raises(CheckpointError, "report.folder"):
-        Commit(folder, tmp_path, 1, {"g": (0,)}, {}).wait(20)
+        Commit(folder, {"g": (0,)}, {}).wait(20)
     assert not list(tmp_path.iterdir())
 
 
 def test_objects_are_looked_at_before_anything_waits(tmp_path):
     with raises(CheckpointError, "objects.a"):
-        Commit(begin_save(tmp_path, 1), tmp_path, 1, {}, {"a": {1}})
+        Commit(begin_save(tmp_path, 1), {}, {"a": {1}})
 
 
 def test_looks_become_rare(tmp_path, monkeypatch):
     looks = []
     real = saver.Commit._new_reports
     monkeypatch.setattr(saver.Commit, "_new_reports", lambda self, wanted: looks.append(1) or real(self, wanted))
-    commit = Commit(begin_save(tmp_path, 1), tmp_path, 1, {"g": (0,)}, {})
+    commit = Commit(begin_save(tmp_path, 1), {"g": (0,)}, {})
     time.sleep(0.5)
     commit.cancel()
     assert 2 <= len(looks) <= 40  # 10 in the first 0.05 s, then each a tenth later
@@ -358,7 +358,7 @@ def test_a_look_is_at_most_a_tenth_late(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "time", Clock)
     monkeypatch.setattr(saver, "Event", Cancelled)
     with raises(StorageError, "g.00000.json"):
-        Commit(begin_save(tmp_path, 1), tmp_path, 1, {"g": (0,)}, {}).wait(20)
+        Commit(begin_save(tmp_path, 1), {"g": (0,)}, {}).wait(20)
     assert all(pause == pytest.approx(min(max(passed / 10, 0.005), 0.1)) for passed, pause in pauses)
     assert pauses[0] == (0, 0.005) and pauses[-1][1] == 0.1
 
@@ -406,6 +406,6 @@ def test_a_snapshot_of_a_device(tmp_path):
         save.start(folder, {"g": alone(tensors)}, 0)
         for values in tensors.values():
             values.add_(1)
-        checkpoint = open_checkpoint(Commit(folder, tmp_path, step, {"g": (0,)}, {}).wait(60))
+        checkpoint = open_checkpoint(Commit(folder, {"g": (0,)}, {}).wait(60))
         assert all((checkpoint.read("g", n) == step - 1).all() for n in tensors)
         assert save._buffer._memory.is_pinned() and save._buffer._memory.data_ptr() % 4096 == 0

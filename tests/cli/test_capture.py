@@ -110,10 +110,10 @@ def test_a_run_that_ends_meanwhile_is_named(run):
         (["--steps", "0"], "--steps 0: 1 to 100 steps"),
         (["--steps", "101"], "--steps 101: 1 to 100 steps"),
         (["--ranks", "0,2"], "--ranks: there is no rank 2; the workers are ranks 0 to 1"),
-        (["--ranks", ""], "ranks '' are not of the form 0,1"),
-        (["--ranks", "0,,1"], "ranks '0,,1' are not"),
-        (["--ranks", "-1"], "ranks '-1' are not"),
-        (["--ranks", "all"], "ranks 'all' are not"),
+        (["--ranks", ""], "--ranks '' is not of the form 0,1"),
+        (["--ranks", "0,,1"], "--ranks '0,,1' is not"),
+        (["--ranks", "-1"], "--ranks '-1' is not"),
+        (["--ranks", "all"], "--ranks 'all' is not"),
     ],
 )
 def test_what_cannot_be_is_named_at_once_and_not_asked(run, options, told):

@@ -101,7 +101,7 @@ def test_a_folder_of_events_alone(run):
     ("arguments", "told"),
     [
         (["--ranks", "7"], "--ranks '7': rank 7 has no events; these ranks have: 0, 1 (controller)"),
-        (["--ranks", "0;1"], "ranks '0;1' are not of the form 0,1"),
+        (["--ranks", "0;1"], "--ranks '0;1' is not of the form 0,1"),
         (["--steps", "20:30"], "has no events of steps 20:30; its steps are 1 to 4"),
         (["--steps", "x"], "steps 'x' are not of the form 20:40"),
         (["/none/x.json"], "cannot write /none/x.json"),

@@ -59,7 +59,7 @@ def kept(pool, case, root, n):
     found = pool.run(n, HERE + "keep", case=case, folder=folder)
     assert all(problems == ["", ""] for _, _, problems, _ in found)
     groups = {name: range(n) for name in found[0][3]}
-    return str(Commit(folder, root, 2, groups, {}).wait(60)), found[0][0], found[0][1]
+    return str(Commit(folder, groups, {}).wait(60)), found[0][0], found[0][1]
 
 
 def equal(held, found):
@@ -72,7 +72,7 @@ def test_a_copy_is_of_the_moment_and_one_process_reads_what_it_wrote(tmp_path):
     folder = str(begin_save(tmp_path, 2))
     held, position, problems, groups = keep(0, ALONE, folder)
     assert problems == ["", ""] and groups == ["model", "optimizer", "ema"]
-    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    path = Commit(folder, {name: [0] for name in groups}, {}).wait(60)
     found, at, _ = take(0, ALONE, str(path), position)
     assert equal(held, found) and at == position
 
@@ -89,7 +89,7 @@ def test_what_goes_wrong_is_told_and_not_raised(tmp_path):
 def test_an_optimizer_is_adopted_and_nothing_else(tmp_path):
     folder = str(begin_save(tmp_path, 2))
     held, _, _, groups = keep(0, ALONE, folder)
-    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    path = Commit(folder, {name: [0] for name in groups}, {}).wait(60)
     role = learner(0, ALONE, {name: torch.full_like(t, 9.0) for name, t in weights(ALONE).items()})
     role.adopt(str(path))
     found = everything(role.engine)
@@ -149,7 +149,7 @@ def test_a_checkpoint_with_another_number_of_experts_names_the_tensor(tmp_path):
     case = Case(**MOE)
     folder = str(begin_save(tmp_path, 2))
     _, position, _, groups = keep(0, case, folder)
-    path = Commit(folder, tmp_path, 2, {name: [0] for name in groups}, {}).wait(60)
+    path = Commit(folder, {name: [0] for name in groups}, {}).wait(60)
     with pytest.raises(CheckpointError) as caught:
         take(0, Case(**{**MOE, "num_experts": 5}), str(path), position)
     assert "mlp.gate.weight" in str(caught.value) or ".experts." in str(caught.value)

@@ -174,9 +174,9 @@ def parse_steps(text: str) -> range:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Parse "0,1" to [0, 1]. Raises DataError."""
+    """Parse the option "0,1" of a command to [0, 1]. Raises DataError."""
     if not re.fullmatch(r"\s*\d{1,9}\s*(,\s*\d{1,9}\s*)*", text):
-        raise DataError(f"ranks {text!r} are not of the form 0,1", key="ranks")
+        raise DataError(f"--ranks {text!r} is not of the form 0,1", key="--ranks")
     return [int(rank) for rank in text.split(",")]
 
 

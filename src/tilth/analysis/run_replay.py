@@ -105,22 +105,25 @@ def _share(steps: Steps, result: np.ndarray) -> None:
     nodes = np.flatnonzero(~steps.home & ((steps.kind == WORK) | (steps.kind == LAUNCH)))
     if not len(nodes):
         return
-    even = _even(steps, nodes)
-    _mean(steps, result, nodes[even], np.stack([steps.call, steps.segment])[:, nodes[even]])
-    odd = nodes[~even]
+    alike = even(numbered(steps.call[nodes][None]), steps.frame[nodes])
+    _mean(steps, result, nodes[alike], np.stack([steps.call, steps.segment])[:, nodes[alike]])
+    odd = nodes[~alike]
     if len(odd):
         _scaled(steps, result, odd)
 
 
-def _even(steps: Steps, nodes: np.ndarray) -> np.ndarray:
-    """bool: True if the node's call has equally many nodes on each of its ranks."""
-    frames, size = np.unique(steps.frame[nodes], return_counts=True)
-    call = steps.events.seq[frames]
-    names, which = np.unique(call, return_inverse=True)
-    low, high = np.full(len(names), np.iinfo(np.int64).max), np.zeros(len(names), np.int64)
-    np.minimum.at(low, which, size)
-    np.maximum.at(high, which, size)
-    return (low == high)[np.searchsorted(names, steps.call[nodes])]
+def even(group: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """bool [m]: True for the nodes of a group in which each member has equally many.
+
+    group, member: int64 [m], numbers from 0 on of each node's group and of its member of the group.
+    """
+    first, size = np.unique(member, return_index=True, return_counts=True)[1:]
+    low = np.full(int(group.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    high = np.zeros_like(low)
+    np.minimum.at(low, group[first], size)
+    np.maximum.at(high, group[first], size)
+    found: np.ndarray = (low == high)[group]
+    return found
 
 
 def _mean(steps: Steps, result: np.ndarray, nodes: np.ndarray, key: np.ndarray) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tilth.analysis.recent import recent
 from tilth.analysis.run_graph import LAUNCH, WORK, read_steps
-from tilth.analysis.run_replay import RunModel, numbered
+from tilth.analysis.run_replay import RunModel, even, numbered
 from tilth.analysis.run_whatif import coordinates, place_among
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback, RunView
@@ -42,14 +42,14 @@ def gains(model: RunModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     stage = np.array([stages[int(rank)] for rank in model.rank[nodes]], np.int64)
     took, peers = model.sum_real[nodes], np.empty(len(nodes))
     whole = numbered(np.stack([call[nodes], stage]))
-    even = _even(whole, model.rank[nodes])
-    peers[even] = _others(numbered(np.stack([whole[even], segment[nodes[even]]])), took[even])
-    mine = numbered(np.stack([whole[~even], model.rank[nodes[~even]]]))
-    if len(mine):  # groups differ, and so do segments: all of a call is scaled
-        total = np.bincount(mine, took[~even])
-        first = np.unique(mine, return_index=True)[1]
-        ratio = np.divide(_others(whole[~even][first], total), total, out=np.ones_like(total), where=total > 0)
-        peers[~even] = took[~even] * ratio[mine]
+    member = numbered(np.stack([whole, model.rank[nodes]]))
+    alike = even(whole, member)
+    peers[alike] = _others(numbered(np.stack([whole[alike], segment[nodes[alike]]])), took[alike])
+    if not alike.all():  # groups differ, and so do segments: all of a call is scaled
+        first, mine = np.unique(member[~alike], return_index=True, return_inverse=True)[1:]
+        total = np.bincount(mine, took[~alike])
+        ratio = np.divide(_others(whole[~alike][first], total), total, out=np.ones_like(total), where=total > 0)
+        peers[~alike] = took[~alike] * ratio[mine]
     durations = np.repeat(model.sum_real[:, None], len(workers) + 1, axis=1)
     ratios = np.ones(len(workers))
     for i, rank in enumerate(workers):
@@ -58,20 +58,6 @@ def gains(model: RunModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ratios[i] = took[own].sum() / max(peers[own].sum(), 1e-12)
     times = model.times(durations)
     return workers, times[:, -1:] - times[:, :-1], ratios
-
-
-def _even(which: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    """bool: True for the nodes of a call that has equally many on each of its ranks."""
-    mine = numbered(np.stack([which, rank]))
-    size, first = np.bincount(mine), np.unique(mine, return_index=True)[1]
-    low, high = (
-        np.full(int(which.max(initial=-1)) + 1, np.iinfo(np.int64).max),
-        np.zeros(int(which.max(initial=-1)) + 1),
-    )
-    np.minimum.at(low, which[first], size)
-    np.maximum.at(high, which[first], size)
-    even: np.ndarray = (low == high)[which]
-    return even
 
 
 def _others(which: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -87,4 +87,4 @@ def publish(
     except OSError as error:
         raise StorageError(f"a snapshot cannot be used: {error.strerror or error}", key="snapshot") from error
     named = [report.model_copy(update={"folder": Attempt.of(place).name}) for report in reports]
-    return Path(commit_save(place, root, step, named, objects, mesh))
+    return Path(commit_save(place, named, objects, mesh))

@@ -178,8 +178,7 @@ def _write_file(attempt: Attempt, image: FileImage, path: str) -> FileEntry:
         attempt.storage.write(path, image.chunks())
     finally:
         wait([hashed])
-    entry = hashed.result()
-    return entry
+    return hashed.result()
 
 
 def _checksum(image: FileImage, place: str) -> FileEntry:
@@ -232,8 +231,6 @@ def begin_save(root: Location, step: int) -> Any:
 
 def commit_save(
     folder: Location,
-    root: Location,
-    step: int,
     parts: Iterable[Report | Mapping[str, Any]],
     objects: Mapping[str, Any],
     layout: Mesh | None = None,
@@ -241,21 +238,20 @@ def commit_save(
 ) -> Any:
     """End a save in the controller: check the ranks' reports, write the manifest, publish. Return path or URL.
 
-    parts: the reports, in any order. layout: the mesh of the writers (default: their ranks as they are). expected: the
-    ranks of each group (default: as in the reports). CheckpointError if a report is missing, there twice, of another
-    plan or of another save. StorageError if writing fails. After either nothing of the attempt remains and earlier
-    checkpoints are intact.
+    folder: of ``begin_save``. parts: the reports, in any order. layout: the mesh of the writers (default: their ranks
+    as they are). expected: the ranks of each group (default: as in the reports). CheckpointError if a report is
+    missing, there twice, of another plan or of another save. StorageError if writing fails. After either nothing of the
+    attempt remains and earlier checkpoints are intact.
     """
     attempt = Attempt.of(folder)
     try:
         check_objects(objects)
-        if attempt.step != step:
-            message = f"{folder} was begun for step {attempt.step}, not for step {step}"
-            raise CheckpointError(message, key="folder.step")
         reports = [p if isinstance(p, Report) else parse_report(json.dumps(dict(p)), "a part") for p in parts]
         with _explained(attempt), staged("manifest", f"{attempt.final}/manifest.json") as timed:
             saved = utc_now("seconds")
-            manifest = assemble(attempt.name, step, reports, objects, saved=saved, layout=layout, expected=expected)
+            manifest = assemble(
+                attempt.name, attempt.step, reports, objects, saved=saved, layout=layout, expected=expected
+            )
             files = storage_of(join(attempt.root, attempt.folder))
             raise_problems(attempt.name, damaged_files(files, manifest).values())
             data = manifest.dump()
@@ -280,19 +276,17 @@ class Commit:
     def __init__(
         self,
         folder: Location,
-        root: Location,
-        step: int,
         groups: Mapping[str, Collection[int]],
         objects: Mapping[str, Any],
         layout: Mesh | None = None,
         then: Callable[[Any], None] | None = None,
     ) -> None:
-        """groups: the ranks that report each group. then: called with the path or URL of the published checkpoint, for
-        retention and the record of the best; its failure is an error of this save, but the checkpoint stays."""
+        """folder: of ``begin_save``. groups: the ranks that report each group. then: called with the path or URL of the
+        published checkpoint, for retention and the record of the best; its failure is an error of this save, but the
+        checkpoint stays."""
         check_objects(objects)
         self._attempt = Attempt.of(folder)
-        self._root, self._step, self._groups, self._objects = root, step, groups, objects
-        self._layout, self._then = layout, then
+        self._groups, self._objects, self._layout, self._then = groups, objects, layout, then
         self._cancelled = Event()
         self._published = _in_background(self._work, "tilth-commit")
 
@@ -315,15 +309,13 @@ class Commit:
         return self._published.exception() if self._published.done() else None
 
     def _work(self) -> Any:
-        with span("save.commit", step=self._step):
+        with span("save.commit", step=self._attempt.step):
             try:
                 reports = self._reports()
             except BaseException:
                 self._attempt.abandon()
                 raise
-            final = commit_save(
-                self._attempt.place, self._root, self._step, reports, self._objects, self._layout, self._groups
-            )
+            final = commit_save(self._attempt.place, reports, self._objects, self._layout, self._groups)
             if self._then is not None:
                 self._after(final)
             return final
@@ -336,7 +328,7 @@ class Commit:
                 self._then(final)
         except StorageError as error:
             stage = error.stage if isinstance(error, StageError) else "retention"
-            message = f"after the checkpoint of step {self._step}, which is complete: {error}"
+            message = f"after the checkpoint of step {self._attempt.step}, which is complete: {error}"
             raise StageError(message, stage, str(final), str(error), key=error.key) from error
 
     def _reports(self) -> list[Report]:
@@ -370,8 +362,8 @@ class Commit:
     def _given_up(self, missing: Sequence[str]) -> StorageError:
         some = ", ".join(name.removesuffix(".json") for name in missing[:8]) + (", ..." if len(missing) > 8 else "")
         return StorageError(
-            f"checkpoint of step {self._step} was given up in stage report: no report of {some} (group and rank) had "
-            f"come; {_intact(self._attempt)}", key=",".join(missing[:1]),
+            f"checkpoint of step {self._attempt.step} was given up in stage report: no report of {some} (group and "
+            f"rank) had come; {_intact(self._attempt)}", key=",".join(missing[:1]),
         )  # fmt: skip
 
 

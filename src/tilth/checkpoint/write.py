@@ -33,7 +33,7 @@ def save(root: Location, step: int, groups: Groups, objects: Mapping[str, Any], 
     except BaseException:
         abandon_save(folder)
         raise
-    return commit_save(folder, root, step, reports, objects, layout, {name: (0,) for name in groups})
+    return commit_save(folder, reports, objects, layout, dict.fromkeys(groups, (0,)))
 
 
 def _whole_group(name: str, tensors: Mapping[str, Tensor]) -> Group:

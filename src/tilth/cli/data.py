@@ -127,7 +127,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
     train, heldout = prompts.split(recipe.data.holdout)
     tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
     template = make_template(recipe.data.template, tokenizer)
-    some = list(_spread(train, MOST))
+    some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
     view.template = template.name
     view.stops = [tokenizer.token(i) for i in template.stops]
@@ -149,7 +149,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
     else:
         _learnt(recipe, view, template, some)
     view.problems += [text for text in _refused(recipe, prompts, template) if text not in view.problems]
-    chosen = list(_spread(train, n))
+    chosen = train.spread(n)
     if pairs:
         view.examples = [shown for p in chosen for shown in _both(prompts, p.index, template, tokenizer)]
     else:
@@ -302,11 +302,6 @@ def _left_out(tokenizer: Tokenizer) -> Iterator[str]:
             f"the tokenizer puts {ends} behind every text; it is left out: a prompt has no end, and an example or a "
             f"document ends once, by {tokenizer.token(tokenizer.eos_id)}"
         )
-
-
-def _spread(prompts: PromptSet, count: int) -> Iterator[Prompt]:
-    chosen = np.linspace(0, len(prompts) - 1, min(count, len(prompts))).astype(int)
-    return (prompts[i] for i in prompts.rows[chosen])
 
 
 def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

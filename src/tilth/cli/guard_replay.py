@@ -1,31 +1,22 @@
 """``tilth guard replay``: a step of a stored run again, on groups of its workers."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tilth.analysis.events import parse_ranks
 from tilth.api import run_recipe
-from tilth.core.errors import DataError
 from tilth.flows.replay import Replay
 from tilth.flows.replay import replay as run_again
 
 
 def replay(run: Path, *, step: int, ranks: str = "", as_json: bool = False) -> None:
     """Print the verdict."""
-    found = run_again(run, step, run_recipe, _numbers(ranks))
+    found = run_again(run, step, run_recipe, parse_ranks(ranks) if ranks else ())
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return
     print("\n".join(_lines(found)))
-
-
-def _numbers(ranks: str) -> Sequence[int]:
-    """Read 0,1,3. DataError for anything else."""
-    try:
-        return [int(word) for word in ranks.split(",") if word]
-    except ValueError:
-        raise DataError(f"--ranks {ranks!r}: use numbers of workers, as 0,1,3", key="--ranks") from None
 
 
 def _lines(found: Replay) -> list[str]:

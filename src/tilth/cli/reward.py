@@ -115,7 +115,7 @@ def examine(reward: str, source: str, options: RewardOptions) -> Trial:
             prompts = load_source(_data(source, options))
         if source not in task_names():
             check_answers(spec, prompts)
-        chosen = _spread(prompts, options.n)
+        chosen = prompts.spread(options.n)
         names = [spec] if isinstance(spec, str) else spec
         kinds = [type(builtin(name)) for name in names]
         form = next((form for kind, form in FORMS.items() if kind in kinds), None)
@@ -177,12 +177,6 @@ def _data(source: str, options: RewardOptions) -> DataConfig:
         raise RecipeError(
             f"--columns {wrong}: there is prompt, answer, messages, text", key=f"--columns.{wrong}"
         ) from None
-
-
-def _spread(prompts: "PromptSet", count: int) -> "list[Prompt]":
-    """Choose records at equal distances over the whole source."""
-    places = np.unique(np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(np.int64))
-    return [prompts[i] for i in prompts.rows[places]]
 
 
 FORMS: dict[type, Callable[[str], str]] = {

@@ -90,6 +90,11 @@ class PromptSet(Order):
         order = np.argsort(mixed(self.source.hashes[self.rows] ^ _SAMPLE), kind="stable")
         return PromptSet(self.source, np.sort(self.rows[order[:count]]))
 
+    def spread(self, count: int) -> list[Prompt]:
+        """Return ``count`` prompts, or all if there are fewer, at equal distances over the set."""
+        places = np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
+        return [self[i] for i in self.rows[places]]
+
     def common(self, other: "PromptSet") -> int:
         """Count the prompts of this set whose key is in another set."""
         mine, theirs = (side.source.hashes[side.rows] for side in (self, other))

@@ -109,7 +109,7 @@ class Saving:
             self._fail(error)
             return
         ranks = {group: role.mesh.ranks for role in self.stateful_roles.values() for group in role.kept()}
-        self._under_way = Commit(folder, self.root, step, ranks, objects, mesh, then=self._tidy)
+        self._under_way = Commit(folder, ranks, objects, mesh, then=self._tidy)
         if not self.section.save_background:
             self.finish()
 

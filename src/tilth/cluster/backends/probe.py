@@ -43,9 +43,9 @@ class NodeProbe:
         doing, opened = self.board.read(rank), self.board.spans(rank)
         try:
             state = psutil.Process(pid).status()
-        except psutil.NoSuchProcess:
-            return Probe(rank, pid, GONE, doing, self._fatal(rank), opened)
-        stack = self._fatal(rank) if state in SILENT else self._stack(rank, pid)
+            stack = self._fatal(rank) if state in SILENT else self._stack(rank, pid)
+        except (psutil.NoSuchProcess, ProcessLookupError):  # it may end between the two
+            state, stack = GONE, self._fatal(rank)
         return Probe(rank, pid, state, doing, stack, opened)
 
     def _fatal(self, rank: int) -> str:
