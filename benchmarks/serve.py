@@ -45,7 +45,8 @@ def make_model(folder: Path, quick: bool) -> None:
     model = Decoder(config)
     model.init_weights_(0)
     tensors = {name: p.detach() * (6.0 if p.ndim == 2 else 1.0) for name, p in model.named_parameters()}
-    save_pretrained(folder, config, tensors, tokenizer=tokenizer)
+    ends = {"eos_token_id": tokenizer.eos_id}  # without it transformers writes on behind the end token
+    save_pretrained(folder, config, tensors, tokenizer=tokenizer, token_ids=ends)
 
 
 def prompts() -> list[str]:

@@ -87,7 +87,7 @@ def test_norm_and_score() -> None:
 def test_scorers_pass_it_on() -> None:
     model, ids = double("qwen2"), tokens([5])
     for scorer, made in ((score, model), (appraise, ValueModel(model).to(DOUBLE))):
-        micro = MicroBatch(ids, torch.tensor([5]), torch.tensor([0, 1, 1, 0, 1]), {})
+        micro = MicroBatch(ids, torch.tensor([5]), torch.tensor([5]), torch.tensor([0, 1, 1, 0, 1]), {})
         scorer(made, micro, made(*model_input(micro)), temperature=1.0, entropy=True)
         filled = [micro.logprobs, micro.entropy] if scorer is score else [micro.values]
         assert all(x.dtype == DOUBLE and len(x) == 5 for x in filled)

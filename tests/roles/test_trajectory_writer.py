@@ -57,7 +57,7 @@ def test_a_row_tells_everything_of_its_trajectory(store):
         "step": 9, "id": 4, "group": 2, "prompt": 7, "prompt_text": prompt.text, "text": "a", "answer": prompt.answer,
         "tokens": [1, 2, 3], "mask": [0, 0, 1], "prompt_length": 2,
         "segments": [{"role": "user", "start": 0}, {"role": "assistant", "start": 2}],
-        "reward": 0.25, "parts": [("form", 0.5), ("style", 2.0)], "turn_rewards": None,
+        "conversations": None, "reward": 0.25, "parts": [("form", 0.5), ("style", 2.0)], "turn_rewards": None,
         "finish": "stop", "logprobs": [0.0, 0.0, -0.5], "version": 3,
     }  # fmt: skip
     assert [r["prompt_length"] for r in rows] == [2, 2, 1]
@@ -99,12 +99,13 @@ def test_rows_may_be_selected_and_turned(store):
 
 def test_segments_and_mask_of_several_turns_are_in_the_row(store):
     one = trajectory(4, [1, 2], [3, 4, 5], "a", 0.5)
-    spans = [Segment("user", 0), Segment("assistant", 2), Segment("tool", 3), Segment("assistant", 4)]
+    spans = [Segment("user", 0), Segment("assistant", 2), Segment("tool", 3, opens=True), Segment("assistant", 4)]
     mask = np.array([0, 0, 1, 0, 1], np.uint8)
     table, _ = added(store, to_batch([replace(one, mask=mask, segments=spans)], store), 1)
     (row,) = table.to_pylist()
     assert row["mask"] == mask.tolist() and row["prompt_length"] == 2
-    assert [(s["role"], s["start"]) for s in row["segments"]] == spans
+    assert [(s["role"], s["start"]) for s in row["segments"]] == [one[:2] for one in spans]
+    assert row["conversations"] == [0, 3]
 
 
 # ---- what is written ----

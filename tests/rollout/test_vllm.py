@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.errors import raises
+from tests.flows import tiny
 from tests.rollout.reference import make_engine, make_model, make_requests
+from tests.serve.test_agent import runs
+from tilth.data.trajectories import read_trajectories
 from tilth.models.config import DecoderConfig
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.server import ServerError
@@ -94,3 +97,22 @@ def test_a_server_that_cannot_start_is_an_error_with_its_log():
     with raises(ServerError, "rollout.engine.server") as raised:
         engine.update_weights(make_model(config).named_parameters(), version=1)
     assert "no_such_argument" in str(raised.value)
+
+
+def test_agents_play_the_same_episodes(tmp_path):
+    """A run whose episodes are programs of OpenAI's client, with either engine."""
+    few = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}, "run": {"eval_prompts": 4}}
+    found = {}
+    for engine in ("native", "vllm"):
+        rollout = {"engine": engine} | ({"python": PYTHON} if engine == "vllm" else {})
+        model = {"context": 96, "head_dim": 32}
+        recipe = runs(tmp_path, "Plays", rollout=rollout, model=model, train={"parity": False}, **few)
+        directory = tiny.run(recipe, reward=None, name=engine).directory
+        rows = read_trajectories(directory)
+        found[engine] = rows.sort_by([("step", "ascending"), ("id", "ascending")]).to_pylist()
+        assert max(one.get("mismatch/max", 0.0) for one in tiny.numbers(directory)) < 1e-4
+    assert len(found["vllm"]) == len(found["native"]) > 40
+    for one, other in zip(*found.values(), strict=True):
+        for name in ("tokens", "mask", "segments", "reward", "parts", "finish"):
+            assert one[name] == other[name], name
+        assert np.abs(np.array(one["logprobs"]) - other["logprobs"]).max() < 1e-4

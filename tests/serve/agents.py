@@ -48,6 +48,31 @@ class Streams(Plays):
                 messages += [{"role": "assistant", "content": self.said[-1]}, answer(self.said[-1])]
 
 
+class Teams(tilth.Agent):
+    """Games of three turns by one client, each a conversation of its own: of the first three two begin with the same
+    messages. Turn by turn, or side by side where ``info["beside"]`` says so."""
+
+    conversations = 4
+
+    async def run(self, info, base_url, api_key, model):
+        prompts = [info["prompt"], f"{info['prompt']} Help!", *[info["prompt"]] * 3]
+        games = [first({"prompt": prompt}) for prompt in prompts[: info.get("games", 3)]]
+        self.said = []
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(TURNS):
+                turns = [self.turn(client, messages, model) for messages in games]
+                for wait in [asyncio.gather(*turns)] if info.get("beside") else turns:
+                    await wait
+
+    async def turn(self, client, messages, model):
+        found = await client.chat.completions.create(model=model, messages=messages)
+        self.said.append(found.choices[0].message.content)
+        messages += [found.choices[0].message, answer(self.said[-1])]
+
+    def reward(self):
+        return score(self.said)
+
+
 class Odd(tilth.Agent):
     """An agent that does what ``info["how"]`` says."""
 
@@ -166,7 +191,7 @@ class Odd(tilth.Agent):
         async with openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key) as client:
             call = client.chat.completions.create(model=self.model, messages=self.messages)
             task = asyncio.ensure_future(call)
-            while not self._talk._asked:
+            while self._talk.turn is None:
                 await asyncio.sleep(0.001)
             task.cancel()
 

@@ -14,16 +14,18 @@ from tests.rollout.test_episodes import TEXTS
 from tests.serve.game import STOPS
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
+from tilth.core.random import stream_id
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.data.trajectories import read_trajectories
 from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
-from tilth.rollout.episodes import Limits, Player, Wanted
+from tilth.rollout.episodes import Limits, Played, Player, Wanted, parted
 from tilth.rollout.request import SamplingParams
 from tilth.serve.agent_server import _called
-from tilth.serve.conversation import AgentConversation
+from tilth.serve.conversation import AgentConversations
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
@@ -39,7 +41,7 @@ def opened(name, **options):
     return EnvironmentPool(file(name), **{"timeout": 20.0, "rollout": ROLLOUT, **options})
 
 
-def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None):
+def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None, ids=None, partial=0):
     """Play episodes by a small model, in parity mode: nothing but what was said decides on tokens and log-probs."""
     tokenizer = Tokenizer.train(TEXTS, 300)
     template = make_template("chatml", tokenizer)
@@ -52,7 +54,12 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None):
         engine.update_weights(make_model(config, scale=1.0).named_parameters(), version=5)
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
     params = SamplingParams(max_tokens=max_tokens, stop_tokens=(*template.stops, *range(5, 60)))
-    return player.play([Wanted(i, info, i // 2, i) for i, info in enumerate(infos)], params)
+    wanted = [Wanted(i, info, at // 2, at) for at, (i, info) in enumerate(zip(ids or range(len(infos)), infos))]
+    found = player.play(wanted, params, partial=partial)
+    while any(one.paused for one in found):  # as through the file of unfinished episodes
+        kept = {want.id: Played.of(one.kept()) for want, one in zip(wanted, found)}
+        found = player.play(wanted, params, partial=partial, before=kept)
+    return found
 
 
 def test_the_same_game_is_the_same_trajectory():
@@ -72,6 +79,51 @@ def test_the_same_game_is_the_same_trajectory():
         assert np.array_equal(a.logprobs, b.logprobs) and a.segments == b.segments and a.versions == b.versions
         assert (a.reward, a.finish, one.parts, one.reason) == (b.reward, b.finish, two.parts, two.reason)
         assert a.reward is not None
+
+
+@pytest.fixture(scope="module")
+def teams():
+    pool = opened("Teams", timeout=patience(20))
+    yield pool
+    pool.close()
+
+
+LONG = {"turns": 20, "context": 500, "max_tokens": 40}
+
+
+def test_conversations_of_an_episode_are_those_of_episodes(teams):
+    """Each is the episode of an environment, token by token; and so is one that pauses between its turns."""
+    infos = [{"prompt": f"What is {i}?"} for i in range(3)]
+    pool = opened("Echo", rollout={**ROLLOUT, "serve": False})
+    try:
+        apart = [
+            play(pool, [{"prompt": info["prompt"] + " Help!" * (at == 1)} for info in infos],
+                 ids=[stream_id("conversation", i, at) if at else i for i in range(3)], **LONG)
+            for at in range(3)
+        ]  # fmt: skip
+    finally:
+        pool.close()
+    whole, paused = play(teams, infos, **LONG), play(teams, infos, partial=5, **LONG)
+    for row, (one, other) in enumerate(zip(whole, paused)):
+        t = one.trajectory
+        assert (t.id, t.finish, one.reason, one.turns, len(t.opened)) == (row, "stop", "", 9, 2)
+        same(t, other.trajectory)
+        assert t.segments == other.trajectory.segments and t.reward == other.trajectory.reward is not None
+        for found, wanted in zip(parted(t), [games[row].trajectory for games in apart], strict=True):
+            same(found, wanted)
+            assert found.segments == wanted.segments
+
+
+def same(a, b):
+    assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.mask, b.mask)
+    assert np.array_equal(a.logprobs, b.logprobs) and a.versions == b.versions
+
+
+def test_calls_side_by_side_wait_for_each_other(teams):
+    beside = {"prompt": "Which?", "beside": True}
+    three, many = play(teams, [{**beside, "games": 3}, {**beside, "games": 5}], **LONG)
+    assert len(three.trajectory.opened) == 2 and three.turns == 9 and three.trajectory.reward is not None
+    assert many.trajectory.reward is None and "conversations = 4" in many.reason
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +203,7 @@ def body(messages, **more):
 
 def test_calls_of_tools_come_and_go():
     """What the policy called is in its turn, and what the tools say is all that the next call adds."""
-    talk, asked = AgentConversation(ROLLOUT), [{"role": "developer", "content": "?"}]
+    talk, asked = AgentConversations(ROLLOUT), [{"role": "developer", "content": "?"}]
     first = talk.call(body(asked, tools=[TOOL], stop="x", max_tokens=7), again=False)
     assert talk.next() == [{"role": "system", "content": "?"}]
     assert talk.limits == {"max_tokens": 7, "stop": ["x"], "details": False}
@@ -175,7 +227,7 @@ def test_calls_of_tools_come_and_go():
 
 
 def test_an_answer_is_given_again_only_to_who_lost_it():
-    talk, asked = AgentConversation({}), [{"role": "user", "content": "?"}]
+    talk, asked = AgentConversations({}), [{"role": "user", "content": "?"}]
     first = talk.call(body(asked, temperature=0.3), again=False)
     assert talk.call(body(asked), again=True) is first
     with pytest.raises(HttpError, match="still being answered"):
@@ -194,9 +246,9 @@ def test_an_answer_is_given_again_only_to_who_lost_it():
 
 @pytest.mark.parametrize("field, value", [("max_tokens", 9), ("stop", ["x"]), ("logprobs", True)])
 def test_a_repeated_call_has_the_limits_of_the_first(field, value):
-    talk, asked = AgentConversation({}), [{"role": "user", "content": "?"}]
+    talk, asked = AgentConversations({}), [{"role": "user", "content": "?"}]
     first = talk.call(body(asked, max_tokens=7), again=False)
-    talk.left = True
+    talk.leave(first)
     assert talk.call(body(asked, max_completion_tokens=7), again=False) is first
     with pytest.raises(HttpError) as caught:
         talk.call(body(asked, **{"max_tokens": 7, field: value}), again=False)
@@ -204,12 +256,12 @@ def test_a_repeated_call_has_the_limits_of_the_first(field, value):
 
 
 def test_a_client_that_asks_anew_may_be_faster_than_the_end_of_its_connection():
-    talk, asked = AgentConversation({}), body([{"role": "user", "content": "?"}])
+    talk, asked = AgentConversations({}), body([{"role": "user", "content": "?"}])
     first = talk.call(asked, again=False)
 
     async def anew():
-        asyncio.get_running_loop().call_later(0.05, setattr, talk, "left", True)
-        return await _called(talk, asked, again=False)
+        asyncio.get_running_loop().call_later(0.05, talk.leave, first)
+        return await _called(talk, asked, False, wait=asyncio.wait_for)
 
     assert asyncio.run(anew()) is first
 
@@ -217,7 +269,7 @@ def test_a_client_that_asks_anew_may_be_faster_than_the_end_of_its_connection():
 @pytest.mark.parametrize("field, value", [("name", "Eve"), ("tool_call_id", "another")])
 def test_who_said_something_does_not_change(field, value):
     said = {"role": "tool", "content": "8", "name": "add", "tool_call_id": "one"}
-    talk = AgentConversation({})
+    talk = AgentConversations({})
     talk.call(body([said]), again=False)
     talk.answer({"role": "assistant", "content": "!"})
     whole = [{**said, field: value}, {"role": "assistant", "content": "!"}, said]
@@ -228,7 +280,7 @@ def test_who_said_something_does_not_change(field, value):
 
 def test_a_schema_that_no_call_can_follow_is_the_calls_fault():
     pytest.importorskip("llguidance")
-    talk, asked = AgentConversation({**ROLLOUT, "tool_schemas": True}), [{"role": "user", "content": "?"}]
+    talk, asked = AgentConversations({**ROLLOUT, "tool_schemas": True}), [{"role": "user", "content": "?"}]
     wrong = {"type": "function", "function": {"name": "sub", "parameters": {"type": "nonsense"}}}
     with pytest.raises(HttpError) as caught:
         talk.call(body(asked, tools=[TOOL, wrong]), again=False)
@@ -239,22 +291,18 @@ def test_a_schema_that_no_call_can_follow_is_the_calls_fault():
 @pytest.mark.parametrize("field, value", [("top_k", 5), ("min_p", 0.5), ("n", 2), ("seed", 1), ("top_logprobs", 1),
                                           ("stop_token_ids", [1]), ("return_token_ids", True)])  # fmt: skip
 def test_what_changes_the_drawing_is_refused(field, value):
-    talk = AgentConversation(ROLLOUT)
+    talk = AgentConversations(ROLLOUT)
     with pytest.raises(HttpError) as caught:
         talk.call(body([{"role": "user", "content": "?"}], logprobs=True, **{field: value}), again=False)
     assert caught.value.param == field and caught.value.status == 400
 
 
 def runs(folder, name, **more):
-    rollout = {
-        "environment": file(name),
-        "serve": name != "Echo",
-        "turns": 4,
-        "stop": [*STOPS],
-    }
-    sections = {"model": {"context": 96}, "data": {"template": "chatml", "tokenizer": "bpe:300"}, **more}
+    rollout = {"environment": file(name), "serve": name != "Echo", "turns": 4, "stop": [*STOPS]}
+    rollout |= {"turn_seconds": patience(20), **more.pop("rollout", {})}
+    sections = {"model": {"context": 96}, "data": {"template": "chatml", "tokenizer": "bpe:300"}}
     sections["train"] = {"parity": True}  # the order in which agents call changes no token
-    return tiny.recipe(folder, rollout={**rollout, "turn_seconds": patience(20)}, **sections)
+    return tiny.recipe(folder, rollout=rollout, **{**sections, **more})
 
 
 @pytest.mark.slow
@@ -265,13 +313,32 @@ def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):
-    whole = tiny.run(runs(tmp_path, "Plays"), reward=None, name="whole")
+@pytest.mark.parametrize("kind", ["Plays", "Teams"])
+def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path, kind):
+    recipe = runs(tmp_path, kind, rollout={"turns": 12}, model={"context": 300})
+    whole = tiny.run(recipe, reward=None, name="whole")
     with pytest.raises(PluginError):
-        tiny.run(runs(tmp_path, "Plays"), reward=None, name="again", callbacks=[Falls(9)])
-    again = tiny.run(runs(tmp_path, "Plays"), reward=None, name="again")
+        tiny.run(recipe, reward=None, name="again", callbacks=[Falls(9)])
+    again = tiny.run(recipe, reward=None, name="again")
     assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
     assert tiny.weights(whole.directory) == tiny.weights(again.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learns", ["grpo", "gae"])
+def test_the_trainer_sees_what_each_conversation_has_seen(tmp_path, learns):
+    """Log-probs of engine and trainer agree, without parity mode, and with critic and reference too."""
+    critic = {"critic": {"lr": 1e-3}} if learns == "gae" else {}
+    more = {
+        "algorithm": {"advantage": learns, "steps": 3, "kl": "k3", "kl_coef": 0.1},
+        "train": {"parity": False},
+        **critic,
+    }
+    recipe = runs(tmp_path, "Teams", rollout={"turns": 12}, model={"context": 300}, **more)
+    directory = tiny.run(recipe, reward=None).directory
+    assert 0 < max(one.get("mismatch/max", 0.0) for one in tiny.numbers(directory)) < 1e-4
+    rows = read_trajectories(directory).to_pylist()
+    assert sum(row["conversations"] is not None for row in rows) > len(rows) // 2
 
 
 def test_serving_needs_an_agent(tmp_path):

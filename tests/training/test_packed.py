@@ -9,6 +9,7 @@ from tests.training.cutting import micros
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError
+from tilth.core.trajectory import OPENS
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -136,6 +137,27 @@ def test_parity_never_shares():
     one_by_one = [batch(group([1, 2, 3, 4], [[last]])) for last in (5, 6, 7)]
     alone = [packed_logprobs(made, *one, max_tokens=100, parity=True) for one in one_by_one]
     assert np.array_equal(exact, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("parity", [False, True])
+def test_conversations_of_a_sequence_see_themselves_alone(parity):
+    """A row of three conversations has the log-probs and gradients of three rows; its neighbour is another one."""
+    rng = np.random.default_rng(0)
+    talks = group([1, 2, 3], [rng.integers(0, 10, n).tolist() for n in (5, 1, 7)]) + group([4], [[5, 6]])
+    apart, mask = batch(talks)
+    whole, opens = Jagged(apart.values, apart.offsets[[0, 3, 4]]), np.zeros(len(mask), np.uint8)
+    opens[apart.offsets[1:3]] = 1
+    made, found = model(), []
+    for tokens, columns in ((apart, {}), (whole, {OPENS: opens}), (whole, {})):
+        found.append(packed_logprobs(made, tokens, mask, max_tokens=7, parity=parity, columns=columns))
+    assert np.array_equal(*found[:2]) if parity else np.allclose(*found[:2], atol=2e-6)
+    assert not np.allclose(found[0], found[2], atol=1e-3)
+    steps = []
+    for tokens, columns in ((apart, {}), (whole, {OPENS: opens})):
+        engine = TrainEngine(model(), OptimizerConfig(lr=0.01), total_steps=1, micro_tokens=9, parity=parity)
+        engine.update(tokens, mask, columns, negative_log_likelihood(float(mask.sum())))
+        steps.append(torch.cat([p.detach().flatten() for p in engine.model.parameters()]))
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_share_does_not():

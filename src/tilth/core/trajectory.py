@@ -11,6 +11,8 @@ from tilth.core.errors import TrajectoryError
 Finish = Literal["stop", "length", "aborted", "error"]
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
+OPENS = "opens"
+"""Column of a batch's tokens, uint8 [N]: 1 where a further conversation of an episode begins (``Segment.opens``)."""
 
 
 class Segment(NamedTuple):
@@ -18,6 +20,8 @@ class Segment(NamedTuple):
 
     role: Role
     start: int
+    opens: bool = False
+    """True if it opens a further conversation of the episode, which sees none of the tokens before it."""
 
 
 class Likeliest(NamedTuple):
@@ -77,6 +81,7 @@ class Trajectory:
         self._check(bool(ordered), "segments", f"segments at {starts.tolist()} do not tile {tokens} tokens")
         assistant = np.repeat(np.array([s.role == "assistant" for s in self.segments], bool), spans)
         self._check(not self.mask[~assistant].any(), "mask", "the mask has a token outside of assistant segments")
+        self._check(not self.mask[self.opened].any(), "mask", "the mask has the first token of a conversation")
         paid = [at for at, _ in self.turn_rewards]
         good = all(a < b for a, b in pairwise(paid)) and all(0 <= at < tokens and self.mask[at] for at in paid)
         self._check(good, "turn_rewards", f"rewards of turns at {paid} are not at chosen tokens in order")
@@ -84,6 +89,11 @@ class Trajectory:
     def _check(self, good: bool, field: str, message: str) -> None:
         if not good:
             raise TrajectoryError(f"trajectory {self.id}: {message}", key=field)
+
+    @property
+    def opened(self) -> list[int]:
+        """First token of each conversation behind the first one."""
+        return [segment.start for segment in self.segments if segment.opens]
 
     @property
     def prompt_length(self) -> int:

@@ -29,6 +29,7 @@ COLUMNS = pa.schema(
         ("tokens", pa.list_(pa.int32())),  # of the whole episode
         ("mask", pa.list_(pa.uint8())),  # 1 where the policy chose the token
         ("segments", pa.list_(pa.struct([("role", pa.string()), ("start", pa.int32())]))),
+        ("conversations", pa.list_(pa.int32())),  # first token of each; null: the episode is one
         ("prompt_length", pa.int32()),  # tokens before the first one that the policy chose
         ("reward", pa.float32()),  # null: missing
         ("parts", pa.map_(pa.string(), pa.float32())),  # named parts of the reward

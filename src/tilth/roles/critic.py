@@ -16,7 +16,7 @@ from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.plan.lora import is_adapter
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import check_identity, on_rows, row_names
+from tilth.roles.experience import check_identity, on_rows, opened, row_names
 from tilth.roles.objective import (
     Gather,
     alone,
@@ -84,7 +84,7 @@ class CriticWorker(Learner):
             columns = batch.read(self.store, "tokens", "mask", "values", "returns")
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
-            per_token = {name: column.values for name, column in columns.items()}
+            per_token = {name: column.values for name, column in columns.items()} | opened(batch, self.store, tokens)
             mask = per_token.pop("mask")
             loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, gather_data_ranks(self.grid))
             starts = batch.rows.get("start")

@@ -7,7 +7,7 @@ import numpy as np
 
 from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.errors import TokenIdentityError
-from tilth.core.trajectory import ROLES, Trajectory
+from tilth.core.trajectory import OPENS, ROLES, Segment, Trajectory
 from tilth.trace.spans import span
 
 FINISHES = ("stop", "length", "aborted", "error")
@@ -34,7 +34,7 @@ OUTCOME = "outcome"
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool = False) -> Batch:
     """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask,
-    logprobs, versions of chosen tokens, text, and segments as role and start in turn).
+    logprobs, versions of chosen tokens, text, and segments as code and start in turn).
 
     by_turn: add the rewards of turns, as payload and their sum as a row column."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
@@ -85,7 +85,28 @@ def recorded_experts(column: Jagged, layers: int, experts: int, chosen: int) -> 
 
 
 def _coded(trajectory: Trajectory) -> list[int]:
-    return [number for s in trajectory.segments for number in (ROLES.index(s.role), s.start)]
+    codes = [(ROLES.index(s.role) + len(ROLES) * s.opens, s.start) for s in trajectory.segments]
+    return [number for code in codes for number in code]
+
+
+def decoded_segments(coded: np.ndarray) -> list[Segment]:
+    """Return the segments of one row of the payload ``segments``."""
+    return [
+        Segment(ROLES[code % len(ROLES)], start, code >= len(ROLES)) for code, start in coded.reshape(-1, 2).tolist()
+    ]
+
+
+def opened(batch: Batch, store: Store, tokens: Jagged) -> dict[str, np.ndarray]:
+    """Return the column ``opens`` of the batch's tokens, uint8 [N]; empty if every episode is one conversation."""
+    if "segments" not in batch.payload:
+        return {}
+    column = batch.read(store, "segments")["segments"]
+    codes, starts = column.values[::2], column.values[1::2]
+    rows = np.repeat(tokens.offsets[:-1], column.lengths // 2)
+    first = (rows + starts)[codes >= len(ROLES)]
+    found = np.zeros(len(tokens.values), np.uint8)
+    found[first] = 1
+    return {OPENS: found} if len(first) else {}
 
 
 def on_rows(op: str, batch: Batch) -> span:

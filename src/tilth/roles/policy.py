@@ -22,6 +22,7 @@ from tilth.roles.experience import (
     check_identity,
     is_right,
     on_rows,
+    opened,
     put_like,
     recorded_experts,
     row_names,
@@ -134,7 +135,7 @@ class PolicyWorker(Learner):
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
-            per_token = {name: column.values for name, column in columns.items()}
+            per_token = {name: column.values for name, column in columns.items()} | opened(batch, self.store, tokens)
             mask = per_token.pop("mask")
             mask = per_token.pop("kept", mask)
             if how.keys.nll_coef:
@@ -217,6 +218,7 @@ class PolicyWorker(Learner):
             per_token["uniforms"] = self._uniforms(batch, tokens)
         replayed = self._routing(batch) if self.engine.experts.replay else None
         given: dict[str, Any] = {"temperature": self.temperature, "routing": replayed}
+        given["columns"] = opened(batch, self.store, tokens)
         now = forward(self.engine, packed_logprobs, tokens, mask, **given)
         uniforms = per_token.get("uniforms")
         return rl.thresholds(

@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Jagged, Store
-from tilth.core.trajectory import ROLES
+from tilth.core.trajectory import Segment
 from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
 from tilth.data.trajectories import TrajectoryFiles
-from tilth.roles.experience import FINISHES, TURN_REWARDS, texts
+from tilth.roles.experience import FINISHES, TURN_REWARDS, decoded_segments, texts
 from tilth.training.packed import prompt_lengths
 
 SHOWN = 1000
@@ -70,6 +70,7 @@ class TrajectoryWriter:
         """Trajectories as rows."""
         paid = [TURN_REWARDS] if TURN_REWARDS in batch.payload else []
         columns = batch.read(self.store, "tokens", "mask", "segments", "rollout_logprobs", "text", *paid)
+        segments = [decoded_segments(columns["segments"].row(i)) for i in range(len(batch))]
         turns = [_of_turns(columns, i) for i in range(len(batch))]
         completions = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
@@ -85,7 +86,8 @@ class TrajectoryWriter:
                 "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
                 "mask": _lists(columns["mask"], np.uint8),
-                "segments": pa.array([_segments(columns["segments"].row(i)) for i in range(len(batch))]),
+                "segments": pa.array([[{"role": s.role, "start": s.start} for s in row] for row in segments]),
+                "conversations": pa.array([_conversations(row) for row in segments], pa.list_(pa.int32())),
                 "prompt_length": pa.array(prompt_lengths(columns["mask"])),
                 "reward": pa.array(rewards, pa.float32()),
                 "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
@@ -103,18 +105,20 @@ def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
     return [[(name, float(c[i])) for name, c in named.items() if not np.isnan(c[i])] for i in range(len(batch))]
 
 
-def _segments(coded: np.ndarray) -> list[dict[str, Any]]:
-    return [{"role": ROLES[role], "start": start} for role, start in coded.reshape(-1, 2).tolist()]
+def _conversations(segments: list[Segment]) -> list[int] | None:
+    """Return the first token of each conversation of an episode with several."""
+    further = [s.start for s in segments if s.opens]
+    return [0, *further] if further else None
 
 
 def _of_turns(columns: Mapping[str, Jagged], row: int) -> list[float] | None:
     """Return the reward of each assistant segment of a row; None where no turn has one."""
     if TURN_REWARDS not in columns or not (paid := columns[TURN_REWARDS].row(row)).any():
         return None
-    segments = _segments(columns["segments"].row(row))
-    borders = pairwise([*(s["start"] for s in segments), len(paid)])
+    segments = decoded_segments(columns["segments"].row(row))
+    borders = pairwise([*(s.start for s in segments), len(paid)])
     sums = [float(paid[a:b].sum(dtype=np.float64)) for a, b in borders]
-    return [earned for s, earned in zip(segments, sums) if s["role"] == "assistant"]
+    return [earned for s, earned in zip(segments, sums) if s.role == "assistant"]
 
 
 def _lists(column: Jagged, dtype: type) -> pa.ListArray:

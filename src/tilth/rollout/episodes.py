@@ -7,11 +7,13 @@ only appended: what the policy wrote is never rendered or tokenised again.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
+from tilth.core.random import stream_id
 from tilth.core.trajectory import Finish, Role, Segment, Trajectory
 from tilth.data.template import Template, TemplateError
 from tilth.envs.calls import message_of
@@ -46,21 +48,30 @@ class Wanted:
 
 
 @dataclass
-class Episode:
-    """An episode in flight, with the columns of ``Trajectory`` so far."""
+class Talk:
+    """One conversation of an episode, with the columns of ``Trajectory`` so far."""
 
-    wanted: Wanted
     tools: Sequence[Mapping[str, Any]] = ()
     last: Trajectory | None = None
     """All tokens up to the policy's newest turn, as one trajectory."""
     ended: bool = False
     """True if the policy wrote its end token."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(last token of a turn, its reward), where the environment gives one."""
+
+
+@dataclass
+class Episode:
+    """An episode in flight."""
+
+    wanted: Wanted
+    talks: list[Talk] = field(default_factory=lambda: [Talk()])
+    at: int = 0
+    """Conversation of the newest turn."""
     turns: int = 0
     finish: Finish = "stop"
     note: str = ""
     """Why the episode was cut short."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(last token of a turn, its reward), where the environment gives one."""
     earned: float = 0.0
     """Sum of all rewards of turns."""
     written: int = 0
@@ -69,6 +80,22 @@ class Episode:
     """Limits of the next turn, where the environment asks for it (``SelfDriven.limits``)."""
     short: bool = False
     """True if the newest turn may end for these limits, before the recipe's."""
+
+    @property
+    def talk(self) -> Talk:
+        """Return the conversation of the newest turn."""
+        return self.talks[self.at]
+
+    @property
+    def request(self) -> int:
+        """Return the id of requests of this conversation, which selects their random numbers."""
+        id = self.wanted.id
+        return stream_id("conversation", id, self.at) if self.at else id
+
+    @property
+    def others(self) -> int:
+        """Return the tokens of its other conversations."""
+        return sum(len(one.last.tokens) for one in self.talks if one.last is not None and one is not self.talk)
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,8 @@ class Player:
         self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
         self._open: dict[int, Episode] = {}
-        self._generating: set[int] = set()
+        self._generating: dict[int, int] = {}
+        """Request in flight -> its episode."""
         self._played: dict[int, Played] = {}
         self._partial = 0
 
@@ -131,7 +159,7 @@ class Player:
         """
         before = before or {}
         self._partial = partial
-        self._played, self._generating = {i: one for i, one in before.items() if one.paused is None}, set()
+        self._played, self._generating = {i: one for i, one in before.items() if one.paused is None}, {}
         self._open = {one.id: Episode(one) for one in wanted if one.id not in before}
         if partial:
             self.pool.keep_only(one.id for one in wanted)
@@ -159,23 +187,25 @@ class Player:
             state = dict(played.paused)
             self.pool.resume(wanted.id, state.pop("said"))
             answers.append(Answer(wanted.id, "step", {"messages": state.pop("heard"), "done": False}))
-            rewards = [(at, reward) for at, reward in state.pop("rewards")]
-            self._open[wanted.id] = Episode(wanted, last=played.trajectory, rewards=rewards, **state)
+            talks = [Talk(**one) for one in state.pop("talks")]
+            for talk, last in zip(talks, parted(played.trajectory), strict=True):
+                talk.last, talk.rewards = last, [(at, reward) for at, reward in talk.rewards]
+            self._open[wanted.id] = Episode(wanted, talks, **state)
         self._answers(answers, params)
 
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
-        assert episode.last is not None
-        state = {name: getattr(episode, name) for name in ("tools", "ended", "turns", "rewards", "earned", "limits")}
+        state = {name: getattr(episode, name) for name in ("at", "turns", "earned", "limits")}
+        state["talks"] = [{"tools": one.tools, "ended": one.ended, "rewards": one.rewards} for one in episode.talks]
         state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
         del self._open[episode.wanted.id]
-        self._played[episode.wanted.id] = Played(episode.last, {}, turns=episode.turns, paused=state)
+        whole = together([one.last for one in episode.talks if one.last is not None], episode.at)
+        self._played[episode.wanted.id] = Played(whole, {}, turns=episode.turns, paused=state)
 
     def _answers(self, answers: Sequence[Answer], params: SamplingParams) -> None:
         """Handle what environments say; requests are queued in the order of their ids, so that equal prompts meet."""
         requests = [self._request(answer, params) for answer in sorted(answers, key=lambda a: a.episode)]
         if queued := [request for request in requests if request is not None]:
-            self._generating |= {request.id for request in queued}
             self.engine.submit(queued)
 
     def _request(self, answer: Answer, params: SamplingParams) -> Request | None:
@@ -206,13 +236,22 @@ class Player:
         elif self._partial and episode.written >= self._partial:
             self._pause(episode, answer["messages"])
         else:
-            return self._next(episode, answer["messages"], params)
+            return self._turn_to(episode, answer["messages"], params)
         return None
 
+    def _turn_to(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
+        """Go on with the conversation that the environment names, or begin it."""
+        limits = episode.limits or {}
+        episode.at = limits.get("conversation", 0)
+        if episode.at < len(episode.talks):
+            return self._next(episode, new, params)
+        episode.talks.append(Talk())
+        return self._first(episode, {"messages": new, "tools": limits["tools"], "limits": limits}, params)
+
     def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
-        episode.tools, episode.limits = begun["tools"], begun.get("limits")
+        episode.talk.tools, episode.limits = begun["tools"], begun.get("limits")
         try:
-            ids = self.template.begin(begun["messages"], episode.tools)
+            ids = self.template.begin(begun["messages"], episode.talk.tools)
         except DataError as error:
             self._unreadable(episode, error)
             return None
@@ -220,16 +259,17 @@ class Player:
 
     def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
-        assert episode.last is not None
+        talk = episode.talk
+        assert talk.last is not None
         try:
-            ids = self.template.follow(new, episode.tools, ended=episode.ended) if new else []
+            ids = self.template.follow(new, talk.tools, ended=talk.ended) if new else []
         except DataError as error:
             self._unreadable(episode, error)
             return None
-        tokens = np.concatenate([episode.last.tokens, np.asarray(ids, np.int64)])
+        tokens = np.concatenate([talk.last.tokens, np.asarray(ids, np.int64)])
         if ids:
             role: Role = new[0]["role"]
-            episode.last = longer(episode.last, tokens, role)
+            talk.last = longer(talk.last, tokens, role)
         return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
 
     def _unreadable(self, episode: Episode, error: DataError) -> None:
@@ -241,7 +281,7 @@ class Player:
 
     def _ask(self, episode: Episode, tokens: np.ndarray, params: SamplingParams, what: str) -> Request | None:
         """Return the request for the next turn; without room for a token the episode is cut, and scored as it is."""
-        room = self.limits.context - len(tokens)
+        room = self.limits.context - len(tokens) - episode.others
         wanted = episode.wanted
         if room < 1:
             self._cut(episode, f"{what}, of a context of {self.limits.context}")
@@ -251,7 +291,8 @@ class Player:
         episode.short = longest < most
         stop = (*params.stop, *own.get("stop", ()))
         some = replace(params, max_tokens=longest, stop=stop, schema=self._schema(episode))
-        return Request(wanted.id, tokens, some, wanted.group, wanted.prompt, keeps=True)
+        self._generating[episode.request] = wanted.id
+        return Request(episode.request, tokens, some, wanted.group, wanted.prompt, keeps=True)
 
     def _cut(self, episode: Episode, why: str) -> None:
         """Leave the policy no further turn; the episode is scored as it is."""
@@ -260,24 +301,24 @@ class Player:
 
     def _schema(self, episode: Episode) -> str:
         """Return the grammar of the policy's turns, "" for any text, as for an agent whose calls list no tools."""
-        if not self.constrained or (episode.limits is not None and not episode.tools):
+        tools = episode.talk.tools
+        if not self.constrained or (episode.limits is not None and not tools):
             return ""
-        if not episode.tools:
+        if not tools:
             message = "rollout.tool_schemas = true, but the environment lists no tools in its prompts; use false"
             raise EnvironmentFault(message, key="rollout.tool_schemas.none")
-        return grammar_of_calls(json.dumps(episode.tools), self._added)
+        return grammar_of_calls(json.dumps(tools), self._added)
 
     def _turn_ended(self, trajectory: Trajectory, params: SamplingParams) -> None:
         """Take the policy's turn: pass it on, or end an episode whose turn was cut."""
-        self._generating.discard(trajectory.id)
-        episode = self._open[trajectory.id]
-        start = trajectory.prompt_length
-        episode.last = trajectory if episode.last is None else joined(episode.last, trajectory)
+        episode = self._open[self._generating.pop(trajectory.id)]
+        talk, start = episode.talk, trajectory.prompt_length
+        talk.last = trajectory if talk.last is None else joined(talk.last, trajectory)
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
         episode.written += len(ids)
-        episode.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
-        text = self.tokenizer.decode(ids[:-1] if episode.ended else ids, special=True)
+        talk.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
+        text = self.tokenizer.decode(ids[:-1] if talk.ended else ids, special=True)
         short = episode.short and trajectory.finish == "length"
         if trajectory.finish in ("length", "aborted") and not short:
             episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
@@ -285,7 +326,7 @@ class Player:
         message = message_of(text)
         if episode.limits is not None:
             message |= self._facts(trajectory, ids, bool(episode.limits.get("details")))
-        self.pool.step(trajectory.id, message)
+        self.pool.step(episode.wanted.id, message)
 
     def _facts(self, turn: Trajectory, ids: list[int], details: bool) -> dict[str, Any]:
         """Return what an environment that asks for turns hears of one besides (``SelfDriven.limits``)."""
@@ -298,26 +339,25 @@ class Player:
     def _close(
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None
     ) -> None:
-        """End an episode. Tokens after the policy's last turn are left out: nothing follows them."""
+        """End an episode. Tokens after the policy's last turn of a conversation are left out: nothing follows them."""
         del self._open[episode.wanted.id]
         self.pool.end(episode.wanted.id)
-        last = episode.last or _silent(episode.wanted)
-        length = int(np.flatnonzero(last.mask)[-1]) + 1 if last.mask.any() else len(last.tokens)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
-        cut = replace(_cut(last, length), turn_rewards=episode.rewards)
-        cut.reward, cut.finish = None if value is None else value + episode.earned, finish
-        self._played[episode.wanted.id] = Played(cut, parts, reason or episode.note, status, episode.turns)
+        whole = _whole(episode)
+        whole.reward, whole.finish = None if value is None else value + episode.earned, finish
+        self._played[episode.wanted.id] = Played(whole, parts, reason or episode.note, status, episode.turns)
 
 
 def _reward_turn(episode: Episode, reward: float) -> None:
     """Note the reward of the newest turn at its last token; that of a turn without tokens goes to the one before."""
-    assert episode.last is not None
+    talk = episode.talk
+    assert talk.last is not None
     episode.earned += reward
-    chosen = np.flatnonzero(episode.last.mask)
+    chosen = np.flatnonzero(talk.last.mask)
     if reward and len(chosen):
-        before = dict(episode.rewards)
+        before = dict(talk.rewards)
         before[int(chosen[-1])] = before.get(int(chosen[-1]), 0.0) + reward
-        episode.rewards = list(before.items())
+        talk.rewards = list(before.items())
 
 
 def _silent(wanted: Wanted) -> Trajectory:
@@ -326,6 +366,51 @@ def _silent(wanted: Wanted) -> Trajectory:
     return Trajectory(
         wanted.id, wanted.prompt, wanted.group, nothing, nothing.astype(np.uint8), np.zeros(1, np.float32)
     )
+
+
+def _whole(episode: Episode) -> Trajectory:
+    """Return the conversations of an ended episode in which the policy chose a token, each up to its last one."""
+    found: list[Trajectory] = []
+    at = 0
+    for talk in episode.talks:
+        if talk.last is None or not talk.last.mask.any():
+            continue
+        at = len(found) if talk is episode.talk else at
+        length = int(np.flatnonzero(talk.last.mask)[-1]) + 1
+        found.append(replace(_cut(talk.last, length), turn_rewards=talk.rewards))
+    return together(found, at) if found else episode.talks[0].last or _silent(episode.wanted)
+
+
+def together(talks: Sequence[Trajectory], at: int = 0) -> Trajectory:
+    """Return conversations of an episode one after another, with text and finish of one of them."""
+    if len(talks) == 1:
+        return talks[0]
+    starts = np.cumsum([0, *(len(t.tokens) for t in talks)]).tolist()
+    sampling = [t.sampling_logprobs for t in talks if t.sampling_logprobs is not None]
+    routing = [t.routing for t in talks if t.routing is not None]
+    segments = [
+        Segment(s.role, s.start + start, start > 0 and s.start == 0)
+        for t, start in zip(talks, starts)
+        for s in t.segments
+    ]
+    return replace(
+        talks[at],
+        id=talks[0].id,
+        tokens=np.concatenate([t.tokens for t in talks]),
+        mask=np.concatenate([t.mask for t in talks]),
+        logprobs=np.concatenate([t.logprobs for t in talks]),
+        sampling_logprobs=np.concatenate(sampling) if sampling else None,
+        segments=segments,
+        versions=[(first + start, version) for t, start in zip(talks, starts) for first, version in t.versions],
+        turn_rewards=[(place + start, reward) for t, start in zip(talks, starts) for place, reward in t.turn_rewards],
+        routing=np.concatenate(routing) if len(routing) == len(talks) else None,
+    )
+
+
+def parted(t: Trajectory) -> list[Trajectory]:
+    """Return the conversations that ``together`` has joined, without what it takes of one of them."""
+    borders = [0, *t.opened, len(t.tokens)]
+    return [_slice(t, begin, end) for begin, end in pairwise(borders)]
 
 
 def longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
@@ -362,12 +447,20 @@ def joined(before: Trajectory, new: Trajectory) -> Trajectory:
 
 def _cut(t: Trajectory, length: int) -> Trajectory:
     """Return the first ``length`` tokens of a trajectory."""
+    return _slice(t, 0, length)
+
+
+def _slice(t: Trajectory, begin: int, end: int) -> Trajectory:
+    """Return the tokens of whole conversations from ``begin`` on, up to ``end``, without rewards of turns."""
+    some = slice(begin, end)
     return replace(
         t,
-        tokens=t.tokens[:length],
-        mask=t.mask[:length],
-        logprobs=t.logprobs[:length],
-        sampling_logprobs=None if t.sampling_logprobs is None else t.sampling_logprobs[:length],
-        segments=[s for s in t.segments if s.start < length],
-        routing=None if t.routing is None else t.routing[:length],
+        tokens=t.tokens[some],
+        mask=t.mask[some],
+        logprobs=t.logprobs[some],
+        sampling_logprobs=None if t.sampling_logprobs is None else t.sampling_logprobs[some],
+        segments=[Segment(s.role, s.start - begin) for s in t.segments if begin <= s.start < end],
+        versions=[(first - begin, version) for first, version in t.versions if begin <= first < end],
+        turn_rewards=[],
+        routing=None if t.routing is None else t.routing[some],
     )

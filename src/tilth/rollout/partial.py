@@ -105,7 +105,7 @@ def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
         mask = (np.arange(len(tokens[i])) >= start).astype(np.uint8) if masks is None else masks[i]
         t = Trajectory(id, prompt, group, tokens[i], mask, logprobs[i], sampling[i] if file["filtered"][i] else None)
         if facts[i]:
-            t.segments = [Segment(role, first) for role, first in facts[i]["segments"]]
+            t.segments = [Segment(*one) for one in facts[i]["segments"]]
             t.turn_rewards = [(at, reward) for at, reward in facts[i]["turn_rewards"]]
             t.info, t.reward = facts[i]["info"], facts[i]["reward"]
         t.versions = [(first, version) for first, version in spans[i].tolist()]

@@ -9,11 +9,11 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from threading import Thread
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilth.core.errors import PluginError
 from tilth.envs.environment import EnvironmentFault, Message, SelfDriven
-from tilth.serve.conversation import MODEL, AgentConversation
+from tilth.serve.conversation import MODEL, AgentConversations
 
 if TYPE_CHECKING:
     from tilth.serve.agent_server import AgentServer
@@ -23,11 +23,14 @@ class Agent(SelfDriven, declares=False):
     """One episode. Subclass it in a plugin; ``rollout.serve=true`` and ``rollout.environment`` choose it by the name of
     the class in small letters.
 
-    Every episode has an object of its own, made without arguments, and is one conversation: each call's messages begin
-    with those of the call before and its answer.
+    Every episode has an object of its own, made without arguments. In a conversation each call's messages begin with
+    those of the call before and its answer.
     """
 
-    _talk: AgentConversation | None = None
+    conversations: ClassVar[int] = 1
+    """Most conversations of an episode: a call that goes on with none of them opens a further one, or is refused. All
+    of them are trained on, with the episode's reward, and have ``model.context`` tokens together."""
+    _talk: AgentConversations | None = None
 
     def run(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
         """Play the episode with any OpenAI client: ``OpenAI(base_url=base_url, api_key=api_key)``; may be ``async``.
@@ -38,13 +41,17 @@ class Agent(SelfDriven, declares=False):
 
     @classmethod
     def prepare(cls) -> None:
-        """Start the server of this process. Raises PluginError if its packages are missing."""
+        """Start the server of this process. Raises PluginError if its packages are missing, or for ``conversations``
+        below 1."""
+        if type(cls.conversations) is not int or cls.conversations < 1:
+            message = f"{cls.__name__}.conversations = {cls.conversations!r} is not a number from 1 on"
+            raise PluginError(message, key="environment.conversations")
         _server()
 
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin ``run`` and return the messages of its first call."""
         server = _server()
-        self._talk = server.open(AgentConversation(type(self).sampling))
+        self._talk = server.open(AgentConversations(type(self).sampling, type(self).conversations))
         self._thread = Thread(target=self._play, args=(info, server), name="agent", daemon=True)
         self._thread.start()
         first, ended = self._next()
@@ -64,8 +71,8 @@ class Agent(SelfDriven, declares=False):
 
     def tools(self) -> dict[str, Any]:
         """Return the tools that the calls list; the agent calls them itself."""
-        listed = self._talk.tools if self._talk is not None else None
-        return {str(at): SimpleNamespace(schema=schema) for at, schema in enumerate(listed or ())}
+        listed = self._talk.tools if self._talk is not None else ()
+        return {str(at): SimpleNamespace(schema=schema) for at, schema in enumerate(listed)}
 
     def cut(self, why: str) -> None:
         """Refuse further calls (400, ``context_length_exceeded``) and wait for the end of ``run``. What it raises then

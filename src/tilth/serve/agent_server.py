@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from threading import Lock, Thread
 from typing import Any
@@ -12,8 +12,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tilth.serve.app import bare_app, event_stream, listen, unless_gone
-from tilth.serve.conversation import MODEL, PARALLEL, AgentConversation, Turn
+from tilth.serve.app import LEFT, bare_app, event_stream, listen, unless_gone
+from tilth.serve.conversation import MODEL, PARALLEL, AgentConversations, Turn
 from tilth.serve.errors import HttpError, read
 from tilth.serve.schemas import ChatBody
 
@@ -22,12 +22,15 @@ KEEP_ALIVE = 3600
 LEAVING = 1.0
 """Seconds in which the server has seen that a client has left, whose call the client makes anew."""
 
+Wait = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
+"""Waits for something unless the client leaves, which is an error."""
+
 
 class AgentServer:
     """Server on 127.0.0.1 in a thread of its own. address: ``base_url`` of clients."""
 
     def __init__(self) -> None:
-        self._talks: dict[str, AgentConversation] = {}
+        self._talks: dict[str, AgentConversations] = {}
         door = listen("127.0.0.1", 0)
         self.address = f"http://127.0.0.1:{door.getsockname()[1]}/v1"
         app = bare_app()
@@ -38,16 +41,16 @@ class AgentServer:
         server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet))
         Thread(target=server.run, kwargs={"sockets": [door]}, name="agent-server", daemon=True).start()
 
-    def open(self, talk: AgentConversation) -> AgentConversation:
+    def open(self, talk: AgentConversations) -> AgentConversations:
         """Answer calls of an episode from now on."""
         self._talks[talk.token] = talk
         return talk
 
-    def remove(self, talk: AgentConversation) -> None:
+    def remove(self, talk: AgentConversations) -> None:
         """Know an episode no longer."""
         self._talks.pop(talk.token, None)
 
-    def _talk(self, request: Request) -> AgentConversation:
+    def _talk(self, request: Request) -> AgentConversations:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         talk = self._talks.get(token.strip()) if scheme.lower() == "bearer" else None
         if talk is None:
@@ -77,14 +80,16 @@ class AgentServer:
             if body.model != MODEL:
                 message = f"there is no model {body.model!r}; this server has {MODEL}"
                 raise HttpError(404, message, "model", "model_not_found")
-            turn = await _called(talk, body, request.headers.get("x-stainless-retry-count", "0") != "0")
+            again = request.headers.get("x-stainless-retry-count", "0") != "0"
+            turn = await _called(talk, body, again, lambda work: unless_gone(request, work))
         except HttpError as error:
-            talk.refuse(error)
+            if error.status != LEFT:
+                talk.refuse(error)
             raise
         try:
             found = await unless_gone(request, _answered(turn))
         except HttpError:
-            talk.left = True
+            talk.leave(turn)
             raise
         if isinstance(found, HttpError):
             raise found
@@ -95,17 +100,20 @@ class AgentServer:
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(found)})
 
 
-async def _called(talk: AgentConversation, body: ChatBody, again: bool) -> "Future[Turn | HttpError]":
-    """Take a call. One beside another repeats it if the other's client proves to have left."""
-    try:
-        return talk.call(body, again)
-    except HttpError as error:
-        until = time.monotonic() + LEAVING
-        while error.code == PARALLEL and not talk.left and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        if error.code != PARALLEL or not talk.left:
-            raise
-    return talk.call(body, again)
+async def _called(talk: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
+    """Take a call. One beside another waits for its turn where the agent may have several conversations; elsewhere it
+    repeats the other one if its client proves to have left."""
+    while True:
+        try:
+            return talk.call(body, again)
+        except HttpError as error:
+            until = time.monotonic() + LEAVING
+            while error.code == PARALLEL and talk.most == 1 and not talk.left and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            if error.code != PARALLEL or (talk.most == 1 and not talk.left):
+                raise
+        if talk.most > 1 and (beside := talk.turn) is not None:
+            await wait(_answered(beside))
 
 
 async def _answered(turn: "Future[Turn | HttpError]") -> Turn | HttpError:

@@ -32,6 +32,8 @@ BODY = 8 << 20
 """Most bytes of a request's body."""
 GRACE = 30.0
 """Seconds in which requests may finish when the server is asked to end."""
+LEFT = 499
+"""Status of a request whose client has left."""
 OPEN = ("/health",)
 """Paths that need no token."""
 SIGNED = "/api/v1/files/"
@@ -144,7 +146,7 @@ def bare_app() -> FastAPI:
         return HttpError(status, f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}").response()
 
     async def left(request: Request, error: Exception) -> Response:
-        return HttpError(499, "the client has left").response()
+        return HttpError(LEFT, "the client has left").response()
 
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(HttpError, failed)
@@ -176,7 +178,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HttpError(499, "the client has left")
+            raise HttpError(LEFT, "the client has left")
         return task.result()
     finally:
         for one in (task, gone):

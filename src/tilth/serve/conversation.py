@@ -1,6 +1,7 @@
-"""AgentConversation of an agent with the policy: its calls on the server's thread, the policy's turns on the episode's.
+"""Conversations of an agent with the policy: its calls on the server's thread, the policy's turns on the episode's.
 
-Token ids are only appended, so a call must begin with all that was said before, as it was said.
+Token ids are only appended, so a call that goes on with a conversation begins with all that was said in it, as it was
+said; any other call opens a further one, where the agent may have several.
 """
 
 import json
@@ -65,31 +66,66 @@ class Turn(NamedTuple):
         )
 
 
-class AgentConversation:
-    """One episode's calls and their answers. token: names it in requests. limits, tools: those of the newest call."""
+class _Talk:
+    """One conversation: its newest call and all that was said."""
 
-    def __init__(self, sampling: Mapping[str, Any]) -> None:
-        """sampling: how turns are drawn, which a call may repeat, not change; empty: it may say what it likes."""
-        self.token = secrets.token_urlsafe(24)
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        self.tools = tools
+        self.said: list[dict[str, Any]] = []
+        """All messages, those of the policy too."""
+        self.asked: list[dict[str, Any]] = []
+        """Messages of the newest call."""
         self.limits: dict[str, Any] = {}
-        self.tools: list[dict[str, Any]] | None = None
+        self.turn: Future[Turn | HttpError] = Future()
+        """Answer to the newest call."""
         self.left = False
         """True if the client of the newest call has left before its answer."""
+
+    def goes_on(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> bool:
+        """Return True if a call adds messages to this conversation."""
+        seen = len(self.said)
+        return tools == self.tools and len(messages) > seen and all(map(_same, self.said, messages))
+
+
+class AgentConversations:
+    """One episode's calls and their answers. token: names it in requests; most: conversations that it may have."""
+
+    def __init__(self, sampling: Mapping[str, Any], most: int = 1) -> None:
+        """sampling: how turns are drawn, which a call may repeat, not change; empty: it may say what it likes."""
+        self.token, self.most = secrets.token_urlsafe(24), most
         self._sampling = sampling
-        self._said: list[dict[str, Any]] = []
-        """All messages, those of the policy too."""
-        self._asked: list[dict[str, Any]] = []
-        """Messages of the newest call."""
-        self._turn: Future[Turn | HttpError] | None = None
-        """Answer to the newest call."""
+        self._talks: list[_Talk] = []
+        self._at = 0
+        """Conversation of the newest call."""
         self._events: SimpleQueue[list[dict[str, Any]] | BaseException | None] = SimpleQueue()
         self._over = ""
         self._lock = Lock()
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Return the limits of the newest call as JSON, with its conversation and, if it is a further one, tools."""
+        talk = self._talks[self._at]
+        return {**talk.limits, "conversation": self._at, "tools": talk.tools} if self._at else talk.limits
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the tools of the newest call."""
+        return self._talks[self._at].tools if self._talks else []
+
+    @property
+    def left(self) -> bool:
+        """Return True if the client of the newest call has left before its answer."""
+        return bool(self._talks) and self._talks[self._at].left
+
+    @property
+    def turn(self) -> "Future[Turn | HttpError] | None":
+        """Return the answer to the newest call."""
+        return self._talks[self._at].turn if self._talks else None
+
     # ---- the server's side ----
 
     def call(self, body: ChatBody, again: bool) -> "Future[Turn | HttpError]":
-        """Take a call; the future gets its answer. again: it repeats the newest one, whose answer was lost.
+        """Take a call; the future gets its answer. again: it repeats one whose answer was lost.
 
         Raises HttpError, which costs the episode its reward, unless the episode is over.
         """
@@ -98,45 +134,59 @@ class AgentConversation:
                 raise self._ended()
             messages = [plain(one) for one in body.messages]
             limits = _limits(body)
-            if self._turn is not None and (again or self.left) and messages == self._asked:
-                _check_repeat(limits, self.limits)
-                return self._turn
-            if self._turn is not None and not self._turn.done():
+            for talk in reversed(self._talks):
+                if (again or talk.left) and messages == talk.asked:
+                    _check_repeat(limits, talk.limits)
+                    return talk.turn
+            if self.turn is not None and not self.turn.done():
                 message = "a call is still being answered; an episode is one conversation, one call after the other"
                 raise HttpError(400, message, "messages", PARALLEL)
             _check_drawn(body, self._sampling)
-            tools = [listed(one) for one in body.tools or ()]
-            if tools != (tools if self.tools is None else self.tools):
-                message = "tools differ from those of the first call, which the policy has read"
-                raise HttpError(400, message, "tools", "agent.tools")
-            if self.tools is None and self._sampling.get("tool_schemas"):
-                _check_followed(tools)
-            new = self._new(messages)
-            self.tools, self.limits, self.left = tools, limits, False
-            self._said, self._asked = list(messages), messages
-            self._turn = Future()
+            talk = self._find(messages, [listed(one) for one in body.tools or ()])
+            new = messages[len(talk.said) :]
+            talk.said, talk.asked, talk.limits, talk.left = list(messages), messages, limits, False
+            talk.turn = Future()
+            self._at = self._talks.index(talk)
             self._events.put(new)
-            return self._turn
+            return talk.turn
+
+    def leave(self, turn: "Future[Turn | HttpError]") -> None:
+        """Note that the client of a call has left before this answer."""
+        for talk in self._talks:
+            talk.left = talk.left or talk.turn is turn
+
+    def _find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> _Talk:
+        """Return the conversation that a call goes on with, the longest one, or a further one."""
+        known = [talk for talk in self._talks if talk.goes_on(messages, tools)]
+        if known:
+            return max(known, key=lambda talk: len(talk.said))
+        if len(self._talks) == self.most:
+            raise self._refusal(messages, tools)
+        if self._sampling.get("tool_schemas"):
+            _check_followed(tools)
+        self._talks.append(_Talk(tools))
+        return self._talks[-1]
+
+    def _refusal(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> HttpError:
+        """Return what is wrong with a call that does not go on where the newest one ended."""
+        talk, hint = self._talks[self._at], f"; the agent's class has conversations = {self.most}, which may be more"
+        if tools != talk.tools:
+            message = f"tools differ from those of the first call, which the policy has read{hint}"
+            return HttpError(400, message, "tools", "agent.tools")
+        for at, (mine, theirs) in enumerate(zip_longest(talk.said, messages[: len(talk.said)])):
+            if theirs is None or not _same(mine, theirs):
+                given = "is missing" if theirs is None else f"is {_key(theirs)!r:.120}"
+                message = f"messages.{at} {given}, but the conversation has {_key(mine)!r:.120} there"
+                why = "what the policy has read and written cannot change; send all of it again, and add to it"
+                return HttpError(400, f"{message}; {why}{hint}", f"messages.{at}", "agent.history")
+        message = "the call adds no message to what the policy has answered"
+        return HttpError(400, f"{message}{hint}", "messages", "agent.history")
 
     def refuse(self, error: HttpError) -> None:
         """End the episode for a call that is wrong, unless it is over."""
         with self._lock:
             if not self._over:
                 self._events.put(EnvironmentFault(f"a call was refused: {error}", key="agent.refused"))
-
-    def _new(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what a call adds. Raises HttpError for one that does not go on where the last one ended."""
-        seen = len(self._said)
-        for at, (mine, theirs) in enumerate(zip_longest(self._said, messages[:seen])):
-            if theirs is None or _key(mine) != _key(theirs):
-                given = "is missing" if theirs is None else f"is {_key(theirs)!r:.120}"
-                message = f"messages.{at} {given}, but the conversation has {_key(mine)!r:.120} there"
-                why = "what the policy has read and written cannot change; send all of it again, and add to it"
-                raise HttpError(400, f"{message}; {why}", f"messages.{at}", "agent.history")
-        if len(messages) == seen:
-            message = "the call adds no message to what the policy has answered; an episode is one conversation"
-            raise HttpError(400, message, "messages", "agent.history")
-        return messages[seen:]
 
     def _ended(self) -> HttpError:
         return HttpError(400, f"the policy has no further turn: {self._over}", "messages", OVER)
@@ -153,28 +203,30 @@ class AgentConversation:
 
     def answer(self, turn: Message) -> None:
         """Answer the call with the policy's turn. Calls in it that cannot be made are text like any other."""
+        talk = self._talks[self._at]
         calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()]
-        if not self.tools or any(call.problem for call in calls):
+        if not talk.tools or any(call.problem for call in calls):
             calls = []
         content = turn["content"] if calls else turn.get("text", turn["content"])
         with self._lock:
-            ids = [f"call_{len(self._said)}_{at}" for at in range(len(calls))]  # the same when the episode repeats
+            place = f"{self._at}_{len(talk.said)}" if self._at else f"{len(talk.said)}"
+            ids = [f"call_{place}_{at}" for at in range(len(calls))]  # the same when the episode repeats
             message = assistant(content, calls, ids)
-            self._said.append(plain(ChatMessage.model_validate(message)))
-            if self._turn is not None and not self._turn.done():
-                self._turn.set_result(Turn(message, turn))
+            talk.said.append(plain(ChatMessage.model_validate(message)))
+            if not talk.turn.done():
+                talk.turn.set_result(Turn(message, turn))
 
     def close(self, why: str) -> None:
         """Refuse the call that waits, and further ones."""
         with self._lock:
             self._over = self._over or why
-            if self._turn is not None and not self._turn.done():
-                self._turn.set_result(self._ended())
+            if self.turn is not None and not self.turn.done():
+                self.turn.set_result(self._ended())
 
     def end(self, error: BaseException | None) -> None:
         """Note that the agent has ended. error: what it raised."""
         with self._lock:
-            if error is None and self._turn is not None and not self._turn.done():
+            if error is None and self.turn is not None and not self.turn.done():
                 error = EnvironmentFault("run ended before the answer to its call", key="agent.unanswered")
             self._over = self._over or "the agent has ended"
             self._events.put(error)
@@ -225,6 +277,11 @@ def _limits(body: ChatBody) -> dict[str, Any]:
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     longest = body.max_completion_tokens or body.max_tokens
     return {"max_tokens": longest, "stop": stop, "details": bool(body.logprobs)}
+
+
+def _same(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return True if the policy reads the same in both messages."""
+    return mine == theirs or _key(mine) == _key(theirs)
 
 
 def _key(message: Mapping[str, Any]) -> dict[str, Any]:

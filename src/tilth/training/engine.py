@@ -19,6 +19,7 @@ from tilth.config.axes import MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, TokenCountError
+from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.comm import lent
@@ -274,7 +275,7 @@ class TrainEngine:
         """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         drops = dropout and self._drops
-        share = self._shares and not drops  # each sample has a mask of its own
+        share = self._shares and not drops and OPENS not in columns  # each sample has a mask of its own
         plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
         given = columns if routing is None else {**columns, ROUTING: routing}
         cutting = partial(cut, tokens, mask, given, plan, self.device, self.sharded.context)

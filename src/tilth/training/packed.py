@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError
+from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
@@ -44,6 +45,7 @@ def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -
 class MicroBatch:
     """One micro-batch, packed: per-token tensors [N] over ``len(lengths)`` sequences.
 
+    ``seen``: lengths of conversations, whose tokens see each other alone; a sequence is one unless ``opens`` says more.
     ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared) come from the policy, ``values``
     from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
     several sequences share, computed once. ``share``: the tokens that this rank computes; all else is of all tokens.
@@ -51,6 +53,7 @@ class MicroBatch:
 
     ids: Tensor
     lengths: Tensor
+    seen: Tensor
     mask: Tensor
     columns: dict[str, Tensor]
     trees: PrefixTrees | None = None
@@ -68,7 +71,7 @@ class MicroBatch:
     @property
     def pairs(self) -> int:
         """Pairs of a computed token and a token it attends to, itself included; windows are ignored."""
-        return attended(self.lengths.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
+        return attended(self.seen.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
 
 
 class WorkAmounts(NamedTuple):
@@ -122,9 +125,16 @@ def cut(
             marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in groups])[:-1])
             trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
         own = {name: tensor(values[index]) for name, values in columns.items()}
-        lengths = torch.from_numpy(part.lengths)
-        share = None if context is None else context.share(part.lengths, device)
-        yield index, MicroBatch(tensor(tokens.values[index]), lengths, tensor(mask[index]), own, trees, share)
+        opens = own.pop(OPENS, None)
+        seen = part.lengths if opens is None else _conversations(part.offsets, columns[OPENS][index])
+        lengths = torch.from_numpy(part.lengths), torch.from_numpy(seen)
+        share = None if context is None else context.share(seen, device)
+        yield index, MicroBatch(tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share)
+
+
+def _conversations(offsets: np.ndarray, opens: np.ndarray) -> np.ndarray:
+    """Return the length of each conversation of packed sequences, int64."""
+    return np.diff(np.unique(np.concatenate([offsets, np.flatnonzero(opens)]))).astype(np.int64)
 
 
 def plan_micros(tokens: Jagged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
@@ -208,7 +218,7 @@ def model_input(
     if micro.share is not None:
         return micro.ids[micro.share.tokens], micro.share.context(dropout)
     if micro.trees is None:
-        return micro.ids, PackedContext(micro.lengths, device, parity, dropout)
+        return micro.ids, PackedContext(micro.seen, device, parity, dropout)
     return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
 
 
@@ -309,9 +319,9 @@ def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the log-prob of each token in the mask, float32 [N]; 0 elsewhere. No gradient.
 
-    how: ``max_tokens`` of a micro-batch, optionally ``temperature``, ``parity`` and ``routing`` (int64 [N, layers with
-    experts, k], choices of experts to follow; below 0: the model's own). All ranks of a sharded model call
-    it, each with its own rows, any number of them.
+    how: ``max_tokens`` of a micro-batch, optionally ``temperature``, ``parity``, ``columns`` (``opens`` alone counts)
+    and ``routing`` (int64 [N, layers with experts, k], choices of experts to follow; below 0: the model's own). All
+    ranks of a sharded model call it, each with its own rows, any number of them.
     """
     return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
 
@@ -363,8 +373,9 @@ def _without_gradient(
     sharded = ShardedModel.of(model)
     decoder, divided = sharded.model, sharded.context is not None
     device = next(iter(sharded.parameters.values())).device
-    plan = plan_micros(tokens, mask, max_tokens, share=shares_prompts(decoder.config, parity, divided))
     given = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
+    shares = shares_prompts(decoder.config, parity, divided) and OPENS not in given
+    plan = plan_micros(tokens, mask, max_tokens, share=shares)
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:
