@@ -315,7 +315,7 @@ def test_a_run_learns_from_an_agent_what_it_learns_from_the_environment(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Plays", "Teams"])
 def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path, kind):
-    recipe = runs(tmp_path, kind, rollout={"turns": 12}, model={"context": 300})
+    recipe = runs(tmp_path, kind, rollout={"turns": 12, "max_tokens": 24}, model={"context": 500})
     whole = tiny.run(recipe, reward=None, name="whole")
     with pytest.raises(PluginError):
         tiny.run(recipe, reward=None, name="again", callbacks=[Falls(9)])
@@ -328,17 +328,13 @@ def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path, kind):
 @pytest.mark.parametrize("learns", ["grpo", "gae"])
 def test_the_trainer_sees_what_each_conversation_has_seen(tmp_path, learns):
     """Log-probs of engine and trainer agree, without parity mode, and with critic and reference too."""
-    critic = {"critic": {"lr": 1e-3}} if learns == "gae" else {}
-    more = {
-        "algorithm": {"advantage": learns, "steps": 3, "kl": "k3", "kl_coef": 0.1},
-        "train": {"parity": False},
-        **critic,
-    }
-    recipe = runs(tmp_path, "Teams", rollout={"turns": 12}, model={"context": 300}, **more)
+    more = {"flow": "ppo", "critic": {"lr": 1e-3}} if learns == "gae" else {}
+    more |= {"algorithm": {"advantage": learns, "steps": 3, "kl": "k3", "kl_coef": 0.1}, "train": {"parity": False}}
+    recipe = runs(tmp_path, "Teams", rollout={"turns": 12, "max_tokens": 24}, model={"context": 500}, **more)
     directory = tiny.run(recipe, reward=None).directory
     assert 0 < max(one.get("mismatch/max", 0.0) for one in tiny.numbers(directory)) < 1e-4
     rows = read_trajectories(directory).to_pylist()
-    assert sum(row["conversations"] is not None for row in rows) > len(rows) // 2
+    assert sum(row["conversations"] is not None for row in rows) > 20
 
 
 def test_serving_needs_an_agent(tmp_path):
