@@ -77,19 +77,21 @@ def test_segments_tile_the_tokens(episode):
 
 
 def test_a_single_turn_is_a_user_segment_and_an_assistant_segment():
-    assert trajectory([0, 0, 1, 1]).segments == [("user", 0), ("assistant", 2)]
-    assert trajectory([0, 0]).segments == [("user", 0)] and trajectory([1]).segments == [("assistant", 0)]
+    user, assistant = ("user", 0, False), ("assistant", 0, False)
+    assert trajectory([0, 0, 1, 1]).segments == [user, ("assistant", 2, False)]
+    assert trajectory([0, 0]).segments == [user] and trajectory([1]).segments == [assistant]
 
 
 @pytest.mark.parametrize(
     "segments, mask",
     [
         ([("user", 1)], [0, 0]), ([("user", 0), ("tool", 0)], [0, 0]), ([("user", 0), ("assistant", 2)], [0, 0]),
-        ([("user", 0), ("tool", 1)], [0, 1]), ([("user", 0)], [0, 0, 0]),
+        ([("user", 0), ("tool", 1)], [0, 1]), ([("user", 0)], [0, 0, 0]), ([("user", 0), ("assistant", 1, True)], [0, 1]),
     ],
 )  # fmt: skip
 def test_parts_that_contradict_each_other_are_refused(segments, mask):
-    """A gap, an order, an end behind the tokens, a trained token that a tool said, arrays of two lengths."""
+    """A gap, an order, an end behind the tokens, a trained token that a tool said, arrays of two lengths, a trained
+    token that begins a conversation."""
     with pytest.raises(TrajectoryError):
         Trajectory(
             3, 0, 0, np.arange(2), np.array(mask, np.uint8), np.zeros(2), segments=[Segment(*s) for s in segments]
