@@ -86,7 +86,8 @@ def test_a_single_turn_is_a_user_segment_and_an_assistant_segment():
     "segments, mask",
     [
         ([("user", 1)], [0, 0]), ([("user", 0), ("tool", 0)], [0, 0]), ([("user", 0), ("assistant", 2)], [0, 0]),
-        ([("user", 0), ("tool", 1)], [0, 1]), ([("user", 0)], [0, 0, 0]), ([("user", 0), ("assistant", 1, True)], [0, 1]),
+        ([("user", 0), ("tool", 1)], [0, 1]), ([("user", 0)], [0, 0, 0]),
+        ([("user", 0), ("assistant", 1, True)], [0, 1]),
     ],
 )  # fmt: skip
 def test_parts_that_contradict_each_other_are_refused(segments, mask):
