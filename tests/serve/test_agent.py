@@ -146,7 +146,7 @@ def test_failures_are_the_episodes_own(odd):
         "drops": "messages.0 is",
         "edits": "messages.1 is",
         "asks_again": "messages.1 is missing",
-        "branches": "a call is still being answered",
+        "branches": "a call was refused: ",
         "changes_tools": "tools differ",
         "another_model": "there is no model 'gpt-5'",
         "leaves": "run ended before the answer to its call",
@@ -253,6 +253,14 @@ def test_a_repeated_call_has_the_limits_of_the_first(field, value):
     with pytest.raises(HttpError) as caught:
         talk.call(body(asked, **{"max_tokens": 7, field: value}), again=False)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, field, "agent.repeat")
+
+
+def test_one_conversation_has_one_call_at_a_time():
+    talk, asked = AgentConversations({}), [{"role": "user", "content": "?"}]
+    talk.call(body(asked), again=False)
+    with pytest.raises(HttpError) as caught:
+        talk.call(body([*asked, *asked]), again=False)
+    assert caught.value.code == "agent.parallel"
 
 
 def test_a_client_that_asks_anew_may_be_faster_than_the_end_of_its_connection():
