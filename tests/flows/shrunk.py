@@ -1,11 +1,16 @@
-"""A plugin for runs that lose a worker for ever: it is killed after step 3, and none can start in its place."""
+"""A plugin for runs that lose a worker: it is killed after step 3, and none can start in its place.
+
+With ``GROWS``, a file, all workers are asked for again at once: the first time it fails, and the file is removed.
+"""
 
 import os
 import signal
+from pathlib import Path
 
 import tilth
 from tilth.cluster.backends.local import LocalBackend
 from tilth.core.errors import WorkerLost
+from tilth.flows import hot_update
 
 replace = LocalBackend.replace
 
@@ -20,6 +25,11 @@ def refuse(self, ranks, evicted=()):
 class Loses(tilth.Callback):
     def on_run_start(self, run):
         LocalBackend.replace = refuse
+        if name := os.environ.get("GROWS"):
+            hot_update.GROWS = 0.0
+            if run.state.step and run.recipe.cluster.workers == 4 and Path(name).exists():
+                Path(name).unlink()
+                raise WorkerLost("its machine is still gone", key="cluster.start")
 
     def on_step_end(self, run, step, metrics):
         if step == 3 and run.recipe.cluster.workers == 4:

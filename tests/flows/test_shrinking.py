@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.cli.test_whole import ENVIRONMENT, TILTH
 from tests.patience import patience
 from tilth.config.axes import AXES
-from tilth.config.load import dump_toml, load_recipe
+from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.config.schema import LayoutConfig
 from tilth.flows.shrinking import ROWS, _fit, smaller
-from tilth.guard.updates import read_updates
+from tilth.guard.updates import RecipeChange, Update, read_updates, shrunk
 from tilth.runs.readers import read_metrics, read_state
 
 PLUGIN = str(Path(__file__).with_name("shrunk.py"))
@@ -55,10 +55,27 @@ def over(*overrides):
 def test_the_largest_layout_keeps_the_model_axes_and_every_pool(tmp_path, sections, lost, expected):
     recipe = over(*sections)
     (tmp_path / "recipe.toml").write_text(dump_toml(recipe))
-    overrides, changes = smaller(tmp_path, recipe, lost)
+    overrides, changes, back = smaller(tmp_path, recipe, lost)
     assert expected <= set(overrides) and bool(overrides) == bool(expected) == bool(changes)
     if overrides:
-        load_recipe(str(tmp_path / "recipe.toml"), overrides)
+        after = load_recipe(str(tmp_path / "recipe.toml"), overrides)
+        (tmp_path / "recipe.toml").write_text(dump_toml(after))
+        assert not all_differences(recipe, load_recipe(str(tmp_path / "recipe.toml"), back))
+
+
+def test_who_is_asked_for_again_was_taken_away_last_and_by_nobody_else():
+    def made(number, **facts):
+        return Update(
+            RecipeChange(number), facts.pop("changes", {}), 8, True, "", "", facts.pop("state", "in force"), **facts
+        )
+
+    first, second = (made(number, back=("cluster.workers=4", "policy.layout.fsdp=4")) for number in (1, 2))
+    assert shrunk([]) is None and shrunk([made(1, back=("a=1",), state="undone")]) is None
+    assert shrunk([first, second]) is second
+    assert shrunk([first, second, made(3, grows=2, state="undone")]) is second
+    assert shrunk([first, second, made(3, grows=2)]) is first
+    assert shrunk([first, made(2, changes={"optimizer.lr": ""})]) is first
+    assert shrunk([first, made(2, changes={"policy.layout.fsdp": ""})]) is None
 
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 3) for name in AXES})
@@ -79,11 +96,12 @@ def test_a_layout_that_fits_fills_the_workers_and_leaves_the_model_axes(sizes, f
         assert (new["fsdp"] > 1) <= (sizes["fsdp"] > 1)
 
 
-def run(folder, *more):
+def run(folder, *more, **variables):
     folder.mkdir()
     done = subprocess.run(
         [*TILTH, "run", "addition-grpo", *SFT, *more],
-        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=patience(300), check=False,
+        cwd=folder, env={**ENVIRONMENT, **variables}, capture_output=True, text=True, timeout=patience(300),
+        check=False,
     )  # fmt: skip
     return done.returncode, done.stderr, folder / "runs/a"
 
@@ -112,3 +130,28 @@ def test_a_run_goes_on_with_two_of_four_workers_and_the_same_data(tmp_path):
 
     code, errors, _ = run(tmp_path / "ends", *four, f"plugins={json.dumps([PLUGIN])}", "guard.shrink=false")
     assert code == 2 and "its machine is gone" in errors
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_of_fewer_workers_has_all_again_as_soon_as_they_can_be_made(tmp_path):
+    four = ["cluster.workers=4", "policy.layout.fsdp=2"]
+    (tmp_path / "gone").touch()
+    code, errors, grown = run(
+        tmp_path / "grown", *four, f"plugins={json.dumps([PLUGIN])}", GROWS=str(tmp_path / "gone")
+    )
+    assert code == 0, errors
+    shrink, failed, again = read_updates(grown)
+    assert (shrink.state, shrink.step, failed.state, again.state) == ("in force", 2, "undone", "in force")
+    assert "still gone" in failed.why and failed.grows == again.grows == shrink.number
+    assert (failed.step, again.step) == (3, 4)  # no step is lost
+    recipe = load_recipe(str(grown / "recipe.toml"), [])
+    assert recipe.cluster.workers == 4 and recipe.policy.layout.fsdp == 2
+
+    code, errors, plain = run(tmp_path / "plain", *four)
+    assert code == 0, errors
+    ours, theirs = read_metrics(grown), read_metrics(plain)
+    assert [one["step"] for one in ours] == [one["step"] for one in theirs] == list(range(1, 8))
+    for one, other in zip(ours, theirs):
+        assert one["tokens/trained"] == other["tokens/trained"]  # the same rows
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

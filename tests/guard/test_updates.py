@@ -405,7 +405,7 @@ def test_a_module_that_has_changed_is_no_plugin_to_go_back_from(tmp_path, monkey
     said = []
     with RunDir.create(shape(), "demo") as directory:
         guard_update.request(directory.path, Update(RecipeChange(0, ("optimizer.lr=1",)), {}, 8, True, "me", utc_now()))
-        updates = HotUpdates(Inherited(str(tmp_path), change=NONE), directory, ["mod"])
+        updates = HotUpdates(Inherited(str(tmp_path), change=NONE), directory, ["mod"], lambda workers: True)
         updates._taken = True
         going = SimpleNamespace(say=said.append, state=SimpleNamespace(step=4))
         assert not updates._refused(going, updates.waiting())

@@ -6,12 +6,14 @@ the next controller --> the state from memory --> first commit: in force | fails
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import psutil
 
-from tilth.config.load import digest
+from tilth.config.checks import pools
+from tilth.config.load import all_differences, digest, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import TilthError, WorkerLost
@@ -29,6 +31,7 @@ from tilth.guard.updates import (
     path_of,
     read_updates,
     request,
+    shrunk,
     waiting,
 )
 from tilth.rewards.fingerprint import files_fingerprint
@@ -40,7 +43,10 @@ from tilth.runs.signals import HandOver
 UNREPLACED = ("cluster.start", "guard.spares")
 """Keys of the errors of a worker that no other takes the place of."""
 BY = "guard"
-"""Who asks for fewer workers."""
+"""Who asks for fewer workers, and for all again."""
+GROWS = 600.0
+"""Seconds after which a controller with fewer workers tries to have those back that are lost, twice as long after each
+try of the run."""
 
 
 def leave_for_updated(handed: Inherited, who: Identity, name: str) -> None:
@@ -55,8 +61,12 @@ def leave_for_updated(handed: Inherited, who: Identity, name: str) -> None:
 class HotUpdates:
     """Updates of one run while this controller has it."""
 
-    def __init__(self, handed: Inherited, directory: RunDir, plugins: Sequence[str]) -> None:
-        """plugins: of the recipe, which are kept for the way back from an update."""
+    def __init__(
+        self, handed: Inherited, directory: RunDir, plugins: Sequence[str], has_room: Callable[[int], bool]
+    ) -> None:
+        """plugins: of the recipe, which are kept for the way back from an update; has_room: returns False if so many
+        workers surely find no place."""
+        self._has_room, self._began = has_room, time.monotonic()
         self._handed, self._directory = handed, directory
         self._attempt, self._taken, self._told = directory.attempt, not handed.change.number, False
         self._modules = {name: files_fingerprint([name]) for name in plugins if not name.endswith(".py")}
@@ -97,6 +107,8 @@ class HotUpdates:
             return
         restarted, self._attempt = self._directory.attempt != self._attempt, self._directory.attempt
         waits = self.waiting()
+        if not waits and self._grow(run.recipe):
+            waits = self.waiting()
         if not any(one.urgent or restarted or one.age > LATEST for one in waits) or self._refused(run, waits):
             return
         if trouble := self._directory.flush(PROMPT):
@@ -153,19 +165,37 @@ class HotUpdates:
         unreplaced = isinstance(error, WorkerLost) and error.key in UNREPLACED
         if not (unreplaced and lost and self._taken and recipe.guard.shrink):
             return
-        overrides, changes = smaller(self._directory.path, recipe, lost)
+        overrides, changes, back = smaller(self._directory.path, recipe, lost)
         if not overrides:
             self._directory.say("no smaller layout works without the workers that are lost")
             return
-        whole = (*self._handed.change.overrides, *overrides)
-        allow = (*self._handed.change.allow, *allowed(changes))
-        guard = recipe.guard
-        change = RecipeChange(0, whole, allow)
-        made = Update(change, changes, guard.restarts, True, BY, utc_now(), hang_after=guard.hang_after)
         ranks = ", ".join(map(str, sorted(lost)))
         self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
-        request(self._directory.path, made)
+        self._request(recipe, overrides, changes, back=tuple(back))
         self.leave()
+
+    def _grow(self, recipe: Recipe) -> bool:
+        """Ask for the workers back that an update for fewer has taken away, if it is time; return True then."""
+        lost = shrunk(self._known)
+        if lost is None:
+            return False
+        tries = sum(one.grows > 0 for one in self._known)
+        if time.monotonic() - self._began < GROWS * 2**tries:
+            return False
+        after = load_recipe(str(self._directory.path / "recipe.toml"), lost.back)
+        if not self._has_room(sum(pools(after).values())):
+            return False
+        self._directory.say(f"the workers that {lost.title()} has taken away are asked for again")
+        self._request(recipe, lost.back, all_differences(recipe, after), grows=lost.number)
+        return True
+
+    def _request(self, recipe: Recipe, overrides: Sequence[str], changes: Mapping[str, str], **more: Any) -> None:
+        """Ask for other numbers of workers, at once."""
+        whole = (*self._handed.change.overrides, *overrides)
+        allow = tuple(dict.fromkeys((*self._handed.change.allow, *allowed(changes))))
+        change, guard = RecipeChange(0, whole, allow), recipe.guard
+        made = Update(change, changes, guard.restarts, True, BY, utc_now(), hang_after=guard.hang_after, **more)
+        request(self._directory.path, made)
 
     def waiting(self) -> list[Update]:
         """Return the updates that wait; none before the first commit with earlier ones."""

@@ -201,7 +201,7 @@ def _train(
         survival.prepare()
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
-        updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins)
+        updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
         make = partial(
             _run, parts, cluster, directory, [_Clocks(cluster), health, survival, *callbacks, profiling], stop, say
         )

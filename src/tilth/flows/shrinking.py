@@ -21,21 +21,23 @@ ROWS = tuple(axis for axis in over("rows") if axis not in over("experts"))
 _REPLICAS, _SHARDS = ROWS
 
 
-def smaller(run: Path, recipe: Recipe, lost: Collection[int]) -> tuple[list[str], dict[str, str]]:
-    """Return overrides for the largest layout without these ranks, and key -> message; ([], {}) if none works."""
+def smaller(run: Path, recipe: Recipe, lost: Collection[int]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return overrides for the largest layout without these ranks, key -> message, and the overrides that lead back;
+    all empty if none works."""
     before, left = pools(recipe), _left(recipe, lost)
     changed = [pool for pool in before if left[pool] < before[pool]]
     while changed and all(left[pool] for pool in changed):
-        if overrides := _overrides(recipe, left, changed):
+        overrides, back = _overrides(recipe, left, changed)
+        if overrides:
             try:
                 after = load_recipe(str(run / "recipe.toml"), overrides)
             except RecipeError:  # a layout that another check refuses
                 overrides = []
             else:
-                return overrides, all_differences(recipe, after)
+                return overrides, all_differences(recipe, after), back
         largest = max(changed, key=lambda pool: left[pool])
         left[largest] -= 1
-    return [], {}
+    return [], {}, []
 
 
 def _left(recipe: Recipe, lost: Collection[int]) -> dict[str, int]:
@@ -45,9 +47,9 @@ def _left(recipe: Recipe, lost: Collection[int]) -> dict[str, int]:
     return {pool: workers - gone[pool] for pool, workers in pools(recipe).items()}
 
 
-def _overrides(recipe: Recipe, left: Mapping[str, int], changed: Collection[str]) -> list[str]:
-    """Return overrides for these workers; [] if a role's model axes do not fit them."""
-    first, found = next(iter(left)), dict[str, str]()
+def _overrides(recipe: Recipe, left: Mapping[str, int], changed: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return overrides for these workers, and those that lead back; none if a role's model axes do not fit them."""
+    first, found, before = next(iter(left)), dict[str, int](), dict[str, int]()
     for spec in roles_of(recipe).values():
         section = spec.section(recipe) if spec.section else spec.key
         placed = recipe.section(section)
@@ -56,11 +58,21 @@ def _overrides(recipe: Recipe, left: Mapping[str, int], changed: Collection[str]
             continue
         sizes = _fit(placed.layout, pools(recipe)[pool], left[pool])
         if sizes is None:
-            return []
-        found |= {f"{section}.layout.{axis}": f"{size}" for axis, size in sizes.items()}
-    key, value = ("cluster.pools", dict(left)) if recipe.cluster.pools else ("cluster.workers", left[first])
-    total = ["cluster.workers=1"] if recipe.cluster.pools else []  # else their sum, which is another now
-    return [f"{key}={dump_value(value)}", *total, *(f"{key}={value}" for key, value in found.items())]
+            return [], []
+        found |= {f"{section}.layout.{axis}": size for axis, size in sizes.items()}
+        before |= {f"{section}.layout.{axis}": getattr(placed.layout, axis) for axis in sizes}
+    return [*_workers(recipe, left), *_words(found)], [*_workers(recipe, pools(recipe)), *_words(before)]
+
+
+def _words(sizes: Mapping[str, int]) -> list[str]:
+    return [f"{key}={size}" for key, size in sizes.items()]
+
+
+def _workers(recipe: Recipe, of: Mapping[str, int]) -> list[str]:
+    """Return overrides for pools of these workers."""
+    if not recipe.cluster.pools:
+        return [f"cluster.workers={next(iter(of.values()))}"]
+    return [f"cluster.pools={dump_value(dict(of))}", "cluster.workers=1"]  # else their former sum
 
 
 def _fit(layout: LayoutConfig, before: int, workers: int) -> dict[str, int] | None:

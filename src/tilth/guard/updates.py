@@ -67,7 +67,8 @@ class Update:
     """Request for other keys or other code. changes: key -> message; restarts: ``guard.restarts`` with it.
 
     urgent: at the next commit, else at the next restart. why: it was undone; step: after which it was taken;
-    hang_after: ``guard.hang_after`` with it, 0 in a request of an earlier version.
+    hang_after: ``guard.hang_after`` with it, 0 in a request of an earlier version. back: KEY=VALUE of what it takes
+    away, if it is one for fewer workers; grows: the number of such a one that it takes back, 0: none.
     """
 
     change: RecipeChange
@@ -80,6 +81,8 @@ class Update:
     why: str = ""
     step: int = 0
     hang_after: float = 0.0
+    back: tuple[str, ...] = ()
+    grows: int = 0
 
     @property
     def number(self) -> int:
@@ -102,7 +105,8 @@ class Update:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Update":
         """Return it from its JSON."""
-        return cls(**{**values, "change": RecipeChange.of(values["change"])})
+        lists = {"change": RecipeChange.of(values["change"]), "back": tuple(values.get("back", ()))}
+        return cls(**{**values, **lists})
 
 
 def path_of(run: Path, number: int) -> Path:
@@ -114,6 +118,21 @@ def read_updates(run: str | Path) -> list[Update]:
     """Return the updates of a run, oldest first."""
     files = sorted((Path(run) / UPDATES).glob("[0-9]*.json"))
     return [Update.of(json.loads(file.read_bytes())) for file in files]
+
+
+def shrunk(updates: Sequence[Update]) -> Update | None:
+    """Return the newest update for fewer workers that is in force, and not taken back since, nor its keys changed."""
+    found = list[Update]()
+    for one in updates:
+        if one.state != "in force":
+            continue
+        if one.grows:
+            found = [other for other in found if other.number != one.grows]
+        elif one.back:
+            found.append(one)
+        else:
+            found = [other for other in found if not {word.partition("=")[0] for word in other.back} & set(one.changes)]
+    return found[-1] if found else None
 
 
 def waiting(run: str | Path) -> list[Update]:

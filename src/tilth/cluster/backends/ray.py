@@ -108,6 +108,10 @@ class RayBackend:
         self._begin(dict(enumerate(self._processes)))
         self._watch = NodeWatch(self._ray, self._watched, self._died, self._gone)
 
+    def has_room(self, workers: int) -> bool:
+        """Return True if the nodes that are there now have room for so many workers."""
+        return sum(node.room for node in self._nodes()) >= workers
+
     def _nodes(self) -> list[Node]:
         return [node for node in nodes_of(self._ray.nodes(), self.gpus) if node.id not in self._dead]
 

@@ -9,6 +9,7 @@ from typing import Any
 from tilth.cluster.backends.base import Backend, Call, PickledKwargs, RepairableBackend
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.inline import InlineBackend
+from tilth.cluster.backends.ray import RayBackend
 from tilth.cluster.controller.clocks import Clocks
 from tilth.cluster.controller.dispatch import ABORT, KEEP, Dispatch, FailurePolicy
 from tilth.cluster.controller.group import WorkerGroup, call_numbers
@@ -201,6 +202,10 @@ class Cluster:
         after a commit."""
         if self._clocks is not None:
             self._clocks.now_and_then()
+
+    def has_room(self, workers: int) -> bool:
+        """Return False if the backend knows that so many workers, these included, find no place."""
+        return not isinstance(self.backend, RayBackend) or self.backend.has_room(workers)
 
     def close(self) -> list[str]:
         """Wait for outstanding calls, close the roles, end the workers; return a line per trace that was not written.
