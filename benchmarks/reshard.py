@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from driver import benchmark_parser, write_rows
 from torch import Tensor, nn
+from transitions import TRANSITIONS, Training
 from trial import JoinedRole
 
 from tilth.cluster.controller.cluster import Cluster, open_cluster
@@ -46,7 +47,7 @@ from tilth.core.layout import Box, Mesh, Replicate
 from tilth.core.random import fill_normal_, stream
 from tilth.models.config import DecoderConfig
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reshard import TRANSITIONS, Parts, Training, allocate, share
+from tilth.parallel.reshard import Parts, allocate, share
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import generation_ranks
 

@@ -14,9 +14,8 @@ from tests.checkpoint.make import DTYPES, tensor
 from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, said, shell, upload, weights
 from tests.roles import small
 from tilth.cli import ckpt_diff
-from tilth.cli.ckpt_diff import blocks, compare, different, distances
-from tilth.cli.ckpt_show import SourceTensor, TensorSource
 from tilth.models.hf import save_pretrained
+from tilth.runs.tensors import SourceTensor, TensorSource, blocks, compare, different, distances
 
 
 def source(model: dict[str, torch.Tensor], read=None) -> TensorSource:
@@ -107,7 +106,7 @@ def test_the_size_of_blocks_changes_nothing(most, monkeypatch):
     b[:2] = a[:2]
     b[2, 0] = a[2, 0]
     whole = one(a, b)
-    monkeypatch.setattr(ckpt_diff, "BLOCK", most)
+    monkeypatch.setattr("tilth.runs.tensors.BLOCK", most)
     assert one(a, b) == whole and whole.first == [2, 1, 0] and whole.count == 33
 
 
@@ -153,7 +152,7 @@ def test_memory_is_bounded(monkeypatch):
         return torch.full(box.size, float(huge.numel()))
 
     huge = torch.zeros(1).expand(2**10, 2**10)
-    monkeypatch.setattr(ckpt_diff, "BLOCK", 2**12)
+    monkeypatch.setattr("tilth.runs.tensors.BLOCK", 2**12)
     tracemalloc.start()
     assert compare(source({"x": huge}, read), source({"x": huge}, read), None).equal
     assert tracemalloc.get_traced_memory()[1] < 2**20

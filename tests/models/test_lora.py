@@ -16,7 +16,7 @@ from tilth.models.converters import LowRank, converted
 from tilth.models.decoder import Decoder
 from tilth.models.lora import merge
 from tilth.models.value import ValueModel
-from tilth.plan.lora import adapter_elements, adapter_shapes, is_adapter, pair_of, scale_of
+from tilth.plan.lora import adapter_shapes, is_adapter, pair_of, scale_of
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 LENGTHS = [5, 1, 7]
@@ -113,7 +113,6 @@ def test_the_plan_knows_the_adapters(family):
     model, plain = adapted(family)
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if is_adapter(name)}
     assert found == adapter_shapes(plain.config, LORA)
-    assert sum(p.numel() for n, p in model.named_parameters() if is_adapter(n)) == adapter_elements(plain.config, LORA)
 
 
 def test_targets():

@@ -6,13 +6,14 @@ import torch
 
 from tests.errors import raises
 from tests.models.tiny import decoder, shape
+from tests.scripts import script
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Layout, Mesh, RaggedShard
 from tilth.models.decoder import Decoder
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.reshard import TRANSITIONS, Part, Training, allocate, parts_of, share
+from tilth.parallel.reshard import Part, allocate, parts_of, share
 from tilth.parallel.sharded import shard
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import generation_ranks
@@ -31,7 +32,8 @@ def moved(rank: int, transition: str, sizes: dict[str, int], tp: int, changes: d
     model.init_(5)
     whole, wanted = Decoder(config), layouts(config, target)
     whole.init_weights_(5)
-    training = Training(rank, source, model.layouts, model.parameters, bucket=2000)
+    transitions = script("transitions.py")
+    training = transitions.Training(rank, source, model.layouts, model.parameters, bucket=2000)
     into, shared = {}, []
     if transition == "zero-redundancy":
         into = allocate(wanted, rank, torch.empty(0))
@@ -40,7 +42,7 @@ def moved(rank: int, transition: str, sizes: dict[str, int], tp: int, changes: d
     for added in (0.0, 1.0):
         for p in model.parameters.values():
             p.data.add_(added)
-        found = TRANSITIONS[transition](training, target, wanted, into)
+        found = transitions.TRANSITIONS[transition](training, target, wanted, into)
         expected = {n: p.detach()[wanted[n].boxes(rank)[0].slices] + added for n, p in whole.named_parameters()}
         right.append(found.keys() == expected.keys() and all(torch.equal(found[n].values, expected[n]) for n in found))
         values = {n: part.values for n, part in parts_of(model.parameters, model.layouts, rank).items()}
@@ -135,9 +137,10 @@ def test_shards_in_generation_weights_train_as_others_do(pool):
 
 def test_a_full_gather_needs_shards_on_all_ranks():
     config, mesh = shape("qwen3", **CHANGES), Mesh.of({"dp": 2, "tp": 2})
-    training = Training(0, mesh, layouts(config, mesh), dict(decoder(config).named_parameters()))
+    transitions = script("transitions.py")
+    training = transitions.Training(0, mesh, layouts(config, mesh), dict(decoder(config).named_parameters()))
     with raises(ArgumentError, "training.mesh"):
-        TRANSITIONS["full"](training, mesh, layouts(config, mesh), {})
+        transitions.TRANSITIONS["full"](training, mesh, layouts(config, mesh), {})
 
 
 def test_a_part_of_several_boxes_is_refused():

@@ -2,112 +2,21 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import typer
-from torch import Tensor
 
-from tilth.checkpoint import open_checkpoint
-from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry
 from tilth.cli.ckpt import mesh_text, sizes
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
-from tilth.core.errors import DataError, ModelError
-from tilth.core.layout import Box, Shape
-from tilth.runs.files import to_json
-from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
+from tilth.core.errors import DataError
+from tilth.runs.files import flattened, to_json
+from tilth.runs.tensors import TensorSource, open_source
 from tilth.ui import format
 
-MODEL = "model"
 _SHOWN, _WIDTH = 40, 48  # most files and values in a table, and characters of a value; ``--json`` has all
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of a source. read: returns one box of it; entry: its boxes in a checkpoint."""
-
-    shape: Shape
-    dtype: torch.dtype
-    read: Callable[[Box], Tensor]
-    file: str = ""
-    entry: TensorEntry | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def text(self) -> str:
-        """Return dtype and shape as ``float32 [2, 3]``."""
-        return f"{self.dtype_name} {list(self.shape)}"
-
-    @property
-    def pieces(self) -> list[Piece]:
-        return list(self.entry.boxes) if self.entry is not None else []
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """Tensors by group and name, of a checkpoint (with its manifest) or of a Hugging Face directory."""
-
-    name: str
-    groups: Mapping[str, Mapping[str, SourceTensor]]
-    manifest: Manifest | None = None
-
-
-def open_source(spec: str) -> TensorSource:
-    """Open any checkpoint or Hugging Face directory. ModelError, CheckpointError."""
-    named = find_checkpoint(spec)
-    if named is None:
-        from tilth.models.hf import open_tensors
-
-        found = open_tensors(Path(spec))
-        tensors = {}
-        for name in found:
-            shape = found.shape(name)
-            dtype = found.part(name, tuple(slice(0, 0) for _ in shape)).dtype
-            tensors[name] = SourceTensor(shape, dtype, partial(_part, found, name), found.files[name])
-        return TensorSource(str(Path(spec)), {MODEL: tensors})
-    with explained(named):
-        return _checkpoint(named)
-
-
-def _part(tensors: Any, name: str, box: Box) -> Tensor:
-    found: Tensor = tensors.part(name, box.slices)
-    return found
-
-
-def _checkpoint(named: Named) -> TensorSource:
-    """Open a checkpoint; of ``RUN@ema`` the average is the model."""
-    checkpoint = open_checkpoint(named.path)
-    if named.group not in checkpoint.groups:
-        there = ", ".join(checkpoint.groups) or "none"
-        raise ModelError(
-            f"{checkpoint.path} has no group {named.group}; its groups are: {there}", key=f"group.{named.group}"
-        )
-
-    def read(group: str, name: str, box: Box) -> Tensor:
-        with explained(named):
-            return checkpoint.read(group, name, box)
-
-    groups = {MODEL: EMA} if named.group == EMA else {group: group for group in checkpoint.groups}
-    tensors: dict[str, dict[str, SourceTensor]] = {shown: {} for shown in groups}
-    for shown, group in groups.items():
-        for name in checkpoint.names(group):
-            entry = checkpoint.entry(group, name)
-            reader = partial(read, group, name)
-            tensors[shown][name] = SourceTensor(entry.shape, entry.torch_dtype, reader, entry=entry)
-    return TensorSource(str(checkpoint.path), tensors, checkpoint.manifest)
 
 
 def show(spec: str, *, pattern: str | None = None, boxes: bool, as_json: bool) -> None:
@@ -206,16 +115,6 @@ def _tensor_table(listed: list[dict[str, Any]]) -> Any:
             at = f"{part['file']} @{part['byte0']:,}"
             made.add_row(f"  [{where}]", str(part["size"]), "", format.size(part["bytes"]), at)
     return made
-
-
-def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Flatten JSON to dotted keys; lists and empty objects are values."""
-    if not isinstance(value, Mapping) or not value:
-        return {place: value}
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= flattened(item, f"{place}.{key}" if place else str(key))
-    return found
 
 
 def abridged(value: Any) -> str:

@@ -1,13 +1,10 @@
 """Resharding between ranks: boxes of parameters travel by a plan, and weights go from training to generation.
 
-A transition makes the generation weights of a rank out of the training shards of all. The three of HybridFlow's
-comparison (arXiv 2409.19256, table 2) are here: ``full`` (DeepSpeed-Chat) and ``naive`` (HybridFlow-V) gather whole
-parameters beside the training shards, over all ranks or over those of one training replica, and cut from them;
-``zero_redundancy`` receives what a rank lacks of its generation shard, of which its training shard is a part, in the
-same memory.
+A rank receives what it lacks of its generation shard, of which its training shard is a part, in the same memory (the
+zero-redundancy transition of HybridFlow, arXiv 2409.19256, table 2), bucket by bucket (``roles.weight_sync``).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +16,6 @@ from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Layout, Mesh, Replicate
 from tilth.parallel.comm import Group, all_to_all
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import WHOLE, buckets
 from tilth.plan.reshard import Move, ReshardPlan
 
 
@@ -144,84 +140,12 @@ def share(parameters: Mapping[str, Tensor], own: Parts, storage: Parts, *, strid
     return found
 
 
-# ---- transitions ----
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training shards of one rank."""
-
-    rank: int
-    mesh: Mesh
-    layouts: Mapping[str, Layout]
-    parameters: Mapping[str, Tensor]
-    bucket: int = WHOLE
-    """Bytes of whole parameters that travel at a time."""
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """This rank's part of each parameter."""
-        return parts_of(self.parameters, self.layouts, self.rank)
-
-
-Transition = Callable[[Training, Mesh, Mapping[str, Layout], Parts], Parts]
-"""(training shards, generation mesh, its layouts, generation weights to fill or none) -> generation weights."""
-
-
-def full(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
-    """Gather every parameter over all ranks and cut the generation shard from it.
-
-    ArgumentError unless training divides the parameters over all its ranks (ZeRO-3), as DeepSpeed-Chat does.
-    """
-    if training.mesh.size(*training.mesh.copies) > 1:
-        message = (
-            f"a full gather needs parameters divided over all {len(training.mesh)} ranks, by fsdp; here are copies"
-        )
-        raise ArgumentError(message, key="training.mesh")
-    return _gathered(training, mesh, layouts)
-
-
-def naive(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
-    """Gather every parameter over the ranks of one training replica and cut the generation shard from it."""
-    return _gathered(training, mesh, layouts)
-
-
-def zero_redundancy(training: Training, mesh: Mesh, layouts: Mapping[str, Layout], into: Parts) -> Parts:
-    """Receive the rest of the generation shard into ``into``, where the training shard lies already (``share``)."""
-    plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, mesh, layouts)
-    _fill(Resharder.of(plan, training.rank, _like(into).device), into, training)
-    return into
-
-
-def _gathered(training: Training, mesh: Mesh, layouts: Mapping[str, Layout]) -> Parts:
-    everywhere = {name: whole_layout(layout, training.mesh) for name, layout in training.layouts.items()}
-    plan = ReshardPlan.of(training.rank, training.mesh, training.layouts, training.mesh, everywhere)
-    whole = allocate(everywhere, training.rank, _like(training.parts))
-    _fill(Resharder.of(plan, training.rank, _like(whole).device), whole, training)
-    boxes = {name: layout.boxes(training.rank) for name, layout in layouts.items()}
-    return {name: Part(box, whole[name].piece(box)) for name, found in boxes.items() for box in found}
-
-
 def whole_layout(layout: Layout, mesh: Mesh) -> Layout:
     """Return the layout of whole copies on all ranks of a mesh."""
     return Layout(mesh, (Replicate(),) * len(mesh.names), layout.shape)
-
-
-def _fill(resharder: Resharder, into: Parts, training: Training) -> None:
-    shapes, dtype = {name: layout.shape for name, layout in training.layouts.items()}, _like(training.parts).dtype
-    for names in buckets(shapes, training.bucket):
-        resharder.fill(into, training.parts, names, dtype)
-
-
-def _like(parts: Parts) -> Tensor:
-    return next(iter(parts.values())).values
 
 
 def allocate(layouts: Mapping[str, Layout], rank: int, like: Tensor) -> dict[str, Part]:
     """Return uninitialised parts of a rank in these layouts; like: their dtype and device."""
     boxes = {name: layout.boxes(rank) for name, layout in layouts.items()}
     return {name: Part(box, like.new_empty(box.size)) for name, found in boxes.items() for box in found}
-
-
-TRANSITIONS: dict[str, Transition] = {"full": full, "naive": naive, "zero-redundancy": zero_redundancy}
-"""Name -> transition. A run uses zero-redundancy, bucket by bucket (``roles.weight_sync``)."""

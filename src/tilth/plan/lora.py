@@ -88,8 +88,3 @@ def adapter_rows(table: Table, lora: LoraConfig, key: str = "policy.lora.targets
 def adapter_shapes(shape: DecoderShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every parameter of the adapters of a model."""
     return sized_names(shape, adapter_rows(shape.table, lora))
-
-
-def adapter_elements(shape: DecoderShape, lora: LoraConfig) -> int:
-    """Count the elements of all adapters of a model."""
-    return sum(math.prod(size) for size in adapter_shapes(shape, lora).values())

@@ -221,11 +221,6 @@ def worst_window(productive: Sequence[tuple[float, float, float]], seconds: floa
     return float(((np.interp(edges, times, total) - np.interp(edges - window, times, total)) / window).min())
 
 
-def expected_ettr(count: int, seconds: float, lost: float) -> float:
-    """Return 1 - count lost / seconds: ETTR if incidents, each with this price in seconds, never meet."""
-    return 1 - count * lost / seconds
-
-
 ROUNDING = 1e-11
 """Error of a sum of probabilities, by which it may miss a quantile that it meets exactly."""
 

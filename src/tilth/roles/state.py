@@ -2,13 +2,12 @@
 
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
 from tilth.checkpoint.copies import AtRest, Copies
@@ -272,10 +271,3 @@ def _one_machine(grid: ParallelDims) -> bool:
     """True if all data ranks are on one machine; a collective call."""
     name = zlib.crc32(os.uname().nodename.encode())
     return grid.most(name) == -grid.most(-name)
-
-
-def whole_tensors(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors one by one; a collective call of the replica."""
-    with torch.no_grad():
-        for name in sharded.layouts:
-            yield from sharded.assemble([name]).items()
