@@ -19,7 +19,7 @@ from tilth.config.imports import uncollected
 
 __all__ = ["pool"]
 
-settings.register_profile("quick", max_examples=20, deadline=None)  # a busy machine is no failure
+settings.register_profile("quick", max_examples=12, deadline=None)  # a busy machine is no failure
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
 forked.fork_servers_too()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.clocks import Shifted, bursts, noisy
+from tests.examples import examples
 from tilth.analysis import align as align_module
 from tilth.analysis.align import Known, align, calls, clocks, meetings
 from tilth.analysis.clock import same
@@ -81,7 +82,7 @@ class World:
         return np.abs(found.aligned(self.start[mine]) - self.true["start"][mine]), found.error(self.start[mine])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.integers(-100 * SECOND, 100 * SECOND), st.integers(-100 * SECOND, 100 * SECOND), st.floats(-3e-4, 3e-4),
     st.floats(-3e-4, 3e-4), st.integers(0, 2**32),

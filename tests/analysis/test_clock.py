@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.clocks import Shifted, bursts, noisy
+from tests.examples import examples
 from tilth.analysis.align import Known
 from tilth.analysis.clock import FASTEST, SLACK, STRAIGHT, WIDE, Bounds, Clock, clip, fit, same
 
@@ -38,7 +39,7 @@ def vertices(least, most, x0):
 points = st.lists(st.tuples(st.integers(0, 50 * SECOND), st.integers(0, 10**6)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(points, points, st.integers(-(10**12), 10**12), st.integers(-900, 900))
 def test_bounds_are_those_of_the_exact_polygon(below, above, skew, ppm):
     line = [skew + x * ppm // 1_000_000 for x, _ in below], [skew + x * ppm // 1_000_000 for x, _ in above]
@@ -54,7 +55,7 @@ def test_bounds_are_those_of_the_exact_polygon(below, above, skew, ppm):
         assert abs(found.base + found.most[k] - float(max(values))) < 1 + 1e-6 * width
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.sampled_from([1.0, -1.0]))
 def test_a_clipped_square_is_what_lies_on_one_side(x, y, side):
     square = np.array([(-1e6, -1.0), (1e6, -1.0), (1e6, 1.0), (-1e6, 1.0)])
@@ -78,7 +79,7 @@ worlds = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(worlds)
 @example((0, 0.0, 38, 38, 217.0, 1000.0))  # a burst whose best round was read before its first one
 def test_injected_skew_and_drift_are_recovered_within_the_stated_bound(world):

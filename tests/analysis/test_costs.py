@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.costs import ENOUGH, fit_costs
 from tilth.analysis.events import from_table
 from tilth.core.errors import DataError, StorageError
@@ -205,7 +206,7 @@ def test_a_stated_error_is_of_steps_that_were_kept_out():
     assert 0.4 < found.error.median < 0.6 and found.error.p90 < 0.6  # of 5 us a token 3 are for squares
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**16), st.floats(0, 0.5))
 def test_costs_are_never_negative(seed, noise):
     for one in fit_costs(table(passes(steps=4, noise=noise, seed=seed))).compute:

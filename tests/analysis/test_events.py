@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.events import from_table, load, parse_steps
 from tilth.analysis.read import read_events, self_times
 from tilth.core.errors import DataError
@@ -78,7 +79,7 @@ def test_steps():
     assert (parse_steps("20:40"), parse_steps(" 7 ")) == (range(20, 40), range(7, 8))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 9), st.integers(0, 99), st.integers(0, 50)), min_size=1))
 def test_parents_and_own_times_as_a_walk_over_the_rows_finds_them(rows):
     """rows: rank, parent's id, start, duration; ids count up within the rank."""

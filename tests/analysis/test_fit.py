@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.analysis import fit as fit_module
 from tilth.analysis.fit import error, fit, held_out_error, nonnegative
 
@@ -25,7 +26,7 @@ def work(n, seed=0):
 TRUE = np.array([1e-3, 2e-6, 3e-9])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_no_other_non_negative_coefficients_are_nearer(k, seed):
     draw = np.random.default_rng(seed)
@@ -74,7 +75,7 @@ def test_no_other_coefficients_have_less_absolute_error():
     assert above == pytest.approx(0.5, abs=0.02)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.floats(1e-3, 1e3), st.floats(1e-6, 1e6))
 def test_units_do_not_matter(of_time, of_work):
     features, seconds, draw = work(60)

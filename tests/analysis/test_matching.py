@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.analysis.matching import ranks_of, together
 
 OPS, DETAILS = ("all_reduce", "send", "receive", "broadcast"), ("0,1", "0>1", "2", "0,1,2", "policy.update", "")
@@ -19,7 +20,7 @@ def test_ranks_that_a_detail_names(detail, ranks):
 rows = st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(-1, 2), st.integers(0, 2))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(rows, max_size=25))
 def test_as_by_heaps(drawn):
     op, detail, seq, rank = np.array(drawn, np.int64).reshape(-1, 4).T

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.events import from_table
 from tilth.analysis.network import (
     ROOM,
@@ -250,7 +251,7 @@ def test_a_stall_stays_one():
     assert (after > 0.99 * (10**8 - ROOM * usual)).all() and (after < 10**8).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.floats(0, 1e-3), st.floats(1e5, 1e12), st.floats(1, 100), st.integers(0, 10))
 def test_a_worse_network_takes_no_less(latency, bandwidth, factor, seed):
     events = run(noise=0.4, steps=4, seed=seed)

@@ -20,6 +20,7 @@ from network_fusion import (
     synchronise,
 )
 
+from tests.examples import examples
 from tilth.core.errors import DataError
 
 MB = 2.0**20
@@ -103,7 +104,7 @@ def test_additions_between_and_beyond_what_was_measured():
     assert adding(np.array([0.0, 5, 10, 15, 20, 40])).tolist() == [0, 0.5, 1, 2, 3, 6]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(steps(), rings, fusions)
 def test_like_a_walk_through_events(given, ring, fusion):
     flushed, end = walk(given, ring, fusion)
@@ -114,7 +115,7 @@ def test_like_a_walk_through_events(given, ring, fusion):
     assert found.overhead == pytest.approx(max(0, end - given.back), abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps(), fusions)
 def test_fusion_keeps_every_byte_and_its_bounds(given, fusion):
     found = fuse(given, fusion)
@@ -130,7 +131,7 @@ def test_fusion_keeps_every_byte_and_its_bounds(given, fusion):
         assert found.ready[i] <= given.back
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps(), rings, fusions, st.floats(1, 20))
 def test_a_faster_link_and_more_compression_do_no_harm(given, ring, fusion, factor):
     before = synchronise(given, ring, fusion).scaling
@@ -143,7 +144,7 @@ def test_a_faster_link_and_more_compression_do_no_harm(given, ring, fusion, fact
         assert synchronise(given, better, fusion).scaling >= before - 1e-12
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps(), rings, fusions)
 def test_bounds(given, ring, fusion):
     """f is never above that of a link that never rests; all hidden is f = 1; one rank has nothing to wait for."""
@@ -159,7 +160,7 @@ def test_bounds(given, ring, fusion):
     assert everything.scaling == pytest.approx(scaling_alone(given, ring))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(steps(), rings, st.floats(0, 5), st.integers(0, 11), st.floats(0.1, 0.9))
 def test_a_gradient_in_two_parts_is_the_same_gradient(given, ring, patience, which, share):
     """Where fusion puts them together anyway: no limit in the way."""
@@ -172,7 +173,7 @@ def test_a_gradient_in_two_parts_is_the_same_gradient(given, ring, patience, whi
     assert one.end.tolist() == pytest.approx(other.end.tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps(), rings, fusions)
 def test_twice_as_slow_in_everything_is_twice_as_long(given, ring, fusion):
     slow = Step(given.ready * 2, given.bytes, given.back * 2, given.batch * 2)
@@ -185,7 +186,7 @@ def test_twice_as_slow_in_everything_is_twice_as_long(given, ring, fusion):
     assert twice.scaling == pytest.approx(once.scaling)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps(), st.builds(Ring, st.integers(2, 64), st.floats(0.5, 30)), fusions, st.floats(0.3, 0.95))
 def test_the_compression_that_is_just_enough(given, ring, fusion, wanted):
     enough = compression_for(given, ring, wanted, fusion)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis import perfetto
 from tilth.analysis.events import Coded, Events
 from tilth.analysis.flow_events import BEGIN, END, calls, meetings
@@ -247,7 +248,7 @@ rows = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(rows)
 def test_whatever_was_recorded_the_file_keeps_the_rules(tmp_path_factory, rows):
     events = made(rows)

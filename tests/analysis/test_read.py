@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests import forked
 from tests.errors import raises
+from tests.examples import examples
 from tests.patience import patience
 from tilth.analysis.read import COLUMNS, attempts, breakdown, parents, parts, read_events, self_times
 from tilth.core.errors import DataError, StorageError
@@ -309,7 +310,7 @@ def test_breakdown_by_hand():
     assert [round(r.share, 6) for r in rows] == [round(x / 14, 6) for x in (6, 5, 3)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 3))
 def test_own_times_against_a_plain_loop(seed, n, ranks):
     rng = np.random.default_rng(seed)
@@ -387,7 +388,7 @@ def test_parts_are_listed_by_process_and_number(tmp_path):
     assert found[1, 2][9].name == "attempt-1-rank-2-000009.parquet"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_parents_are_found_by_process(data):
     n = data.draw(st.integers(0, 25))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.tree import s, table
+from tests.examples import examples
 from tilth.analysis.events import from_table
 from tilth.analysis.recent import recent, told
 from tilth.analysis.time_breakdown import account
@@ -68,7 +69,7 @@ def test_the_newest_file_may_be_torn(tmp_path):
     assert recent(tmp_path)[1][-1] == 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_whatever_is_cut_off_what_is_told_is_as_in_the_whole(data):
     roots = [step(i, 100 * i) for i in range(1, CALLS)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.run_jobs import Job
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import AWAIT, END, LAUNCH, MEET, REPLY, WORK, adopted, outermost, read_steps
 from tilth.analysis.run_replay import RunModel, numbered, quantiles
@@ -268,7 +269,7 @@ def test_a_run_in_one_process_has_phases_and_no_workers():
     assert found.recorded == pytest.approx([1.7, 2.7], **EXACT) and found.ideal == pytest.approx([1.5, 2.5], **EXACT)
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
+@settings(max_examples=examples(25), deadline=None, phases=PHASES)
 @given(st.data())
 def test_any_job_is_replayed_exactly_and_follows_its_times(data):
     """Random programs: the replay is the clock's; a time that grows never makes a step shorter; twice the times, twice

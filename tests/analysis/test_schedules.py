@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.graph import ACROSS, ALONE, TOGETHER, Graph, dependencies
 from tilth.analysis.replay import schedule
 from tilth.analysis.straggler_format import OPTYPES, from_table
@@ -139,7 +140,7 @@ def graphs(draw):
     return Graph(before, after, group, kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(graphs(), st.integers(1, 3), st.integers(0, 2**31))
 def test_replay_is_the_loop_over_operations(graph, dp, seed):
     duration = np.random.default_rng(seed).random((len(graph.group), 2, dp))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.straggler_format import COLUMNS, from_table, read_meta, read_study
 from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
@@ -165,7 +166,7 @@ def test_a_trace_in_which_no_time_passes():
         what_if(from_table(table(duration=[0.0] * len(column("step")))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 227), st.sampled_from(list(COLUMNS)), st.integers(-2, 40))
 def test_one_wrong_number_is_an_error_in_one_line_or_read(at, name, value):
     try:

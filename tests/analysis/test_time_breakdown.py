@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.tree import s, tree, two_workers
 from tests.errors import raises
+from tests.examples import examples
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, DATA, OTHER, PAUSE, PEERS, STAGES, account, covered
 from tilth.core.errors import DataError
 
@@ -219,7 +220,7 @@ def paint(line, low, node, outer, evaluated):
         paint(line, low, child, phase, evaluated)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(runs())
 def test_as_if_painted(made):
     roots, bounds, calls, asked = made
@@ -237,7 +238,7 @@ def test_as_if_painted(made):
     assert (found.by_step.sum(1) > found.seconds * (1 - 1e-9)).all()  # more where a call goes on into the next step
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12), st.lists(st.integers(-5, 90)))
 def test_covered_counts_every_moment_once(intervals, at):
     intervals = sorted((a, a + d) for a, d in intervals)

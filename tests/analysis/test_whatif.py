@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic
 
+from tests.examples import examples
 from tilth.analysis.cause import alikeness, diagnose
 from tilth.analysis.straggler_format import from_table
 from tilth.analysis.whatif import TraceModel, what_if, worst_workers
@@ -158,7 +159,7 @@ def test_blocks_of_steps_change_nothing(monkeypatch):
     assert (small.m_w, small.m_s, small.m_l) == (whole.m_w, whole.m_s, whole.m_l)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.01, 100))
 def test_scale_and_names_of_dp_ranks_do_not_matter(seed, scale):
     trace = noisy(lengths, seed, stages=2, dp=3, batches=3, steps=2)
@@ -169,7 +170,7 @@ def test_scale_and_names_of_dp_ranks_do_not_matter(seed, scale):
     assert what_if(turned).exact == pytest.approx(found.exact[:, ::-1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**31))
 def test_a_longer_operation_never_makes_a_step_shorter(seed):
     model = TraceModel(noisy(lengths, seed, stages=2, dp=2, batches=3, steps=1))

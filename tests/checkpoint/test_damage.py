@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.checkpoint import hand
 from tests.checkpoint.make import groups, same, save_step, shares, tensor
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import latest, open_checkpoint, save
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Layout, Mesh, Shard
@@ -30,7 +31,7 @@ def read_everything(path):
     return checkpoint
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(FILES), st.data())
 def test_every_flipped_bit_is_seen(path, file, data):
     raw = (path / file).read_bytes()

@@ -17,6 +17,7 @@ from tests.checkpoint.cases import specs
 from tests.checkpoint.hand import raw, tile_sums
 from tests.checkpoint.make import tensor
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import columns
 from tilth.checkpoint import manifest as room
 from tilth.checkpoint.manifest import (
@@ -84,7 +85,7 @@ def made(groups=None, **more):
 
 
 @pytest.mark.parametrize("long", [0, 64])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(specs(), specs(most=2), st.randoms(use_true_random=False))
 def test_every_piece_is_where_the_manifest_says(long, first, second, shuffled):
     """long: from how many numbers on columns are written once for all tensors that have them."""
@@ -234,7 +235,7 @@ def test_checksums_are_numbers_or_digits():
 # ---- damage ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_no_flipped_bit_passes(data):
     text = bytearray(made().dump())

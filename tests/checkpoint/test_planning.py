@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from tests.checkpoint.cases import layouts, least, meshes, specs
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import balance, covering, planning
 from tilth.checkpoint.covering import tiling_problem
 from tilth.checkpoint.planning import (
@@ -239,7 +240,7 @@ def test_ragged_shards_of_many_ranks():
 # ---- files ----
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(specs(most=4))
 def test_headers_are_those_of_safetensors_files(tmp_path_factory, group):
     plan = plan_group(group)
@@ -470,7 +471,7 @@ def problem_of(shape, pieces):
 
 
 @pytest.mark.parametrize("grid", [0, 1 << 20])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
 def test_a_hole_and_a_double_are_found(grid, shape, data):
     """By counting on the grid, and (grid 0) by taking one after the other."""
@@ -522,7 +523,7 @@ def test_a_hole_among_a_million_elements_is_found_at_once():
 SIDES = st.one_of(st.integers(0, 9), st.integers(0, 4096), st.sampled_from([64, 256, 512, 1024, 2048, 4096]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(SIDES, max_size=3).map(tuple), st.sampled_from([1, 2, 4, 8]))
 def test_tiles_tile(size, width):
     numel, last = math.prod(size), size[-1] if size else 1

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from tests.checkpoint import hand
 from tests.checkpoint.make import DTYPES, cut, same, tensor
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import planning, read, storage, tile_reader
 from tilth.checkpoint.read import open_checkpoint
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.core.layout import Box, Layout, Mesh, RaggedShard, Replicate, Shard
 
 quick = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.checkpoint import hand
 from tests.checkpoint.make import DTYPES, same, shares, tensor
 from tests.checkpoint.test_reading import flip
+from tests.examples import examples
 from tilth.checkpoint import replica_read
 from tilth.checkpoint.read import open_checkpoint
 from tilth.checkpoint.replica_read import Share, divided
@@ -111,7 +112,7 @@ def test_targets_of_other_strides_and_parts_of_a_layout(path):
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_division_is_even_and_the_same_everywhere(sizes, ranks):
     parts = {f"t{i}": [torch.empty(n, dtype=torch.uint8)] for i, n in enumerate(sizes)}
     owners = divided(parts, range(ranks))

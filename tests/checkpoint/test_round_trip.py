@@ -17,13 +17,14 @@ from tests.checkpoint import hand
 from tests.checkpoint.hand import raw
 from tests.checkpoint.make import DTYPES, groups, same, save_step, tensor
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import latest, open_checkpoint, prune, save
 from tilth.checkpoint.saver import Saver, begin_save
 from tilth.checkpoint.snapshot import Group
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import Box, Layout, Mesh
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

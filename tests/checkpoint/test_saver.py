@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.hand import tile_sums, write
 from tests.checkpoint.make import DTYPES, group_of, groups, same, tensor
 from tests.errors import raises
+from tests.examples import examples
 from tilth.checkpoint import (
     Commit,
     Group,
@@ -98,7 +99,7 @@ def test_the_files_are_those_that_are_written_by_hand(tmp_path):
     assert open_checkpoint(mine).manifest.files == open_checkpoint(other).manifest.files
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=3), st.sampled_from(DTYPES), st.sampled_from([1, 16, 100]))
 def test_checksums_of_tiles(sizes, dtype, wide):
     shape = (*sizes[:-1], sizes[-1] * wide) if sizes else ()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.cli import speaking
+from tests.examples import examples
 from tilth.cli import chat
 from tilth.cli.chat import Chat, ChatOptions, Conversation, Voice
 from tilth.cli.main import app
@@ -199,7 +200,7 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(turns)
 def test_any_conversation_reads_as_its_template_says_and_only_grows(turns):
     """Whatever is asked and said, ended or cut, in ids that no tokeniser would give."""

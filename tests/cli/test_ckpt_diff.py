@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.make import DTYPES, tensor
 from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, said, shell, upload, weights
+from tests.examples import examples
 from tests.roles import small
 from tilth.cli import ckpt_diff
 from tilth.models.hf import save_pretrained
@@ -60,7 +61,7 @@ def test_bits_of_every_dtype(dtype):
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12), st.sampled_from([0.0, 1e-3, 0.5]))
 def test_values_against_counting(pairs, tolerance):
     """No outcome but by the rule: equal, both NaN, or apart by at most the tolerance."""

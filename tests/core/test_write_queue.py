@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core import write_queue
 from tilth.core.errors import StorageError
 from tilth.core.write_queue import WriteQueue
@@ -115,7 +116,7 @@ def test_a_bug_is_no_trouble_of_the_disk(queue, tmp_path):
     assert queue.settle(10) == {}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12))
 def test_any_number_of_failures_changes_no_order(tmp_path_factory, failures):
     """failures: how often each write fails, having written a part."""

@@ -16,6 +16,7 @@ from tokenizers import normalizers
 
 from tests.data.test_examples import pair_tokenizer
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError, StorageError
 from tilth.data import documents
 from tilth.data.documents import Corpus
@@ -34,7 +35,7 @@ def expected(texts, tokenizer):
     return [i for text in texts if text for i in [*tokenizer.encode(text), tokenizer.eos_id]]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text("abc \n", max_size=40), max_size=12).filter(any), context=st.integers(2, 20))
 def test_nothing_is_lost_cropped_or_twice(tmp_path, texts, context):
     corpus = Corpus.build(texts, LETTERS, context, tmp_path)
@@ -119,7 +120,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(documents, "_BESIDE", 32)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("ab 1\n\t,'é", min_size=120, max_size=600))
 def test_a_long_text_in_parts_has_the_tokens_of_the_whole(tmp_path, small_parts, text):
     tokenizer = Tokenizer.train([LONG], 400)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.columns import plain
 from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records
@@ -128,7 +129,7 @@ def write_csv(path, rows, opened=open, **how):
         file.write(text.getvalue().encode())
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["d.csv", "d.CSV", "d.tsv", "d.csv.gz", "d.tsv.zst"]),
     st.lists(texts, min_size=2, max_size=4, unique=True).filter(lambda names: not set(";\t,|") & set(names[0])),
@@ -173,7 +174,7 @@ def test_csv_that_is_none(tmp_path, content, key):
     fails(tmp_path / "d.csv", key)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.fixed_dictionaries({"prompt": texts, "x": st.integers(-(2**63), 2**63 - 1)}), min_size=1, max_size=9)
 )
@@ -260,7 +261,7 @@ def test_documents_of_a_text(tmp_path):
     ]
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text("ab \n<|", min_size=1).filter(lambda t: t.strip()), min_size=1, max_size=5))
 def test_documents_survive_a_file(tmp_path, documents):
     path = tmp_path / "d.txt"
@@ -430,7 +431,7 @@ def test_cut_off_table(tmp_path, name):
     fails(tmp_path / name, name)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["d.jsonl.gz", "d.jsonl.zst", "d.parquet", "stream.arrow", "d.arrow"]), st.data())
 def test_damage_is_a_data_error_or_other_data_but_no_other_exception(tmp_path, name, data):
     path = tmp_path / name

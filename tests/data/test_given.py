@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.given import placed
 from tilth.data.pairs import pair_records
@@ -172,7 +173,7 @@ def test_datasets_of_hugging_face(monkeypatch):
 # ---- iterators and lists ----
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=5), min_size=1)))
 def test_lists_iterators_and_files_of_records_say_the_same(records):
     made = [{**record, "prompt": f"p{i}"} for i, record in enumerate(records)]

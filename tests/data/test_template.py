@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.prompts import Prompt, PromptSet
 from tilth.data.template import CHATML, TemplateError, make_template, transcript
@@ -220,7 +221,7 @@ CONTENT = st.text("ab 1\n\t=é", max_size=12)
 
 
 @pytest.mark.parametrize("name", CHATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(contents=st.lists(CONTENT, min_size=2, max_size=6).filter(lambda c: len(c) % 2 == 0))
 def test_ids_of_a_conversation_so_far_begin_the_longer_one(chats, name, contents):
     template = make_template("model", chats[name][0])
@@ -236,7 +237,7 @@ def test_ids_of_a_conversation_so_far_begin_the_longer_one(chats, name, contents
         assert longer.mask[:n].tolist() == shorter.mask.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(contents=st.lists(st.text("ab 1\n\t=é<|>", max_size=12), min_size=4, max_size=4))
 def test_the_loss_is_on_what_the_assistant_says_and_on_nothing_else(chats, contents):
     ours, _ = chats["chatml"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
 
@@ -263,7 +264,7 @@ def after_a_call(request, tmp_path_factory, trained):
 
 
 @given(texts=st.lists(st.text(max_size=30), max_size=5))
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_padding_and_truncation_of_the_file_are_those_of_a_call_that_is_over(after_a_call, trained, texts):
     tokenizer = Tokenizer.load(after_a_call)
     found = tokenizer.encode_all(texts)
@@ -340,7 +341,7 @@ def around(request, tmp_path_factory, trained):
 
 
 @given(text=st.text(max_size=20) | st.text("a </s>", max_size=20))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 def test_a_text_is_not_ended_since_it_goes_on(around, text):
     folder, behind = around
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)

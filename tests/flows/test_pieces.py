@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tilth.flows as flows
 from tests.errors import raises
+from tests.examples import examples
 from tests.flows import tiny
 from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
@@ -127,7 +128,7 @@ class Position:
         return [p["id"].tolist() for p in Run.minibatches(self, batch)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 24), st.integers(1, 7), st.integers(1, 3), st.integers(0, 5))
 def test_each_row_is_in_one_minibatch_of_each_epoch(n, minibatches, epochs, step):
     parts = Position(step, algorithm={"minibatches": minibatches, "epochs": epochs}).parts(n)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.test_whole import ENVIRONMENT, TILTH
+from tests.examples import examples
 from tests.patience import patience
 from tilth.config.axes import AXES
 from tilth.config.load import all_differences, dump_toml, load_recipe
@@ -81,7 +82,7 @@ def test_who_is_asked_for_again_was_taken_away_last_and_by_nobody_else():
 SIZES = st.fixed_dictionaries({name: st.integers(1, 3) for name in AXES})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SIZES, st.booleans(), st.integers(1, 200))
 def test_a_layout_that_fits_fills_the_workers_and_leaves_the_model_axes(sizes, fills, workers):
     before = math.prod(sizes.values())

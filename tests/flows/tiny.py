@@ -30,7 +30,7 @@ def settings(folder: Path, **sections):
         "model": {**SHAPE, "context": 16},
         "data": {"source": "addition", "digits": 1, "holdout": 0.2},
         "supervised": {"steps": 6, "batch": 16, "check_every": 3, "lr": 5e-3},
-        "rollout": {"prompts": 6, "group": 4, "max_tokens": 4, "max_rows": 16},
+        "rollout": {"prompts": 6, "group": 4, "max_tokens": 4, "max_rows": 32},
         "algorithm": {"advantage": "grpo_no_std", "steps": 6},
         "train": {"threads": 1},
         "run": {"dir": str(folder), "eval_every": 3, "eval_prompts": 16, "save_every": 4},

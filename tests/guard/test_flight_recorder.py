@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.guard.flight_recorder import dump, parse, read_dumps, with_groups
 from tilth.guard.plain_pickle import decode
@@ -93,7 +94,7 @@ def test_the_refused_pickles_would_have_done_it(tmp_path, monkeypatch):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_a_cut_or_changed_dump_is_a_table_or_a_named_error(data):
     whole = bytearray(
         data.draw(st.sampled_from([pickle.dumps(GOOD, 2), pickle.dumps(GOOD, 4), json.dumps(GOOD).encode()]))
@@ -113,13 +114,13 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN, st.integers(2, 5))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_plain_values_survive(value, protocol):
     assert decode(pickle.dumps(value, protocol), "x") == value
 
 
 @given(st.sampled_from([*GOOD]), st.sampled_from([*ENTRY]), PLAIN)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_a_field_of_another_kind_is_a_named_error_or_read(top, field, value):
     for bad in (GOOD | {top: value}, GOOD | {"entries": [ENTRY | {field: value}]}):
         try:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.guard.simulated import Job, recorded
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, read_dumps
 from tilth.guard.localise import localise
@@ -53,7 +54,7 @@ def verdict(job):
 
 
 @given(jobs())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_the_culprit_is_in_the_answer(job):
     found = verdict(job)
     first = min(at for _, at in job.faults.values())
@@ -62,14 +63,14 @@ def test_the_culprit_is_in_the_answer(job):
 
 
 @given(jobs(kinds=("stop", "sleep"), most=1))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_one_stopped_rank_is_the_whole_answer(job):
     found = verdict(job)
     assert (found.kind, found.ranks) == ("hang", tuple(job.faults)), (job, found)
 
 
 @given(jobs(kinds=("frozen",), devices=True, most=2))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_a_stopped_device_is_the_answer(job):
     found = verdict(job)
     assert found and set(found.ranks) <= set(job.faults), (job, found)
@@ -77,13 +78,13 @@ def test_a_stopped_device_is_the_answer(job):
 
 
 @given(jobs(kinds=()), st.booleans())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_nobody_is_named_when_all_is_well(job, devices):
     assert verdict(replace(job, devices=devices)) is None
 
 
 @given(jobs(), st.randoms())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_other_numbers_of_ranks_name_the_same(job, random):
     dumps, order = job.run(), list(range(job.world))
     random.shuffle(order)

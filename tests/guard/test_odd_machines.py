@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.config.errors import ArgumentError
 from tilth.guard.odd_machine_fit import in_order, peaks, with_floors, with_thresholds
 from tilth.guard.odd_machines import (
@@ -47,7 +48,7 @@ def odd(machines=8, machine=2, metric=0, begin=40, length=60, by=15.0, **changes
 
 
 @given(st.integers(4, 12), st.integers(0, 99))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 def test_scores_equal_all_pairs(machines, seed):
     level = np.random.default_rng(seed).integers(0, 6, (3, machines)).astype(np.float32)
     pairs = np.abs(level[:, :, None] - level[:, None])
@@ -85,7 +86,7 @@ def test_an_odd_machine_is_named_in_jobs_of_any_size(machines):
 
 
 @given(st.integers(1, 30), st.integers(0, 60), st.floats(-500, 500), st.integers(0, 20))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 def test_a_blip_shorter_than_the_span_never_alerts(length, begin, by, seed):
     assert OddMachineWatch(RULES).detect(odd(length=length, begin=begin, by=by, seed=seed)) is None
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.core.layout import Mesh
 from tilth.guard.stacks import aggregated, grouped, hosts, parse, shared_group, slow
 
@@ -100,7 +101,7 @@ def test_all_threads_can_be_compared():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_the_shared_group_has_all_outliers_and_no_smaller_one_does(dp, pp, tp, data):
     mesh = Mesh(("dp", "pp", "tp"), (dp, pp, tp))
     odd = data.draw(st.lists(st.sampled_from(mesh.ranks), min_size=1, unique=True))

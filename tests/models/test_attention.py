@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.models.tiny import FAMILIES, decoder, tokens
 from tilth.models import attention
 from tilth.models.attention import PackedContext, bucket_lengths, causal_mask, matmul_attention
@@ -38,7 +39,7 @@ def random_qkv(n: int, heads: int = 4, kv_heads: int = 2, hd: int = 8, seed: int
     return [torch.randn(n, h, hd, generator=generator) for h in (heads, kv_heads, kv_heads)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=lengths_of, window=st.none() | st.integers(1, 12), parity=st.booleans(), kv_heads=st.sampled_from([1, 2, 4])
 )
@@ -51,7 +52,7 @@ def test_packed_attention_is_the_oracle(lengths: list[int], window: int | None, 
     assert (out[:n] - oracle(q[:n], k[:n], v[:n], lengths, window)).abs().max() < 1e-5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=lengths_of,
     window=st.none() | st.integers(1, 12),
@@ -123,7 +124,7 @@ def test_gradients_of_padded_attention_are_those_of_each_sequence_alone() -> Non
         assert (one - two).abs().max() < 1e-12
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lengths=lengths_of, seed=st.integers(0, 5), name=st.sampled_from(["qwen3", "mistral", "llama-dynamic"]))
 def test_a_sequence_does_not_depend_on_order_or_neighbours(lengths: list[int], seed: int, name: str) -> None:
     model = decoder(FAMILIES[name])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.models.tiny import FAMILIES, ROPES, shape
 from tilth.config.errors import RecipeError
 from tilth.config.schema import ModelConfig
@@ -50,7 +51,7 @@ def test_transformers_writes_what_we_read(name: str) -> None:
     assert DecoderConfig.from_hf(theirs.to_dict()) == config
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
     heads=st.sampled_from([(4, 1), (4, 4), (6, 3)]),

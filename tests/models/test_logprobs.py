@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.examples import examples
 from tilth.models.logprobs import cached_parts, logits_logprobs, token_logprobs, token_squares
 
 
@@ -23,7 +24,7 @@ def problem(n: int, d: int, v: int, seed: int = 0) -> tuple[Tensor, Tensor, Tens
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(v, (n,), generator=generator)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     n=st.integers(0, 40),
     v=st.integers(1, 50),
@@ -211,7 +212,7 @@ def test_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     n=st.integers(0, 40),
     v=st.integers(1, 50),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.core.batch import Jagged
 from tilth.models.attention import PackedContext, matmul_pays
 from tilth.models.config import DecoderConfig
@@ -63,7 +64,7 @@ def test_values_are_those_of_separate_sequences(shape):
     assert len(trees.source) == 5 + 9 + 7 + 7 + 6 < len(tokens.values)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(0, 3),

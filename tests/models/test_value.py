@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.models import tiny
 from tests.training.cutting import micros
 from tilth.core.batch import Jagged
@@ -132,7 +133,7 @@ def one_at_a_time(model, tokens, mask):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(
         st.tuples(

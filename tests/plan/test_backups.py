@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 from tilth.plan.backups import backup_ranks, peers
@@ -31,7 +32,7 @@ def test_the_published_example():
     assert [peers[rank] for rank in (8, 9, 2, 3)] == [2, 3, 8, 9]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.tuples(*(st.integers(1, 4) for _ in AXES)).filter(lambda s: 1 < s.count(1) < 5), st.data())
 def test_evicting_any_group_leaves_a_copy_of_every_shard(sizes, data):
     mesh = Mesh.of(dict(zip(AXES, sizes)))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.config.errors import RecipeError
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import ModelConfig
@@ -196,7 +197,7 @@ def value_model(shape):
     return ValueModel(Decoder(shape))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(5, 20))
 def test_ranks_together_hold_each_element_as_often_as_copies_are_meant(dp, fsdp, tp, kv_heads, vocab):
     shape, mesh = shape_of(4, kv_heads, vocab=vocab, layers=1), mesh_of((dp, fsdp, tp))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.plan.mapping import MappingProblem, Option, best, placements, search
 
 ROLES = ("policy", "critic", "reference", "rollout")
@@ -64,7 +65,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems())
 def test_the_search_equals_brute_force_and_fits(problem):
     found, least = search(problem), brute_force(problem)
@@ -79,7 +80,7 @@ def test_the_search_equals_brute_force_and_fits(problem):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(problems())
 def test_more_devices_are_never_slower(problem):
     sizes = problem.sizes

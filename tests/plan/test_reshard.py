@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
@@ -61,7 +62,7 @@ def test_generation_groups_partition_the_ranks(p, t, d, fsdp, data):
         assert ordered.coordinates(rank) == (place.pp, place.dp * size + place.micro_dp, place.tp)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(powers, st.integers(1, 2), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.data())
 def test_a_training_shard_is_a_part_of_its_generation_shard(t, d, fsdp, kv_heads, data):
     tg = data.draw(st.sampled_from([n for n in (1, 2, 4) if t % n == 0]))
@@ -125,7 +126,7 @@ def staged(config: DecoderConfig, training: Mesh) -> dict[str, Layout]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_every_rank_gets_each_element_once_and_only_what_it_lacks(data):
     p, t, d, fsdp = (data.draw(st.sampled_from([1, 2])) for _ in range(4))

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import ArgumentError, DataError
 from tilth.plan.faults import DAY, FaultTrace, Incident, NodeFault, incidents, read_trace, scaled
 from tilth.plan.survival import MECHANISMS, SurvivalPolicy, simulate, standby, switched_off, worst_window
@@ -87,7 +88,7 @@ def ticks(trace, p, found):
     return done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 5990), max_size=8, unique=True),
     st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(0, 90)),

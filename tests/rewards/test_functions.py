@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError, RewardError
 from tilth.rewards import functions
 from tilth.rewards.functions import LARGEST, Score, Weighted, check_answers, load_reward, normalise
@@ -304,7 +305,7 @@ def test_a_member_that_is_too_large_is_named_and_makes_the_sum_missing():
         assert (value, parts) == (None, {}) and reason.startswith("huge: returned 1e+308, more than")
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=6))
 def test_the_sum_is_that_of_the_products(pairs):
     one = Weighted({"regex:a": 1.0})

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rl import oracle
 from tests.rl.strategies import batches, columns_for, pick_columns
 from tests.rl.test_split import Meeting, parts_of
@@ -102,7 +103,7 @@ def test_loops_in_float64(batch, variant, per_token):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, options", VARIANTS)
 def test_each_by_loops_in_float64(name, options):
-    settings(max_examples=200, deadline=None)(
+    settings(max_examples=examples(200), deadline=None)(
         given(batches(), st.booleans())(lambda batch, per_token: check_against_loops(batch, name, options, per_token))
     )()
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rl.strategies import Drawn, batches, columns_for
 from tilth import rl
 from tilth.core.errors import TokenCountError
@@ -93,7 +94,7 @@ def test_never_nan(batch, name):
     assert result.returns is None or torch.isfinite(result.returns).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=9))
 def test_identities_of_the_group_estimators(rewards):
     centred = rows("grpo_no_std", rewards).double()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.rl.strategies import EXAMPLES, batches
 from tilth import rl
 
@@ -139,7 +140,7 @@ class TwoWorkers:
         return reduce
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batches(), st.integers(0, 9))
 def test_gae_over_two_workers(batch, cut):
     """Scope "global moments": each worker has some rows (perhaps none) and the sums are reduced."""
@@ -148,7 +149,7 @@ def test_gae_over_two_workers(batch, cut):
     close(torch.cat([parts[0].returns, parts[1].returns]), whole.returns, 1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(batches(), st.integers(0, 9), st.integers(0, 9), st.sampled_from([0.1, 0.7, 0.0, -1e20]))
 def test_rewards_that_are_equal_on_one_worker_only_are_whitened_and_equal_everywhere_on_none(batch, cut, odd, value):
     batch.rewards = torch.full_like(batch.rewards, value)

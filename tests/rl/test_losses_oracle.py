@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
+from tests.examples import examples
 from tests.rl import oracle
 from tests.rl.losing import ACTIVE, LOSSES, columns, run
 from tests.rl.strategies import batches
@@ -134,7 +135,7 @@ def loop(name, batch, now, frozen, given):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(batch=batches())
 def test_value_and_gradient(name, batch):
     assume(name != "kl_cov" or int(batch.mask.sum()) != 2)  # the covariances of two tokens are equal

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import ArgumentError
 from tilth.rl import passk
 from tilth.rl.passk import Interval, avg_at_k, interval, normal, pass_at_k, wilson
@@ -22,7 +23,7 @@ def one(outcomes, k):
     return pass_at_k(right, np.array([sum(not math.isnan(o) for o in outcomes)]), k)[0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(samples, st.integers(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(outcomes, k):
     known = [o for o in outcomes if not math.isnan(o)]
@@ -60,7 +61,7 @@ def test_pass_at_k_grows_with_k_and_with_right_samples(n, data):
     assert pass_at_k(np.array([c]), np.array([n]), 1)[0] == pytest.approx(c / n)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.lists(st.floats(-2, 2) | st.just(math.nan), min_size=4, max_size=4), min_size=1), st.integers(1, 5))
 def test_avg_at_k_is_the_mean_of_the_first_known(rows, k):
     found = avg_at_k(np.array(rows), k)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth import rl
 from tilth.core.errors import RecipeError
 
@@ -216,7 +217,7 @@ def test_k_answers_of_a_prompt_are_the_mean_over_all_its_pairs():
     assert float(found.loss) == pytest.approx(sum(sum(e) / len(e) for e in each) / 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(EVERY), st.permutations(range(3)))
 def test_the_order_of_pairs_changes_nothing(name, order):
     pick = torch.tensor(order)

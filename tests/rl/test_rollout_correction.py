@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rl import oracle_mismatch as oracle
 from tests.rl.fixture import GRPO, LENGTHS, Fixture
 from tests.rl.strategies import EXAMPLES, Drawn, batches
@@ -309,7 +310,7 @@ def test_without_reduce_the_mean_would_be_of_one_worker():
     assert abs(float(alone.metrics["correction/scale"]) - 1.004715) > 1e-3
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(batches(), st.permutations(range(9)))
 def test_diagnostics_of_micro_batches_in_any_order_are_those_of_the_batch(batch, order):
     columns = columns_of(batch)

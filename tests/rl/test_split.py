@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rl.strategies import Drawn, batches, columns_for, pick_columns
 from tilth import rl
 from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
@@ -25,7 +26,7 @@ from tilth.rl.registry import _ENTRIES, Scope, build
 
 ESTIMATORS = rl.names()["advantages"]
 AGGREGATIONS = rl.names()["aggregations"]
-many = settings(max_examples=40, deadline=None)
+many = settings(max_examples=examples(40), deadline=None)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rl import oracle
 from tests.rl.fixture import Fixture
 from tests.rl.strategies import EXAMPLES, batches
@@ -126,7 +127,7 @@ def test_loss_and_metrics_equal_loops(batch, aggregation, clip):
         close(float(metrics["value/explained"]), explained, 1e-8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(batches(), st.sampled_from(AGGREGATIONS), CLIPS)
 def test_gradient_equals_finite_differences(batch, aggregation, clip):
     columns = columns_of(batch)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tilth
 from tests.config.test_plugins import _nothing_left_behind  # noqa: F401  (a fixture)
 from tests.core.test_trajectory import episodes
+from tests.examples import examples
 from tests.roles import small
 from tilth.core.trajectory import Segment, Trajectory
 from tilth.models.attention import PackedContext
@@ -35,7 +36,7 @@ def batch_of(store, made):
     return batch.with_rows(reward=(np.arange(len(batch)) % 3).astype(np.float32))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(episodes(), min_size=1, max_size=5), st.sampled_from([8, 4096]))
 def test_what_is_trained_is_what_the_mask_says(drawn, micro_tokens):
     """Log-probs (the shifted ones) at chosen tokens and nowhere else, in micro-batches and with shared prompts."""

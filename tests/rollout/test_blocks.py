@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rollout.reference import check_blocks
 from tilth.rollout.blocks import BlockError, BlockManager
 
@@ -115,7 +116,7 @@ class Trace(RuleBasedStateMachine):
 
 
 TestTrace = Trace.TestCase
-TestTrace.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTrace.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def filled(text, blocks=None):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.rollout.reference import CONFIG, make_model
 from tilth.models.attention import PackedContext, matmul_attention
 from tilth.models.config import DecoderConfig
@@ -26,7 +27,7 @@ def contents(slab):
     return torch.stack([t.clone() for t in [*slab.keys, *slab.values]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6), st.data())
 def test_layouts_keep_the_beginning_and_stay_finite_and_dense(shapes, data):
     slab = slab_of(3, 4)

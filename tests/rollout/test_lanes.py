@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.rollout.reference import CONFIG
 from tilth.plan.kernels import KEYS, limit_for, round_up, slots_for
 from tilth.rollout.cache import KVCache
@@ -66,7 +67,7 @@ def verify(lane):
     assert not lane.columns.position[~lane.columns.live].any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_random_comings_and_goings(data):
     lane, other, ids = LengthBucket(32, new_slab(), 40), LengthBucket(64, new_slab(), 40), iter(range(1, 10_000))

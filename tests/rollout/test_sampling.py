@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.rollout.reference import draw
 from tilth.core.errors import DataError
 from tilth.rollout import sampling
@@ -31,7 +32,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 10_000), st.sampled_from([7, 64, 100, 700]))
 def test_choices_and_both_logprobs_equal_brute_force(params, seed, vocab):
     logits, u = logits_of(seed, len(params), vocab), uniform_of(seed + 1, len(params))
@@ -51,7 +52,7 @@ def test_choices_and_both_logprobs_equal_brute_force(params, seed, vocab):
             assert chosen.sampling[i].item() == pytest.approx(np.log(q), abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(PARAMS, min_size=2, max_size=9), st.integers(0, 10_000), st.data())
 def test_a_row_does_not_depend_on_the_others(params, seed, data):
     vocab = 300
@@ -102,7 +103,7 @@ def test_the_ends_of_the_interval_never_choose_an_impossible_token(u, hot):
     assert tokens[2] == (5 if u == 0 else 125)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True, width=32), st.integers(1, 300))
 def test_never_a_token_of_probability_zero(seed, u, vocab):
     p = torch.softmax(logits_of(seed, 1, vocab, 30.0), -1)
@@ -145,14 +146,14 @@ def test_impossible_params_are_named(key, value):
         SamplingParams(**{key: value})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1, 5, 64, 100, 700]), st.integers(1, 5))
 def test_argmax_is_the_first_greatest(seed, vocab, rows):
     values = logits_of(seed, rows, vocab, 1.0).round()  # many ties
     assert argmax(values).tolist() == [int(np.argmax(row)) for row in values.numpy()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([64, 700, 4096]), st.sampled_from([1, 5, 60]))
 def test_largest_is_topk(seed, vocab, count):
     values = logits_of(seed, 3, vocab, 2.0).round(decimals=1)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.rollout.reference import make_engine, make_model, naive
 from tilth.data.tokenizer import Tokenizer
 from tilth.rollout.request import Request, SamplingParams
@@ -33,7 +34,7 @@ class Words:
         return " ".join(self.pieces[i % len(self.pieces)] for i in ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("abé€", max_size=30), st.lists(st.text("abé€", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_found_as_in_the_whole_text(text, stops):
     watch, raw = StopStrings(tuple(stops), Bytes()), text.encode()
@@ -48,7 +49,7 @@ def test_found_as_in_the_whole_text(text, stops):
     assert watch.text == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=20), st.sampled_from(["b a", "ab b", "é", "x a"]))
 def test_pieces_that_read_differently_after_others(ids, stop):
     tokenizer = Words()
@@ -146,7 +147,7 @@ SAID = st.lists(st.text("ab|é€", min_size=1, max_size=3) | st.sampled_from(NA
 STOPS = st.lists(st.sampled_from(NAMES) | st.text("ab|é", min_size=1, max_size=3), min_size=1, max_size=3).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(SAID, st.lists(STOPS, min_size=1, max_size=3), st.booleans())
 def test_special_tokens_in_stop_strings_are_found_as_they_are_spelled(said, stops, letters):
     tokenizer = Marked()

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.batch import Batch
@@ -84,7 +85,7 @@ def test_it_holds_for_the_very_sample_and_the_very_reward(tmp_path):
         )
     )
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_made_of_known_outcomes_are_the_rows_that_were_written(tmp_path_factory, columns):
     """To the bit, also what the verifier said where the part ``correct`` is no number or is not there."""
     rewards, form, correct = columns

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.runs.metrics import KEYS, METRICS, MetricError, Metrics, declaration, resident, schema
 from tilth.trace import Total, recorder, span
 
@@ -74,7 +75,7 @@ def test_a_mean_of_nothing_is_left_out():
     assert metrics.values() == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 9)), min_size=1, max_size=30), st.data())
 def test_weighted_mean_does_not_depend_on_the_split_over_workers(rows, data):
     whole, parts = Metrics(), [Metrics() for _ in range(3)]

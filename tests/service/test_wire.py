@@ -11,6 +11,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.service.wire import (
     MESSAGES,
@@ -107,7 +108,7 @@ def test_a_broken_body_is_refused_by_its_field(body, key):
         read_train_request(body)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=200), st.integers(0, 80))
 def test_noise_is_refused_and_never_more(noise, cut):
     for body in (noise, request().SerializeToString()[:cut] + noise):

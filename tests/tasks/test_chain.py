@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.config.schema import DataConfig
 from tilth.core.errors import RewardError
 from tilth.data.computed import text_hashes
@@ -62,7 +63,7 @@ def test_flaws_are_spread_over_kinds_and_steps():
     assert set(first) == {0, 1, 2, 3} and min(first.values()) > 350
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.sampled_from("sckg"), st.integers(0, 2**32 - 1), st.integers(0, 10**4), st.integers(1, 2))
 def test_a_flaw_is_in_its_step_and_the_answer_stays(kind, word, index, digits):
     problem = TASKS[digits].problem(index)

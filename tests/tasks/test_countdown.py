@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.examples import examples
 from tilth.core.errors import RewardError
 from tilth.data.columns import Prompt
 from tilth.data.computed import text_hashes
@@ -143,7 +144,7 @@ def test_fingerprints_differ():
 # -- the pieces --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(1, 12), min_size=3, max_size=4), st.data())
 def test_value_and_expression_of_a_form_agree(numbers, data):
     form = data.draw(st.integers(0, _forms(len(numbers)) - 1))
@@ -375,7 +376,7 @@ def reachable(numbers):
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=3))
 def test_every_value_that_can_be_reached_is_found_right_and_no_other(given_numbers):
     table = reachable([(Fraction(n), str(n)) for n in given_numbers])

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.config.schema import DataConfig
 from tilth.data.computed import text_hashes
 from tilth.data.prompts import load_source
@@ -21,7 +22,7 @@ def task():
     return SortingPrompts(2, 4)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(index=st.integers(0, 10**6 - 1))
 def test_a_prompt_and_its_answer(task, index):
     prompt = task.prompt(index)

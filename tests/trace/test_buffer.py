@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.analysis.events import load
 from tilth.analysis.read import read_events
 from tilth.trace import buffer as buffer_module
@@ -34,7 +35,7 @@ def ids(taken: bytes) -> list[int]:
     return np.frombuffer(taken, PACKED)["id"].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 3 * CHUNK), max_size=8))
 def test_what_goes_in_comes_out_once_and_in_order(counts):
     buffer, number, seen = EventBuffer(), 0, []
@@ -241,7 +242,7 @@ def test_a_thread_that_ended_with_nothing_but_dropped_events_is_counted(tmp_path
         assert recorder.dropped == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(-1, CHUNK + 1), max_size=12))
 def test_what_waits_is_counted(counts):
     """-1: all is taken."""

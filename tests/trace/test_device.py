@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.analysis.read import read_events
 from tilth.trace import device as device_module
 from tilth.trace import recorder, span
@@ -80,7 +81,7 @@ def test_work_that_was_queued_is_timed_when_it_is_done():
     assert device.waits == 1  # at the start
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.floats(-5e-5, 5e-5), st.integers(0, 2**32))
 def test_clocks_that_drift_are_tied_again_and_again(drift, seed):
     """Half an hour in which the clocks come apart by up to 90 ms: starts stay right to a third of a millisecond."""

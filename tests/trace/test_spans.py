@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.analysis.read import read_events
 from tilth.core.errors import StorageError
 from tilth.trace import Recorder, recorder, span, traced
@@ -177,7 +178,7 @@ def test_ended_threads_are_folded_away():
 trees = st.recursive(st.just([]), lambda kids: st.lists(kids, max_size=4), max_leaves=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(trees)
 def test_own_times_sum_to_the_root(tree):
     recorder.totals()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.ui.charts import FORMS, HEIGHT, POINTS, WIDTH, Frame, charts, decades, draw, nice, smooth, thin
 
 finite = st.floats(-1e9, 1e9)
@@ -61,7 +62,7 @@ def test_thinning_keeps_ends_order_and_the_band(values, limit):
     assert min(values) - 1e-3 <= min(y for _, y in kept) and max(y for _, y in kept) <= max(values) + 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
 def test_an_axis_of_shares_never_leaves_0_to_1(values):
     rows = records(len(values), **{"groups/flat": lambda i: values[i], "accuracy/heldout": lambda i: values[i]})
@@ -155,7 +156,7 @@ def test_one_single_step():
     assert "dots" in figure and data["x"] == (1, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=50))
 def test_any_numbers_can_be_drawn(values):
     rows = records(len(values), grad_norm=lambda i: values[i], **{"mismatch/max": lambda i: abs(values[i])})

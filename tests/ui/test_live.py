@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.examples import examples
 from tests.flows.tiny import stand_in
 from tilth.config.load import from_dict
 from tilth.ui import live as live_module
@@ -216,7 +217,7 @@ def test_sparkline_by_hand():
     assert sparkline([0, 0, 7, 7], 2) == "▁█" and sparkline([3.0], 5) == "▄"
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=3000))
 def test_series_are_bounded_and_keep_their_mean(values):
     series = Series(limit=16)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.tree import s, tree, two_workers
+from tests.examples import examples
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, OTHER, PAUSE, PEERS, account
 from tilth.ui.charts import HEIGHT, WIDTH, nice
 from tilth.ui.timeline import (
@@ -71,7 +72,7 @@ def test_a_span_over_two_lanes_and_one_too_short_to_see():
         assert runs(made[1].codes) == [(names.index(OTHER), first, count)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(BLANK, 3), min_size=1, max_size=40))
 def test_stretches_make_the_lane_again(codes):
     again = np.full(len(codes), BLANK)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.analysis.tree import s, two_workers
 from tests.cli.test_trace_run import keep, make
+from tests.examples import examples
 from tests.ui.fake import fake_run
 from tilth.cli.main import app
 from tilth.cli.top import _follow, _lines
@@ -125,7 +126,7 @@ def test_a_run_that_was_set_back_begins_anew(directory):
     assert look.progress.record["step"] == 1 and look.progress.series["loss"].values == [0.25]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 10**6), max_size=12), st.lists(st.integers(1, 40), max_size=12))
 def test_a_file_that_grows_by_any_bytes_is_read_once(tmp_path_factory, numbers, cuts):
     path = tmp_path_factory.mktemp("tail") / "lines"

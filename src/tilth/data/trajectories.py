@@ -95,7 +95,7 @@ class TrajectoryFiles:
 
         Return what cannot be written now; ``alone`` if nobody else has these rows. StorageError if too much waits."""
         added, self._open = self._open, []
-        kept = [table.filter(pc.equal(table["step"], step)) for table in added]
+        kept = [table.filter(pc.equal(table["step"], pa.scalar(step, COLUMNS.field("step").type))) for table in added]
         new = [table for table in kept if len(table)]
         new = self._spill(step, new) if self.spill is not None and new else new
         with self._lock:
@@ -221,7 +221,11 @@ def read_trajectories(run: str | Path, step: int | None = None, columns: Sequenc
         if not path.exists():  # a resume has just dropped it
             continue
         table = read_part(path)
-        tables.append(table if step is None else table.filter(pc.equal(table["step"], step)))
+        tables.append(
+            table
+            if step is None
+            else table.filter(pc.equal(table["step"], pa.scalar(step, COLUMNS.field("step").type)))
+        )
     whole = pa.concat_tables(tables)
     return whole.select(list(columns)) if columns else whole
 

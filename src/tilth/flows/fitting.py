@@ -28,7 +28,12 @@ def check_fits(recipe: Recipe, planned: Planner, host: Room | None, gpus: Sequen
 
     RecipeError if weights, gradients and optimizer states alone need more memory than there is.
     """
-    refused, warnings = judged(recipe, planned(recipe).longest, lambda other: planned(other).workers, host, gpus)
+    plan = planned(recipe)
+
+    def workers(other: Recipe) -> Sequence[RankPlan]:
+        return (plan if other is recipe else planned(other)).workers
+
+    refused, warnings = judged(recipe, plan.longest, workers, host, gpus)
     if refused:
         raise RecipeError(refused, key="memory")
     return warnings

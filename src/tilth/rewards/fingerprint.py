@@ -161,12 +161,14 @@ def _installed() -> list[Path]:
     return [Path(path).resolve() for path in paths]
 
 
-def _imported(source: bytes, package: str) -> Iterator[str]:
-    """Yield full names of modules that a source may import; for ``from a import b`` both a and a.b."""
+@functools.lru_cache(128)
+def _imported(source: bytes, package: str) -> tuple[str, ...]:
+    """Return full names of modules that a source may import; for ``from a import b`` both a and a.b."""
     try:
         todo: list[ast.AST] = [ast.parse(source)]
     except (SyntaxError, ValueError):  # importing it raises
-        return
+        return ()
+    names: list[str] = []
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and _called(node.test) == "TYPE_CHECKING":
@@ -174,13 +176,14 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
             continue
         todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from _names(node.module or "", node.level, [alias.name for alias in node.names], package)
+            names += _names(node.module or "", node.level, [alias.name for alias in node.names], package)
         elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield first.value
+                names.append(first.value)
+    return tuple(names)
 
 
 def _called(node: ast.expr) -> str:

@@ -13,7 +13,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.trajectory import Segment
 from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
-from tilth.data.trajectories import TrajectoryFiles
+from tilth.data.trajectories import COLUMNS, TrajectoryFiles
 from tilth.roles.experience import FINISHES, TURN_REWARDS, decoded_segments, texts
 from tilth.training.packed import prompt_lengths
 
@@ -81,18 +81,21 @@ class TrajectoryWriter:
                 "id": pa.array(batch["id"]),
                 "group": pa.array(batch["group"]),
                 "prompt": pa.array(batch["prompt"]),
-                "prompt_text": pa.array([p.text for p in asked]),
-                "text": pa.array(completions),
+                "prompt_text": pa.array([p.text for p in asked], pa.string()),
+                "text": pa.array(completions, pa.string()),
                 "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
                 "mask": _lists(columns["mask"], np.uint8),
-                "segments": pa.array([[{"role": s.role, "start": s.start} for s in row] for row in segments]),
+                "segments": pa.array(
+                    [[{"role": s.role, "start": s.start} for s in row] for row in segments],
+                    COLUMNS.field("segments").type,
+                ),
                 "conversations": pa.array([_conversations(row) for row in segments], pa.list_(pa.int32())),
                 "prompt_length": pa.array(prompt_lengths(columns["mask"])),
                 "reward": pa.array(rewards, pa.float32()),
                 "parts": pa.array(_parts(batch), pa.map_(pa.string(), pa.float32())),
                 "turn_rewards": pa.array(turns, pa.list_(pa.float32())),
-                "finish": pa.array([FINISHES[f] for f in batch["finish"]]),
+                "finish": pa.array([FINISHES[f] for f in batch["finish"]], pa.string()),
                 "logprobs": _lists(columns["rollout_logprobs"], np.float32),
                 "version": pa.array(batch["version"]),
             }

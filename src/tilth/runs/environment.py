@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def environment() -> dict[str, Any]:
     return found
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return version(package)

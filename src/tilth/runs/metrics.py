@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, SupportsFloat
 
@@ -179,6 +180,7 @@ METRICS = {row[0]: MetricSpec(*row) for row in _TABLE}
 _RATES = {"generate": "tokens_per_second/generate", "update": "tokens_per_second/train"}
 
 
+@cache
 def declaration(name: str) -> MetricSpec:
     """Return the declaration of a metric or of its family; MetricError if there is none."""
     found = METRICS.get(name) or next((m for f, m in METRICS.items() if f[-1] == "*" and name.startswith(f[:-1])), None)
