@@ -22,11 +22,19 @@ def raises(kind, key):
     assert caught.value.key == key, f"{caught.value!r} has the key {caught.value.key!r}"
 
 
+def statements(tree):
+    """All nodes of a tree but for expressions, which are most of it."""
+    found = [tree]
+    for node in found:
+        found += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+    return found
+
+
 @cache
 def kinds(source):
     """Names of the classes of errors that carry a key."""
     bases = {"TilthError", "ArgumentError"}
-    classes = [node for path in source.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    classes = [node for path in source.rglob("*.py") for node in statements(ast.parse(path.read_text()))]
     classes = [node for node in classes if isinstance(node, ast.ClassDef)]
     while True:
         more = {node.name for node in classes if bases & {base.id for base in node.bases if isinstance(base, ast.Name)}}
@@ -67,7 +75,7 @@ def assigned(tree, node):
     if not isinstance(node, ast.Name):
         return node
     functions = [
-        f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= node.lineno <= f.end_lineno
+        f for f in statements(tree) if isinstance(f, ast.FunctionDef) and f.lineno <= node.lineno <= f.end_lineno
     ]
     inner = max(functions, key=lambda f: f.lineno, default=tree)
     values = [

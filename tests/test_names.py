@@ -6,6 +6,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from tests.errors import statements
+
 SOURCE = Path(__file__).parents[1] / "src" / "tilth"
 MOST = 600
 """Lines of the longest file."""
@@ -14,7 +16,7 @@ MOST = 600
 @cache
 def nodes(text: str) -> list[ast.AST]:
     """All nodes of a source that have names or docstrings."""
-    found = ast.walk(ast.parse(text))
+    found = statements(ast.parse(text))
     return [node for node in found if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
 
 

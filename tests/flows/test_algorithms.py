@@ -219,7 +219,9 @@ def test_what_the_policy_must_compute_before_an_update(tmp_path):
 
 
 def test_a_student_comes_closer_to_its_teacher(tmp_path):
-    teacher = tiny.run(recipe(tmp_path / "t", "sft", supervised={"steps": 40, "lr": 2e-2})).directory
+    once = {"eval_every": 0, "save_every": 40}
+    learned = {"steps": 40, "lr": 2e-2, "check_every": 40}
+    teacher = tiny.run(recipe(tmp_path / "t", "sft", supervised=learned, run=once)).directory
     watcher = tiny.Recorder()
     made = recipe(
         tmp_path / "s",
@@ -229,6 +231,7 @@ def test_a_student_comes_closer_to_its_teacher(tmp_path):
         supervised={"steps": 0},
         optimizer={"lr": 1e-2},
         rollout={"prompts": 16},
+        run=once,
     )
     tiny.run(made, callbacks=[watcher])
     gap = [record["kl_ref"] for record in watcher.records]
