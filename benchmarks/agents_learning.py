@@ -1,13 +1,14 @@
-"""What the recipes with environments learn: seeds, and controls whose rewards are permuted across the rows of a step.
+"""What the recipes with environments learn: seeds, and controls whose rows get rewards of other groups of their step.
 
     python benchmarks/agents_learning.py [--quick] [--json PATH] [--recipes code-sandbox,retrieval] [--seeds 0,1,2]
-                                         [--folder DIR]
+                                         [--folder DIR] [--controls N]
 
 Each run is the recipe as it is shipped, on one thread. Its control begins with the weights that the warm-up of the same
-seed ended with. Greedy: share of 256 held-out episodes that succeed, before and after the part that learns by rewards;
-the seed decides which ones are held out of which draw. Sampled: the same share of the episodes that a step trains on,
-each of a new prompt, in its first step and over its last three; without a part ``correct`` the reward is that share.
-``--folder`` keeps the runs, and makes only those that are not there.
+seed ended with; of several, control k draws prompts, samples and other rows by 100 k + seed. Greedy: share of 256
+held-out episodes that succeed, before and after the part that learns by rewards; the seed decides which ones are held
+out of which draw. Sampled: the same share of the episodes that a step trains on, each of a new prompt, in its first
+step and over its last three; without a part ``correct`` the reward is that share. ``--folder`` keeps the runs, and
+makes only those that are not there.
 """
 
 import os
@@ -42,6 +43,8 @@ def warm_steps(recipe: str) -> int:
 
 def run(recipe: str, name: str, folder: Path, keys: Sequence[str]) -> Path:
     """Run a recipe, unless its run is there and complete. Returns its directory."""
+    if (folder / name / "report.html").exists():
+        return folder / name
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = [f"run.dir={folder}", f"run.name={name}", "train.threads=1", *keys]
     done = subprocess.run(
@@ -64,19 +67,20 @@ def figures(directory: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def pair(recipe: str, seed: int, folder: Path, keys: Sequence[str], warm: int) -> list[dict[str, Any]]:
-    """Run a recipe and its control; return their rows."""
+def beside(recipe: str, seed: int, folder: Path, keys: Sequence[str], warm: int, controls: int) -> list[dict[str, Any]]:
+    """Run a recipe and its controls; return their rows."""
     rows = []
-    keep = (f"run.eval_prompts={EPISODES}", "run.eval_every=0", f"run.keep_every={warm}", f"seed={seed}", *keys)
-    for control in (False, True):
-        began, name = time.monotonic(), f"{recipe}-{seed}{'-shuffled' * control}"
+    keep = (f"run.eval_prompts={EPISODES}", "run.eval_every=0", f"run.keep_every={warm}", *keys)
+    for control in range(controls + 1):
+        drawn = seed + 100 * max(control - 1, 0)
+        began, name = time.monotonic(), f"{recipe}-{seed}{f'-shuffled-{drawn}' if control else ''}"
         start = (
             f"model.path={folder / f'{recipe}-{seed}'}@{warm}", "data.tokenizer=", "supervised.steps=0",
             f"plugins=['{SHUFFLED}']", "algorithm.advantage=shuffled",
         )  # fmt: skip
-        found = run(recipe, name, folder, (*keep, *(start if control else ())))
-        row = {"recipe": recipe, "seed": seed, "rewards": "permuted" if control else "its own", **figures(found)}
-        rows.append(row | {"wall_seconds": time.monotonic() - began})
+        found = run(recipe, name, folder, (*keep, f"seed={drawn}", *(start if control else ())))
+        about = {"recipe": recipe, "seed": seed, "drawn": drawn, "rewards": "others'" if control else "its own"}
+        rows.append(about | figures(found) | {"wall_seconds": time.monotonic() - began})
         show(rows[-1])
     return rows
 
@@ -84,7 +88,7 @@ def pair(recipe: str, seed: int, folder: Path, keys: Sequence[str], warm: int) -
 def show(row: Mapping[str, Any]) -> None:
     """Print a row."""
     parts = (f"{name} {row[f'{name}_before']:6.1%} -> {row[f'{name}_after']:6.1%}" for name in ("greedy", "sampled"))
-    about = f"{row['recipe']:16s} seed {row['seed']}  rewards {row['rewards']:8s}"
+    about = f"{row['recipe']:16s} seed {row['seed']} ({row['drawn']})  rewards {row['rewards']:8s}"
     print(about, *parts, f"{row['steps']} steps", f"{row['wall_seconds']:.0f} s", sep="  ", flush=True)
 
 
@@ -93,6 +97,7 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--controls", type=int, default=1, help="of each seed")
     options = parser.parse_args()
     recipes, seeds = options.recipes.split(","), [int(seed) for seed in options.seeds.split(",")]
     if options.quick:
@@ -102,7 +107,7 @@ def main() -> None:
         for seed in seeds:
             for recipe in recipes:
                 keys, warm = (QUICK, 4) if options.quick else ((), warm_steps(recipe))
-                rows += pair(recipe, seed, options.folder or Path(temporary), keys, warm)
+                rows += beside(recipe, seed, options.folder or Path(temporary), keys, warm, options.controls)
                 write_rows(options.json, rows)
 
 

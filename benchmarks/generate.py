@@ -21,8 +21,9 @@ which rounding in a deep model drives apart (that itself at most four times as f
 share of sequences equal to Hugging Face's from the first to the last token: ties and rounding flip a few.
 
 --scoring: in place of all this, the heavy-tailed lengths with a reward of a fixed latency (0.2 s, two processes),
-scored when all are generated, and while others are (``rewards.ahead``). Outcomes are compared. Overlap: share of the
-samples that are scored when the last one has been generated.
+and with a judge (an engine of the same shape, questions of 80 characters, replies of 24 tokens), scored when all are
+generated, and while others are (``rewards.ahead``). Outcomes are compared. Overlap: share of the samples that are
+scored when the last one has been generated.
 
 Runs alternate between contenders; a figure is the best of its runs. GOMP_SPINCOUNT=1000 and the matmul precision
 (``matmul_precision``) hold for all alike.
@@ -38,7 +39,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +53,15 @@ from machine import DTYPES, config_of, peak_allocated, random_model
 from shapes import CONTEXT
 from torch import Tensor
 
+from tilth.cluster.backends.inline import InlineStore
+from tilth.config.schema import JudgeConfig
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rewards.ahead import ScoringAhead
-from tilth.rewards.process_pool import RewardPool
+from tilth.rewards.process_pool import Item, RewardPool
+from tilth.roles.judge import JudgeWorker
 from tilth.rollout.engine import Engine
 from tilth.rollout.request import Request, SamplingParams
 
@@ -313,23 +320,35 @@ def waiting(prompt: str, completion: str, info: dict[str, Any]) -> float:
     return float(info["id"])
 
 
-def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
-    """Return seconds of generating and scoring, one after the other and side by side."""
+@contextmanager
+def judging(model: Decoder) -> Iterator[JudgeWorker]:
+    """Make a judge of the same weights. Its replies are no scores, but reasons that hold their text."""
+    tokenizer = Tokenizer.characters(map(chr, range(0x4E00, 0x4E00 + VOCAB - 2)))
+    engine = Engine(model.config, tokenizer=tokenizer, max_rows=64, max_length=CONTEXT, parity=True)
+    engine.update_weights(model.named_parameters(), version=1)
+    section = JudgeConfig(path="-", rubric="{prompt}{completion}", max_tokens=24)
+    yield JudgeWorker(engine, make_template("", tokenizer), section, InlineStore())
+
+
+def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
+    """Return seconds of generating and scoring, one after the other and side by side. case: who scores."""
     lengths = json.loads(Path(__file__).with_name("lengths.json").read_text())["lengths"][: 64 if quick else None]
     prompts = np.random.default_rng(0).integers(0, VOCAB, (len(lengths), PROMPT))
     requests = [Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, lengths))]
-    items = {r.id: (r.id, "", "", {"id": r.id}) for r in requests}
+    said = {r.id: "".join(chr(0x4E00 + (r.id * 31 + i) % 4000) for i in range(80)) for r in requests}
+    items: dict[Hashable, Item] = {r.id: (r.id, "", said[r.id], {"id": r.id}) for r in requests}
     engine = Engine(model.config, max_rows=64, max_length=CONTEXT, dtype=model.dtype)
     engine.update_weights(model.named_parameters(), version=1)
     engine.generate(requests[:8])
-    with RewardPool(waiting, workers=SCORERS) as pool:
+    with judging(model) if case == "judge" else RewardPool(waiting, workers=SCORERS) as pool:
+        pool.score(list(items.values())[:8])
         began = time.perf_counter()
         for _ in engine.stream(requests):
             pass
         generated = time.perf_counter() - began
         at_end = dict(zip(items, pool.score(list(items.values()))))
         one_after_the_other = time.perf_counter() - began
-        ahead, began = ScoringAhead(pool, len(items) // 2), time.perf_counter()
+        ahead, began = ScoringAhead(pool, 16), time.perf_counter()
         for trajectory in engine.stream(requests):
             ahead.begin({trajectory.id: items[trajectory.id]})
         beside = time.perf_counter() - began
@@ -338,9 +357,9 @@ def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
         rest = [i for i in items if i not in found]
         found = {**found, **dict(zip(rest, pool.score([items[i] for i in rest])))}
         side_by_side = time.perf_counter() - began
-    assert {i: o.value for i, o in found.items()} == {i: o.value for i, o in at_end.items()}
+    assert {i: (o.value, o.reason) for i, o in found.items()} == {i: (o.value, o.reason) for i, o in at_end.items()}
     return {
-        "case": "scoring", "samples": len(items), "latency": LATENCY, "scorers": SCORERS, "generate_seconds": generated,
+        "case": case, "samples": len(items), "generate_seconds": generated,
         "one_after_the_other_seconds": one_after_the_other, "side_by_side_seconds": side_by_side,
         "generate_beside_seconds": beside, "overlap": overlap,
     }  # fmt: skip
@@ -361,9 +380,11 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.scoring:
-        row = scoring(make_model("6M", torch.float32, args.device), args.quick)
-        print("  ".join(f"{name} {value:.4g}" for name, value in row.items() if not isinstance(value, str)))
-        write_rows(args.json, [row])
+        model = make_model("6M", torch.float32, args.device)
+        scored = [scoring(model, args.quick, case) for case in ("reward", "judge")]
+        for row in scored:
+            print("  ".join(f"{name} {v if isinstance(v, str) else f'{v:.4g}'}" for name, v in row.items()))
+        write_rows(args.json, scored)
         return
     print("model dtype case        contender        tokens/s   x HF  x loop   first s  identical")
     rows: list[dict] = []

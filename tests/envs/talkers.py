@@ -34,6 +34,8 @@ class Talker(tilth.Environment):
             re.match(r"(a+)+$", "a" * 64 + "b")
         if said == "exit":
             os._exit(3)
+        if said == "fork":
+            os.fork()
         if said == "kill":
             os.kill(os.getpid(), 9)
         if said == "raise":

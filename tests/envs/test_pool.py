@@ -145,6 +145,11 @@ def test_an_episode_that_does_not_repeat_itself_fails(pool):
     assert found[1].status == "differs" and found[0].status == "died"
 
 
+def test_a_fork_that_comes_back_answers_nothing(pool):
+    begin(pool, 0)
+    assert contents(say(pool, e0="fork")[0]) == ["1 fork"] and contents(say(pool, e0="b")[0]) == ["2 b"]
+
+
 def test_a_record_that_cannot_begin(pool):
     pool.begin(0, {"prompt": "", "fail": True})
     found = take(pool, 1)[0]

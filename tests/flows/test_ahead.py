@@ -68,6 +68,24 @@ def test_a_finished_sample_is_scored_while_others_are_generated(roles):
     assert all(np.array_equal(scored[name], at_the_end[name], equal_nan=True) for name in at_the_end.rows)
 
 
+def test_a_judge_begins_with_what_has_finished_too():
+    """Each engine takes its own share; what is passed without a reward function is all of it."""
+    begun = []
+
+    class Judge:
+        def begin(self, **given):
+            begun.append(given)
+
+    class Rollout:
+        def finished(self):
+            return [[[7, 0, 1, "a"], [8, 0, 2, "b"]]] if not begun else [[]]
+
+    with scored_ahead(Rollout(), None, lambda batch: {7: {}}, 3, 2, Judge()):
+        while not begun:
+            pass
+    assert begun == [{"items": [[7, 0, 1, "a"], [8, 0, 2, "b"]], "call": 3, "most": 2}]
+
+
 def test_outcomes_of_another_generation_or_other_tokens_are_not_used(roles):
     store, speaker, reward = roles
     batch = speaker.generate(small.asked(store, (3,), 2, 0))

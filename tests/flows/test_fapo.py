@@ -13,7 +13,7 @@ from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
-from tilth.flows import launch
+from tilth.flows import ahead, launch
 from tilth.flows.group_filters import can_differ
 from tilth.rewards.judging import question
 from tilth.roles import judge as roles_judge
@@ -286,10 +286,13 @@ def test_a_judge_with_a_pool_of_its_own_says_the_same(tmp_path, judge):
 
 
 def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
-    """Its score is a part of the reward, or all of it; FAPO's penalty has no place."""
+    """Its score is a part of the reward, or all of it; FAPO's penalty has no place. It begins while others are
+    generated, and what is learned is what is learned if it begins when all are."""
     monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
+    found = []
     how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}}
-    for name, reward in (("alone", None), ("beside", odd)):
+    for name, reward, pause in (("alone", None, 0.0005), ("beside", odd, ahead.PAUSE), ("late", None, 1e6)):
+        monkeypatch.setattr(ahead, "PAUSE", pause)
         made = tiny.recipe(tmp_path, **how)
         recorder = tiny.Recorder()
         result = tiny.run(made, reward=reward, name=name, callbacks=[recorder])
@@ -298,6 +301,8 @@ def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
         given = [row["reward"] - part["judge"] for row, part in zip(rows, parts)]
         assert given == ([0.0] * len(rows) if reward is None else [part["correct"] for part in parts])
         assert {part["judge"] for part in parts} <= {0.0, 1.0, 2.0}
+        found.append((tiny.numbers(result.directory), tiny.weights(result.directory)))
+    assert tiny.same(found[0][0], found[2][0]) and found[0][1] == found[2][1]
 
 
 def test_a_judge_that_never_gives_a_score_ends_the_run(tmp_path, judge):

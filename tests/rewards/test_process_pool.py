@@ -45,6 +45,7 @@ DEEDS = {
     "none": lambda: None,
     "text": lambda: "1.0",
     "exit": lambda: os._exit(3),
+    "fork": lambda: float(os.fork() >= 0),
     "leave": lambda: sys.exit(4),
     "segfault": lambda: ctypes.string_at(0),
     "sleep": lambda: time.sleep(60),
@@ -110,6 +111,12 @@ def test_values_and_parts(pool):
     assert parts.value == 1 and parts.parts["length"] == 3 and math.isnan(parts.parts["style"])
     assert Outcome(**asdict(ok)) == ok
     assert pool.score([]) == []
+
+
+def test_a_fork_that_comes_back_scores_nothing(pool):
+    assert (
+        summary(pool.score(items("fork", "ok"))) == summary(pool.score(items("fork", "ok"))) == [(1, "ok"), (1.5, "ok")]
+    )
 
 
 @pytest.mark.parametrize(

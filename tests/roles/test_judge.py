@@ -168,6 +168,55 @@ def test_an_answer_that_the_judge_cannot_read_has_no_score(solution):
     assert "cannot read" in worker.failures()[100]["reason"]
 
 
+def early(says, call=1, **more):
+    """A judge that begins before ``grade``, the samples of a batch as a rollout announces them, and the batch."""
+    store = InlineStore()
+    worker = JudgeWorker(
+        Scripted(says), make_template("", TOKENIZER), JudgeConfig(path="x", rubric=RUBRIC), store, PROMPTS, **more
+    )
+    batch = written(store, "2", "1+1=\n2", "4")
+    batch = batch.with_rows(reward=np.zeros(3, np.float32), **{OUTCOME: np.zeros(3, np.float32)})
+    items = [[i, p, c, t] for i, p, c, t in zip(*(batch[n].tolist() for n in ("id", "prompt", "identity")), "254")]
+    items[1][3] = "1+1=\n2"
+    return worker, items, batch
+
+
+def test_what_was_graded_early_is_not_asked_again_and_has_the_score_of_the_batch():
+    worker, items, batch = early(lambda asked: f"#{len(asked)}" if len(asked) != 9 else "?")
+    worker.begin(items[:2], call=4, most=1)
+    while len(worker._ahead[1]._outcomes) < 2:
+        pass
+    known = worker.begun(4)
+    assert len(worker.engine.asked) == 2 and set(known) == {(i, c) for i, _, c, _ in items[:2]}
+    found = worker.grade(batch, alone=True, known=known)
+    assert [r.id for r in worker.engine.asked] == [100, 101, 102]
+    other, _, same = early(worker.engine.says)
+    at_the_end = other.grade(same, alone=True)
+    for name in ("reward", OUTCOME, GRADE):
+        assert np.array_equal(found[name], at_the_end[name], equal_nan=True)
+    assert worker.failures() == other.failures() and set(worker.failures()) == {100, 102}
+
+
+def test_scores_of_another_generation_or_other_tokens_are_dropped():
+    worker, items, batch = early(lambda asked: "#1")
+    items[0][2] += 1
+    worker.begin(items[:1], call=4, most=1)
+    assert worker.begun(5) == {} and len(worker.grade(batch, alone=True, known=worker.begun(4))) == 3
+    worker.begin(items[1:], call=6, most=1)
+    assert (100, items[0][2]) not in worker.begun(6)
+
+
+def test_each_engine_grades_its_share_early_and_one_whose_replies_depend_on_company_none():
+    worker, items, _ = early(lambda asked: "#1", share=(1, 2))
+    worker.begin(items, call=1, most=3)
+    while not worker._ahead[1]._outcomes:
+        pass
+    assert [key[0] for key in worker.begun(1)] == [101]
+    worker.prompts = None
+    worker.begin(items, call=2, most=3)
+    assert worker.begun(2) == {}
+
+
 def put_text(batch, store, text):
     handle = store.put("text", Jagged.of([np.frombuffer(text.encode(), np.uint8)]))
     return batch.with_payload(text=Column.whole(handle, 1))

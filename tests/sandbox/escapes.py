@@ -88,6 +88,16 @@ ESCAPES = {
     "the host's name": "import socket; socket.sethostname(socket.gethostname())" + DONE,
     "the kernel's log": CALL + "call(103, 3, ctypes.create_string_buffer(64), 64)" + DONE,
     "userfaultfd": CALL + "call(323, 0)" + DONE,
+    "use up the host's asynchronous requests": CALL
+    + "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c)); libc.syscall(207, c)"
+    + DONE,
+    "lock a file of the host": "import fcntl; fcntl.flock(open('/usr/bin/env'), fcntl.LOCK_EX | fcntl.LOCK_NB)" + DONE,
+    "watch what the host opens": CALL
+    + "i = call(294, 0)\nassert libc.inotify_add_watch(i, b'/usr/bin', 0x20) >= 0"
+    + DONE,
+    "watch it the older way": CALL + "i = call(253)\nassert libc.inotify_add_watch(i, b'/usr/bin', 0x20) >= 0" + DONE,
+    "watch all files": CALL + "call(300, 0x200, 0)" + DONE,
+    "a call that the filter does not know": CALL + "call(465, -100, b'/usr', 0, None, 0)" + DONE,
     "raise a limit": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (5000, 5000))" + DONE,
     # ---- resources and what is inherited ----
     "descriptors": "import os\nopen_ = [f for f in range(3, 200) if os.path.exists(f'/proc/self/fd/{f}')]\nassert FD in open_"

@@ -102,6 +102,9 @@ UNUSUAL = {
     "io_uring",
     "the keyring",
     "the kernel's log",
+    "use up the host's asynchronous requests",
+    "watch all files",
+    "a call that the filter does not know",
 }
 """What a host may forbid everybody."""
 

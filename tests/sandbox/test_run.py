@@ -171,6 +171,23 @@ def test_a_program_that_cheats_does_not_pass(sandbox, program):
     assert judge("", program, {"tests": "assert double(4) == 8"})["reward"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def abs(x): return 0\ndef root(x): return 1",
+        "import math as abs\ndef root(x): return 1",
+        "class A:\n def __sub__(self, other): return 0.0\ndef root(x): return A()",
+        "class A:\n def __sub__(self, other): return self\n def __gt__(self, other): return True\n __lt__ = __gt__\n"
+        "def root(x): return A()",
+    ],
+)
+@pytest.mark.parametrize("right", ["abs(root(2) - 1.4142) < 1e-3", "-1e-3 < root(2) - 1.4142 < 1e-3"])
+def test_a_program_that_cheats_is_not_near_the_right_number(sandbox, program, right):
+    judge, tests = load_reward("unit_tests"), {"tests": f"assert {right}"}
+    assert judge("", "def root(x): return x ** 0.5", tests)["reward"] == 1.0
+    assert judge("", program, tests)["reward"] == 0.0
+
+
 def test_tests_see_what_a_program_made(sandbox):
     judge = load_reward("unit_tests")
     program = """

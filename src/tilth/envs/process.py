@@ -7,6 +7,7 @@ anything. Standard output is redirected to standard error.
 import asyncio
 import inspect
 import json
+import os
 import pickle
 import signal
 import threading
@@ -24,7 +25,7 @@ from tilth.core.errors import PluginError, TilthError
 from tilth.envs.adapters import ADAPTERS, adapted
 from tilth.envs.environment import Environment, EnvironmentFault, Message, SelfDriven
 from tilth.rewards.functions import normalise
-from tilth.rewards.process import die_with, frame, receive_bytes, take_pipes
+from tilth.rewards.process import die_with, end_fork, frame, receive_bytes, take_pipes
 
 ROLES = ("system", "user", "tool")
 
@@ -93,12 +94,13 @@ class _Answers:
     """Pipe to the parent, which several threads write to."""
 
     def __init__(self, pipe: BinaryIO) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
+        self._pipe, self._lock, self._process = pipe, threading.Lock(), os.getpid()
 
     def send(self, answer: Mapping[str, Any]) -> None:
         self.write(encoded(answer))
 
     def write(self, body: bytes) -> None:
+        end_fork(self._process)
         with self._lock:
             self._pipe.write(body)
             self._pipe.flush()

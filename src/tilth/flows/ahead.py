@@ -18,11 +18,18 @@ Known = Callable[[Batch], dict[int, Any]]
 
 
 @contextmanager
-def scored_ahead(rollout: WorkerGroup, reward: WorkerGroup, known: Known, call: int, most: int) -> Iterator[None]:
-    """While the body waits for its generation, pass what has finished to the reward.
+def scored_ahead(
+    rollout: WorkerGroup,
+    reward: WorkerGroup | None,
+    known: Known,
+    call: int,
+    most: int,
+    judge: WorkerGroup | None = None,
+) -> Iterator[None]:
+    """While the body waits for its generation, pass what has finished to the reward and to the judge.
 
-    call: number of this generation; ``reward.score`` takes it. most: samples that the reward scores at once. Samples
-    that the journal knows are left out.
+    call: number of this generation; ``reward.score`` and ``judge.begun`` take it. most: samples that the reward scores
+    at once, and the judge. Samples that the journal knows are not passed to the reward.
     """
     stop, failed = threading.Event(), list[BaseException]()
 
@@ -30,8 +37,10 @@ def scored_ahead(rollout: WorkerGroup, reward: WorkerGroup, known: Known, call: 
         try:
             while not stop.wait(PAUSE):
                 for finished in rollout.finished():
-                    if new := _unknown(finished, known):
+                    if reward is not None and (new := _unknown(finished, known)):
                         reward.begin(items=new, call=call, most=most)
+                    if judge is not None and finished:
+                        judge.begin(items=finished, call=call, most=most)
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the run
             failed.append(error)
 

@@ -130,13 +130,12 @@ class Sampler:
         before = Batch({**dict(zip(("id", "group", "prompt"), columns)), CARRIED: np.ones(columns.shape[1], np.int8)})
         return concat([before, new.with_rows(**{CARRIED: np.zeros(len(new), np.int8)})])
 
-    def _whole_groups(self, rollout: WorkerGroup, asked: Batch) -> Batch:
+    def _whole_groups(self, rollout: WorkerGroup, asked: Batch, prepare: Callable[[Batch], Batch]) -> Batch:
         """Generate ``rollout.partial`` tokens of each sample, again while no group is finished; return those that are.
 
         The others are carried to the next step.
         """
-        step, since, loader = self.state.step, self.state.step, self.roles["loader"]
-        prepare = loader.begin if self.recipe.rollout.environment else loader.encode
+        step, since = self.state.step, self.state.step
         while True:
             carry = Carry(since, step + 1, self.journal.oldest)
             batch = resolved(rollout.generate(prepare(asked), carry=carry))
@@ -174,21 +173,19 @@ class Sampler:
                 f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
                 key="reward.function",
             )
+        call = next(self._calls)
         if self.recipe.rollout.environment:
-            if CARRIED in asked.rows:
-                scored = self._whole_groups(roles.rollout, asked)
-            else:
-                scored = roles.rollout.generate(roles["loader"].begin(asked), greedy=greedy)
+            scored = self._generated(roles.rollout, asked, None, call, len(asked), greedy=greedy)
             failures = roles.rollout.failures()
             self._note_missing(scored, failures)
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
-            scored, failures = self._answers(roles.rollout, asked, greedy=greedy)
+            scored, failures = self._answers(roles.rollout, asked, call, greedy=greedy)
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         if self.recipe.grades:
-            scored = self._graded(scored)
+            scored = self._graded(scored, call)
         self.state.graded |= is_graded(scored)
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
@@ -197,12 +194,13 @@ class Sampler:
             check_parts(self.algorithm, scored)
         return scored
 
-    def _graded(self, batch: Batch) -> Batch:
-        """Add the judge's scores to the rewards; report what it gave none for."""
+    def _graded(self, batch: Batch, call: int) -> Batch:
+        """Add the judge's scores to the rewards; report what it gave none for. call: that generated the samples."""
         roles = self.roles
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
-        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone)
+        known = roles.judge.begun(call)
+        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
         failures = roles.judge.failures()
         if roles.reward is None:  # else the journal holds the function's outcomes of these samples
@@ -210,25 +208,35 @@ class Sampler:
         self._report_failures(failures, len(batch), set())
         return batch.with_rows(**columns)
 
-    def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
+    def _answers(
+        self, rollout: WorkerGroup, asked: Batch, call: int, *, greedy: bool
+    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id.
 
-        Answers are scored while others are generated. A call of the reward has so few rows that it ends within half of
-        ``cluster.timeout`` even if every reward times out.
+        A call of the reward has so few rows that it ends within half of ``cluster.timeout`` even if every reward times
+        out.
         """
         reward, how, limit = self.roles.reward, self.recipe.reward, self.recipe.cluster.timeout / 2
-        if CARRIED in asked.rows:
-            generate = partial(self._whole_groups, rollout, asked)
-        else:
-            generate = partial(rollout.generate, self.roles["loader"].encode(asked), greedy=greedy)
-        if reward is None:
-            return generate(), {}
-        inline, call = self.recipe.cluster.backend == "inline", next(self._calls)
+        inline = self.recipe.cluster.backend == "inline"
         rows = max(1, len(asked) if inline else how.workers * int(limit / how.timeout))
+        batch = self._generated(rollout, asked, reward, call, max(1, rows // 2), greedy=greedy)
+        return (batch, {}) if reward is None else self._score(reward, batch, rows, call)
+
+    def _generated(
+        self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, call: int, most: int, *, greedy: bool
+    ) -> Batch:
+        """Return generated answers or episodes. Reward and judge score ``most`` of what has finished at once."""
+        loader, judge = self.roles["loader"], self.roles.judge if self.recipe.grades else None
+        prepare = loader.begin if self.recipe.rollout.environment else loader.encode
+        if CARRIED in asked.rows:
+            generate = partial(self._whole_groups, rollout, asked, prepare)
+        else:
+            generate = partial(rollout.generate, prepare(asked), greedy=greedy)
+        if reward is None and judge is None:
+            return generate()
         known = partial(self.journal.known, self.state.step)
-        with scored_ahead(rollout, reward, known, call, max(1, rows // 2)):
-            batch = resolved(generate())
-        return self._score(reward, batch, rows, call)
+        with scored_ahead(rollout, reward, known, call, most, judge):
+            return resolved(generate())
 
     def _score(
         self, reward: WorkerGroup, batch: Batch, rows: int, call: int

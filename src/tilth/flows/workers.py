@@ -175,14 +175,22 @@ def _prompts(context: Context) -> PromptSet:
     return prompts
 
 
-def judge(context: Context, recipe: Recipe) -> JudgeWorker:
+def judge(context: Context, recipe: Recipe, prompts: PromptSet | None = None) -> JudgeWorker:
     """Make this worker's engine, or its part of one, with the fixed weights of ``judge.path``; their step is its
-    version."""
+    version.
+
+    One that grades begins while others generate where its replies do not depend on what is generated beside them, so
+    that the order of finishing changes none: in parity mode, which the native engine has on the CPU of one rank.
+    """
     loaded = load_model(recipe.judge.path)
     tokenizer = wants_tokenizer(loaded)
-    engine = _engine(context, recipe, loaded.config, tokenizer)
+    whole = context.mesh.size("ep", "tp") == 1 and recipe.rollout.engine == "native"
+    early = recipe.grades and whole and prepare(context, recipe).type == "cpu"
+    engine = _engine(context, recipe, loaded.config, tokenizer, **({"parity": True} if early else {}))
     engine.update_weights(loaded.tensors.items(), version=loaded.step or 0)
-    return JudgeWorker(engine, make_template(loaded.template, tokenizer), recipe.judge, context.store)
+    share = context.mesh.ranks.index(context.rank), len(context.mesh)
+    template = make_template(loaded.template, tokenizer)
+    return JudgeWorker(engine, template, recipe.judge, context.store, prompts if early else None, share)
 
 
 def loader(

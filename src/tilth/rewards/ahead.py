@@ -38,6 +38,11 @@ class ScoringAhead:
                 self._thread = threading.Thread(target=self._run, name="scoring-ahead", daemon=True)
                 self._thread.start()
 
+    def drop(self) -> None:
+        """Begin nothing more."""
+        with self._lock:
+            self._waiting = {}
+
     def settle(self) -> dict[Hashable, Outcome]:
         """Begin nothing more, wait for what is being scored, and return all outcomes. Raises what the pool raised."""
         with self._lock:

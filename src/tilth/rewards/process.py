@@ -124,13 +124,25 @@ def receive_function(requests: BinaryIO) -> Reward:
 
 def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: ScoringProgress) -> None:
     """Score chunks until end of file, each answered by one or more ``results`` messages in order."""
+    process = os.getpid()
+
+    def reply(results: list[Result]) -> None:
+        end_fork(process)
+        send(replies, ("results", results))
+
     while (body := receive_bytes(requests)) is not None:
         try:
             chunk: list[Item] = pickle.loads(body)
         except Exception as error:  # noqa: BLE001  (an item may hold the user's objects)
             send(replies, ("unreadable", describe(error)))
             continue
-        score_chunk(function, chunk, progress, lambda results: send(replies, ("results", results)))
+        score_chunk(function, chunk, progress, reply)
+
+
+def end_fork(process: int) -> None:
+    """End a fork of this process that the user's code made and that came back from it: only the process answers."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def score_chunk(

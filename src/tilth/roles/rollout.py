@@ -158,9 +158,12 @@ class RolloutWorker:
     def _announced(self, stream: Iterable[Trajectory]) -> Iterator[Trajectory]:
         """Pass trajectories on, and note them for ``finished``."""
         for t in stream:
-            if self.engine.reports:
-                self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
+            self._announce(t)
             yield t
+
+    def _announce(self, t: Trajectory) -> None:
+        if self.engine.reports:
+            self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
 
     def _play(self, player: Player, asked: Batch, params: SamplingParams, carry: Carry | None) -> Batch:
         """Play an episode for each row. Rows get the environment's reward, its parts and the number of turns."""
@@ -178,9 +181,11 @@ class RolloutWorker:
                 about += f", after {sum(len(one.trajectory.tokens) for one in before.values())}" if before else ""
                 player.pool.keep(ObservationJournal(self._journals, self._asked, about))
             try:
-                found = player.play(wanted, params, partial=self.section.partial * (carry is not None), before=before)
+                most = self.section.partial * (carry is not None)
+                found = player.play(wanted, params, partial=most, before=before, finished=self._announce)
             finally:
                 self._asked = ()
+                self._finished.clear()
                 player.pool.keep(None)
             trajectories = [one.trajectory for one in found]
             written = sum(t.completion_length for t in trajectories)

@@ -5,7 +5,7 @@ only appended: what the policy wrote is never rendered or tokenised again.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -142,6 +142,7 @@ class Player:
         """Request in flight -> its episode."""
         self._played: dict[int, Played] = {}
         self._partial = 0
+        self._finished: Callable[[Trajectory], None] = lambda trajectory: None
 
     def play(
         self,
@@ -150,14 +151,16 @@ class Player:
         *,
         partial: int = 0,
         before: Mapping[int, Played] | None = None,
+        finished: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> list[Played]:
         """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
         an environment's failures become missing rewards.
 
         partial: tokens of the policy in this call after which an episode pauses before its next turn; 0: none does.
         before: what an earlier call has returned of some of them: paused ones go on, finished ones stay as they are.
+        finished: called with each episode when it ends.
         """
-        before = before or {}
+        before, self._finished = before or {}, finished
         self._partial = partial
         self._played, self._generating = {i: one for i, one in before.items() if one.paused is None}, {}
         self._open = {one.id: Episode(one) for one in wanted if one.id not in before}
@@ -346,6 +349,7 @@ class Player:
         whole = _whole(episode)
         whole.reward, whole.finish = None if value is None else value + episode.earned, finish
         self._played[episode.wanted.id] = Played(whole, parts, reason or episode.note, status, episode.turns)
+        self._finished(whole)
 
 
 def _reward_turn(episode: Episode, reward: float) -> None:

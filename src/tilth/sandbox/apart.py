@@ -18,7 +18,8 @@ from typing import Any, NoReturn, TextIO
 SET_DUMPABLE = 4
 PLAIN = (type(None), bool, int, str)
 MANY: Mapping[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "lt", "le", "gt", "ge", "getitem", "contains")
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "lt", "le", "gt", "ge")
+OPERATIONS = (*ARITHMETIC, "getitem", "contains")
 ASKS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in (*OPERATIONS, "eq", "setitem")},
     **{f.__name__: f for f in (len, str, repr, iter, next, hash, getattr, setattr)},
@@ -138,9 +139,22 @@ class ProgramObject:
         return str(self._ask("repr", self))
 
 
-for _name in OPERATIONS:
-    if _name != "contains":
-        setattr(ProgramObject, f"__{_name}__", lambda self, *other, _name=_name: self._ask(_name, self, *other))
+def computed(name: str) -> Callable[..., Any]:
+    """Return an operator of handles. With a plain value it gives no plain value: ``f(2) - 1.414`` would show the
+    program what is right, and it could answer 0 or "less"."""
+
+    def apply(self: ProgramObject, *other: Any) -> Any:
+        found = self._ask(name, self, *other)
+        if isinstance(found, ProgramObject) or all(isinstance(one, ProgramObject) for one in other):
+            return found
+        raise TypeError(f"{name} of an object of the program and a plain value says nothing about the object")
+
+    return apply
+
+
+for _name in ARITHMETIC:
+    setattr(ProgramObject, f"__{_name}__", computed(_name))
+ProgramObject.__getitem__ = lambda self, key: self._ask("getitem", self, key)  # type: ignore[attr-defined]
 
 
 def judge() -> None:
@@ -182,9 +196,11 @@ def judge() -> None:
         raise kind(found["text"])
 
     begun = told(given["program"])
-    names = {n: unpacked(v, lambda number: ProgramObject(number, ask)) for n, v in begun["names"].items()}
+    # a builtin stays what it is: with an ``abs`` of the program every difference could be 0
+    given_names = {n: v for n, v in begun["names"].items() if not hasattr(builtins, n)}
+    names = {n: unpacked(v, lambda number: ProgramObject(number, ask)) for n, v in given_names.items()}
     sys.path[:] = [path for path in sys.path if path != os.getcwd()]  # where a program may have written modules
     for name, module in begun["modules"].items():
-        if module.partition(".")[0] in sys.stdlib_module_names:
+        if not hasattr(builtins, name) and module.partition(".")[0] in sys.stdlib_module_names:
             names[name] = __import__(module, fromlist=["*"])
     exec(compile(given["tests"], "tests.py", "exec"), {"__name__": "tests", **names})

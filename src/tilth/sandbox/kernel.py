@@ -33,13 +33,17 @@ CALLS: Mapping[str, tuple[int, int]] = {
     "setdomainname": (171, 162), "syslog": (103, 116), "lookup_dcookie": (212, 18), "vhangup": (153, 58),
     "socket": (41, 198), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
     "memfd_secret": (447, 447), "landlock_create_ruleset": (444, 444), "memfd_create": (319, 279),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "io_setup": (206, 0), "flock": (73, 32),
+    "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
-"""Calls that fail with EPERM: new privileges, other processes, the network, wide interfaces of the kernel, and memory
-that no limit of a process counts."""
+"""Calls that fail with EPERM: new privileges, other processes, the network, wide interfaces of the kernel, memory that
+no limit of a process counts, what the whole host shares, and locks and watches on its files."""
+ONLY_X86 = {"inotify_init": 253}
 MISSING: Mapping[str, tuple[int, int]] = {"clone3": (435, 435)}
 """Calls that fail with ENOSYS: their arguments lie in memory, where a filter does not see them; the C library then uses
 the older one."""
+NEWER = 463
+"""Calls from this number on (Linux 6.13) fail with ENOSYS: nobody has looked at what they give away."""
 CLONE = (56, 220)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> column of the tables, and its number in seccomp."""
@@ -125,7 +129,8 @@ def _machine() -> tuple[int, int]:
 
 
 def _filter() -> Sequence[bytes]:
-    """Return the BPF program: wrong machine kills, listed calls fail, clone may make no namespace, all others go on."""
+    """Return the BPF program: wrong machine kills, listed and newer calls fail, clone may make no namespace, all others
+    go on."""
     column, number = _machine()
     load, equal, above, allowed = 0x20, 0x15, 0x35, 0x7FFF0000
     kill, denied, missing = 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -135,8 +140,11 @@ def _filter() -> Sequence[bytes]:
 
     found = [step(load, 4), step(equal, number, 1, 0), step(0x06, kill), step(load, 0)]
     found += [step(above, X32, 0, 1), step(0x06, kill)] if column == 0 else []
-    for table, answer in ((CALLS, denied), (MISSING, missing)):
-        for numbers in table.values():
-            found += [step(equal, numbers[column], 0, 1), step(0x06, answer)]
+    found += [step(above, NEWER, 0, 1), step(0x06, missing)]
+    refused = [(numbers[column], denied) for numbers in CALLS.values()]
+    refused += [(numbers[column], missing) for numbers in MISSING.values()]
+    refused += [(one, denied) for one in ONLY_X86.values() if column == 0]
+    for call_number, answer in refused:
+        found += [step(equal, call_number, 0, 1), step(0x06, answer)]
     found += [step(equal, CLONE[column], 0, 3), step(load, 16), step(0x45, NAMESPACES, 0, 1), step(0x06, denied)]
     return [*found, step(0x06, allowed)]
