@@ -34,8 +34,6 @@ class Talker(tilth.Environment):
             re.match(r"(a+)+$", "a" * 64 + "b")
         if said == "exit":
             os._exit(3)
-        if said == "fork":
-            os.fork()
         if said == "kill":
             os.kill(os.getpid(), 9)
         if said == "raise":
@@ -66,6 +64,14 @@ class Talker(tilth.Environment):
 
     def reward(self):
         return {"reward": len(self.heard), "first": len(self.heard[0])}
+
+
+class Forks(tilth.Environment):
+    """Forks in each step, and lets the fork come back."""
+
+    def step(self, message):
+        os.fork()
+        return [{"role": "user", "content": "again"}], False
 
 
 class Closes(tilth.Environment):
