@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -126,13 +126,17 @@ class JudgeWorker:
     def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Ask the judge about answers (id, prompt, completion, info), and return its scores in order."""
         rubric = self.section.rubric
-        asked = [self._request(i, grading(rubric, p, str(info.get("answer", "")), c)) for i, p, c, info in items]
+        ids = [cast(int, item[0]) for item in items]
+        asked = [
+            self._request(i, grading(rubric, p, str(info.get("answer", "")), c))
+            for i, (_, p, c, info) in zip(ids, items)
+        ]
         requests = [request for request in asked if request is not None]
         with self._engine_free, span("judge") as spent:
             self.engine.reset_prefix_cache()  # as in ``verdicts``
             replies = {t.id: t.text for t in self.engine.generate(requests)}
             spent.set(tokens=sum(len(request.prompt) for request in requests))
-        return [_graded(replies.get(item[0])) for item in items]
+        return [_graded(replies.get(i)) for i in ids]
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:

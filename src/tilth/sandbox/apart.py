@@ -108,6 +108,9 @@ class ProgramObject:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("setattr", self, name, value)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", self, key)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._ask("setitem", self, key, value)
 
@@ -154,7 +157,6 @@ def computed(name: str) -> Callable[..., Any]:
 
 for _name in ARITHMETIC:
     setattr(ProgramObject, f"__{_name}__", computed(_name))
-ProgramObject.__getitem__ = lambda self, key: self._ask("getitem", self, key)  # type: ignore[attr-defined]
 
 
 def judge() -> None:
