@@ -180,13 +180,13 @@ def _gloo_seconds(elements: int, repeats: int) -> float:
         return max(pool.map(rank, (0, 1)))
 
 
-def _copy_rate(device: torch.device, nbytes: int = 1 << 27) -> float:
+def _copy_rate(device: torch.device) -> float:
     """Measure bytes/s of reading and writing memory: the best of a few copies."""
-    source = torch.ones(nbytes // 4, device=device)
+    source = torch.ones(1 << 25, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(4):
         started = time.perf_counter()
         target.copy_(source)
         float(target[-1])  # waits for the device
         seconds.append(time.perf_counter() - started)
-    return 2.0 * nbytes / min(seconds[1:])
+    return 2.0 * source.nbytes / min(seconds[1:])

@@ -403,18 +403,18 @@ class Run:
             self.saving.begin(step, self.checkpoint_objects(), best, self.policy.mesh, trouble)
         self.evaluator.improved = False
 
-    def secure(self, seconds: float = PATIENCE) -> None:
-        """Save a checkpoint and wait until it is complete; StorageError if it fails for so long."""
-        until, told = time.monotonic() + seconds, False
+    def secure(self) -> None:
+        """Save a checkpoint and wait until it is complete; StorageError if it fails for ``PATIENCE`` seconds."""
+        until, told = time.monotonic() + PATIENCE, False
         while True:
             self.saving.finish()
             self.save()
             self.saving.finish()
             if not self.saving.wanted:
                 return
-            if not told and seconds > SLOW:
+            if not told:
                 told = True
-                self.say(f"waiting {seconds:g} s at most until a checkpoint can be written: {self.saving.error}")
+                self.say(f"waiting {PATIENCE:g} s at most until a checkpoint can be written: {self.saving.error}")
             if time.monotonic() >= until and self.saving.error is not None:
                 raise self.saving.error
             time.sleep(self.saving.pause)

@@ -107,10 +107,9 @@ class TreeContext:
 
     dropout: DropoutContext | None = None
 
-    def __init__(
-        self, trees: PrefixTrees, device: torch.device | str = "cpu", experts: ExpertContext | None = None
-    ) -> None:
-        self.device, self.experts = torch.device(device), experts
+    def __init__(self, trees: PrefixTrees, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.experts: ExpertContext | None = None
         self.positions = self._tensor(trees.position)
         ends = np.zeros(len(trees.lengths), np.int64)
         np.maximum.at(ends, np.repeat(np.arange(len(ends)), trees.lengths), trees.position + 1)

@@ -92,11 +92,11 @@ def _event(path: Path, index: int, event: Any) -> tuple[float, str, bool]:
     return at * DAY, event["node_id"], event["event_type"] == "fault_end"
 
 
-def incidents(faults: Sequence[NodeFault], within: float = WITHIN) -> list[Incident]:
-    """Merge faults, ordered by start, each of which begins at most ``within`` seconds after the one before it."""
+def incidents(faults: Sequence[NodeFault]) -> list[Incident]:
+    """Merge faults, ordered by start, each of which begins at most ``WITHIN`` seconds after the one before it."""
     merged: list[list[NodeFault]] = []
     for fault in faults:
-        if merged and fault.start - merged[-1][-1].start <= within:
+        if merged and fault.start - merged[-1][-1].start <= WITHIN:
             merged[-1].append(fault)
         else:
             merged.append([fault])

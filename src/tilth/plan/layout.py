@@ -272,7 +272,6 @@ def per_rank(
     recipe: Recipe,
     shape: DecoderShape,
     longest: int,
-    base: int = BASE,
     *,
     generates: bool = True,
     loaded: Mapping[str, DecoderShape] | None = None,
@@ -289,7 +288,7 @@ def per_rank(
     workers = []
     for rank in range(sum(pools(recipe).values())):
         mine = tuple(seats[role][rank] for role, p in placed.items() if rank in seats[role])
-        workers.append(RankPlan(rank, mine, together(recipe, [seat.need for seat in mine], shape.vocab_size, base)))
+        workers.append(RankPlan(rank, mine, together(recipe, [seat.need for seat in mine], shape.vocab_size, BASE)))
     return workers
 
 

@@ -76,7 +76,7 @@ class RunDir:
         self.attempt: int = before.get("attempt", 0) + 1
         self._began = self._committed = time.monotonic()
         self._last = _last_step(path) if self.resumed else 0
-        self.before = _ending(path, before, self._last)
+        self.before = _ending(before, self._last)
         """How the previous attempt ended; "" if there was none."""
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one resumes from."""
@@ -420,7 +420,7 @@ def _last_step(path: Path) -> int:
     return max((record["step"] for record in read_metrics(path)), default=0)
 
 
-def _ending(path: Path, before: Mapping[str, Any], last: int) -> str:
+def _ending(before: Mapping[str, Any], last: int) -> str:
     """Return how the newest attempt in a run's state ended; "" if there was none."""
     if not before.get("attempts"):
         return ""

@@ -18,11 +18,11 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @cache
-def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str, repeats: int = 5) -> float:
+def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str) -> float:
     n = SIZE.get(device.type, SIZE["cuda"])
     a = torch.ones(n, n, device=device, dtype=dtype)
     seconds = []
-    for _ in range(repeats + 1):  # the first one warms up
+    for _ in range(6):  # the first one warms up
         _wait(device)
         started = time.perf_counter()
         torch.mm(a, a)

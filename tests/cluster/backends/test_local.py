@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import pytest
 from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
-from tilth.cluster.backends.fork_server import fork_server
-from tilth.cluster.backends.local import LocalBackend, environment, how_ended
+from tilth.cluster.backends.fork_server import StartedWorker, fork_server
+from tilth.cluster.backends.local import LocalBackend, _listen, environment, how_ended
+from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, DataError, RecipeError, StorageError, WorkerError, WorkerLost
@@ -500,3 +502,19 @@ def test_a_patient_call_may_take_long_as_long_as_it_gets_on(how, limit):
         group.wait_for_others(how, 600.0)
     assert answers == ["sleep", "read"]
     assert caught.value.key == "faulty.wait_for_others" and limit in str(caught.value)
+
+
+def test_a_worker_that_ends_while_it_connects_is_named_with_its_end():
+    backend, folder = LocalBackend.__new__(LocalBackend), SessionDir.create()
+    backend.folder, backend.timeout, backend._kills, backend.watch = folder, 5.0, None, NodeProbe(folder, 1)
+    backend._processes = {0: StartedWorker(os.getpid())}
+    backend._processes[0].ended.set_result(3)
+    try:
+        with _listen(folder.socket) as door, socket.socket(socket.AF_UNIX) as guest:
+            guest.connect(folder.socket)
+            guest.close()
+            with raises(WorkerLost, "cluster.start") as caught:
+                backend._accept(door, [0])
+        assert "rank 0" in str(caught.value) and "exit code 3" in str(caught.value)
+    finally:
+        folder.remove()

@@ -127,9 +127,13 @@ class LocalBackend:
                 continue
             guest.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             connection = Connection(guest.detach())
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            rank, pid = map(int, connection.recv_bytes().split())
+            try:
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+                rank, pid = map(int, connection.recv_bytes().split())
+            except (EOFError, OSError):  # it has ended, which its process or the limit shows
+                connection.close()
+                continue
             found[rank] = pid, connection
             if rank not in self._processes:
                 self._notify_reaper(pid)
