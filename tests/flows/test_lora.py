@@ -388,6 +388,40 @@ def test_peft_stacks_adapters_of_experts_and_has_the_logits(tmp_path, family, mo
 
 
 @pytest.mark.parametrize(
+    "family, which, more",
+    [
+        ("qwen3_moe", ("gate_up_proj",), {"qk_norm": True}),
+        ("mixtral", ("gate_up_proj", "down_proj"), {"intermediate_size": 8}),
+        ("gpt_oss", ("down_proj", "gate_up_proj"), {"intermediate_size": 8, "qkv_bias": True, "o_bias": True}),
+    ],
+)
+def test_adapters_of_parameters_have_the_logits_of_peft(tmp_path, family, which, more):
+    """Stacks of experts that PEFT names as ``target_parameters``, gate and up as one matrix."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers")
+    config, _, _, own, _ = with_experts(family, **more)
+    save_pretrained(tmp_path / "base", config, own)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    names = [f"mlp.experts.{name}" for name in which]
+    other = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
+    for name, half in other.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(half, std=0.3)
+    other.save_pretrained(tmp_path / "adapter")
+    found = load_adapter(tmp_path / "adapter", config)
+    model = converted(Decoder(config), [LowRank(found.lora)])
+    load_weights(model, own | dict(found.tensors))
+    ids = torch.arange(3, 11)
+    ours = model.logits(model(ids, PackedContext([8])))
+    torch.testing.assert_close(ours, other(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+    stored = load_file(tmp_path / "adapter" / TENSORS)
+    name = next(name for name in stored if "experts" in name)
+    save_file(stored | {name: stored[name][1:]}, tmp_path / "adapter" / TENSORS)
+    with raises(ModelError, "model.layers.0.mlp.experts.parameters"):
+        load_adapter(tmp_path / "adapter", config)
+
+
+@pytest.mark.parametrize(
     "family, more, key",
     [
         ("gpt_oss", {}, "model.layers.0.mlp.experts.gate_proj.lora.A.peft"),

@@ -133,7 +133,7 @@ def test_samples_come_from_the_weights_that_were_saved(client):
 
 
 def test_adapters_of_experts_are_trained_and_sampled_from(tmp_path):
-    """An engine takes them merged alone, so their snapshot has one of its own."""
+    """The engine of all samplers serves them; its log-probs are those of the trained model."""
     experts = {"num_experts": 3, "experts_per_token": 2, "expert_size": 16, "expert_layers": (0, 1)}
     with serving(base(tmp_path / "base", **experts), tmp_path / "state", name="Org/small") as server:
         trained, _ = run(service(server), rank=4, seed=1, steps=4)

@@ -29,7 +29,6 @@ _PLAIN: Mapping[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "trainable_token_indices": None,
-    "target_parameters": None,
 }
 """Key of adapter_config.json -> the one value that is supported, the default of PEFT."""
 
@@ -75,6 +74,7 @@ def save_adapter(
         "target_modules": sorted({*modules, *stacked}),
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "inference_mode": True,
+        "target_parameters": None,
         **_PLAIN,
     }
     save_file(found, folder / TENSORS, metadata={"format": "pt"})
@@ -102,7 +102,7 @@ def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> Sto
     try:
         config = json.loads((folder / CONFIG).read_text())
         _check(config)
-        names = config["target_modules"]
+        names = config["target_modules"] or ()
         lora = LoraConfig(
             rank=config["r"],
             alpha=float(config["lora_alpha"]),
@@ -133,7 +133,14 @@ def _renamed(stored: Mapping[str, Tensor], shape: DecoderConfig, folder: Path) -
     own = {there: name for name, there in hf_names(shape).items()}
     experts = {there: (name, i) for name, every in hf_experts(shape).items() for i, there in enumerate(every)}
     stacks = dict[str, dict[int, Tensor]]()
+    blocks = {name.rpartition(".")[0].rpartition(".")[0] for name in (*hf_experts(shape), *hf_fused(shape))}
+    wrapped = {name: _wrapped(name) for name in stored}
+    for (block, outer), pair in _pairs({name: one for name, one in wrapped.items() if one[0] in blocks}).items():
+        halves = {half: stored[name] for half, name in pair.items()}
+        yield from _of_parameter(block, halves, shape, f"{folder / TENSORS}: {block}{outer}")
     for name, tensor in stored.items():
+        if wrapped[name][0] in blocks:
+            continue
         path, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
         half = rest.removesuffix(".weight")
         if half not in ("A", "B"):
@@ -149,6 +156,49 @@ def _renamed(stored: Mapping[str, Tensor], shape: DecoderConfig, folder: Path) -
             message = f"{folder / TENSORS}: {adapter} has {len(parts)} of {shape.num_experts} experts, or other shapes"
             raise ModelError(message, key=f"{adapter}.experts")
         yield adapter, torch.stack([parts[i] for i in range(shape.num_experts)])
+
+
+def _wrapped(name: str) -> tuple[str, str, str]:
+    """Return the module of a stored tensor, the wrappers around it that PEFT writes for ``target_parameters``, and the
+    half."""
+    path, _, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+    module = path.removesuffix(".base_layer" * path.count(".base_layer"))
+    return module, path.removeprefix(module), rest.removesuffix(".weight")
+
+
+def _pairs(found: Mapping[str, tuple[str, str, str]]) -> dict[tuple[str, str], dict[str, str]]:
+    """Return (module, wrappers) -> half -> name of its tensor."""
+    pairs = dict[tuple[str, str], dict[str, str]]()
+    for name, (module, wrappers, half) in found.items():
+        pairs.setdefault((module, wrappers), {})[half] = name
+    return pairs
+
+
+def _of_parameter(
+    block: str, halves: Mapping[str, Tensor], shape: DecoderConfig, source: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters of one stack of experts, of which PEFT adapts gate and up as one matrix.
+
+    halves: A [rank * experts, in] and B [out, rank * experts], as ``peft.tuners.lora.layer.ParamWrapper`` has them.
+    """
+    experts, inner, hidden = shape.num_experts, shape.expert_size, shape.hidden_size
+    if halves.keys() != {"A", "B"} or len(halves["A"]) % experts or halves["B"].shape[1] != len(halves["A"]):
+        raise ModelError(f"{source} is no adapter of a stack of {experts} experts", key=f"{block}.parameters")
+    a = halves["A"].unflatten(0, (experts, -1))
+    b = halves["B"].unflatten(1, (-1, experts)).permute(2, 0, 1)
+    sizes = a.shape[2], b.shape[1]
+    if sizes == (inner, hidden):
+        parts = {"down_proj": b}
+    elif sizes == (hidden, 2 * inner):
+        alternate = f"{block}.gate_proj.weight" in hf_fused(shape)
+        gate, up = (b[:, 0::2], b[:, 1::2]) if alternate else b.chunk(2, 1)
+        parts = {"gate_proj": gate, "up_proj": up}
+    else:
+        message = f"{source} changes matrices [{sizes[1]}, {sizes[0]}], and the experts' are [{2 * inner}, {hidden}] "
+        raise ModelError(f"{message}and [{hidden}, {inner}]: another base", key=f"{block}.parameters")
+    for name, part in parts.items():
+        yield f"{block}.{name}{INFIX}A", a.clone()
+        yield f"{block}.{name}{INFIX}B", part.contiguous()
 
 
 def check_adapter(source: str, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:

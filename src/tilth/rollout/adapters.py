@@ -1,13 +1,17 @@
 """Adapters of requests: many low-rank changes of one base, each for its own rows of a pass.
 
 Rows of an adapter are gathered, and the adapters of a pass are stacked: two batched products per layer, whatever their
-number, and no other row is touched. Ranks are padded to a multiple of 8 and stacked with their like, and rows of parity
-mode are padded as those of experts, so that neither the ranks nor the rows of others change a bit.
+number, and no other row is touched; those of experts are applied expert by expert. Ranks are padded to a multiple of 8
+and stacked with their like, and rows of parity mode are padded as those of experts, so that neither the ranks nor the
+rows of others change a bit.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.models.lora import LinearChange
+from tilth.models.moe import ExpertContext, MoE, Routing, RunExperts, combine_pairs, gather_pairs, sort_by_expert
 from tilth.models.peft import check_adapter
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.kernels import round_up, spare_rows
@@ -32,14 +37,15 @@ Halves = Mapping[str, tuple[Tensor, Tensor]]
 class LoadedAdapter:
     """An adapter that requests may name; those in flight keep it alive."""
 
-    def __init__(self, serial: int, rank: int, halves: Halves) -> None:
-        """serial: distinct for each content that an engine has held, whatever its name; rank: padded."""
-        self.serial, self.rank, self.halves = serial, rank, halves
+    def __init__(self, serial: int, rank: int, halves: Halves, experts: Halves) -> None:
+        """serial: distinct for each content that an engine has held, whatever its name; rank: padded; experts: stacks
+        of all experts, [experts, ...]."""
+        self.serial, self.rank, self.halves, self.experts = serial, rank, halves, experts
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors on this rank."""
-        return sum(a.nbytes + b.nbytes for a, b in self.halves.values())
+        return sum(a.nbytes + b.nbytes for a, b in (*self.halves.values(), *self.experts.values()))
 
 
 def salt_of(version: int, adapter: LoadedAdapter | None) -> int:
@@ -85,12 +91,37 @@ class _RowChange(LinearChange):
             group.add_(self._path, found, x)
 
 
+class _ExpertChange(nn.Module):
+    """Change of the layers of all experts by the adapters of the rows of the pass that runs."""
+
+    merges = False
+
+    def __init__(self, bank: "AdapterBank", path: str) -> None:
+        super().__init__()
+        self._bank, self._path = bank, path
+
+    def of_experts(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> list[Callable[[Tensor], Tensor]]:
+        """Return the changed layers; see ``models.lora.Adapter``."""
+        return [partial(self._changed, layer, expert) for expert, layer in enumerate(layers)]
+
+    def grouped(self, found: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """Return the changed result for rows sorted by expert; see ``models.lora.Adapter``."""
+        for expert, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+            self._bank.add_of_expert_(self._path, expert, found[begin:end], x[begin:end])
+        return found
+
+    def _changed(self, layer: Callable[[Tensor], Tensor], expert: int, x: Tensor) -> Tensor:
+        found = layer(x)
+        self._bank.add_of_expert_(self._path, expert, found, x)
+        return found
+
+
 class AdapterBank:
     """Adapters by name, beside the weights of one engine."""
 
     def __init__(self, sharded: ShardedModel, parity: bool) -> None:
         """parity: pad the rows of each adapter, as ``plan.kernels.spare_rows`` says."""
-        self._sharded, self._parity = sharded, parity
+        self._sharded, self._parity, self._sends = sharded, parity, False
         self._modules: dict[str, nn.Module] = dict(sharded.model.named_modules())
         self._held: dict[str, LoadedAdapter] = {}
         self._serials = itertools.count(1)
@@ -98,6 +129,12 @@ class AdapterBank:
         self._used: set[tuple[int, ...]] = set()
         self.groups: Sequence[_RowGroup] = ()
         """Of the pass that runs."""
+        self._owners: list[LoadedAdapter] = []
+        """Adapters of experts in the pass that runs."""
+        self._owner = torch.zeros(0, dtype=torch.int64)
+        """Number among these of each row of the pass, int64; -1: none."""
+        self._sorted: Sequence[Tensor] = ()
+        """The same of the rows of each expert, in the layer that runs."""
 
     @property
     def names(self) -> list[str]:
@@ -132,6 +169,7 @@ class AdapterBank:
             raise DataError("an adapter has no name; give it one", key="adapter.name")
         self._check(name, lora, tensors)
         rank, scale, halves = round_up(lora.rank, RANKS), scale_of(lora), dict[str, tuple[Tensor, Tensor]]()
+        experts = dict[str, tuple[Tensor, Tensor]]()
         for weight in dict.fromkeys(map(weight_of, tensors)):
             for box in self._sharded.boxes(weight):
                 here = self._sharded.parameters[weight]
@@ -139,11 +177,16 @@ class AdapterBank:
                 a, b = (tensors[half].detach() for half in pair_of(weight))
                 wide = (0, rank - lora.rank)
                 a, b = F.pad(a[of_a], (0, 0, *wide)), F.pad(b[of_b].float() * scale, wide)
-                halves[weight.removesuffix(".weight")] = (_copy(a, here), _copy(b, here))
-        for path in halves:
+                own = halves if a.ndim == 2 else experts
+                own[weight.removesuffix(".weight")] = (_copy(a, here), _copy(b, here))
+        for path in (*halves, *experts):
             if self._modules[path].lora is None:
-                self._modules[path].lora = _RowChange(self, path)
-        self._held[name] = LoadedAdapter(next(self._serials), rank, halves)
+                self._modules[path].lora = (_RowChange if path in halves else _ExpertChange)(self, path)
+        if experts and not self._sends:
+            self._sends = True
+            for block in (one for one in self._modules.values() if isinstance(one, MoE)):
+                block.register_forward_pre_hook(self._sending)
+        self._held[name] = LoadedAdapter(next(self._serials), rank, halves, experts)
 
     def _check(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
         """Raise ModelError for an adapter that this engine's model cannot use."""
@@ -158,8 +201,8 @@ class AdapterBank:
         for half, tensor in tensors.items():
             weight = weight_of(half)
             parent = self._modules[weight.rpartition(".")[0].rpartition(".")[0]]
-            if tensor.ndim != 2:
-                message = f"{what}: {weight} is of experts, whose adapters are served merged into the weights only"
+            if tensor.ndim != 2 and self._sharded.parameters[weight].shape != self._sharded.layouts[weight].shape:
+                message = f"{what}: {weight} is of experts, which several ranks divide; serve it merged, or on one rank"
                 raise ModelError(message, key=f"{weight}.experts")
             if weight.endswith("kv_b_proj.weight") and getattr(parent, "latent", False):
                 message = f"{what}: {weight} is part of attention to latents; serve it merged, or with parity"
@@ -174,10 +217,37 @@ class AdapterBank:
         """Change rows of the passes within by their adapters: ``width`` rows for each owner. Yields False if no row has
         one."""
         self.groups = self._grouped(owners, width) if any(owners) else ()
+        self._owners = list(dict.fromkeys(own for own in owners if own is not None and own.experts))
+        if self._owners:
+            numbers = [self._owners.index(own) if own in self._owners else -1 for own in owners]
+            self._owner = torch.tensor(numbers).repeat_interleave(width).to(self._sharded.device)
         try:
             yield bool(self.groups)
         finally:
-            self.groups = ()
+            self.groups, self._owners = (), []
+
+    def _sending(self, block: nn.Module, arguments: tuple[Tensor, ExpertContext | None]) -> Any:
+        """Note whose rows each expert of a block gets, where rows have adapters of experts."""
+        x, ctx = arguments
+        return (x, replace(ctx or ExpertContext(), dispatch=self._dispatch)) if self._owners else None
+
+    def _dispatch(self, x: Tensor, routing: Routing, run: RunExperts, experts: int) -> Tensor:
+        """``models.moe.dispatch_here``, which notes the rows."""
+        order, place, counts = sort_by_expert(routing, experts)
+        owner = F.pad(self._owner, (0, len(x) - len(self._owner)), value=-1)  # rows of parity mode
+        self._sorted = owner[order // routing.experts.shape[1]].split(counts.tolist())
+        return combine_pairs(run(gather_pairs(x, routing, order, place), counts), routing, order, place)
+
+    def add_of_expert_(self, path: str, expert: int, found: Tensor, x: Tensor) -> None:
+        """Add the changes of one expert's layer to its result [n, out] of x [n, in], which may have fillers behind."""
+        for number, own in enumerate(self._owners):
+            rows = torch.nonzero(self._sorted[expert] == number).flatten()
+            if path not in own.experts or not len(rows):
+                continue
+            a, b = (half[expert] for half in own.experts[path])
+            spare = spare_rows(len(rows)) if self._parity else 0
+            change = F.linear(F.linear(F.pad(x.index_select(0, rows), (0, 0, 0, spare)), a), b)
+            found.index_add_(0, rows, change[: len(rows)])
 
     def _grouped(self, owners: Sequence[LoadedAdapter | None], width: int) -> list[_RowGroup]:
         rows = dict[LoadedAdapter, list[int]]()

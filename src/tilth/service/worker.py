@@ -73,8 +73,7 @@ class SampleWorker(EngineWorker):
         tensors, _ = read_state(folder)
         weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
         snapshot = PublishedWeights(ModelSpec(lora, 0), weights)
-        stacked = any(tensor.ndim > 2 for tensor in weights.values())  # engines take experts' adapters merged alone
-        if lora.rank and self.engine.adapts and not stacked:
+        if lora.rank and self.engine.adapts:
             self.engine.load_adapter(name, lora, weights)
         else:
             snapshot.engine = EngineWorker(self._make)
