@@ -86,6 +86,9 @@ def zero_spread(gap: Gap, subject: Subject, variant: Variant) -> None:
     for reward in (0.7, 0.0, 1.0, -1e20):
         batch = drawn(12, even=True, rows=14).with_rewards(torch.full((14,), reward, dtype=torch.float32))
         batch = replace(batch, rows=batch.rows | {c: batch.rewards for c in ("part/correct", "part/format")})
+        if subject.name in _TURNS:
+            batch = replace(batch, mask=_first_turns(batch))
+            batch = replace(batch, tokens={k: torch.where(batch.mask, v, math.nan) for k, v in batch.tokens.items()})
         found = _run(subject, variant, batch)
         _sound(gap, found, batch, f"all rewards {reward}, {variant}")
         entry = rl.check(subject.name, _EVERY, variant.options, kind="advantages")
@@ -94,6 +97,17 @@ def zero_spread(gap: Gap, subject: Subject, variant: Variant) -> None:
             gap.true(not found.tokens["advantages"].any(), f"all rewards {reward}: not exactly 0, {variant}")
 
 
+def _first_turns(batch: Batch) -> torch.Tensor:
+    """Mask of the first run of neighbouring tokens of each row, bool [tokens]."""
+    row = torch.arange(len(batch.lengths)).repeat_interleave(batch.lengths)
+    begins = batch.mask.clone()
+    begins[1:] &= ~batch.mask[:-1] | (row[1:] != row[:-1])
+    turns = torch.zeros_like(batch.lengths).index_add(0, row, begins.long())
+    return batch.mask & (begins.cumsum(0) - (turns.cumsum(0) - turns)[row] == 1)
+
+
+_TURNS = ("grpo_process",)
+"""Compare turns, not rows: equal rewards of rows are equal rewards of turns where each row has one."""
 _POSITION = ("sum_pi_squared",)
 """Needed by estimators that have no baseline where a token is alone at its place."""
 _EVERY = (
