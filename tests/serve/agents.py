@@ -83,6 +83,14 @@ class Odd(tilth.Agent):
         self.model = model
         getattr(self, info["how"])()
 
+    def step(self, message):
+        """Who leaves does so before the answer, however fast the policy is."""
+        if self.how == "leaves":
+            self._thread.join()
+        while self.how in ("comes_back", "comes_back_at_once") and not self._talk.left:
+            time.sleep(0.001)
+        return super().step(message)
+
     def reward(self):
         if self.how == "too_late":
             self.go_on()

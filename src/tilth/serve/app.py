@@ -173,11 +173,14 @@ def new_app(room: "EngineRoom", metrics: "ServerMetrics") -> FastAPI:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns; it is cancelled if the client leaves before. The body has been read."""
+    """Return what ``work`` returns; it is cancelled if the client leaves before. The body has been read.
+
+    Raises HttpError if the client has left, and what ``work`` raises.
+    """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if gone.done():
             raise HttpError(LEFT, "the client has left")
         return task.result()
     finally:
