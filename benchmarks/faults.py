@@ -11,8 +11,9 @@ trajectories of the whole run are those of the undisturbed run, bit for bit. Lef
 directories and files in shared memory, and temporary files that outlive the run.
 
 Row 5 makes one rank slow in the second half of a run, and compares what the trace says that costs with what it did
-cost. Row 0 is what others do with the same faults (``faults_rivals.py``): ``torchrun``, and torchft and NVRx, each by
-the interpreter of an environment that has it:
+cost. Passes of the model sleep there for half a second, as on devices that no other rank uses (``faults_paced.py``).
+Row 0 is what others do with the same faults (``faults_rivals.py``): ``torchrun``, and torchft and NVRx, each by the
+interpreter of an environment that has it:
 
     python3.11 -m venv /tmp/torchft && /tmp/torchft/bin/pip install torchft-nightly torch
     python3.11 -m venv /tmp/nvrx && /tmp/nvrx/bin/pip install nvidia-resiliency-ext==0.4.1 torch
@@ -49,9 +50,10 @@ from tilth.runs.readers import read_metrics, read_trajectories
 HANG_AFTER = 3.0
 LIMIT, MORE = 300.0, 60.0
 """Seconds for a run, and more for each of its faults."""
-RUNS = 4
+RUNS = 10
 """Runs of the row of slow ranks for 20 seeds."""
-SLOW_STEPS = 24
+SLOW_STEPS = 20
+PACED = str(Path(__file__).with_name("faults_paced.py"))
 TORCHS = "torchinductor_"
 """Begin of the name of torch's folder for what it compiles, which it keeps for other processes."""
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
@@ -315,9 +317,9 @@ class Bench:
         says it would take without."""
         rng = random.Random(f"{self.seed}-slow-{workers}-{number}")
         rank, half, folder = rng.randrange(workers), SLOW_STEPS // 2, self.root / f"slow-{workers}-{number}"
-        fault = {"after": half, "delay": 0.0, "kind": "slow", "rank": rank, "at": ""}
-        keys = {"run": {"eval_every": 1000, "save_every": 1000}}
-        trial = carry_out(folder, {"recipe": recipe(folder, workers, SLOW_STEPS, keys), "faults": [fault]}, None, rng)
+        fault = {"after": half, "delay": 0.0, "kind": "slow-pass", "rank": rank, "at": ""}
+        made = recipe(folder, workers, SLOW_STEPS, {"run": {"eval_every": 1000, "save_every": 1000}})
+        trial = carry_out(folder, {"recipe": {**made, "plugins": [PACED]}, "faults": [fault]}, None, rng)
         if trial.directory is None:
             return {"error": trial.error}
         before, during = range(half // 2, half + 1), range(half + 3, SLOW_STEPS + 1)
@@ -326,20 +328,23 @@ class Bench:
             statistics.median(events.duration[events.op.is_("step") & np.isin(events.step, np.array(window))] * 1e-9)
             for window in (before, during)
         ]
-        findings = analyse(trial.directory, during)[2].findings
+        _, replay, cause = analyse(trial.directory, during)
+        findings, now = cause.findings, float(np.median(replay.replayed))
         named = [f for f in findings if f.kind == "slow-worker" and {"rank": rank}.items() <= dict(f.where[0]).items()]
-        without = named[0].seconds if named else None
-        return {"off": seconds[0], "on": seconds[1], "without": without, "left": trial.left}
+        cost = None if not named or named[0].seconds is None else now - named[0].seconds
+        others = len([f for f in findings if f.kind == "slow-worker" and f not in named])
+        return {"off": seconds[0], "on": seconds[1], "cost": cost, "others": others, "left": trial.left}
 
 
 def slow_row(bench: Bench, workers: int) -> dict[str, Any]:
     """Row 5: the cost of a slow rank by the trace, against that measured in the same run."""
     found = [bench.slow(workers, number) for number in range(-(-bench.seeds * RUNS // 20))]
-    named = [one for one in found if one.get("without") is not None]
-    costs = [(one["on"] - one["without"], one["on"] - one["off"]) for one in named]
+    named = [one for one in found if one.get("cost") is not None]
+    costs = [(one["cost"], one["on"] - one["off"]) for one in named]
     errors = [one["error"] for one in found if "error" in one]
-    made = _summary(SLOW, "a rank takes 0.1 s longer for a pass", workers, len(found), [], 0, errors, [])
-    made |= {"faults": len(found), "right": len(named)}
+    made = _summary(SLOW, "a rank takes 1.5 times as long for a pass", workers, len(found), [], 0, errors, [])
+    made |= {"faults": len(found), "right": len(named), "others": sum(one.get("others", 0) for one in found)}
+    made["each"] = found
     if costs:
         made["cost_trace"] = round(statistics.median(cost for cost, _ in costs), 3)
         made["cost_measured"] = round(statistics.median(cost for _, cost in costs), 3)

@@ -150,6 +150,11 @@ def _slow_reward(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
     Path(os.environ["TILTH_FAULTS"] + ".slow").write_text(str(FROZEN))
 
 
+def _slow_pass(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
+    """Make the passes of a worker longer, for ``faults_paced``."""
+    Path(os.environ["TILTH_FAULTS"] + ".slow-pass").write_text(str(pid_of(session, rank)))
+
+
 def _collect(session: SessionDir, rank: int, fault: dict[str, Any]) -> None:
     for _ in range(20):
         gc.collect()
@@ -215,6 +220,7 @@ OURS = {
     "freeze": _freeze,
     "freeze-controller": _freeze_controller,
     "slow-reward": _slow_reward,
+    "slow-pass": _slow_pass,
     "collect": _collect,
     "clocks": _change_clocks,
     "load": _load,
