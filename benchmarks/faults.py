@@ -441,7 +441,8 @@ def measurements(given: Any, root: Path) -> Iterator[dict[str, Any]]:
     if SLOW in given.numbers and not given.only and not given.quick:
         yield slow_row(bench, given.workers)
     if 0 in given.numbers and not given.quick:
-        yield from rivals({"torchft": given.torchft, "NVRx": given.nvrx}, min(given.seeds, 5), given.seed, root)
+        others = {"torchft": given.torchft, "NVRx": given.nvrx}
+        yield from rivals(others, min(given.seeds, 5), given.seed, root, given.only)
 
 
 def main() -> None:

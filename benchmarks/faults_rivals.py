@@ -178,14 +178,15 @@ def why_not(name: str, python: str) -> str:
     return "" if done.returncode == 0 else f"{python} cannot import {module}: {done.stderr.strip().splitlines()[-1]}"
 
 
-def rivals(pythons: Mapping[str, str], seeds: int, seed: int, root: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each rival and fault. pythons: interpreters that have torchft and NVRx."""
+def rivals(pythons: Mapping[str, str], seeds: int, seed: int, root: Path, only: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rival and fault. pythons: interpreters that have torchft and NVRx; only: text in a row's
+    name."""
     for name in ("torchrun", *pythons):
         why = "" if name == "torchrun" else why_not(name, pythons[name])
         if why:
             yield {"row": 0, "fault": name, "why": why}
             continue
-        for fault in FAULTS:
+        for fault in [fault for fault in FAULTS if only in f"{name}: {fault}"]:
             found = list[dict[str, Any]]()
             for number in range(seeds):
                 rng = random.Random(f"{seed}-{name}-{fault}-{number}")

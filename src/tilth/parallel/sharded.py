@@ -32,6 +32,7 @@ from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.experts import apply_experts
+from tilth.parallel.gradients import GradientDigests
 from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
@@ -169,6 +170,7 @@ class ShardedModel:
             self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
         self._given, self._sums = self._watched()
+        self._single = GradientDigests(self._held_alone())
         self._early = dict[str, Tensor]()
         """Sums of shards of gradients to which a further group adds."""
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
@@ -188,6 +190,14 @@ class ShardedModel:
         for module in self._fsdp:
             watch(module, self.grid.group(*self.grid.mesh.copies), None if isinstance(module, Experts) else sums)
         return names, sums
+
+    def _held_alone(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with gradients that no other rank holds, nor FSDP sends, where there are several."""
+        partial = {name for _, names in self._partial for name in names}
+        if len(self.grid.mesh) > 1 and self.grid.group(*self.grid.mesh.copies) is None:
+            for name, p in self._own.items():
+                if p.requires_grad and not isinstance(p, DTensor) and name not in partial:
+                    yield name, p
 
     @classmethod
     def alone(cls, model: Decoder) -> "ShardedModel":
@@ -459,11 +469,14 @@ class ShardedModel:
 
     @torch.no_grad()
     def misreduced(self) -> str:
-        """Return how this rank's shard of the gradients differs from what all ranks gave for it, "" if it does not.
+        """Return how this rank's shard of the gradients differs from what all ranks gave for it, or which gradient that
+        it alone holds has changed since its backward pass; "" if none does.
 
         A collective call of the data ranks after ``reduce_grads``. It sees sums: a difference below the rounding of the
         whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
         """
+        if changed := self._single.changed():
+            return f"that of {changed} has other bits than the backward pass has left"
         if self._sums is None or self._sums.sums is None or self._late:
             return ""
         *parts, scale = self.grid.sum(self._sums.sums, *DATA).tolist()
