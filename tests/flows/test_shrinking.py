@@ -16,7 +16,7 @@ from tilth.config.axes import AXES
 from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.config.schema import LayoutConfig
 from tilth.flows.shrinking import ROWS, _fit, smaller
-from tilth.guard.updates import RecipeChange, Update, read_updates, shrunk
+from tilth.guard.updates import RecipeChange, Update, read_updates, shrunk, tries
 from tilth.runs.readers import read_metrics, read_state
 
 PLUGIN = str(Path(__file__).with_name("shrunk.py"))
@@ -75,6 +75,9 @@ def test_who_is_asked_for_again_was_taken_away_last_and_by_nobody_else():
     assert shrunk([first, second]) is second
     assert shrunk([first, second, made(3, grows=2, state="undone")]) is second
     assert shrunk([first, second, made(3, grows=2)]) is first
+    failed = made(3, grows=2, state="undone")
+    assert tries([first, second, failed], second) == 1
+    assert tries([first, second, failed, made(4, grows=2)], first) == 0  # one that succeeds ends the waits before it
     assert shrunk([first, made(2, changes={"optimizer.lr": ""})]) is first
     assert shrunk([first, made(2, changes={"policy.layout.fsdp": ""})]) is None
 

@@ -32,6 +32,7 @@ from tilth.guard.updates import (
     read_updates,
     request,
     shrunk,
+    tries,
     waiting,
 )
 from tilth.rewards.fingerprint import files_fingerprint
@@ -46,7 +47,7 @@ BY = "guard"
 """Who asks for fewer workers, and for all again."""
 GROWS = 600.0
 """Seconds after which a controller with fewer workers tries to have those back that are lost, twice as long after each
-try of the run."""
+try that fails."""
 
 
 def leave_for_updated(handed: Inherited, who: Identity, name: str) -> None:
@@ -179,8 +180,7 @@ class HotUpdates:
         lost = shrunk(self._known)
         if lost is None:
             return False
-        tries = sum(one.grows > 0 for one in self._known)
-        if time.monotonic() - self._began < GROWS * 2**tries:
+        if time.monotonic() - self._began < GROWS * 2 ** tries(self._known, lost):
             return False
         after = load_recipe(str(self._directory.path / "recipe.toml"), lost.back)
         if not self._has_room(sum(pools(after).values())):

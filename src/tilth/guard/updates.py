@@ -135,6 +135,11 @@ def shrunk(updates: Sequence[Update]) -> Update | None:
     return found[-1] if found else None
 
 
+def tries(updates: Sequence[Update], lost: Update) -> int:
+    """Return how often the run has tried to take this update for fewer workers back."""
+    return sum(one.grows == lost.number for one in updates)
+
+
 def waiting(run: str | Path) -> list[Update]:
     """Return the updates that no controller has taken yet."""
     return [one for one in read_updates(run) if one.state == "waiting"]
