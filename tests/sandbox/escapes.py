@@ -108,4 +108,6 @@ ESCAPES = {
     "sleep without end": "import time; time.sleep(1.3)" + DONE,
     "much output": "for i in range(300): print('x' * 10000)" + DONE,
     "modules of the host": "import numpy" + DONE,
+    "read packages beside Python": "import glob, sys; assert glob.glob(sys.base_prefix + '/lib*/python3*/*-packages/*')"
+    + DONE,
 }

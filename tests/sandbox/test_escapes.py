@@ -2,13 +2,17 @@
 
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
+import tilth
 from tests.sandbox.escapes import ESCAPES
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox, SandboxLimits
@@ -145,3 +149,26 @@ def test_what_is_mounted_below_a_shared_folder_cannot_be_written_to(sandbox):
     said = subprocess.run([sys.executable, "-c", SUBMOUNT], capture_output=True, text=True, timeout=60, check=True)
     first, *rest = said.stdout.splitlines()
     assert first == "ESCAPED" and rest[0].startswith("error") and "Read-only" in rest[-1], said.stdout
+
+
+SOURCES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tilth.sandbox import run
+program = f"assert 'def ' in open({str(Path(run.__file__).parents[1] / 'rewards' / 'verifiers.py')!r}).read(); print('ESCAPED')"
+exec(program)
+with run.Sandbox() as sandbox:
+    print(sandbox.run(program).stderr)
+"""  # noqa: E501
+
+
+def test_a_program_cannot_read_the_rewards_that_judge_it(sandbox):
+    """Tilth stands where no folder of the sandbox covers it by chance."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        shutil.copytree(Path(tilth.__file__).parent, f"{folder}/tilth")
+        said = subprocess.run(
+            [sys.executable, "-c", SOURCES, folder], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert said.stdout.startswith("ESCAPED\nTraceback") and "FileNotFoundError" in said.stdout, said.stdout

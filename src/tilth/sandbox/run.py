@@ -18,9 +18,10 @@ import tilth
 from tilth.sandbox.kernel import SandboxError
 
 BOOT = (
-    "import json, sys; path, door = json.loads(sys.argv.pop()); sys.path[1:1] = path; "
-    "from tilth.sandbox.zygote import main; main(door)"
+    "import json, sys; path, door = json.loads(sys.argv.pop()); sys.path.append(path); "
+    "from tilth.sandbox.zygote import main; sys.path.remove(path); main(door)"
 )
+"""Program of the first process, which needs nothing of Tilth's folder once it is imported."""
 START = 30.0
 """Seconds for the first process to be ready."""
 SPARE = 5.0
@@ -72,7 +73,7 @@ class Sandbox:
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
         ours, theirs = socket.socketpair()
-        path = [str(Path(tilth.__file__).parents[1])]
+        path = str(Path(tilth.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", BOOT, json.dumps([path, theirs.fileno()])],

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import glob
 import json
 import os
 import resource
@@ -35,6 +36,9 @@ FIRST_USER = 0x70000000
 """Users of programs count up from here by the number of a process: the kernel counts the processes of a user, so that
 programs under one user would use up each other's limit."""
 SHARED = ("/usr", "/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/localtime")
+PACKAGES = "lib*/python3*/*-packages"
+HIDDEN = ("/usr/src", "/usr/local/src", f"/usr/{PACKAGES}", f"/usr/local/{PACKAGES}")
+"""Folders below them that no program sees: installed packages, Tilth's rewards among them, and sources."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/work"
 FOLDERS = {WORK: "mode=777", "/tmp": "mode=1777", "/dev/shm": "mode=1777"}
@@ -135,6 +139,10 @@ def _enter() -> None:
     kernel.mount(
         "", "/", "", kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m"
     )
+    own = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # Tilth's, wherever that is
+    for place in (*HIDDEN, f"{glob.escape(sys.base_prefix)}/{PACKAGES}", glob.escape(own)):
+        for path in filter(os.path.isdir, glob.glob(place)):
+            kernel.mount("tmpfs", path, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "mode=555")
 
 
 def _root(sources: list[str]) -> str:
