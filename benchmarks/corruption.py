@@ -19,8 +19,9 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,7 @@ from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.optim import layer_of
 
-LAYOUTS = {"dp": {"dp": 3}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}}
+LAYOUTS = {"dp": {"dp": 3}, "fsdp": {"fsdp": 2}, "tp": {"tp": 2}, "ep": {"ep": 2}, "fsdp ep": {"fsdp": 2, "ep": 2}}
 TARGETS = ("weight", "optimizer", "updated", "gradient", "activation", "message")
 KINDS = {"sign": (31,), "high exponent": (30, 29, 28), "low exponent": (26, 24, 23), "high fraction": (22, 20, 17),
          "low fraction": (11, 5, 0)}  # fmt: skip
@@ -64,6 +65,11 @@ LARGE = DecoderConfig(
     vocab_size=1024, hidden_size=256, intermediate_size=688, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=64,
     qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
+SPARSE = replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=24, expert_layers=(0, 1))
+"""Model of the layouts with "ep"; gradients that flip are those of experts."""
+LARGE_SPARSE = replace(
+    LARGE, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_size=344, expert_layers=(0, 1, 2, 3)
+)
 COLLECTIVES = tuple(
     name for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
                       "reduce_scatter_single") if hasattr(dist, name)
@@ -120,14 +126,15 @@ class Trial(JoinedRole):
         """folder: for snapshots."""
         super().__init__(context)
         self.grid = ParallelDims.of(context.mesh, context.rank)
-        self.learner = learner(CONFIG, self.grid)
+        self.config = SPARSE if self.grid.size("ep") > 1 else CONFIG
+        self.learner = learner(self.config, self.grid)
         self.learner.engine.before_update = lambda: None  # is called apart, so that no rank waits for one that raises
         self.learner._at_rest.forget()
         setattr(self.learner.engine, "_leave_out", left_out)  # noqa: B010 - likewise
         self.misreduced, self.sums = self.learner.sharded.misreduced, list[str]()
         setattr(self.learner.sharded, "misreduced", self._recorded)  # noqa: B010 - likewise
         self.folder = folder
-        self.rows = rows(CONFIG, self.grid, 4, 12)
+        self.rows = rows(self.config, self.grid, 4, 12)
         self._update()
         self.begin = {name: tensor.clone() for name, tensor in self._tensors()}
         self.position = self.learner.engine.position()
@@ -214,7 +221,8 @@ class Trial(JoinedRole):
         def entered(one: span) -> span:
             if one.op == "optimizer":
                 setattr(span, "__enter__", plain)  # noqa: B010 - once
-                grads = [p.grad for p in self.learner.engine.optimizers.parameters.values()]
+                named = self.learner.engine.optimizers.parameters
+                grads = [p.grad for name, p in named.items() if self.config is CONFIG or ".experts." in name]
                 flip(rng.choice([g for g in grads if g is not None and g.numel()]), given.bit, rng)
             return plain(one)
 
@@ -290,51 +298,65 @@ def _count(row: dict[str, Any], found: list[dict[str, Any]], clean: list[dict[st
     row["spike"] += not seen and norm > FACTOR * clean[0]["norm"]
 
 
-def cost(tokens: int) -> dict[str, Any]:
+def cost(config: DecoderConfig, tokens: int) -> dict[str, Any]:
     """Return processor seconds of an update on so many tokens, and of what looks at the whole state for it: before the
-    update, after it and at the snapshot; and of the sums of gradients, or of their digests where FSDP sends none."""
+    update, after it and at the snapshot; and of the sums of gradients, or of their digests where FSDP sends none.
+
+    Gradients of experts are looked at in one of some steps: a step has its share of that.
+    """
     torch.set_num_threads(1)
     grid = ParallelDims.alone()
-    role = learner(LARGE, grid)
-    mine, mask, total = rows(LARGE, grid, tokens // 256, 256)
-    loss, update, check = negative_log_likelihood(total), list[float](), list[float]()
-    sums, taken = list[float](), _sums(role)
-    digests, own = list[float](), [p.detach() for p in role.engine.optimizers.parameters.values()]
+    role = learner(config, grid)
+    mine, mask, total = rows(config, grid, tokens // 256, 256)
+    loss, every = negative_log_likelihood(total), role.sharded._experts_every()
+    named = {name: p.detach() for name, p in role.engine.optimizers.parameters.items()}
+    parts = [{n: p for n, p in named.items() if (".experts." in n) == experts} for experts in (False, True)]
     role.engine.before_update, role.engine.after_update = lambda: None, lambda _: None
-    for _ in range(4):
-        began = time.process_time()
+    done: Any = None
+
+    def update() -> None:
+        nonlocal done
         done = role.engine.update(mine, mask, {}, loss)
-        update.append(time.process_time() - began)
-        began = time.process_time()
+
+    def check() -> None:
         role._after_update(done)
         role.check_at_rest()
         role._before_update()
-        check.append(time.process_time() - began)
-        taken()  # a rank has just written them when it adds them up
-        began = time.process_time()
-        taken()
-        sums.append(time.process_time() - began)
-        began = time.process_time()
-        for part in (own, own):  # as the backward pass leaves them, and before the optimizer
-            torch.stack([digest(one) for one in part])
-        digests.append(time.process_time() - began)
-    count = sum(p.numel() for p in role.engine.optimizers.parameters.values())
-    share = (min(check[1:]) + min(sums[1:])) / min(update[1:])
+
+    looks = {"update": update, "check": check}
+    for name, part in zip(("", "experts_"), parts):
+        looks |= {f"{name}sums": _sums(part), f"{name}digests": partial(_digests, part)} if part else {}
+    seconds = dict.fromkeys(looks, math.inf)
+    for number in range(4):
+        for name, look in looks.items():
+            if name.endswith("sums"):
+                look()  # a rank has just written them when it adds them up
+            began = time.process_time()
+            look()
+            seconds[name] = min(seconds[name], time.process_time() - began) if number else math.inf
+    share = {
+        kind: (seconds["check"] + seconds[kind] + seconds.get(f"experts_{kind}", 0.0) / every) / seconds["update"]
+        for kind in ("sums", "digests")
+    }
     return {
-        "layout": "one rank", "target": "cost", "parameters": count, "tokens": tokens,
-        "update_seconds": round(min(update[1:]), 4), "check_seconds": round(min(check[1:]), 5),
-        "sums_seconds": round(min(sums[1:]), 5),
-        "share": round(share, 5), "digests_seconds": round(min(digests[1:]), 5),
-        "share_tp": round((min(check[1:]) + min(digests[1:])) / min(update[1:]), 5),
+        "layout": "one rank", "target": "cost", "parameters": sum(p.numel() for p in named.values()),
+        "tokens": tokens, **{f"{name}_seconds": round(one, 5) for name, one in seconds.items()}, "every": every,
+        "share": round(share["sums"], 5), "share_tp": round(share["digests"], 5),
     }  # fmt: skip
 
 
-def _sums(role: Learner) -> Callable[[], Any]:
+def _digests(gradients: Mapping[str, Tensor]) -> None:
+    """Take digests as the backward pass leaves gradients, and before the optimizer."""
+    for _ in range(2):
+        torch.stack([digest(one) for one in gradients.values()])
+
+
+def _sums(gradients: Mapping[str, Tensor]) -> Callable[[], Any]:
     """Return what adds up what one of two ranks gives to the reduce-scatters of its layers, and what it gets."""
     given: Any = GivenSums(SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
     layers = dict[str, list[Tensor]]()
-    for name, p in role.engine.optimizers.parameters.items():
-        layers.setdefault(layer_of(name), []).append(p.detach().view(-1)[: p.numel() // 2 * 2])
+    for name, p in gradients.items():
+        layers.setdefault(layer_of(name), []).append(p.view(-1)[: p.numel() // 2 * 2])
     whole = [torch.cat(parts) for parts in layers.values()]
     shards = [p[: len(p) // 2] for parts in layers.values() for p in parts]
 
@@ -369,8 +391,9 @@ def main() -> None:
                 show(row)
                 write_rows(given.json, made)
     for tokens in sizes:
-        made.append(cost(tokens))
-        show(made[-1])
+        for config in (LARGE, LARGE_SPARSE):
+            made.append(cost(config, tokens))
+            show(made[-1])
     write_rows(given.json, made)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tilth.parallel.comm import GivenSums
 from tilth.parallel.gradients import GradientDigests
 
 
@@ -30,6 +31,17 @@ def test_any_flipped_bit_is_seen_also_after_several_backward_passes(model, bit, 
     raw[1] ^= 1 << bit if bit < 31 else -(1 << 31)
     assert digests.changed() == name
     assert digests.changed() == ""  # it is told once
+
+
+@pytest.mark.parametrize("step, looks", [(0, True), (1, False), (4, False), (6, True)])
+def test_only_every_third_step_is_looked_at(model, step, looks):
+    digests, sums = GradientDigests(model.named_parameters(), every=3), GivenSums(None, every=3)
+    digests.begin(step)
+    sums.begin(step)
+    backward(model)
+    model.weight.grad.data[0, 0] += 1
+    assert digests.changed() == ("weight" if looks else "")
+    assert sums.looks == looks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

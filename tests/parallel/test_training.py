@@ -455,36 +455,43 @@ def test_one_device_makes_no_collective_and_no_copy(monkeypatch):
     assert share(case, sharded).tolist() == list(range(len(LENGTHS)))
 
 
-SHARDED = [Case(fsdp=2), Case(fsdp=2, experts=True)]
+SHARDED = [(Case(fsdp=2), False), (Case(fsdp=2, experts=True), False), (Case(fsdp=2, experts=True), True)]
+FOUR = {"experts": True, "num_experts": 4}
 SHARDED_MORE = [
-    Case(fsdp=2, zero=2),
-    Case(dp=2, fsdp=2),
-    Case(dp=2, fsdp=2, zero=2, rows=(1, 0, 6)),
-    Case(fsdp=2, cp=2),
-    Case(fsdp=2, tp=2),
-    Case(fsdp=2, ep=2, experts=True, num_experts=4),
-    Case(pp=2, fsdp=2, tied=False),
-]
+    *((case, False) for case in (
+        Case(fsdp=2, zero=2), Case(dp=2, fsdp=2), Case(dp=2, fsdp=2, zero=2, rows=(1, 0, 6)), Case(fsdp=2, cp=2),
+        Case(fsdp=2, tp=2), Case(fsdp=2, ep=2, **FOUR), Case(pp=2, fsdp=2, tied=False),
+    )),
+    *((case, True) for case in (
+        Case(fsdp=2, ep=2, **FOUR), Case(fsdp=2, ep=2, zero=2, rows=(1, 0, 6), **FOUR),
+        Case(dp=2, fsdp=2, experts=True), Case(fsdp=2, tp=2, experts=True),
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*SHARDED, *(pytest.param(c, marks=pytest.mark.slow) for c in SHARDED_MORE)], ids=str)
-def test_a_shard_of_gradients_that_is_not_what_all_ranks_gave_is_seen_on_its_rank_alone(pool, case):
-    found = pool.run(case.ranks, HERE + "misreduced", case=case)
+@pytest.mark.parametrize(
+    "case, experts", [*SHARDED, *(pytest.param(*c, marks=pytest.mark.slow) for c in SHARDED_MORE)], ids=str
+)
+def test_a_shard_of_gradients_that_is_not_what_all_ranks_gave_is_seen_on_its_rank_alone(pool, case, experts):
+    found = pool.run(case.ranks, HERE + "misreduced", case=case, experts=experts)
     for rank, (clean, small, large) in enumerate(found):
         assert clean == small == ""
         assert bool(large) == (rank == case.ranks - 1), large
 
 
-def misreduced(rank, case):
+def misreduced(rank, case, experts):
     """Results of three steps: unharmed, with the last bit of a gradient flipped, with its sign flipped."""
     sharded = spread(case, rank)
     sharded.load_(weights(case))
+    assert [given.every for given in sharded._given] == [1, round(case.num_experts / 2 / case.ep)][: 1 + case.experts]
+    for given in sharded._given:
+        given.every = 1
     engine, found, plain = engine_of(case, sharded), [], sharded.misreduced
     tokens, mask, starts = rows_of(case, sharded)
 
     def looked():
         if found and rank == case.ranks - 1:
-            grads = [sharded.parameters[name].grad for name in sharded._given]
+            grads = [sharded.parameters[name].grad for name in sharded._given[experts].names]
             grad = max((g for g in grads if g.numel()), key=lambda g: float(g.abs().max()))
             place = int(grad.abs().argmax())
             grad.view(-1).view(torch.int32)[place] ^= 1 if len(found) == 1 else -(1 << 31)

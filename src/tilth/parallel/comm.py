@@ -188,21 +188,41 @@ class GivenSums:
     fault tolerance: Huang and Abraham, 1984).
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.begin()
+    def __init__(
+        self, group: Group, names: Sequence[str] = (), place: int = 0, places: int = 1, every: int = 1
+    ) -> None:
+        """names: parameters whose gradients are given; place: of this group, where several hold different parts of
+        them; every: number of steps of which one is looked at."""
+        self.group, self.names, self.place, self.places, self.every = group, list(names), place, places, every
+        self.begin(0)
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Begin a step."""
+        self.looks = step % self.every == 0
         self.sums: Tensor | None = None
         """float64 [ranks + 1]: for each rank of the group; the norm of what was given, times its dtype's epsilon."""
 
     def add(self, given: Tensor) -> None:
         """Add a rank's contribution, whose equal parts go to the ranks of the group in order."""
+        if not self.looks:
+            return
         parts = exact_sums(given.view(self.group.size(), -1))
         scale = _size(given).double() * torch.finfo(given.dtype).eps
         found = torch.cat([parts, scale[None]])
         self.sums = found if self.sums is None else self.sums + found
+
+    def placed(self) -> Tensor:
+        """Return the sums where those of this group lie among those of all: float64 [places * (ranks + 1)]."""
+        found = torch.zeros(self.places, self.group.size() + 1, dtype=torch.float64)
+        if self.sums is not None:
+            found = found.to(self.sums.device)
+            found[self.place] = self.sums
+        return found.flatten()
+
+    def own(self, placed: Tensor) -> tuple[float, float]:
+        """Return what all ranks gave for this rank's shard, and the norms times epsilon. placed: its sum over ranks."""
+        *parts, scale = placed.view(self.places, -1)[self.place].tolist()
+        return parts[self.group.rank()], scale
 
 
 def _size(x: Tensor) -> Tensor:

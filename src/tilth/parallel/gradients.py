@@ -17,14 +17,21 @@ class GradientDigests:
     memory that flips bits.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], every: int = 1) -> None:
+        """every: number of steps of which one is looked at."""
+        self.every, self._looks = every, True
         self._left = dict[str, tuple[Tensor, int, Tensor]]()
         """Gradient, its version, and its digest."""
         for name, p in parameters:
             p.register_post_accumulate_grad_hook(partial(self._take, name))
 
+    def begin(self, step: int) -> None:
+        """Begin a step: forget all gradients."""
+        self._looks = step % self.every == 0
+        self._left.clear()
+
     def _take(self, name: str, p: Tensor) -> None:
-        if p.grad is not None and p.grad.numel():
+        if self._looks and p.grad is not None and p.grad.numel():
             self._left[name] = p.grad, p.grad._version, digest(p.grad)
 
     def changed(self) -> str:

@@ -169,8 +169,11 @@ class ShardedModel:
         if pipeline is not None and pipeline.schedule in SPLIT:
             self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
-        self._given, self._sums = self._watched()
-        self._single = GradientDigests(self._held_alone())
+        self._looks: list[tuple[bool, int]] = [(False, 1), (True, self._experts_every())]
+        """Of experts -> number of steps of which one has its gradients looked at."""
+        self._stacked = {p for part in parts for m in part.modules() if isinstance(m, Experts) for p in m.parameters()}
+        self._given = [given for look in self._looks if (given := self._watched(*look)) is not None]
+        self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self._looks]
         self._early = dict[str, Tensor]()
         """Sums of shards of gradients to which a further group adds."""
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
@@ -180,23 +183,36 @@ class ShardedModel:
                 key=f"{wrong[0]}.layout",
             )
 
-    def _watched(self) -> tuple[list[str], GivenSums | None]:
-        """Record the communications of FSDP. Return the parameters whose gradients are added up before they are sent:
-        not those of experts, which have shards of their own."""
-        peers = self.grid.group(*self.grid.mesh.shards)
-        stacks = {p for m in self._fsdp if isinstance(m, Experts) for p in m.parameters()}
-        names = [n for n, p in self._own.items() if isinstance(p, DTensor) and p.requires_grad and p not in stacks]
-        sums = GivenSums(peers) if names and peers is not None else None
-        for module in self._fsdp:
-            watch(module, self.grid.group(*self.grid.mesh.copies), None if isinstance(module, Experts) else sums)
-        return names, sums
+    def _experts_every(self) -> int:
+        """Return the number of steps of which one has gradients of experts looked at: a token has few of a rank's
+        experts, so that to look at all of them in each step would be dear."""
+        config = self.model.config
+        chosen = self.grid.mesh.count("experts") * config.experts_per_token
+        return max(1, round(config.num_experts / chosen)) if chosen else 1
 
-    def _held_alone(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters with gradients that no other rank holds, nor FSDP sends, where there are several."""
+    def _watched(self, experts: bool, every: int) -> GivenSums | None:
+        """Record the communications of FSDP, with the sums of gradients that it adds up before they are sent: those of
+        experts, which are sent to fewer ranks, or all others."""
+        mesh = self.grid.mesh
+        shards = mesh.expert_shards if experts else mesh.shards
+        peers, apart = self.grid.group(*shards), [axis for axis in mesh.shards if axis not in shards]
+        own = {n: p for n, p in self._own.items() if isinstance(p, DTensor) and p.requires_grad}
+        names, sums = [n for n, p in own.items() if (p in self._stacked) == experts], None
+        if names and peers is not None:
+            sums = GivenSums(peers, names, mesh.index(self.grid.rank, *apart), mesh.size(*apart), every)
+        for module in self._fsdp:
+            if isinstance(module, Experts) == experts:
+                watch(module, self.grid.group(*mesh.copies), sums)
+        return sums
+
+    def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, of experts or all others, with gradients that no other rank holds, nor FSDP sends,
+        where there are several ranks."""
         partial = {name for _, names in self._partial for name in names}
         if len(self.grid.mesh) > 1 and self.grid.group(*self.grid.mesh.copies) is None:
             for name, p in self._own.items():
-                if p.requires_grad and not isinstance(p, DTensor) and name not in partial:
+                mine = (p in self._stacked) == experts and name not in partial
+                if mine and p.requires_grad and not isinstance(p, DTensor):
                     yield name, p
 
     @classmethod
@@ -352,12 +368,14 @@ class ShardedModel:
         together = self.zero == 3 or self.grid.mesh.count("experts") > 1
         return self.grid.most(micros) if together else max(micros, 1)
 
-    def begin(self) -> None:
-        """Prepare a step: no gradients, no gathered parameters."""
+    def begin(self, step: int = 0) -> None:
+        """Prepare a step: no gradients, no gathered parameters. step: its number, the same on all ranks."""
         for p in (*self.parameters.values(), *self._own.values()):
             p.grad = None
-        if self._sums is not None:
-            self._sums.begin()
+        for given in self._given:
+            given.begin(step)
+        for single in self._single:
+            single.begin(step)
         self.reshard()
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -462,7 +480,7 @@ class ShardedModel:
         apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
         _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
         partial = {name for _, names in self._partial for name in names}
-        self._early = {} if self._sums is None else {n: self._shard_sum([n]) for n in self._given if n in partial}
+        self._early = {n: self._shard_sum([n]) for given in self._given for n in given.names if n in partial}
         for group, names in self._partial:
             grads = [self.parameters[name].grad for name in names]
             _add_up([grad for grad in grads if grad is not None], group)
@@ -475,19 +493,25 @@ class ShardedModel:
         A collective call of the data ranks after ``reduce_grads``. It sees sums: a difference below the rounding of the
         whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
         """
-        if changed := self._single.changed():
-            return f"that of {changed} has other bits than the backward pass has left"
-        if self._sums is None or self._sums.sums is None or self._late:
-            return ""
-        *parts, scale = self.grid.sum(self._sums.sums, *DATA).tolist()
-        late = [n for n in self._given if n not in self._early]
-        sums = [*self._early.values(), *([self._shard_sum(late)] if late else [])]
-        shard, given = float(torch.stack(sums).sum()), parts[self._sums.group.rank()]
-        count = sum(self.parameters[name].numel() for name in self._given)
-        limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
-        if not abs(shard - given) > limit or not math.isfinite(shard - given):
-            return ""
-        return f"the shard's sum is {shard:.9g}, all ranks gave {given:.9g} for it; rounding explains {limit:.2g}"
+        changed = " and ".join(filter(None, [single.changed() for single in self._single]))
+        wrong = f"that of {changed} has other bits than the backward pass has left" if changed else ""
+        if self._late or not any(given.looks for given in self._given):
+            return wrong
+        placed = [given.placed() for given in self._given]
+        found = self.grid.sum(torch.cat(placed), *DATA).split([len(one) for one in placed])
+        for given, sums in zip(self._given, found):
+            if wrong or given.sums is None:  # this step has no look at them
+                continue
+            late = [n for n in given.names if n not in self._early]
+            parts = [self._early[n] for n in given.names if n in self._early]
+            parts += [self._shard_sum(late)] if late else []
+            shard, (gave, scale) = float(torch.stack(parts).sum()), given.own(sums)
+            count = sum(self.parameters[name].numel() for name in given.names)
+            limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
+            if abs(shard - gave) > limit and math.isfinite(shard - gave):
+                explained = f"rounding explains {limit:.2g}"
+                wrong = f"the shard's sum is {shard:.9g}, all ranks gave {gave:.9g} for it; {explained}"
+        return wrong
 
     def _shard_sum(self, names: Sequence[str]) -> Tensor:
         grads = [grad for name in names if (grad := self.parameters[name].grad) is not None]

@@ -245,7 +245,7 @@ class TrainEngine:
         gradients is not what all ranks gave for it.
         """
         self.before_update()
-        self.sharded.begin()
+        self.sharded.begin(self.updates)
         self._forget()
         how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "dropout": dropout}
         found = self.accumulate(tokens, mask, columns, loss, starts=starts, routing=routing, **how)
