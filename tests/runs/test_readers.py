@@ -8,7 +8,7 @@ from tilth.core.errors import DataError
 from tilth.data.documents import _damage
 from tilth.plan.costs import load_costs
 from tilth.runs.checkpoint_owner import MARK, original
-from tilth.runs.readers import ettr, ettr_curve, read_metrics, read_state
+from tilth.runs.readers import ettr, ettr_curve, handovers, read_metrics, read_state
 from tilth.trace.clock_samples import read_rounds, rounds_path
 
 ODD = ["[" * 100_000, "9" * 5000, "{", "[]", '{"rank": 0, "rounds": [[9223372036854775808, 0, 0]]}']
@@ -56,6 +56,13 @@ def test_the_effective_time_counts_what_failures_cost_within_the_window():
     assert ettr({"attempts": []}, [], now) is None
     paused = {"attempts": [{"started": at(0), "ended": at(100)}, {"started": at(5000), "ended": None}]}
     assert ettr(paused, recoveries[1:], now) == pytest.approx(1 - 36 / 5100)
+    left, after = paused["attempts"][0] | {"state": "left"}, paused["attempts"][1]
+    for more, cost in (({}, 4900), ({"resumed": at(5300), "from_step": 9}, 5200)):  # another controller goes on
+        assert ettr({"attempts": [left, after | more]}, [], now) == pytest.approx(1 - cost / 10_000)
+    assert ettr({"attempts": [left, after | more]}, [], now, 3600.0) == 1.0
+    assert handovers({"attempts": [left, after | more]}) == [
+        {"time": at(5300), "step": 9, "lost": 0.0, "seconds": 5200.0}
+    ]
 
 
 def test_the_curve_of_effective_time_forgets_after_an_hour_what_the_whole_run_does_not():

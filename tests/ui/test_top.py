@@ -1,5 +1,6 @@
 """``tilth top``: what it says is what is on disk, now and after more was written; nothing is read twice; bad input."""
 
+import dataclasses
 import io
 import json
 import os
@@ -160,6 +161,13 @@ def test_it_fits_any_width_and_marks_are_whole(directory, width):
     lines = shown(RunWatcher(directory.path).look(), width).splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if line.rstrip().endswith("■")]
+
+
+def test_the_rank_of_a_line_stays_whole_where_its_state_is_long(directory):
+    row = {"rank": 11, "state": "stopped", "call": "rollout.generate", "operation": "forward of micro-batch 17",
+           "heartbeat_age": 1234.5, "progress_age": 4000.0, "memory": 4e8, "cores": 0.5}  # fmt: skip
+    look = dataclasses.replace(RunWatcher(directory.path).look(), workers=[row, row | {"rank": 2}])
+    assert {"rank 11", "rank 2 "} <= {line[:7] for line in shown(look, 60).splitlines()}
 
 
 def test_hostile_text_stays_text(directory):

@@ -171,7 +171,7 @@ class HotUpdates:
             self._directory.say("no smaller layout works without the workers that are lost")
             return
         ranks = ", ".join(map(str, sorted(lost)))
-        self._directory.say(f"workers {ranks} cannot be replaced, and fewer go on: {error}")
+        self._directory.say(f"worker{'s' * (len(lost) > 1)} {ranks} cannot be replaced, and fewer go on: {error}")
         self._request(recipe, overrides, changes, back=tuple(back))
         self.leave()
 

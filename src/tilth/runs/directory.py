@@ -204,7 +204,8 @@ class RunDir:
             self._spent = {step: spent}
         self._last, self._earlier = step, self._spent[step]
         self._began = time.monotonic()
-        now = self._state["attempts"][-1] | {"from_step": step, "from_seconds": self._earlier}
+        place = {"from_step": step, "from_seconds": self._earlier, "resumed": utc_now()}
+        now = self._state["attempts"][-1] | place
         warnings = [one for one in self._state.get("warnings", []) if one["step"] <= step]
         self.update(attempts=[*self._state["attempts"][:-1], now], warnings=warnings)
 

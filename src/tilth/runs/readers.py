@@ -1,5 +1,6 @@
 """Readers of a run's directory, also while the run is active and after it was killed."""
 
+import itertools
 import json
 import math
 import os
@@ -84,26 +85,43 @@ def read_warnings(run: str | Path) -> list[Record]:
 def ettr(
     state: Mapping[str, Any], recoveries: Sequence[Mapping[str, Any]], now: datetime, window: float = math.inf
 ) -> float | None:
-    """Return the effective training time ratio: the share of the wall time that failures did not cost.
+    """Return the effective training time ratio: the share of the wall time that neither failures nor changes of the
+    controller did cost.
 
     Over the last ``window`` seconds (ByteRobust, arXiv 2509.16293: cumulative, or sliding over an hour); None before a
     second has passed. The pauses between two commands do not count.
     """
     begin = now - timedelta(seconds=min(window, 1e9))
     wall, cost = 0.0, 0.0
-    for attempt in state.get("attempts", []):
-        started = max(datetime.fromisoformat(attempt["started"]), begin)
+    for before, attempt in itertools.pairwise([{}, *state.get("attempts", [])]):
+        since = before["ended"] if before.get("state") == "left" else attempt["started"]
+        started = max(datetime.fromisoformat(since), begin)
         ended = datetime.fromisoformat(attempt["ended"]) if attempt.get("ended") else now
         wall += max((ended - started).total_seconds(), 0.0)
-    for one in recoveries:
+    for one in (*recoveries, *handovers(state)):
         if datetime.fromisoformat(one["time"]) >= begin:
             cost += one["lost"] + one["seconds"]
     return max(1.0 - cost / wall, 0.0) if wall >= 1.0 else None
 
 
+def handovers(state: Mapping[str, Any]) -> list[Record]:
+    """Return what it cost that controllers left the run to the next ones, with the time, step, lost and seconds of
+    recoveries."""
+    found = list[Record]()
+    for before, after in itertools.pairwise(state.get("attempts", [])):
+        if before.get("state") == "left":
+            at = after.get("resumed") or after["started"]
+            seconds = (datetime.fromisoformat(at) - datetime.fromisoformat(before["ended"])).total_seconds()
+            found.append({"time": at, "step": after.get("from_step", 0), "lost": 0.0, "seconds": seconds})
+    return found
+
+
 def ettr_curve(records: Sequence[Record], recoveries: Sequence[Record]) -> list[Record]:
     """Return the records with ``ettr/whole`` and ``ettr/hour``: the share of the wall time until their step, and of the
-    hour before it, that failures did not cost. Without a recovery they are returned as they are."""
+    hour before it, that failures did not cost. Without a recovery they are returned as they are.
+
+    recoveries: with ``handovers``.
+    """
     found, left, past = list[Record](), sorted(recoveries, key=lambda one: one["step"]), list[tuple[float, float]]()
     spent = 0.0
     for record in records:

@@ -23,7 +23,15 @@ from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
 from tilth.runs.files import read_lines, replace
 from tilth.runs.readers import curve as points
-from tilth.runs.readers import ettr_curve, read_metrics, read_recoveries, read_state, read_warnings, summarise
+from tilth.runs.readers import (
+    ettr_curve,
+    handovers,
+    read_metrics,
+    read_recoveries,
+    read_state,
+    read_warnings,
+    summarise,
+)
 from tilth.ui import format
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.html import embed, render, text_of
@@ -66,7 +74,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 def page(seen: Seen) -> str:
     """Render the page. Its security policy permits one script, by its digest."""
-    records = ettr_curve(seen.records, read_recoveries(seen.run))
+    records = ettr_curve(seen.records, [*read_recoveries(seen.run), *handovers(seen.state)])
     figures = [_drawn(seen, chart, curves) for chart, curves in charts(records)]
     memory, more = _memory(seen)
     script, recipe = text_of("page.js"), seen.run / "recipe.toml"

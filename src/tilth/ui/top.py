@@ -245,8 +245,8 @@ def first_line(finding: Mapping[str, Any]) -> str:
 def _workers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Draw a line for each rank: call and operation, signs of life, memory and cores."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(4):
-        grid.add_column(no_wrap=True)
+    for keeps in (True, False, False, False):
+        grid.add_column(no_wrap=keeps)  # others are cut first
     for row in rows[:RANKS]:
         beat, work = row.get("heartbeat_age"), row.get("progress_age")
         doing = [str(row[name]) for name in ("call", "operation") if row.get(name)]
@@ -258,9 +258,9 @@ def _workers(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         used += [f"{row['cores']:.1f} cores"] if row.get("cores") is not None else []
         state = "" if row["state"] in LIVING else f"{row['state']}, "
         colour = "red" if late else "yellow" if still else "dim"
-        grid.add_row(
-            Text(f"rank {row['rank']}", "dim"), Text(place), Text(f"{state}{alive}{still}", colour), ", ".join(used)
-        )
+        cells = (place, ""), (f"{state}{alive}{still}", colour), (", ".join(used), "")
+        cut = [Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in cells]
+        grid.add_row(Text(f"rank {row['rank']}", "dim"), *cut)
     if len(rows) > RANKS:
         grid.add_row(Text(f"and {len(rows) - RANKS} more", "dim"))
     return Group(grid, Text())

@@ -93,8 +93,9 @@ def test_a_worker_killed_in_a_call(watched):
 
 def test_a_worker_killed_between_calls(watched):
     os.kill(watched.pids[0], signal.SIGKILL)
-    told = within(SLACK, WorkerLost, watched.echo.pid, "echo.pid", 0)
-    assert "was killed by SIGKILL" in told and "between calls" in told
+    for call, key in ((watched.group.status, "faulty.status"), (watched.echo.pid, "echo.pid")):  # a control message too
+        told = within(SLACK, WorkerLost, call, key, 0)
+        assert "was killed by SIGKILL" in told and "between calls" in told
     watched.assert_gone()
 
 

@@ -156,7 +156,12 @@ class LocalBackend:
         return self.links[rank].submit(call, self._encoded[1])
 
     def control(self, rank: int, role: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        return control.ask(self.folder.control(rank), rank, role, method, arguments)
+        try:
+            return control.ask(self.folder.control(rank), rank, role, method, arguments)
+        except WorkerLost as lost:  # with its process, whose end says more than that of its socket
+            found = WorkerLost(f"role {role}, rank {rank}, {method}: {self._ending(rank)}", key=lost.key)
+            found.ranks = lost.ranks
+            raise found from lost
 
     def probe(self, rank: int) -> Probe:
         return self.watch.probe(rank, self.links[rank].pid)
