@@ -73,7 +73,8 @@ def session_of(controller: int) -> SessionDir:
     ours = [file.parent for file in files if file.name == "alive" and file.parent.name.startswith("tilth-")]
     if not ours:
         raise DataError(
-            f"process {controller} has no worker processes here: only a run with cluster.backend=local can have faults",
+            f"process {controller} has no worker processes here: they start, as after a controller that was lost (try "
+            "again in some seconds), or the run has another backend than cluster.backend=local, which alone has faults",
             key="cluster.backend",
         )
     return SessionDir(max(ours, key=lambda folder: (folder / "alive").stat().st_mtime))  # of its newest run
