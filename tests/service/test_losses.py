@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.models.tiny import FAMILIES, decoder
+from tests.models.tiny import decoder, shape
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import DataError, NonFiniteError
+from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
 from tilth.models.converters import LowRank, converted
+from tilth.parallel.dims import ParallelDims
 from tilth.service.losses import LOSSES, check_data, options_of
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel, score_sequence
 from tilth.service.wire import Datum
@@ -23,8 +25,8 @@ STEP = AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
 OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
 
 
-def base(seed=0):
-    model = decoder(FAMILIES["qwen3"])
+def base(seed=0, **changes):
+    model = decoder(shape("qwen3", **changes))
     model.init_weights_(seed)
     return SharedBase(model.config, dict(model.named_parameters())), model
 
@@ -97,8 +99,7 @@ def test_loss_logprobs_and_gradients_are_those_of_the_documentation_in_float64(l
         assert metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-4)
         for mine, right in zip(found, logprobs):
             np.testing.assert_allclose(mine, right, atol=3e-5)
-    own = {n: p.grad for n, p in trained.engine.optimizers.parameters.items()}
-    for name, grad in own.items():
+    for name, grad in trained.gradients.items():
         scale = max(grads[name].abs().max().item(), 1e-3)
         torch.testing.assert_close(grad.double(), grads[name], rtol=2e-3, atol=3e-4 * scale)
 
@@ -110,12 +111,12 @@ def test_gradients_of_several_requests_add_up_and_a_step_is_torch_adamw():
     for row in rows:
         apart.forward_backward([row], "cross_entropy", {}, forward_only=False)
     together.forward_backward(rows, "cross_entropy", {}, forward_only=False)
-    for a, b in zip(apart.engine.optimizers.parameters.values(), together.engine.optimizers.parameters.values()):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    for name, grad in together.gradients.items():
+        torch.testing.assert_close(apart.gradients[name], grad, rtol=1e-4, atol=1e-5)
     mine = {n: p for n, p in together.engine.optimizers.parameters.items()}
     twins = {n: torch.nn.Parameter(p.detach().clone()) for n, p in mine.items()}
     for name, twin in twins.items():
-        twin.grad = mine[name].grad.clone()
+        twin.grad = together.gradients[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(twins.values(), 0.5)
     torch.optim.AdamW(twins.values(), lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1).step()
     metrics = together.step(AdamStep(0.1, (0.8, 0.9), 1e-6, 0.1, 0.5))
@@ -139,6 +140,48 @@ def test_clients_share_one_base_and_none_moves_another():
     assert all(p.data_ptr() == pointers[n] for n, p in one.sharded.parameters.items() if n in pointers)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("axis", ["fsdp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_ranks_that_divide_a_base_share_their_parts_with_clients_and_have_the_state_of_one(pool, axis):
+    shared, model = base(vocab_size=48)
+    wanted = two_requests(TrainedModel(shared, LORA), [data("ppo", 48)] * 2)
+    found = pool.run(2, "tests.service.test_losses:divided", axis=axis)
+    assert all(same and size < 0.75 * sum(p.numel() for p in model.parameters()) for same, size, _ in found)
+    assert found[0][2].keys() == wanted.keys()
+    assert all(name.startswith("optimizer/step.") for name in found[1][2])
+    for name, tensor in found[0][2].items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def divided(rank, axis):
+    """True if a client's parts are the base's; their elements; the client's state, of a model that took it over."""
+    grid = ParallelDims.of(Mesh.of({axis: 2}), rank)
+    model = base(vocab_size=48)[1]  # of an odd number of rows torch pads the last part, which then is a copy
+    shared = SharedBase(model.config, dict(model.named_parameters()), grid=grid)
+    one, other, rows = TrainedModel(shared, LORA, grid), TrainedModel(shared, LORA, grid), data("ppo", 48)
+    part = slice(rank, None, 2) if axis == "fsdp" else slice(None)
+    own = two_requests(one, [rows[part], [] if rank and axis == "fsdp" else rows])
+    mine, theirs = one.sharded.parameters, shared.model.parameters
+    same = all(mine[n].data_ptr() == p.data_ptr() for n, p in theirs.items())
+    every = [own]
+    torch.distributed.broadcast_object_list(every, 0)
+    other.restore(every[0].items(), steps=1)
+    again = other.state()
+    return (
+        same and all(torch.equal(own[n], t) for n, t in again.items()),
+        sum(p.numel() for p in theirs.values()),
+        again,
+    )
+
+
+def two_requests(trained, requests):
+    """The state after a step and a request more."""
+    trained.forward_backward(requests[0], "ppo", {}, forward_only=False)
+    trained.step(AdamStep(1e-2, (0.9, 0.95), 1e-3, 0.0, 1.0))
+    trained.forward_backward(requests[1], "ppo", {}, forward_only=False)
+    return trained.state()
+
+
 def test_a_restored_state_goes_on_bit_for_bit_with_its_gradients():
     shared, model = base()
     rows = data("ppo", model.config.vocab_size)
@@ -147,7 +190,7 @@ def test_a_restored_state_goes_on_bit_for_bit_with_its_gradients():
         one.forward_backward(rows, "ppo", {}, forward_only=False)
         one.step(STEP)
     one.forward_backward(rows[:1], "ppo", {}, forward_only=False)
-    other.restore({name: tensor.clone() for name, tensor in one.state().items()}, steps=2)
+    other.restore([(name, tensor.clone()) for name, tensor in one.state().items()], steps=2)
     for trained in (one, other):
         trained.forward_backward(rows[1:], "ppo", {}, forward_only=False)
         trained.step(STEP)
@@ -179,7 +222,7 @@ def test_a_step_without_a_gradient_and_one_that_is_not_finite_are_refused():
     with raises(NonFiniteError, "grad_norm.step"):
         trained.step(STEP)
     assert all(torch.equal(before[n], t) for n, t in trained.weights().items())
-    assert not trained.accumulated
+    assert not trained.gradients
 
 
 def changed(**columns):

@@ -58,14 +58,15 @@ def shard(
     schedule: str = "1f1b",
     engine: bool = False,
     device: str = "cpu",
+    base: "ShardedModel | None" = None,
 ) -> "ShardedModel":
     """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
     step). schedule: of the passes of pipeline stages. cp_style: attention along cp. engine: of a generation engine,
-    whose ranks along ep have the same rows and whole parameters but their experts. ModelError if the grid does not fit
-    the model.
+    whose ranks along ep have the same rows and whole parameters but their experts. base: model of an equal layout whose
+    parameters this one uses (a part that FSDP pads is copied). ModelError if the grid does not fit the model.
     """
 
     def made() -> Decoder:
@@ -79,6 +80,8 @@ def shard(
     table = layouts(model.config, grid.mesh, schedule=schedule, engine=engine, **own)
     how: dict[str, Any] = {"sp": sp, "zero": zero, "engine": engine, "device": device}
     parts = [_part(made(), stages, part, grid, **how) for part in stages.parts(grid.coordinate("pp"))]
+    for (part, _), theirs in zip(parts, base.parts if base else ()):
+        part.load_state_dict({name: p.detach() for name, p in theirs.named_parameters()}, strict=False, assign=True)
     partial = [one for _, sums in parts for one in sums] + [*_tied(stages, grid, table)]
     context, plan = ContextParallel.of(grid, cp_style, model.config), None
     if grid.size("pp") > 1:
@@ -346,6 +349,12 @@ class ShardedModel:
                 whole[name][box.slices] = blob[at : at + box.numel].view(box.size)
                 at += box.numel
         return whole
+
+    def own_part(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor that is divided as a parameter of its own."""
+        for box in self.boxes(name):
+            return full[box.slices]
+        return full.new_empty(self.parameters[name].shape)
 
     def reshard(self) -> None:
         """Free gathered copies of parameters: the next forward pass gathers again.

@@ -41,10 +41,13 @@ class TrainRoom(EngineRoom):
     ) -> tuple[list[np.ndarray], dict[str, float]]:
         """Run passes over data, dealt over the workers by tokens; return log-probs of each datum, float32, and sums."""
         ranks, found, sums = self.learners.world_size, dict[int, np.ndarray](), dict[str, float]()
-        parts = divide([len(datum.tokens) for datum in data], None, ranks)
+        mesh = self.learners.mesh
+        parts = divide([len(datum.tokens) for datum in data], None, mesh.count("rows"))
+        place = [mesh.index(rank, *mesh.over("rows")) for rank in mesh.ranks]  # ranks along tp have the same rows
         alike = [[one] * ranks for one in (model, loss, dict(options), forward_only)]
-        answers = await self.call("forward_backward", [[data[row] for row in rows] for rows in parts], *alike)
-        for rows, (logprobs, added) in zip(parts, answers):
+        answers = await self.call("forward_backward", [[data[row] for row in parts[own]] for own in place], *alike)
+        for number, rows in enumerate(parts):
+            logprobs, added = answers[place.index(number)]
             found |= zip(rows.tolist(), logprobs)
             sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
         return [found[row] for row in range(len(data))], sums

@@ -22,6 +22,8 @@ from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
 from tilth.service.room import TrainRoom
 
+AXES = frozenset({"dp", "fsdp", "tp"})
+"""Axes that a layout of clients' models may have."""
 KEY = "tml-"
 """Beginning of every key that the SDK sends."""
 
@@ -29,7 +31,7 @@ KEY = "tml-"
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of ``tilth serve --train``. name: that clients call the base by besides its reference.
-    layout: of clients' models over workers, as "dp=2"; "": one worker."""
+    layout: of clients' models over workers, as "dp=2,fsdp=2"; "": one worker."""
 
     state: Path
     name: str = ""
@@ -61,9 +63,14 @@ class TrainServer(HttpServer):
 
 def mesh_of(layout: str) -> Mesh:
     """Return the mesh of clients' models. DataError: it does not work."""
-    sizes = {name: size for name, _, size in (one.partition("=") for one in layout.split(",") if one)}
-    if not sizes.keys() <= {"dp"} or not all(size.isdecimal() and int(size) for size in sizes.values()):
-        message = f"--layout {layout}: every worker has whole models, so a layout is dp=N with N workers"
+    pairs = [one.partition("=") for one in layout.split(",") if one]
+    sizes = {name: size for name, _, size in pairs}
+    if (
+        len(sizes) < len(pairs)
+        or not sizes.keys() <= AXES
+        or not all(size.isdecimal() and int(size) for size in sizes.values())
+    ):
+        message = f"--layout {layout}: name each of {', '.join(sorted(AXES))} at most once, as fsdp=2,tp=2"
         raise DataError(message, key="--layout")
     return Mesh.of({name: int(size) for name, size in sizes.items()})
 

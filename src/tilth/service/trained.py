@@ -1,6 +1,6 @@
 """Models of clients: adapters of one frozen base that all of them share, or weights of their own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilth.config.axes import MODEL
 from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.errors import DataError
@@ -15,9 +16,8 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank
 from tilth.models.decoder import Decoder
-from tilth.parallel.comm import all_gather
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.sharded import ShardedModel, shard
+from tilth.parallel.sharded import ShardedModel, buckets, shard
 from tilth.plan.lora import is_adapter
 from tilth.rl.metrics import Metric
 from tilth.service.losses import TOKENS, TokenLoss, loss_named, options_of
@@ -30,6 +30,8 @@ PLACE = "place"
 MICRO_TOKENS = 16_384
 ROWS = 256
 """Rows of logits that exist at a time."""
+STEP = "step"
+"""The optimizer's number of steps for each parameter, which all ranks have."""
 State = dict[str, Tensor]
 """Tensors by "<group>/<name>": weights, optimizer, gradients."""
 
@@ -62,36 +64,41 @@ class SharedBase:
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        grid: ParallelDims | None = None,
     ) -> None:
-        """tensors: of the base; those already on the device in fp32 are shared with their owner."""
+        """tensors: of the base; whole ones already on the device in fp32 are shared with their owner. grid: of the
+        ranks that divide them. ModelError: it does not fit the model."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.model = self._made()
-        for name, parameter in self.model.parameters.items():
-            parameter.data = tensors[name].detach().to(device, torch.float32)
+        divided = grid is not None and grid.mesh.count(*MODEL) > 1
+        self.model = self._made(grid if divided else None)
+        if divided:
+            self.model.load_(tensors)
+        else:
+            for name, parameter in self.model.parameters.items():
+                parameter.data = tensors[name].detach().to(device, torch.float32)
         self.model.model.requires_grad_(False)
 
-    def _made(self, *converters: LowRank, grid: ParallelDims | None = None) -> ShardedModel:
+    def _made(self, grid: ParallelDims | None, *converters: LowRank, base: ShardedModel | None = None) -> ShardedModel:
         build = lambda: Decoder(self.config, dtype=self.dtype)  # noqa: E731
-        return shard(build, grid or ParallelDims.alone(), converters=converters, device=self.device)
+        return shard(build, grid or ParallelDims.alone(), converters=converters, device=self.device, base=base)
 
     def adapted(self, spec: ModelSpec, grid: ParallelDims | None = None) -> ShardedModel:
-        """Return a new model: adapters beside the shared weights, or a copy of these. grid: of its replicas."""
+        """Return a new model: adapters beside the shared weights, or a copy of these. grid: of its ranks, which divide
+        parameters as those of the base do."""
         if not spec.lora.rank:
-            made = self._made(grid=grid)
-            made.load_({name: p.detach() for name, p in self.model.parameters.items()})
+            made = self._made(grid)
+            for name, p in self.model.parameters.items():
+                made.load_part(name, p.detach())
             return made
-        made = self._made(LowRank(spec.lora, key="lora_config"), grid=grid)
-        for name, parameter in made.parameters.items():
-            if not is_adapter(name):
-                parameter.data = self.model.parameters[name].data
+        made = self._made(grid, LowRank(spec.lora, key="lora_config"), base=self.model)
         made.init_(spec.seed, [name for name in made.parameters if is_adapter(name)])
         return made
 
 
 class TrainedModel:
-    """One client's model, its gradients and its optimizer state; on several data ranks, a replica of it.
+    """One client's model, its gradients and its optimizer state; on several ranks, this one's part of it.
 
-    All ranks make the same calls; ``forward_backward`` has rows of its own on each, maybe none.
+    All ranks make the same calls; ``forward_backward`` has rows of its own on each that divides rows, maybe none.
     """
 
     def __init__(self, base: SharedBase, spec: ModelSpec, grid: ParallelDims | None = None) -> None:
@@ -100,12 +107,25 @@ class TrainedModel:
         section = OptimizerConfig(clip_norm=0.0, weight_decay=0.0)
         how: dict[str, Any] = {"micro_tokens": MICRO_TOKENS, "scorer": score_targets}
         self.engine = TrainEngine(self.sharded, section, total_steps=1, **how)
-        self.accumulated = False
-        """True if there is a gradient that no step has used."""
+        self.gradients = dict[str, Tensor]()
+        """This rank's part of the gradient that no step has used, summed over all ranks; empty: there is none."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what the client learns: adapters, or all weights; live tensors."""
-        return {name: p.detach() for name, p in self.engine.optimizers.parameters.items()}
+        """Return what the client learns, whole: adapters, or all weights. A collective call; of several ranks that
+        divide parameters the first has them."""
+        return self._whole({name: p.detach() for name, p in self.engine.optimizers.parameters.items()})
+
+    def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Assemble tensors that are divided as parameters, on the first rank alone; return live ones if none is."""
+        grid = self.sharded.grid
+        if grid.mesh.count(*MODEL) == 1:
+            return dict(parts)
+        found = dict[str, Tensor]()
+        for names in buckets({name: self.sharded.layouts[name].shape for name in parts}):
+            whole = self.sharded.assemble(names, parts)
+            if grid.first("rows", *MODEL):
+                found |= {name: tensor.cpu() for name, tensor in whole.items()}
+        return found
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], *, forward_only: bool
@@ -121,65 +141,57 @@ class TrainedModel:
         else:
             found = spent.logprobs
             given: dict[str, Any] = {"entropy": False, "dropout": False}
+            self.sharded.begin(self.engine.updates)
             self.engine.accumulate(batch.tokens, batch.mask, batch.columns, spent, **given)
-            self.accumulated = True
+            for name, added in self.engine.gradients().items():
+                self.gradients[name] = added if name not in self.gradients else self.gradients[name].add_(added)
         rows = [found[a + 1 : b] for a, b in zip(batch.tokens.offsets, batch.tokens.offsets[1:])]
         return rows, {"loss:sum": spent.total}
 
     def step(self, how: AdamStep) -> dict[str, float]:
         """Run one optimizer step and drop the gradients. Raises DataError without any, NonFiniteError."""
-        if not self.accumulated:
+        if not self.gradients:
             message = "there is no gradient: call forward_backward before optim_step"
             raise DataError(message, key="optim_step.gradient")
-        self.accumulated = False
+        used, self.gradients = self.gradients, {}
         self.engine.optimizers.retune(how.betas, how.eps, how.weight_decay)
-        norm = self.engine.step(how.lr, how.clip_norm)
+        norm = self.engine.step(used, how.lr, how.clip_norm)
         return {"grad_norm:mean": norm, "learning_rate:mean": how.lr, "step:max": float(self.engine.steps)}
 
     def state(self, *, optimizer: bool = True) -> State:
-        """Return all tensors of the state, live; optimizer: False for the weights alone. A collective call, if there is
-        a gradient: each rank's part is a group of its own."""
+        """Return all tensors of the state as ``weights`` does; optimizer: False for the weights alone."""
         found = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
         if not optimizer:
             return found
-        found |= {f"optimizer/{name}": tensor for name, tensor in self.engine.optimizers.state_tensors().items()}
-        return found | self._gradients()
+        for kind, parts in self._moments().items():
+            whole = parts if kind == STEP else self._whole(parts)
+            found |= {f"optimizer/{kind}.{name}": tensor for name, tensor in whole.items()}
+        return found | {f"gradients/{name}": tensor for name, tensor in self._whole(self.gradients).items()}
 
-    def _gradients(self) -> State:
-        """Return the gradients: "gradients/<name>" of the first rank, "gradients@R/<name>" of rank R."""
-        parameters, peers = self.engine.optimizers.parameters, self.sharded.grid.group_over("rows")
-        if peers is None:
-            return {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
-        found = State()
-        for name, p in parameters.items() if self.accumulated else ():
-            own = torch.zeros_like(p) if p.grad is None else p.grad
-            every = own.new_empty(peers.size(), own.numel())
-            all_gather(every, own.detach().reshape(1, -1), peers)
-            for rank, part in enumerate(every):
-                found[f"gradients@{rank}/{name}" if rank else f"gradients/{name}"] = part.view_as(own)
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's live state by kind and parameter."""
+        found = dict[str, dict[str, Tensor]]()
+        for name, tensor in self.engine.optimizers.state_tensors().items():
+            kind, _, own = name.partition(".")
+            found.setdefault(kind, {})[own] = tensor
         return found
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, Tensor], steps: int = 0) -> None:
-        """Take over a state; what it lacks of optimizer and gradients is zero. steps: that the optimizer has made.
-
-        A state of other ranks has the same sum of gradients, and the same bits if it was of as many.
-        """
+    def restore(self, state: Iterable[tuple[str, Tensor]], steps: int = 0) -> None:
+        """Take over a state, of any layout; what it lacks of optimizer and gradients is zero. steps: that the optimizer
+        has made."""
         self.engine.begin(0.0, 1)
-        self.engine.optimizers.zero_grad()
-        self.accumulated = False
-        live, peers = self.state(), self.sharded.grid.group_over("rows")
-        rank, ranks = (0, 1) if peers is None else (peers.rank(), peers.size())
-        for name, tensor in state.items():
+        self.gradients, moments = {}, self._moments()
+        for name, tensor in state:
             group, _, own = name.partition("/")
-            kind, _, part = group.partition("@")
-            if kind != "gradients":
-                live[name].copy_(tensor)
-            elif int(part or 0) % ranks == rank:
-                p, given = self.engine.optimizers.parameters[own], tensor.to(self.base.device)
-                p.grad = given.clone() if p.grad is None else p.grad + given
+            if group == "weights":
+                self.sharded.load_full(own, tensor)
+            elif group == "gradients":
+                self.gradients[own] = self.sharded.own_part(own, tensor).to(self.base.device, copy=True)
+            else:
+                kind, _, own = own.partition(".")
+                moments[kind][own].copy_(tensor if kind == STEP else self.sharded.own_part(own, tensor))
         self.engine.steps = self.engine.updates = steps
-        self.accumulated = any(name.startswith("gradients") for name in state)
 
 
 class _Packed(NamedTuple):

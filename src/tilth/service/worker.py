@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilth.cluster.protocol import transfer
 from tilth.cluster.worker.context import Context
+from tilth.config.axes import MODEL
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import CheckpointError, TilthError
 from tilth.core.files import atomic_write, make_folder
@@ -125,12 +126,17 @@ class SampleWorker(EngineWorker):
 
 
 class TrainWorker:
-    """Models of clients on one worker, replicas of those on the others. Files lie where all workers can read them."""
+    """Models of clients, whole or in parts, on each worker. Files lie where all workers can read them."""
 
     def __init__(self, base: SharedBase, source: str, grid: ParallelDims) -> None:
         """source: reference of the base model."""
         self.base, self.source, self.grid = base, source, grid
         self.models = dict[str, TrainedModel]()
+
+    @property
+    def _writes(self) -> bool:
+        """True on the one rank that writes files."""
+        return self.grid.first("rows", "parameters")
 
     @transfer(split="all", gather="first", patient=True)
     def create(self, model: str, spec: ModelSpec) -> None:
@@ -160,7 +166,7 @@ class TrainWorker:
         trained = self.models[model]
         facts = {**about, "steps": trained.engine.steps}
         state = trained.state(optimizer=optimizer)
-        if not self.grid.first("rows"):
+        if not self._writes:
             return 0
         make_folder(Path(folder))
         tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
@@ -172,22 +178,23 @@ class TrainWorker:
     @transfer(split="all", gather="first", patient=True)
     def read(self, model: str, folder: str, optimizer: bool) -> None:
         """Take over a state that ``write`` has written; optimizer: False for the weights alone."""
-        tensors, about = read_state(folder)
-        if not optimizer:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("weights/")}
-        elif not any(name.startswith("optimizer/") for name in tensors):
-            message = f"{folder} has no optimizer state: it was saved for sampling"
-            raise CheckpointError(message, key="optimizer.missing")
-        self.models[model].restore(tensors, int(about["steps"]) if optimizer else 0)
+        with _opened(folder) as (stored, about):
+            names = [name for name in stored.keys() if optimizer or name.startswith("weights/")]  # noqa: SIM118
+            if optimizer and not any(name.startswith("optimizer/") for name in names):
+                message = f"{folder} has no optimizer state: it was saved for sampling"
+                raise CheckpointError(message, key="optimizer.missing")
+            tensors = ((name, stored.get_tensor(name)) for name in names)
+            self.models[model].restore(tensors, int(about["steps"]) if optimizer else 0)
 
     @transfer(split="all", gather="first", patient=True)
     def export(self, model: str, folder: str) -> int:
         """Write adapters in the format of PEFT, or whole weights as a Hugging Face directory; return their bytes."""
         trained = self.models[model]
-        if not self.grid.first("rows"):
+        weights = trained.weights()
+        if not self._writes:
             return 0
         make_folder(Path(folder))
-        tensors = {name: tensor.cpu() for name, tensor in trained.weights().items()}
+        tensors = {name: tensor.cpu() for name, tensor in weights.items()}
         if trained.spec.lora.rank:
             save_adapter(Path(folder), self.base.config, trained.spec.lora, tensors, self.source)
         else:
@@ -232,9 +239,8 @@ def train_worker(context: Context, source: str) -> TrainWorker:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)
         join(context.rank, context.workers, context.init_method, context.timeout, device=device.type)
-    if isinstance(served, SampleWorker):
-        base = served.base
-    else:
-        loaded = load_model(source)
-        base = SharedBase(loaded.config, loaded.tensors, device=str(device))
-    return TrainWorker(base, source, ParallelDims.of(context.mesh, context.rank, context.generation))
+    grid = ParallelDims.of(context.mesh, context.rank, context.generation)
+    if isinstance(served, SampleWorker) and context.mesh.count(*MODEL) == 1:
+        return TrainWorker(served.base, source, grid)
+    loaded = load_model(source)
+    return TrainWorker(SharedBase(loaded.config, loaded.tensors, device=str(device), grid=grid), source, grid)

@@ -423,15 +423,19 @@ class TrainEngine:
             loss, norm, lr, metrics=metrics, skipped=not (finite and learn), not_finite=not finite, **passed.amounts
         )
 
-    def step(self, lr: float, clip_norm: float = 0.0) -> float:
-        """Run one optimizer step with the gradients that ``accumulate`` has added up, and drop them; return their norm.
-
-        clip_norm: greatest norm of the gradients; 0: any. All data ranks must call it. NonFiniteError: the norm is not
-        finite; weights and optimizer state stay.
-        """
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's part of the gradients that ``accumulate`` has added up, summed over all ranks."""
         self.sharded.reduce_grads()
         if wrong := self.sharded.misreduced():
             raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
+        return {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float, clip_norm: float = 0.0) -> float:
+        """Run one optimizer step with what ``gradients`` returns; return its norm. clip_norm: the greatest; 0: any.
+
+        All ranks must call it. NonFiniteError: the norm is not finite; weights and optimizer state stay."""
+        for name, p in self.optimizers.parameters.items():
+            p.grad = gradients.get(name)
         norm = self.optimizers.clip(clip_norm, self._measure)
         if math.isfinite(norm):
             self.optimizers.step(lr)
