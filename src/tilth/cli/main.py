@@ -131,7 +131,7 @@ def serve(
     ] = False,
     pooling: Annotated[str, Option(help="of embeddings: hidden state of the last token, or their mean")] = "last",
     address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
-    layout: Annotated[str, Option(metavar="dp=N", help="--train: workers that share the rows of a pass")] = "",
+    layout: Annotated[str, Option(metavar="fsdp=N", help="--train: workers, as dp=2,fsdp=2,tp=2")] = "",
     requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
     models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None,
     idle: Annotated[
