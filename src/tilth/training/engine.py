@@ -432,7 +432,6 @@ class TrainEngine:
 
     def step(self, gradients: Mapping[str, Tensor], lr: float, clip_norm: float = 0.0) -> float:
         """Run one optimizer step with what ``gradients`` returns; return its norm. clip_norm: the greatest; 0: any.
-
         All ranks must call it. NonFiniteError: the norm is not finite; weights and optimizer state stay."""
         for name, p in self.optimizers.parameters.items():
             p.grad = gradients.get(name)
