@@ -164,7 +164,7 @@ def divided(rank, axis):
     mine, theirs = one.sharded.parameters, shared.model.parameters
     same = all(mine[n].data_ptr() == p.data_ptr() for n, p in theirs.items())
     every = [own]
-    torch.distributed.broadcast_object_list(every, 0)
+    torch.distributed.broadcast_object_list(every, 0, grid.group(axis))
     other.restore(every[0].items(), steps=1)
     again = other.state()
     return (
