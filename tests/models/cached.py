@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.models.attention import matmul_attention
+from tilth.models.attention import matmul_attention, query_rows
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
@@ -12,11 +12,12 @@ from tilth.plan.kernels import spare_rows
 
 
 class CachedContext:
-    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded by ``spare_rows``."""
+    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded by ``spare_rows``, queries to
+    ``query_rows`` (0: as the engine does)."""
 
     dropout, experts = None, ExpertContext(parity=True)
 
-    def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 4) -> None:
+    def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 0) -> None:
         self.rows, self.bucket, self.query_rows = rows + spare_rows(rows), bucket, query_rows
         shape = (self.rows, config.num_kv_heads, bucket, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
@@ -34,18 +35,19 @@ class CachedContext:
         b, heads, hd = q.shape
         kv_heads = k.shape[1]
         grouped = q.view(b, kv_heads, heads // kv_heads, 1, hd)
-        grouped = F.pad(grouped, (0, 0, 0, self.query_rows - 1))
+        queries = self.query_rows or query_rows(heads // kv_heads, hd)
+        grouped = F.pad(grouped, (0, 0, 0, queries - 1))
         place = torch.arange(self.bucket)
         visible = place <= self.positions[:, None]
         if window is not None:
             visible &= place > self.positions[:, None] - window
-        mask = visible.view(b, 1, 1, 1, self.bucket).expand(-1, -1, -1, self.query_rows, -1)
+        mask = visible.view(b, 1, 1, 1, self.bucket).expand(-1, -1, -1, queries, -1)
         out = matmul_attention(grouped, self.k[layer], self.v[layer], mask, parity=True)
         return out[..., 0, :].reshape(q.shape)
 
 
 @torch.no_grad()
-def decode_hidden(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 4) -> list[Tensor]:
+def decode_hidden(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 0) -> list[Tensor]:
     """Teacher-forced, token by token, all sequences as one batch: hidden [T, width] of each."""
     ctx = CachedContext(model.config, len(sequences), bucket, model.dtype, query_rows)
     hidden = []

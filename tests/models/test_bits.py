@@ -2,15 +2,20 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.models.cached import decode_hidden
 from tests.models.tiny import FAMILIES, VOCAB, decoder, shape, tokens
 from tilth.models.attention import PackedContext
+from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.logprobs import logits_logprobs, token_logprobs
+from tilth.models.steady import steady_linear
 
-LENGTHS = [5, 33, 20, 49, 17, 32, 1, 40, 23]
+LENGTHS = [5, 33, 20, 37, 17, 32, 1, 34, 23]
 CONFIGS = {
     **{
         name: FAMILIES[name]
@@ -44,7 +49,7 @@ def packed_logprobs(model: Decoder, sequences: list[Tensor]) -> list[Tensor]:
     return list(logprobs.detach().split(lengths))
 
 
-def cached_logprobs(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 4) -> list[Tensor]:
+def cached_logprobs(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 0) -> list[Tensor]:
     """As an engine computes them: a step for each token, all sequences in one batch, logits of the batch at once."""
     hidden = decode_hidden(model, sequences, bucket, query_rows)
     with torch.no_grad():
@@ -151,3 +156,52 @@ def test_log_probs_of_the_engine_are_those_of_the_trainer(dtype: torch.dtype, ro
         expected, _ = token_logprobs(hidden, weight, targets, temperature)
         found = logits_logprobs(model.logits(hidden[:rows]), targets[:rows], temperature)
         assert torch.equal(found, expected[:rows])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[DecoderConfig, torch.dtype, list[int], list[int], int, int]:
+    """A configuration, a dtype, lengths, some of them that decode together, a bucket, a number of threads."""
+    width = draw(st.sampled_from([8, 24, 32, 40, 80, 96, 128, 192]))
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (1, 5), (1, 8)]))
+    sizes = {"hidden_size": draw(st.sampled_from([56, 120, 520])), "num_layers": 1, "head_dim": width}
+    sizes |= {"num_kv_heads": kv_heads, "num_heads": kv_heads * groups, "max_positions": 128}
+    if draw(st.booleans()):
+        config = shape("qwen3_moe", **sizes, expert_layers=(0,))
+    else:
+        config = shape("qwen3", **sizes, intermediate_size=draw(st.sampled_from([72, 1000])))
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=12))
+    some = draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=len(lengths), unique=True))
+    bucket = draw(st.sampled_from([size for size in (16, 32, 48, 64, 80, 128) if size >= max(lengths[i] for i in some)]))
+    return config, draw(st.sampled_from([torch.float32, torch.bfloat16])), lengths, some, bucket, draw(st.integers(1, 2))
+
+
+@given(cases())
+def test_any_lengths_and_company_keep_every_bit(case: tuple) -> None:
+    config, dtype, lengths, some, bucket, threads = case
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = decoder(config, dtype)
+        sequences = list(tokens(lengths).split(lengths))
+        together = packed_logprobs(model, sequences)
+        model = model.to(dtype)
+        found = cached_logprobs(model, [sequences[i] for i in some], bucket)
+        assert different(found, [together[i] for i in some]) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_wide_layer_keep_their_bits_in_any_number(dtype: torch.dtype, threads: int) -> None:
+    """Where libraries take other kernels for other numbers of rows."""
+    some = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 1024, generator=some).to(dtype).requires_grad_() for n in (720, 136))
+    bias = torch.randn(136, generator=some).to(dtype).requires_grad_()
+    for b in (None, bias):
+        whole = steady_linear(x, weight, b)
+        for rows in (16, 48, 112, 272, 592):
+            assert torch.equal(steady_linear(x[:rows], weight, b), whole[:rows])
+        assert torch.allclose(whole, F.linear(x, weight, b), rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-3)
+    gradients = [torch.autograd.grad(f(x, weight, bias).sum(), (x, weight, bias)) for f in (steady_linear, F.linear)]
+    for one, other in zip(*gradients):
+        assert torch.allclose(one, other, rtol=0.02, atol=0.5 if dtype == torch.bfloat16 else 1e-3)

@@ -2,9 +2,9 @@
 
 A decoder sees flat tokens; the context decides which tokens attend to which. ``PackedContext`` holds whole sequences
 (training, scoring); the rollout engine has another over its KV cache. Both use ``matmul_attention`` for short sequences
-on a CPU, so that they agree bit for bit in parity mode. This needs (measured with MKL and oneDNN, fp32 and bf16) rows
-of a linear in multiples of 8 and at least 16 (``plan.kernels``), query rows in multiples of 4, key lengths in multiples
-of 16.
+on a CPU, so that they agree bit for bit in parity mode. This needs, measured with MKL, products in fp32 (oneDNN's in
+bf16 take other kernels by the number of keys, at 48 for one), ``query_rows``, and key lengths in multiples of 16; of
+linear layers see ``models.steady``.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilth.core.random import dropout_mask, stream
+from tilth.models.logprobs import wide
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
-from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO, spare_rows
+from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO, round_up, spare_rows
 
 PARITY_KEYS = 256
 """Keys over which a row of attention sums at a time in parity mode: MKL on AVX-512 divides a sum of more than 384 terms
 in fp32 into parts whose size depends on their number, and with it the bits."""
+QUERIES = 16, 4, range(8, 96)
+"""Query rows of a key head that a product of scores needs in parity mode: the second for these widths of heads, since
+MKL takes another kernel for 4 rows from a width of 96 on, for 8 from 192 on, for 12 from 288 on, and below 8."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
 
@@ -80,6 +84,13 @@ class AttentionContext(Protocol):
         """
 
 
+def query_rows(heads: int, width: int) -> int:
+    """Return the multiple of rows that queries need in parity mode, in each of ``heads`` heads that share a key's, of a
+    width."""
+    most, least, narrow = QUERIES
+    return round_up(-(-(least if width in narrow else most) // heads), least)
+
+
 def matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None, *, parity: bool = False
 ) -> Tensor:
@@ -87,11 +98,15 @@ def matmul_attention(
 
     q: [B, Hkv, G, Tq, hd], k: [B, Hkv, Tk, hd], v: [B, Hkv, Tk, vd]. mask: [B or 1, 1, 1, Tq, Tk], added to the scores
     (in q's dtype) or bool (True: visible); None: all visible. sinks: [Hkv * G], see ``AttentionContext.attend``. A row
-    without any visible key or sink gives NaN. parity: a row has the same bits with any number of masked keys behind it.
-    Returns [B, Hkv, G, Tq, vd].
+    without any visible key or sink gives NaN. parity: a row has the same bits with any number of rows beside it and of
+    masked keys behind it; products are in fp32 at least.
+    Returns [B, Hkv, G, Tq, vd] in q's dtype.
     """
     b, kv_heads, g, tq, hd = q.shape
-    tk, width = k.shape[2], v.shape[3]
+    tk, width, dtype = k.shape[2], v.shape[3], q.dtype
+    if parity:
+        q, k, v = (x.to(wide(dtype)) for x in (q, k, v))
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     # Scaled before the product: MKL applies a factor before or after it by shape, so bits would depend on the rows.
@@ -105,12 +120,12 @@ def matmul_attention(
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
     weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks, b, tq)
-    values, step = v.reshape(b * kv_heads, tk, width), PARITY_KEYS if parity and v.dtype == torch.float32 else tk
+    values, step = v.reshape(b * kv_heads, tk, width), PARITY_KEYS if parity else tk
     mixed = torch.bmm(weights[..., :step], values[:, :step])
     for start in range(step, tk, max(step, 1)):
         some = slice(start, start + step)
         mixed = mixed + torch.bmm(weights[..., some], values[:, some])
-    return mixed.view(b, kv_heads, g, tq, width)
+    return mixed.view(b, kv_heads, g, tq, width).to(dtype)
 
 
 def _softmax_with(scores: Tensor, sinks: Tensor, b: int, tq: int) -> Tensor:

@@ -24,15 +24,11 @@ from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wi
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, rotate, tables_of
+from tilth.models.steady import linear, steady
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
 Parts = tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [N, in] times weight [out, in], plus bias, both cast to x's dtype: [N, out]."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class Linear(nn.Module):
@@ -241,6 +237,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         """x: [N, hidden] -> [N, hidden]."""
+        if ctx.experts is not None and ctx.experts.parity:
+            with steady():
+                return self._forward(x, tables, ctx)
+        return self._forward(x, tables, ctx)
+
+    def _forward(self, x: Tensor, tables: Tables, ctx: AttentionContext) -> Tensor:
         for adapter in self.dropping:
             adapter.drop = ctx.dropout.apply_columns if ctx.dropout is not None and self.training else None
         enter, leave = self.parts

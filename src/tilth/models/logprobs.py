@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilth.models.steady import steady_linear
 from tilth.plan import kernels
 from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows, spare_rows
 
@@ -93,7 +94,7 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     n = hidden.shape[0]
     spare = spare_rows(n) if hidden.device.type == "cpu" else 0
     padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
-    logits = F.linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
+    logits = steady_linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
     return logits[:n] if spare else logits
 
 

@@ -22,6 +22,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
 from tilth.models.lora import Adapter
 from tilth.models.rows import pad_rows, spread_rows
+from tilth.models.steady import linear
 from tilth.plan.kernels import spare_rows
 
 
@@ -211,7 +212,7 @@ class Router(nn.Module):
         """Return router logits [N, experts] of x [N, hidden]."""
         kind = wide(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype).to(kind)
-        return F.linear(x.to(kind), self.weight.to(x.dtype).to(kind), bias)
+        return linear(x.to(kind), self.weight.to(x.dtype).to(kind), bias)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the score of each expert, [N, experts]."""
@@ -245,7 +246,7 @@ _Layer = Callable[[Tensor], Tensor]
 
 def expert_linear(x: Tensor, stack: Tensor, expert: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [n, in] through the layer of one expert: [n, out]. weight: ``stack[expert]``; bias: the expert's."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return linear(x, weight, bias)
 
 
 def grouped_linear(x: Tensor, stack: Tensor, ends: Tensor) -> Tensor:

@@ -13,19 +13,14 @@ CACHED_ELEMENTS = 1 << 21
 """A part of a chunk: 8 MiB of fp32 logits."""
 KEPT_ELEMENTS = 1 << 26
 """Most log-probs that are kept for the backward pass: 256 MiB. Computing them twice costs 5 % of a step and more."""
-ROW_MULTIPLE, LEAST_ROWS = 8, 16
-"""Row counts of a linear on a CPU whose rows come out the same, bit for bit, at any other such count.
-
-Multiples of 4 per thread for two threads. MKL takes other kernels below about 4096 / (K or N) products on AVX-512
-(measured: 8 rows differ from 16 at K = 252), so at least 16. On CPUs with AVX-512 and AMX this holds up to a width of
-about 256 only: wider, bf16, and fp32 on two threads, take still other kernels by the number of rows. There a run in
-parity mode stops with LogprobMismatch.
-"""
+ROW_MULTIPLE = 16
+"""Row counts of a linear in parity mode on a CPU are multiples of this: ``models.steady`` computes each row as among so
+many. Fewer take other kernels (MKL on AVX-512: 8 rows differ from 16 where a sum has 252 terms)."""
 
 
 def spare_rows(rows: int) -> int:
     """Return the padding rows with which a linear on a CPU gives each row the same bits in any batch."""
-    return max(LEAST_ROWS - rows, -rows % ROW_MULTIPLE) if rows else 0
+    return -rows % ROW_MULTIPLE
 
 
 def chunk_rows(vocab: int, wanted: int | None = None) -> int:
@@ -52,7 +47,7 @@ CAUSAL_UP_TO = {4: 128, 2: 768}
 SMALLEST = 128
 """Longest sequence of the first lane in tokens; each next lane takes twice as many."""
 ROWS = 8
-"""Rows decode in multiples of this (kernels like it, and parity needs it)."""
+"""Rows decode in multiples of this, which kernels like; in parity mode of ``ROW_MULTIPLE``."""
 KEYS = 16
 """Attention looks at a multiple of this many slots."""
 BLOCK = 16

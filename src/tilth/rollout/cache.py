@@ -13,13 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.models.attention import matmul_attention
+from tilth.models.attention import matmul_attention, query_rows
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
 from tilth.plan.kernels import grown
-
-QUERY_MULTIPLE = 4
-"""Multiple to which parity mode pads the query rows of attention."""
 
 
 class _Buffers:
@@ -277,8 +274,8 @@ class CachedContext:
             return fused_attention(q, k, v, mask, sinks)
         if q.device.type != "cpu" and sinks is None:
             return shared_attention(q, k, v, mask)
-        if self._parity and self._width % QUERY_MULTIPLE:
-            spare = -self._width % QUERY_MULTIPLE
+        spare = -self._width % query_rows(q.shape[2], q.shape[4]) if self._parity else 0
+        if spare:
             mask = F.pad(mask, (0, 0, 0, spare))
             padded = F.pad(q, (0, 0, 0, spare))
             return matmul_attention(padded, k, v, mask, sinks, parity=True)[..., : self._width, :]

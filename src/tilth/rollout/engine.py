@@ -18,7 +18,7 @@ from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, LEAST_ROWS, PASS, PROMPT_WIDTH, ROWS, limit_for, round_up
+from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, PROMPT_WIDTH, ROW_MULTIPLE, ROWS, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
@@ -26,7 +26,7 @@ from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
 from tilth.rollout.grammar import Grammars
 from tilth.rollout.lanes import LengthBucket, logit_changes
 from tilth.rollout.lockstep import LockStep, check_divided, part_of
-from tilth.rollout.prefill import PARITY_WIDTH, PrefillBatch, PrefillJob
+from tilth.rollout.prefill import PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState, TextScores
 from tilth.rollout.runner import Runner
@@ -367,7 +367,7 @@ class Engine(GenerationEngine):
                 return 0
             for prompt in prompts:
                 self._take_tail(prompt)
-            scheduler.batch = PrefillBatch(prompts, self._staging, PARITY_WIDTH if self._parity else PROMPT_WIDTH)
+            scheduler.batch = PrefillBatch(prompts, self._staging, ROW_MULTIPLE if self._parity else PROMPT_WIDTH)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 
@@ -551,7 +551,7 @@ class Engine(GenerationEngine):
 
     def _lane(self, limit: int) -> LengthBucket:
         if limit not in self._lanes:
-            fixed, multiple = self.device.type == "cuda", LEAST_ROWS if self._parity else ROWS
+            fixed, multiple = self.device.type == "cuda", ROW_MULTIPLE if self._parity else ROWS
             made = LengthBucket(limit, self._new_slab(), self._max_rows, fixed=fixed, multiple=multiple)
             self._lanes[limit] = made
         return self._lanes[limit]

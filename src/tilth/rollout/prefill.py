@@ -15,8 +15,6 @@ from tilth.rollout.request import SequenceState
 
 CHUNK = 512
 """Largest number of tokens of one prompt per forward pass; bounds the memory of attention scores."""
-PARITY_WIDTH = 16
-"""Multiple of the width in parity mode: a matmul of under 4096 products would use another kernel."""
 _WASTE = 16
 """Prompts of up to a chunk share a forward pass if their lengths differ by at most a quarter, or this many tokens."""
 
