@@ -236,6 +236,7 @@ def test_a_recipe_cannot_be_changed():
         (["train.device=gpu"], "train.device = 'gpu' is not auto, cpu, cuda or cuda:N"),
         (["train.parity=true", "train.compile=true"], "set train.compile = false"),
         (["train.parity=true", "rollout.compile=true"], "set rollout.compile = false"),
+        (["train.parity=true", "train.matmul=medium"], "train.matmul = highest, not medium"),
         (["train.parity=true", "train.device=cuda:1"], "train.device is 'cuda:1'"),
         (["algorithm.steps=0", "supervised.steps=0"], "nothing to train"),
         (["model.dropout=0.1", "supervised.steps=0"], "model.dropout = 0.1 has no use in flow = grpo"),

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.models.cached import decode_hidden
 from tests.models.tiny import FAMILIES, VOCAB, decoder, shape, tokens
 from tilth.models.attention import PackedContext
@@ -171,10 +172,13 @@ def cases(draw: st.DrawFn) -> tuple[DecoderConfig, torch.dtype, list[int], list[
         config = shape("qwen3", **sizes, intermediate_size=draw(st.sampled_from([72, 1000])))
     lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=12))
     some = draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=len(lengths), unique=True))
-    bucket = draw(st.sampled_from([size for size in (16, 32, 48, 64, 80, 128) if size >= max(lengths[i] for i in some)]))
-    return config, draw(st.sampled_from([torch.float32, torch.bfloat16])), lengths, some, bucket, draw(st.integers(1, 2))
+    longest = max(lengths[i] for i in some)
+    bucket = draw(st.sampled_from([size for size in (16, 32, 48, 64, 80, 128) if size >= longest]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    return config, dtype, lengths, some, bucket, draw(st.integers(1, 2))
 
 
+@settings(max_examples=examples(60), deadline=None)
 @given(cases())
 def test_any_lengths_and_company_keep_every_bit(case: tuple) -> None:
     config, dtype, lengths, some, bucket, threads = case

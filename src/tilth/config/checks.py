@@ -144,6 +144,9 @@ def _parity(recipe: Recipe) -> _Errors:
     for name, on in (("train.compile", t.compile), ("rollout.compile", recipe.rollout.compile)):
         if on:
             yield RecipeError(f"train.parity = true needs eager kernels; set {name} = false", key=name)
+    if t.matmul != "highest":
+        message = f"train.parity = true needs products in fp32: train.matmul = highest, not {t.matmul}"
+        yield RecipeError(message, key="train.parity.matmul")
 
 
 def _learning(recipe: Recipe) -> _Errors:

@@ -51,12 +51,14 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     A row has the same bits for every N, on the CPU and with the number of threads that it has now.
     """
-    blocks = _blocks(x, weight, bias) if x.device.type == "cpu" and x.dim() == 2 else []
+    on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()  # compiled code has no parity mode
+    blocks = _blocks(x, weight, bias) if on_cpu else []
     return F.linear(x, weight, bias) if len(blocks) < 2 else _Blocks.apply(x, weight, bias, blocks)
 
 
 def _blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[slice]:
-    rows, at, found = len(x), 0, list[slice]()
+    rows, at = len(x), 0
+    found: list[slice] = []
     shape = (*weight.shape, x.dtype, bias is not None, torch.get_num_threads())
     for size in (*SIZES, ROW_MULTIPLE):
         while at < rows and (rows - at >= size or size == ROW_MULTIPLE):
@@ -81,9 +83,7 @@ def keeps_bits(size: int, out: int, width: int, dtype: torch.dtype, biased: bool
         torch.randn(shape, generator=some).to(dtype) for shape in ((size, width // 2), (out, width // 2), (out,))
     )
     order = torch.randperm(2 * (width // 2), generator=some)
-    x, weight = (
-        F.pad(torch.cat(both, 1)[:, order], (0, width % 2)) for both in ((left, left), (right, -right))
-    )
+    x, weight = (F.pad(torch.cat(both, 1)[:, order], (0, width % 2)) for both in ((left, left), (right, -right)))
     if biased and width > 1:  # one more term takes the bias away
         x[:, order == 0], weight[:, order == 0] = 1, -bias[:, None]
         x[:, order == width // 2] = 0
