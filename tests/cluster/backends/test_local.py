@@ -211,6 +211,7 @@ def test_what_a_role_has_started_goes_with_its_worker(watched):
     watched.group.kill(0)
     within(SLACK, WorkerLost, watched.echo.pid, "faulty.kill", 0)
     gone(children[1:])  # rank 0 died by itself: its child is the pool's own matter
+    children[0].kill()
 
 
 def test_an_answer_that_cannot_travel_is_an_error_of_its_call(watched):
