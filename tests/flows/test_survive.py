@@ -14,7 +14,7 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import WorkerLost
 from tilth.core.layout import Mesh
 from tilth.flows.callbacks import Callback
-from tilth.flows.survive import Survival
+from tilth.flows.survive import Survival, _named
 from tilth.guard.inject import inject
 from tilth.runs.directory import RECOVERIES
 from tilth.runs.readers import read_metrics, read_state, read_trajectories, summarise
@@ -312,4 +312,18 @@ def test_a_second_failure_before_all_roles_are_made_leaves_no_role_out(monkeypat
     Survival(parts, cluster, directory, said.append).recover(first, 3)
     assert made == ["policy", "loader"]
     assert [(one["ranks"], one["replaced"]) for one in broken] == [((0,), [0])]
-    assert "workers 0, 1 are new" in said[-1]
+    assert "workers 0, 1 are new," in said[-1]
+
+
+@pytest.mark.parametrize(
+    "new, culprits, expected",
+    [
+        ([], (1,), "with the same workers"),
+        ([1], (1,), "worker 1 is new"),
+        ([0, 1], (1,), "workers 0, 1 are new"),
+        ([0, 2], (1,), "workers 0, 2 are new (held up in a call with 1)"),
+        ([2], (), "worker 2 is new"),
+    ],
+)
+def test_workers_that_are_new_without_a_fault_of_theirs_were_held_up(new, culprits, expected):
+    assert _named(new, culprits) == expected

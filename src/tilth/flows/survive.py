@@ -7,7 +7,7 @@ disk if not. A training loop does not know of it: ``launch`` begins its phase ag
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +144,7 @@ class Survival(Callback):
             raise
         record = _record(verdict, action, step, replaced, made, began)
         self._begin_attempt(record)
-        new = _named(sorted(self._new))
+        new = _named(sorted(self._new), verdict.ranks)
         self._new.clear()
         self._failed.clear()
         self._doubtful = False
@@ -260,11 +260,13 @@ def _record(
     return {"step": step, **facts, "replaced": replaced, "made": made, "seconds": round(time.monotonic() - began, 3)}
 
 
-def _named(new: Sequence[int]) -> str:
-    """Return in words which workers are new."""
+def _named(new: Sequence[int], culprits: Collection[int]) -> str:
+    """Return in words which workers are new. culprits: ranks that the verdict names, which may stay as they are."""
     if not new:
         return "with the same workers"
-    return f"worker {new[0]} is new" if len(new) == 1 else f"workers {', '.join(map(str, new))} are new"
+    said = f"worker {new[0]} is new" if len(new) == 1 else f"workers {', '.join(map(str, new))} are new"
+    held = culprits and not set(new) & set(culprits)
+    return f"{said} (held up in a call with {', '.join(map(str, sorted(culprits)))})" if held else said
 
 
 def _first_line(verdict: Verdict, step: int) -> str:
