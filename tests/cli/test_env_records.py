@@ -14,6 +14,9 @@ class Seeds(tilth.Environment):
     @classmethod
     def records(cls, count):
         return ({"prompt": f"game {i}", "seed": i} for i in range(count or 5))
+
+    def reward(self):
+        return 0.0
 """
 
 

@@ -73,6 +73,9 @@ class Forks(tilth.Environment):
         os.fork()
         return [{"role": "user", "content": "again"}], False
 
+    def reward(self):
+        return 0.0
+
 
 class Closes(tilth.Environment):
     """Writes to a file at its end."""
@@ -83,6 +86,9 @@ class Closes(tilth.Environment):
 
     def step(self, message):
         raise RuntimeError("as asked")
+
+    def reward(self):
+        return 0.0
 
     async def close(self):
         with open(self.path, "a") as file:

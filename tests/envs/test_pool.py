@@ -182,6 +182,8 @@ def test_names_that_are_none():
         EnvironmentPool("nothing")
     with raises(PluginError, "rollout.environment"):
         EnvironmentPool(f"{Path(__file__).parent / 'talkers.py'}:asyncio")
+    with raises(PluginError, "environment.reward"):
+        EnvironmentPool(f"{Path(__file__).parent / 'talkers.py'}:Wide")
     with raises(PluginError, "environment.timeout"):
         EnvironmentPool(TALKER, timeout=0)
 

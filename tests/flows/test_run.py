@@ -277,7 +277,7 @@ def test_a_step_without_any_reward_is_told_and_survived(tmp_path, monkeypatch):
     assert result.summary["state"] == "finished"
     assert watcher.records[-1]["steps/skipped"] == 1.0 and watcher.records[-1]["reward/missing"] == 24
     assert [m for m in watcher.messages if "missing" in m] == [
-        "24 of 24 rewards are missing and left out; the first reason: down"
+        "24 of 24 rewards are missing and left out; most often: down"
     ]
 
 

@@ -227,4 +227,7 @@ def load_environment(spec: str) -> type[Environment]:
         message = f"rollout.environment={spec!r} names no subclass of tilth.Environment"
         known = f"there is {', '.join(known_environments())}, and FILE.py:Class"
         raise PluginError(f"{message}; {known}", key="rollout.environment")
+    if found.reward is Environment.reward:
+        message = f"rollout.environment={spec!r}: {found.__name__} needs a method reward"
+        raise PluginError(f"{message}; where turns alone have rewards it returns 0", key="environment.reward")
     return found

@@ -21,7 +21,7 @@ from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
-from tilth.rewards.process_pool import Outcome, RewardPool, Status
+from tilth.rewards.process_pool import Outcome, RewardPool, Status, commonest
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
 from tilth.rollout.request import Request, SamplingParams
@@ -213,7 +213,8 @@ def evaluate(
     scoring = time.perf_counter() - begin
     if all(o.value is None for o in outcomes):
         raise RewardError(
-            f"all {len(outcomes)} rewards are missing; the first reason: {outcomes[0].reason}", key="reward"
+            f"all {len(outcomes)} rewards are missing; most often: {commonest(o.reason for o in outcomes)}",
+            key="reward",
         )
     samples = [Sample(prompt, i % how.samples, t, o) for i, ((prompt, t), o) in enumerate(zip(pairs, outcomes))]
     return Evaluation(how, samples, {"generate": generating, "score": scoring})
@@ -249,7 +250,8 @@ def evaluate_episodes(
     seconds = time.perf_counter() - begin
     show(len(wanted), len(wanted))
     if all(one.trajectory.reward is None for one in found):
-        raise RewardError(f"all {len(found)} rewards are missing; the first reason: {found[0].reason}", key="reward")
+        why = commonest(one.reason for one in found)
+        raise RewardError(f"all {len(found)} rewards are missing; most often: {why}", key="reward")
     samples = [
         Sample(asked[i // how.samples], i % how.samples, one.trajectory, _outcome(one)) for i, one in enumerate(found)
     ]

@@ -19,6 +19,7 @@ from tilth.flows.checks import check_parts, check_turn_rewards
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.roles import Roles
+from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME
 from tilth.roles.judge import GRADE
@@ -267,12 +268,12 @@ class Sampler:
         if not failures:
             self._reward_worked |= asked > 0
             return
-        reason = next(iter(failures.values()))["reason"]
+        reason = commonest(one["reason"] for one in failures.values())
         if 0 < asked - len(replayed) == len(failures.keys() - replayed) and not self._reward_worked:
             raise RewardError(
-                f"all of the first {asked} rewards are missing; the first reason: {reason}", key="reward.function"
+                f"all of the first {asked} rewards are missing; most often: {reason}", key="reward.function"
             )
         self._reward_worked |= len(failures) < asked
         if reason not in self._reported:
             self._reported.add(reason)
-            self.say(f"{len(failures)} of {asked} rewards are missing and left out; the first reason: {reason}")
+            self.say(f"{len(failures)} of {asked} rewards are missing and left out; most often: {reason}")

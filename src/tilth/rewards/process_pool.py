@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +72,11 @@ class Outcome:
     def verdict(self) -> float:
         """The part ``correct``, else the reward; NaN: missing."""
         return math.nan if self.value is None else self.parts.get(CORRECT, self.value)
+
+
+def commonest(reasons: Iterable[str]) -> str:
+    """Return the reason that occurs most often; of equally frequent ones the first."""
+    return Counter(reasons).most_common(1)[0][0]
 
 
 class RewardPool:
