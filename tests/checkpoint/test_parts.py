@@ -281,6 +281,7 @@ def test_only_what_a_rank_touches_is_checked(tmp_path):
 # ---- crashes ----
 
 
+@pytest.mark.slow  # test_crash.py has a save by one
 def test_killed_at_every_call_of_a_save_by_four(tmp_path, monkeypatch):
     """Controller and ranks die together: the power fails."""
     save_four(tmp_path / "count", 1)

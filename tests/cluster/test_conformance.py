@@ -55,6 +55,16 @@ def mesh_of(workers):
     return Mesh(("dp", "fsdp", "tp"), (1, 2, 2) if workers == 4 else (1, 1, workers))
 
 
+SELDOM = [
+    pytest.param(given.values[0], marks=[*given.marks, pytest.mark.slow]) if given == BACKENDS[3] else given
+    for given in BACKENDS
+]
+seldom_with_ray = pytest.mark.parametrize(
+    "backend", SELDOM, ids=lambda p: f"{p[0]}-{p[1]}", indirect=True, scope="module"
+)
+"""For what code settles that other rows run too: Ray's two workers import torch anew for each fleet."""
+
+
 @pytest.fixture(scope="module", params=BACKENDS, ids=lambda p: f"{p[0]}-{p[1]}")
 def backend(request):
     if request.param[0] == "ray":
@@ -261,6 +271,7 @@ def test_a_release_waits_for_the_calls_of_its_lease_and_for_no_others(cluster, e
     assert read["sum"].tolist() == [3 * i + 3 for i in range(4)] and cluster.store.nbytes == 0
 
 
+@seldom_with_ray
 @pytest.mark.parametrize("owner", ["a batch of step 3", ""])
 def test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner):
     if backend[1] > 2:
@@ -271,6 +282,7 @@ def test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner):
             group.think(batch_of(4))
 
 
+@seldom_with_ray
 def test_a_leak_does_not_hide_the_error_that_left_it(backend):
     if backend[1] > 2:
         pytest.skip("two workers are enough")
@@ -358,6 +370,7 @@ def test_every_worker_writes_its_trace_and_collects_when_all_do(tmp_path, worker
     assert [(e["step"], e["detail"], e["role"]) for e in pauses] == [(7, "2", "")] * traced.workers
 
 
+@seldom_with_ray
 def test_roles_are_closed_at_the_end(backend, tmp_path):
     with open_cluster(*backend) as cluster:
         cluster.group("faulty", f"{HERE}:faulty", {"closed": str(tmp_path)}, Mesh(("dp",), (cluster.workers,)))
@@ -366,7 +379,7 @@ def test_roles_are_closed_at_the_end(backend, tmp_path):
 
 
 RAISED = {"data": DataError, "odd": Odd, "value": WorkerError, "exit": WorkerError}
-OFTEN = {"local-1": ("odd",), "ray-2": ("odd", "exit")}
+OFTEN = {"local-1": ("odd",), "ray-2": ("exit",)}
 """What becomes of the others is settled in code that the rows of local-2 run too."""
 
 
@@ -447,6 +460,7 @@ class Stays:
         return False
 
 
+@seldom_with_ray
 def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
     policy = Stays()
     with open_cluster(*backend, timeout=60.0, policy=policy) as cluster:
@@ -470,6 +484,7 @@ def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
             cluster.group("of_mine", f"{HERE}:of_plugin", {"path": path, "name": "Unmade"})
 
 
+@seldom_with_ray
 def test_an_error_in_a_factory_comes_up(backend):
     with raises(DataError, "corpus.txt"), open_cluster(*backend) as cluster:
         cluster.group("broken", f"{HERE}:broken", {})
@@ -510,6 +525,7 @@ def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
 # ---- the control channel ----
 
 
+@seldom_with_ray
 def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
     group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
     count = 2 * cluster.workers

@@ -206,8 +206,9 @@ def in_parts(prompt, completion, info):
     return {"reward": right + 0.1 * len(completion), "right": right, "length": len(completion)}
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dapo")) for n in ALGORITHMS])
+@pytest.mark.slow  # tests/rl/conformance has each on two workers
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_on_two_workers_is_what_it_is_on_one(tmp_path, shared, name, layout):
     found = []
     for where in ({}, {"cluster": LOCAL, "policy": {"layout": layout}}):

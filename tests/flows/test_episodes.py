@@ -128,7 +128,11 @@ PAYS = PLUGIN.replace(
 
 
 @pytest.mark.parametrize(
-    "how", [{"flow": "ppo", "algorithm": {"advantage": "gae"}}, {"algorithm": {"advantage": "grpo_process"}}]
+    "how",
+    [
+        pytest.param({"flow": "ppo", "algorithm": {"advantage": "gae"}}, marks=pytest.mark.slow),
+        {"algorithm": {"advantage": "grpo_process"}},
+    ],
 )
 def test_rewards_of_turns_are_trained_on_and_written(tmp_path, how):
     result = tiny.run(recipe(tmp_path, PAYS, **how), reward=None)

@@ -29,10 +29,11 @@ def alone(tmp_path_factory):
     return tiny.run(tiny.recipe(tmp_path_factory.mktemp("one"), **GRPO, train=train()))
 
 
+@pytest.mark.slow  # tests/parallel/test_experts_trained.py has each layout
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dp", "tp, sp", "pp", "pp, zero-bubble", "cp"))],
+    ["fsdp", "dp", "tp, sp", "pp", "pp, zero-bubble", "cp"],
 )
 def test_grpo_of_experts_learns_in_every_layout_as_on_one_process(tmp_path, shared, alone, layout):  # noqa: F811
     ours = tiny.run(tiny.recipe(tmp_path, **GRPO, train=train(), **LAYOUTS[layout]))

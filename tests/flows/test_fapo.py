@@ -285,6 +285,7 @@ def test_a_judge_with_a_pool_of_its_own_says_the_same(tmp_path, judge):
     assert torch.equal(*(torch.tensor([r.get("loss", 0.0) for r in found]) for found in (ours, theirs)))
 
 
+@pytest.mark.slow
 def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
     """Its score is a part of the reward, or all of it; FAPO's penalty has no place. It begins while others are
     generated, and what is learned is what is learned if it begins when all are."""

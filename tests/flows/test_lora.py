@@ -227,10 +227,9 @@ def test_a_base_that_changes_in_memory_is_not_gone_on_with(tmp_path, base, monke
         adapted(tmp_path, base)
 
 
+@pytest.mark.slow  # rows of tests/parallel/test_training.py have adapters
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "layout", [{"fsdp": 2}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"tp": 2}, {"pp": 2}, {"dp": 2}))]
-)
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2}])
 def test_layouts_learn_alike(tmp_path, base, whole, layout):
     cluster = {"backend": "local", "workers": 2}
     layouts = {"policy": {"lora": LORA, "layout": layout}, "cluster": cluster}

@@ -251,7 +251,7 @@ NEAR = ("loss", "grad_norm", "rewards/margin", "rewards/chosen", "rewards/accura
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", [pytest.param(n, marks=[pytest.mark.slow] * (n != "reward_model")) for n in FLOWS])
 @pytest.mark.parametrize(
     "layout",
     [{"fsdp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}, {"cp": 2}, {"pp": 2}))],

@@ -213,6 +213,7 @@ def test_a_role_whose_options_have_changed_is_another_run(teaching):
         run_recipe(teaching(roles={"scorer": {"options": {"bonus": 0.5}}}, **named), name="x", reward=tiny.close_enough)
 
 
+@pytest.mark.slow  # tests/tasks and tests/flows/test_plugins.py have what is invented on workers
 @pytest.mark.dist
 def test_an_invented_role_is_divided_over_workers(teaching):
     here = tiny.run(teaching("here", algorithm={"steps": 2}))

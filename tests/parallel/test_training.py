@@ -37,23 +37,23 @@ FIRST = Case(dropout=0.1, checkpointing=True)
 DOUBLE = [
     Case(dp=2, double=True, dropout=0.1, tied=False),
     Case(fsdp=2, double=True, dropout=0.1, checkpointing=True),
-    Case(fsdp=2, double=True, zero=2, tied=False, rows=(1,)),
-    Case(fsdp=2, double=True, value=True, rows=(10,)),
     Case(fsdp=2, double=True, zero=2, value=True, checkpointing="selective", rows=(0,)),
-    Case(tp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),
     Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
     Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
     Case(tp=2, sp=True, double=True, lora=True, experts=True, tied=False),
     Case(fsdp=2, double=True, lora=True, value=True, rows=(1,), checkpointing=True),
-    Case(tp=2, double=True, lora=True, lora_dropout=0.3, checkpointing=True),
 ]
 DOUBLE_FOURS = [
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
     Case(dp=2, fsdp=2, double=True, dropout=0.1, rows=(3, 0, 4)),
 ]
 DOUBLE_MORE = [
+    Case(tp=2, double=True, lora=True, lora_dropout=0.3, checkpointing=True),
+    Case(tp=2, double=True, dropout=0.1, checkpointing="selective"),
+    Case(fsdp=2, double=True, value=True, rows=(10,)),
+    Case(fsdp=2, double=True, zero=2, tied=False, rows=(1,)),
     Case(fsdp=4, double=True, value=True, zero=2, dropout=0.1),
     Case(dp=2, fsdp=2, double=True, zero=2, value=True, rows=(1, 1, 1), checkpointing=True),
     Case(fsdp=2, tp=2, double=True, dropout=0.1, checkpointing=True, rows=(7,)),

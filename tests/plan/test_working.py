@@ -110,10 +110,10 @@ def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):
     [
         (1000, 100, 1.0),
         (1000, 100, 0.7),
-        (20_000, 300, 1.0),
+        pytest.param(20_000, 300, 1.0, marks=pytest.mark.slow),
         (20_000, 300, 0.7),
         pytest.param(20_000, 4000, 0.7, marks=pytest.mark.slow),
-        (150_000, 600, 1.0),
+        pytest.param(150_000, 600, 1.0, marks=pytest.mark.slow),
         pytest.param(20_000, 4000, 1.0, marks=pytest.mark.slow),
         pytest.param(150_000, 600, 0.7, marks=pytest.mark.slow),
     ],

@@ -109,7 +109,9 @@ def test_a_process_that_outlives_its_reward_does_not_hold_up_the_end(tmp_path):
         assert pool.score([(0, "p", "c", {})])[0].value == 1
 
 
-@pytest.mark.parametrize("cluster", [{}, pytest.param({"backend": "local", "workers": 2}, marks=pytest.mark.dist)])
+@pytest.mark.parametrize(
+    "cluster", [{}, pytest.param({"backend": "local", "workers": 2}, marks=[pytest.mark.dist, pytest.mark.slow])]
+)
 def test_a_run_has_a_file_of_them_and_says_where(tmp_path, capfd, cluster):
     close_enough = tiny.close_enough  # itself: its process need not import the module
 

@@ -111,8 +111,11 @@ def test_families(family):
         np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-4)
 
 
-@pytest.mark.parametrize("parity", [False, True])
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family, parity",
+    [("qwen3-moe", True), ("gpt-oss", False)]
+    + [pytest.param(*one, marks=pytest.mark.slow) for one in (("qwen3-moe", False), ("gpt-oss", True))],
+)
 def test_experts_of_each_row_are_as_with_merged_weights(family, parity):
     """In mixed company; and company changes no bit in parity mode."""
     model = make_model(FAMILIES[family], scale=2.0)

@@ -70,7 +70,7 @@ def test_same_tokens_as_a_naive_generator(options):
     assert not check_blocks(engine._blocks, [])
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
 def test_random_arrival_abort_and_resume(seed):
     """Requests trickle in; some are stopped half-way and go on later, in this engine or in another one."""
     rng = np.random.default_rng(seed)
@@ -191,7 +191,7 @@ def test_two_samples_where_only_one_fits():
 def test_what_was_done_before_leaves_no_trace(options):
     """After draining, an engine computes as a new one: the same bits, though not in parity mode."""
     rng = np.random.default_rng(1)
-    long = [Request(i, rng.integers(0, 100, 30), SamplingParams(max_tokens=180)) for i in range(9)]
+    long = [Request(i, rng.integers(0, 100, 30), SamplingParams(max_tokens=120)) for i in range(9)]
     used, fresh = make_engine(MODEL, **options), make_engine(MODEL, **options)
     used.generate(make_requests(30, seed=5))
     used.reset_prefix_cache()

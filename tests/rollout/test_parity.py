@@ -60,11 +60,16 @@ def test_trainer_and_engine_agree_bit_for_bit(config, dtype):
     assert np.array_equal(trained(model, found, parity=True), said(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_a_trajectory_does_not_depend_on_the_batch(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "ways"),
+    [(torch.float32, WAYS[2:])]
+    + [pytest.param(dtype, WAYS, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)],
+    ids=str,
+)
+def test_a_trajectory_does_not_depend_on_the_batch(dtype, ways):
     """Rows, chunks, preemption, neighbours: not one bit."""
     model = make_model(QWEN3, dtype=dtype, scale=4)
-    first, *others = (generated(model, **way) for way in WAYS)
+    first, *others = (generated(model, **way) for way in ways)
     for other in others:
         for a, b in zip(first, other):
             assert np.array_equal(a.tokens, b.tokens)

@@ -244,7 +244,7 @@ def test_a_time_out_is_not_handed_on_to_another_completion(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "allow"),
-    [({"timeout": 0.5}, ["reward.timeout"]), ({"timeout": 0.25}, ["reward"])],
+    [({"timeout": 0.5}, ["reward.timeout"]), pytest.param({"timeout": 0.25}, ["reward"], marks=pytest.mark.slow)],
     ids=["limit", "asked for"],
 )
 def test_what_was_late_is_asked_again_where_the_reward_may_have_changed(tmp_path, change, allow):

@@ -128,7 +128,10 @@ def test_conversations_with_tools_and_parts(client, model):
     assert none.usage.prompt_tokens < whole.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param("required", marks=pytest.mark.slow), {"type": "function", "function": {"name": "weather"}}],
+)
 def test_a_call_that_is_demanded_is_made(client, model, choice):
     asked = {"model": model, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "seed": 2}
     whole = client.chat.completions.create(**asked).choices[0]

@@ -159,7 +159,7 @@ def test_a_request_that_breaks_every_engine_fails_by_name(failing):
         assert asyncio.run(gathered(room, [request(1)])) and room.restarts == 3
 
 
-@pytest.mark.parametrize("place", [0, 6, 9])
+@pytest.mark.parametrize("place", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 9))])
 def test_a_request_that_breaks_every_worker_fails_alone(place):
     async def beside(room):
         asked = [*REQUESTS[:place], request(99, prompt=(5, POISON)), *REQUESTS[place:]]

@@ -224,10 +224,8 @@ class TestWithRay:
         assert "\n    the last words of a worker" in str(raised.value)
         self.assert_gone()
 
-    @pytest.mark.parametrize(
-        "how, state, extra",
-        [pytest.param("stop", "stopped", (), marks=pytest.mark.slow), ("hold", "sleeping", (60,))],
-    )
+    @pytest.mark.slow  # test_conformance.py has one that is stopped
+    @pytest.mark.parametrize("how, state, extra", [("stop", "stopped", ()), ("hold", "sleeping", (60,))])
     def test_a_worker_that_is_stuck_is_seen_from_outside(self, how, state, extra):
         began = time.monotonic()
         with pytest.raises(CallTimeout) as raised, self.open() as cluster:
@@ -264,6 +262,7 @@ class TestWithRay:
         with self.open() as cluster:
             echo = cluster.group("echo", f"{HERE}:echo", {}, BOTH)
             assert echo.environment("GOMP_SPINCOUNT") == ["1000", "1000"]
+            assert {psutil.Process(pid).nice() for pid in echo.pid()} == {psutil.Process().nice()}
             big = Jagged.of([np.arange(200_000)])
             handle = cluster.store.put("big", big)
             column = cluster.store.get(handle)

@@ -192,6 +192,7 @@ if "tilth.cluster.worker.fork_server" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow  # starts a fork server of its own
 @pytest.mark.dist
 def test_processes_whose_clocks_are_wrong_are_put_right(tmp_path, monkeypatch):
     """Each worker's wall clock is seconds off and its steady clock runs too fast or too slowly; all say they read the

@@ -126,6 +126,9 @@ def _start(ray: ModuleType, workers: int) -> None:
     """Start Ray on this machine."""
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # 15 is Ray's: anything else on this machine would go before training
     cpus = max(workers, os.cpu_count() or 1)
     try:
         with _loopback(True), _our_signals():
