@@ -94,6 +94,9 @@ class Drawn:
         self.requests = [r for r in self.requests if r not in now]
         return [self.answer(r) for r in now]
 
+    def abort(self, id):
+        self.requests.remove(next(r for r in self.requests if r.id == id))
+
     def answer(self, request):
         n, bits = len(request.prompt), self.bits(request.id, len(request.prompt))
         drawn = [self.ids[b % len(self.ids)] for b in bits[: 1 + bits[0] % 20]]
@@ -242,6 +245,25 @@ def test_a_failed_episode_fails_alone(tokenizers_of):
     assert hit[2].trajectory.reward is None and hit[2].trajectory.finish == "error" and hit[2].status == "error"
     assert hit[2].reason == "ValueError: no" and hit[2].trajectory.mask.any()
     for a, b in zip(whole[:2] + whole[3:], hit[:2] + hit[3:]):
+        assert np.array_equal(a.trajectory.tokens, b.trajectory.tokens) and a.trajectory.reward == b.trajectory.reward
+
+
+def test_an_episode_that_fails_while_its_turn_is_drawn_fails_alone(tokenizers_of):
+    """Its environment was lost, and did not repeat itself elsewhere."""
+    tokenizer = tokenizers_of["qwen3"]
+    plain, hit = (scripted(tokenizer, Talks(4)) for _ in range(2))
+    params = SamplingParams(max_tokens=8, stop_tokens=plain.template.stops)
+    wanted = [Wanted(i, {"q": f"What is {i}?"}) for i in range(6)]
+    talks = hit.pool.poll
+
+    def poll(seconds):
+        lost = len(hit.pool.heard[2]) == 1 and 2 in [r.id for r in hit.engine.requests]
+        return talks(seconds) + [Answer(2, "step", None, "it differs", "differs")] * lost
+
+    hit.pool.poll = poll
+    whole, found = plain.play(wanted, params), hit.play(wanted, params)
+    assert found[2].status == "differs" and found[2].trajectory.reward is None and not hit.engine.requests
+    for a, b in zip(whole[:2] + whole[3:], found[:2] + found[3:]):
         assert np.array_equal(a.trajectory.tokens, b.trajectory.tokens) and a.trajectory.reward == b.trajectory.reward
 
 

@@ -345,6 +345,8 @@ class Player:
         """End an episode. Tokens after the policy's last turn of a conversation are left out: nothing follows them."""
         del self._open[episode.wanted.id]
         self.pool.end(episode.wanted.id)
+        if self._generating.pop(episode.request, None) is not None:  # its lost environment was not the same again
+            self.engine.abort(episode.request)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
         whole = _whole(episode)
         whole.reward, whole.finish = None if value is None else value + episode.earned, finish
