@@ -122,6 +122,8 @@ def test_holes_are_filled_before_rows_move():
     lane.take(7)
     assert lane.compact() == 8
     assert sorted(lane.answer(r).request.id for r in lane.rows) == [9, 11, 12, 13, 14, 15, 16, 20]
+    lane.take(7)
+    assert lane.compact() == 7  # holes behind the last row do not decode
     verify(lane)
 
 

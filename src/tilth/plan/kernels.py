@@ -47,7 +47,7 @@ CAUSAL_UP_TO = {4: 128, 2: 768}
 SMALLEST = 128
 """Longest sequence of the first lane in tokens; each next lane takes twice as many."""
 ROWS = 8
-"""Rows decode in multiples of this, which kernels like; in parity mode of ``ROW_MULTIPLE``."""
+"""Rows are allocated, moved and compiled in multiples of this."""
 KEYS = 16
 """Attention looks at a multiple of this many slots."""
 BLOCK = 16

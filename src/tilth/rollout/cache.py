@@ -16,7 +16,7 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention, query_rows
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
-from tilth.plan.kernels import grown
+from tilth.plan.kernels import grown, spare_rows
 
 
 class _Buffers:
@@ -222,8 +222,8 @@ class CachedContext:
     """Attention of ``width`` new tokens in each of the first rows of a cache over that row's KV.
 
     start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
-    parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``; B * width must be a multiple of 8 and
-    at least 16, length a multiple of 16. fused: for compiled code of width 1.
+    parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``: ``positions`` is then longer than the
+    tokens, and length must be a multiple of 16. fused: for compiled code of width 1.
     """
 
     dropout = None
@@ -242,7 +242,10 @@ class CachedContext:
         self._slab, self._rows, self._width, self._length = slab, start.shape[0], width, length
         self._parity, self._fused = parity, fused
         self._place = start[:, None] + torch.arange(width, device=start.device)
-        self.positions = self._place.flatten()
+        self._tokens = self._rows * width
+        self.spare = spare_rows(self._tokens) if parity else 0
+        """Rows of padding behind the tokens, which attention leaves out."""
+        self.positions = F.pad(self._place.flatten(), (0, self.spare)) if self.spare else self._place.flatten()
         self._masks: dict[int | None, Tensor] = {}
         _, heads, capacity, _ = slab.keys[0].shape
         row = torch.arange(self._rows * heads, device=start.device).view(-1, 1, heads) * capacity
@@ -253,13 +256,15 @@ class CachedContext:
         assert self.experts is not None and isinstance(self._slab, KVCache)
         (routing,), chosen = self._slab.routing, self.experts.chosen
         slots = torch.arange(self._rows, device=routing.device)[:, None] * routing.shape[2] + self._place
-        found = torch.cat([chosen[layer] for layer in sorted(chosen)], 1).to(routing.dtype)
+        found = torch.cat([chosen[layer] for layer in sorted(chosen)], 1)[: self._tokens].to(routing.dtype)
         routing.view(-1, routing.shape[3]).index_copy_(0, slots.flatten(), found)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Write k and v to the cache and attend over it; arguments of ``AttentionContext.attend``."""
+        if self.spare:
+            q, k, v = (x[: self._tokens] for x in (q, k, v))
         rows, width, kv_heads = self._rows, self._width, k.shape[1]
         keys, values = self._slab.keys[layer], self._slab.values[layer]
         for cached, new in ((keys, k), (values, v))[: 1 if self._slab.shared else 2]:
@@ -267,7 +272,8 @@ class CachedContext:
         seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
         queries = q.view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)
         out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype), sinks)
-        return out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
+        out = out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
+        return F.pad(out, (0, 0, 0, 0, 0, self.spare)) if self.spare else out
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         if self._fused:

@@ -18,7 +18,7 @@ from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, PROMPT_WIDTH, ROW_MULTIPLE, ROWS, limit_for, round_up
+from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, PROMPT_WIDTH, ROW_MULTIPLE, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
@@ -551,8 +551,8 @@ class Engine(GenerationEngine):
 
     def _lane(self, limit: int) -> LengthBucket:
         if limit not in self._lanes:
-            fixed, multiple = self.device.type == "cuda", ROW_MULTIPLE if self._parity else ROWS
-            made = LengthBucket(limit, self._new_slab(), self._max_rows, fixed=fixed, multiple=multiple)
+            fixed, trimmed = self.device.type == "cuda", not self._runner.compiled  # compiled code counts by eights
+            made = LengthBucket(limit, self._new_slab(), self._max_rows, fixed=fixed, trimmed=trimmed)
             self._lanes[limit] = made
         return self._lanes[limit]
 

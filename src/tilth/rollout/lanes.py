@@ -1,7 +1,7 @@
 """Length buckets ("lanes"): rows of similar length that decode together, with state in arrays instead of per-row loops.
 
-Finished rows leave holes, which new rows fill. The last rows move into holes only if that saves a multiple of 8 rows
-(16 in parity mode). A row that outgrows its lane moves to the next larger one, so that few long answers do not
+Finished rows leave holes, which new rows fill. The last rows move into holes only if that saves a multiple of 8 rows.
+A row that outgrows its lane moves to the next larger one, so that few long answers do not
 lengthen the attention of all others.
 """
 
@@ -77,8 +77,9 @@ class RowState:
 class LengthBucket:
     """Rows of up to ``limit`` tokens, in a KV cache that grows with their number and length."""
 
-    def __init__(self, limit: int, slab: KVCache, most: int, fixed: bool = False, multiple: int = ROWS) -> None:
-        self.limit, self.slab, self._multiple = limit, slab, multiple
+    def __init__(self, limit: int, slab: KVCache, most: int, fixed: bool = False, trimmed: bool = True) -> None:
+        """fixed: all slots at once; trimmed: holes behind the last live row do not decode."""
+        self.limit, self.slab, self._trimmed = limit, slab, trimmed
         self._most, self._fixed = most, fixed
         self.columns = RowState.blank(0, limit, 1)
         self.answers: list[SequenceState | None] = []
@@ -101,7 +102,7 @@ class LengthBucket:
 
     def reserve(self, rows: int, stops: int) -> None:
         """Allocate this many rows and stop tokens."""
-        old, have, m = self.columns, len(self.answers), self._multiple
+        old, have, m = self.columns, len(self.answers), ROWS
         if rows <= have and stops <= old.stops.shape[1]:
             return
         total = max(have, min(round_up(self._most, m), max(round_up(rows, m), 2 * have)) if rows > have else have)
@@ -244,12 +245,12 @@ class LengthBucket:
         """Move the last rows into holes if that saves a multiple of rows; return the number of rows to decode."""
         self.fit(0)
         live = self.rows
-        want = round_up(len(live), self._multiple)
+        want = round_up(len(live), ROWS)
         late = live[live >= want]
         if len(late):
             holes = np.flatnonzero(~self.columns.live[:want])[: len(late)]
             self._move(late, holes)
-        return want
+        return int(self.rows.max(initial=-1)) + 1 if self._trimmed else want
 
     def _move(self, rows: np.ndarray, to: np.ndarray) -> None:
         self.slab.copy(to.tolist(), self.slab, rows.tolist(), int(self.columns.position[rows].max()) + 1)

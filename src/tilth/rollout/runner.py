@@ -34,6 +34,11 @@ class Runner:
         elif compile:
             self._compiled = CompiledDecode(model, device)
 
+    @property
+    def compiled(self) -> bool:
+        """True if decode is one compiled graph for many numbers of rows, of which 1 would be another."""
+        return self._compiled is not None
+
     def forward_rows(self, slab: KVCache | KVCacheView, ids: Tensor, start: Tensor, length: int) -> Tensor:
         """Return hidden [B * C, hidden] of new tokens ids int64 [B, C] in the first B rows, from positions start [B].
 
