@@ -60,9 +60,9 @@ def loop(server, steps, strike):
 class Striker:
     """Kills the server in a phase of each step, and starts it again on the same port."""
 
-    def __init__(self, model, state, phase):
+    def __init__(self, model, state, phase, **options):
         self.model, self.state, self.phase, self.struck = model, state, phase, 0
-        self.options = {"name": "Org/small"}
+        self.options = {"name": "Org/small", **options}
         self.server = Served(model, state, **self.options)
 
     def __call__(self, step, phase):
@@ -72,8 +72,8 @@ class Striker:
             self.server = Served(self.model, self.state, port=self.server.port, **self.options)
 
 
-def outcome(model, state, phase, steps):
-    striker = Striker(model, state, phase)
+def outcome(model, state, phase, steps, **options):
+    striker = Striker(model, state, phase, **options)
     try:
         path = loop(striker.server, steps, striker)
         return read_state(striker.server.desk.folder.checkpoint(CheckpointPath.read(path)))[0], striker
@@ -94,6 +94,18 @@ def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch
     assert striker.struck == (1 if phase == "save" else 3)
     assert found.keys() == undisturbed.keys()
     assert all(torch.equal(found[name], undisturbed[name]) for name in found)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", ["fsdp=2", "tp=2"])
+def test_weights_of_two_workers_are_those_of_an_undisturbed_server_of_two(model, tmp_path, monkeypatch, layout):
+    monkeypatch.setattr(runner, "STEPS", 2)
+    options = {"backend": "local", "layout": layout}
+    calm, _ = outcome(model, tmp_path / "calm", "never", 3, **options)
+    found, striker = outcome(model, tmp_path / "struck", "step", 3, **options)
+    assert striker.struck == 3 and found.keys() == calm.keys()
+    assert all(torch.equal(found[name], calm[name]) for name in found)
 
 
 @pytest.mark.slow
