@@ -1,6 +1,7 @@
 """Worker of an engine room: an engine that takes and answers requests of many clients in rounds."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,11 @@ class Abilities(NamedTuple):
     constrains: bool
     adapts: bool
     scores: bool
+
+
+STEPS, SECONDS = 4, 0.01
+"""Most steps of the engine in a round, and the time after which none begins: a round costs messages and threads about
+3 ms, a step of one request as much, and new requests wait for it."""
 
 
 class Round(NamedTuple):
@@ -57,7 +63,12 @@ class EngineWorker:
         for id in aborted:
             if self._seen.pop(id, None) is not None:
                 self.engine.abort(id)
-        finished = self.engine.poll() if self._seen else []
+        finished: list[Trajectory] = []
+        begin = time.monotonic()
+        for _ in range(STEPS if self._seen else 0):
+            finished += self.engine.poll()
+            if finished or time.monotonic() - begin > SECONDS:
+                break
         for trajectory in finished:
             self._seen.pop(trajectory.id)
         progress = self.engine.progress(self._seen)
