@@ -10,6 +10,10 @@ from tilth.cli.env_try import play
 from tilth.cli.main import app
 from tilth.config.plugins import forget
 from tilth.core.errors import DataError
+from tilth.data.tokenizer import Tokenizer
+from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.models.hf import save_pretrained
 
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 57, "b": 38}}</tool_call>\n\n2166\n'
 INFO = json.dumps({"prompt": "57*38", "answer": "2166"})
@@ -43,6 +47,28 @@ def test_an_environment_of_a_plugin_is_found_by_its_name(tmp_path):
     found = CliRunner().invoke(app, ["--plugins", f"{tmp_path / 'named.py'}", "env", "try", "odd"], input="a\n\n")
     forget(())
     assert found.exit_code == 0 and "reward 1" in found.output
+
+
+def test_a_model_directory_plays_by_its_own_chat_template(tmp_path):
+    tokenizer = Tokenizer.characters("<a>")
+    tokenizer.converse("{% for m in messages %}<{{ m['content'] }}{{ eos_token }}{% endfor %}", [])
+    config = DecoderConfig(tokenizer.vocab_size, 8, 16, 1, 1, head_dim=8, family="llama", max_positions=32)
+    model = Decoder(config)
+    model.init_weights_(0)
+    save_pretrained(tmp_path, config, dict(model.named_parameters()), tokenizer=tokenizer)
+    found = said(
+        "--model",
+        str(tmp_path),
+        "--max-tokens",
+        "2",
+        "--turns",
+        "1",
+        "--info",
+        '{"prompt": "a", "answer": ""}',
+        "--json",
+    )
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["segments"][0]["text"].startswith("<a")
 
 
 ODD = """

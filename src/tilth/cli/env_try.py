@@ -129,7 +129,8 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
 
     loaded = load_model(model)
     tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions
-    template = make_template(loaded.template, tokenizer)
+    own = loaded.template if loaded.run is not None else "model" if tokenizer.chat_template else ""
+    template = make_template(own, tokenizer)
     engine = make_engine(loaded, seed=seed, max_rows=1, max_length=context)
     params = SamplingParams(max_tokens, temperature, stop=loaded.stop, stop_tokens=template.stops)
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
