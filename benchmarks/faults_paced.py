@@ -14,14 +14,14 @@ PASS = 0.5
 """Seconds."""
 SLOWER = 1.5
 PASSES = ("forward", "backward")
-_SLOW = Path(os.environ["TILTH_FAULTS"] + ".slow-pass")
 _enter = span.__enter__
 
 
 def _entered(self: span) -> span:
     opened = _enter(self)
     if self.op in PASSES:
-        slow = _SLOW.exists() and _SLOW.read_text() == str(os.getpid())
+        chosen = Path(os.environ["TILTH_FAULTS"] + ".slow-pass")
+        slow = chosen.exists() and chosen.read_text() == str(os.getpid())
         time.sleep(PASS * (SLOWER if slow else 1.0))
     return opened
 

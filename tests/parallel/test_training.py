@@ -305,7 +305,7 @@ def not_finite(rank, case):
     return found
 
 
-@pytest.mark.parametrize("case", [Case(dp=2), *slow([Case(cp=2), Case(dp=2, fsdp=2)])], ids=str)
+@pytest.mark.parametrize("case", [Case(dp=2), *slow([Case(cp=2)])], ids=str)  # of shards sums tell before
 def test_a_bit_that_flips_in_one_copy_of_the_reduced_gradient_leaves_the_step_out_on_all_ranks(pool, case):
     for got in pool.run(case.ranks, HERE + "flipped_gradient", case=case):
         assert got["result"].not_finite and got["same"]

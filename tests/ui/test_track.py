@@ -401,4 +401,4 @@ def test_a_killed_run_goes_on_with_average_noise_and_tracker_as_if_never_killed(
     assert "noise_trace" in checkpoint.objects["positions"]["policy"]
     events = read_events(torn)
     assert [e.step for e in events.Scalars("loss")] == list(range(1, 13))
-    assert {"noise/trace", "norm/grad/1", "norm/weight/embedding"} <= set(events.Tags()["scalars"])
+    assert {"noise/trace", "norm/grad/0", "norm/weight/embedding"} <= set(events.Tags()["scalars"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention, query_rows
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
-from tilth.plan.kernels import grown, spare_rows
+from tilth.plan.kernels import ROWS, grown, spare_rows
 
 
 class _Buffers:
@@ -243,8 +243,9 @@ class CachedContext:
         self._parity, self._fused = parity, fused
         self._place = start[:, None] + torch.arange(width, device=start.device)
         self._tokens = self._rows * width
-        self.spare = spare_rows(self._tokens) if parity else 0
-        """Rows of padding behind the tokens, which attention leaves out."""
+        self.spare = spare_rows(self._tokens) if parity else -self._tokens % ROWS if width == 1 else 0
+        """Rows of padding behind the tokens, which attention leaves out. At full speed 8 rows are not a guarantee, but
+        products of fewer take other kernels: what comes and goes in time would change what is drawn."""
         self.positions = F.pad(self._place.flatten(), (0, self.spare)) if self.spare else self._place.flatten()
         self._masks: dict[int | None, Tensor] = {}
         _, heads, capacity, _ = slab.keys[0].shape

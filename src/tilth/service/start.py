@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 
+from tilth.config.axes import AXES
 from tilth.core.errors import DataError
 from tilth.core.layout import Mesh
 from tilth.flows.model import load_model
@@ -22,7 +23,7 @@ from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
 from tilth.service.room import TrainRoom
 
-AXES = frozenset({"dp", "fsdp", "tp"})
+LAYOUT = frozenset(name for name, axis in AXES.items() if {*axis.splits} <= {"rows", "parameters"})
 """Axes that a layout of clients' models may have."""
 KEY = "tml-"
 """Beginning of every key that the SDK sends."""
@@ -67,10 +68,10 @@ def mesh_of(layout: str) -> Mesh:
     sizes = {name: size for name, _, size in pairs}
     if (
         len(sizes) < len(pairs)
-        or not sizes.keys() <= AXES
+        or not sizes.keys() <= LAYOUT
         or not all(size.isdecimal() and int(size) for size in sizes.values())
     ):
-        message = f"--layout {layout}: name each of {', '.join(sorted(AXES))} at most once, as fsdp=2,tp=2"
+        message = f"--layout {layout}: name each of {', '.join(sorted(LAYOUT))} at most once, as fsdp=2,tp=2"
         raise DataError(message, key="--layout")
     return Mesh.of({name: int(size) for name, size in sizes.items()})
 
