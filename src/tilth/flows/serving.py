@@ -115,6 +115,7 @@ def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> Generation
     loaded = load_model(model)
     native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
     more = {"kv_tokens": kv_tokens, "parity": native and not fast and not torch.cuda.is_available()}
+    more |= {"padded": False} if native and fast else {}
     return make_engine(loaded, seed=0, max_rows=ROWS, max_length=loaded.config.max_positions, **more)
 
 

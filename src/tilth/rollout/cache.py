@@ -223,7 +223,7 @@ class CachedContext:
 
     start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
     parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``: ``positions`` is then longer than the
-    tokens, and length must be a multiple of 16. fused: for compiled code of width 1.
+    tokens, and length must be a multiple of 16. fused: for compiled code of width 1. padded: as ``Engine`` says.
     """
 
     dropout = None
@@ -236,6 +236,7 @@ class CachedContext:
         length: int,
         parity: bool = False,
         fused: bool = False,
+        padded: bool = True,
         experts: ExpertContext | None = None,
     ) -> None:
         self.experts = experts or (ExpertContext(parity=True) if parity else None)
@@ -243,9 +244,8 @@ class CachedContext:
         self._parity, self._fused = parity, fused
         self._place = start[:, None] + torch.arange(width, device=start.device)
         self._tokens = self._rows * width
-        self.spare = spare_rows(self._tokens) if parity else -self._tokens % ROWS if width == 1 else 0
-        """Rows of padding behind the tokens, which attention leaves out. At full speed 8 rows are not a guarantee, but
-        products of fewer take other kernels: what comes and goes in time would change what is drawn."""
+        self.spare = spare_rows(self._tokens) if parity else -self._tokens % ROWS if padded and width == 1 else 0
+        """Rows of padding behind the tokens, which attention leaves out."""
         self.positions = F.pad(self._place.flatten(), (0, self.spare)) if self.spare else self._place.flatten()
         self._masks: dict[int | None, Tensor] = {}
         _, heads, capacity, _ = slab.keys[0].shape

@@ -46,7 +46,9 @@ class Engine(GenerationEngine):
     max_rows: sequences decoded at once. kv_tokens: capacity of the KV cache (0: ``max_rows`` whole sequences).
     step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
     compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
-    of a packed forward pass with ``parity`` bit for bit (CPU). routing: record the experts of each token
+    of a packed forward pass with ``parity`` bit for bit (CPU). padded: products of fewer than 8 rows, which take other
+    kernels, get rows of padding, so that requests that come and go in time do not change what others draw: no
+    guarantee, as parity is. routing: record the experts of each token
     (``Trajectory.routing``). dims: ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads,
     widths of MLPs and vocabulary along "tp", where each holds the KV of its own heads. All of them get the same calls
     and return the same trajectories. lora: of adapters among the weights (``syncs_adapters``). Raises ModelError,
@@ -75,6 +77,7 @@ class Engine(GenerationEngine):
         max_length: int = 0,
         compile: bool = False,
         parity: bool = False,
+        padded: bool = True,
         routing: bool = False,
         dims: ParallelDims | None = None,
         lora: LoraConfig | None = None,
@@ -107,7 +110,7 @@ class Engine(GenerationEngine):
         if compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
             raise RecipeError(message, key="rollout.compile")
-        self._runner = Runner(self.model, parity, compile and not parity, self.device)
+        self._runner = Runner(self.model, parity, compile and not parity, self.device, padded)
         self._max_rows = min(max_rows, step_tokens)
         self._forget_all()
         self._draw = lambda *what: draws(self.seed, *what)

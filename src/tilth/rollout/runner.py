@@ -24,11 +24,11 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]
 class Runner:
     """Runs the model's steps. compile: torch.compile of decode on a CPU, CUDA graphs on a GPU."""
 
-    def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device) -> None:
+    def __init__(self, model: Decoder, parity: bool, compile: bool, device: torch.device, padded: bool = True) -> None:
         self.model = model
         self.compile_seconds = 0.0
         """Seconds in first calls of compiled code so far."""
-        self._parity, self._compiled, self._graphs = parity, None, None
+        self._parity, self._padded, self._compiled, self._graphs = parity, padded, None, None
         if compile and device.type == "cuda":
             self._graphs = Graphs(self)
         elif compile:
@@ -46,7 +46,7 @@ class Runner:
         """
         records = isinstance(slab, KVCache) and bool(slab.routing)
         experts = ExpertContext(parity=self._parity, record=True) if records else None
-        ctx = CachedContext(slab, start, ids.shape[1], length, self._parity, experts=experts)
+        ctx = CachedContext(slab, start, ids.shape[1], length, self._parity, padded=self._padded, experts=experts)
         hidden: Tensor = self.model(ids.flatten(), ctx)
         if records:
             ctx.keep_routing()
