@@ -208,8 +208,11 @@ def follow(page: str, folder: Path, *, costly: bool) -> None:
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
-LONG = ("docs/extending.md", "docs/packages/flows.md", "docs/guide.md")
-"""Pages whose commands do what tests of plugins, flows and commands do too."""
+LONG = (
+    *("docs/extending.md", "docs/packages/flows.md", "docs/guide.md"),
+    *("docs/algorithms.md", "docs/packages/plan.md"),
+)
+"""Pages whose commands do what tests of plugins, flows, algorithms, plans and commands do too."""
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in WITH_COMMANDS])

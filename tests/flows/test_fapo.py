@@ -141,6 +141,7 @@ def test_what_the_judge_said_is_counted(whole):
 # ---- what it changes ----
 
 
+@pytest.mark.slow
 def test_without_a_penalty_it_is_dapo_bit_for_bit(tmp_path, judge, monkeypatch):
     none, _ = ruled(monkeypatch, tmp_path / "a", judge, penalty=0.0)
     plain = tiny.run(recipe(tmp_path / "b", None, "dapo"), reward=odd).directory

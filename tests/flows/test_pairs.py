@@ -210,6 +210,7 @@ def test_a_reward_model_beside_a_function(made, tmp_path):
         assert row["reward"] == pytest.approx(own + 0.5 * dict(row["parts"])["model"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_does_not_change_what_is_right(made, tmp_path):
     reward = {"model": str(made["reward_model"].directory), "model_weight": 0.5}
     records = [

@@ -27,6 +27,7 @@ def rows(result):
     return {row["id"]: row for row in read_trajectories(result.directory).to_pylist()}
 
 
+@pytest.mark.slow
 def test_with_weights_that_stay_the_completions_are_those_of_one_piece(tmp_path):
     """Tokens and log-probs of each sample that both runs finish, and the limit in tokens."""
     still = {"lr": 0.0, "train": {"parity": True}}

@@ -77,25 +77,32 @@ def assert_nothing_left(folder, processes):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("thread", [THREAD, pytest.param("", marks=pytest.mark.slow)], ids=["thread", "no thread"])
-def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_same_bits(tmp_path, monkeypatch, thread):
+@pytest.mark.parametrize(
+    ("thread", "deaths"),
+    [(THREAD, [7]), *(pytest.param(which, [4, 7], marks=pytest.mark.slow) for which in (THREAD, ""))],
+    ids=["thread", "twice", "no thread"],
+)
+def test_a_killed_controller_is_started_again_and_goes_on_from_memory_with_the_same_bits(
+    tmp_path, monkeypatch, thread, deaths
+):
     """thread: takes the fork server's signals too; when the server ends, nobody waits for its signal."""
     (tmp_path / "sitecustomize.py").write_text(thread)
     paths = os.pathsep.join(filter(None, [str(tmp_path), ENVIRONMENT.get("PYTHONPATH", "")]))
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", paths)
-    with start(tmp_path, deaths="4 7") as process:
+    with start(tmp_path, deaths=" ".join(map(str, deaths))) as process:
         _, errors = process.communicate(timeout=patience(120))
         assert process.returncode == 0, errors
     assert_nothing_left(tmp_path, [])
-    first, second = recoveries(tmp_path)
-    assert (first["kind"], first["step"], second["step"]) == ("controller", 4, 7)
-    assert first["seconds"] > 0 and "SIGKILL" in first["evidence"] and errors.count("another one goes on") == 2
+    found = recoveries(tmp_path)
+    assert [(one["kind"], one["step"]) for one in found] == [("controller", step) for step in deaths]
+    assert all(one["seconds"] > 0 and "SIGKILL" in one["evidence"] for one in found)
+    assert errors.count("another one goes on") == len(deaths)
     log = (tmp_path / "runs/a/log.txt").read_text()
-    assert log.count("from memory") == 2  # there is no checkpoint on disk
+    assert log.count("from memory") == len(deaths)  # there is no checkpoint on disk
     attempts = read_state(tmp_path / "runs/a")["attempts"]
-    assert [one["state"] for one in attempts] == ["recovered", "recovered", "finished"]
-    assert [one["from_step"] for one in attempts] == [0, 3, 6]  # it dies before the snapshot of its step
-    assert [one["kind"] for one in summarise(tmp_path / "runs/a")["recoveries"]] == ["controller"] * 2
+    assert [one["state"] for one in attempts] == [*["recovered"] * len(deaths), "finished"]
+    assert [one["from_step"] for one in attempts] == [0, *(n - 1 for n in deaths)]  # it dies before its step's snapshot
+    assert [one["kind"] for one in summarise(tmp_path / "runs/a")["recoveries"]] == ["controller"] * len(deaths)
 
     assert_undisturbed(tmp_path, monkeypatch)
 

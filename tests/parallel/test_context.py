@@ -55,8 +55,9 @@ def test_attention_of_any_batch_is_that_of_brute_force(pool, ranks, cases):
         assert_equal(pool, ranks, style, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 2e-5), pytest.param("bfloat16", 0.05, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 2e-5), ("bfloat16", 0.05)])
 def test_long_tiles_and_lower_precision(pool, dtype, most):
     """Tiles of one sequence without padding take torch's fused kernel, those of more than 1024 keys several blocks."""
     cases = [{"lengths": [n], "heads": 4, "kv_heads": 2, "window": w} for n, w in ((1000, None), (2400, 700))]

@@ -56,7 +56,9 @@ def compare(pool, tp, changes, options, requests=16, ep=1):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n == "plain")) for n in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("plain", "preemption"))) for n in CASES]
+)
 def test_it_says_what_one_rank_says(pool, case):
     compare(pool, *CASES[case])
 
