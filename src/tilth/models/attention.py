@@ -119,7 +119,8 @@ def matmul_attention(
         scores = torch.bmm(rows, keys)
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
-    weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks, b, tq)
+    # Sinks as the engine holds them, in the compute dtype; a trainer's are fp32.
+    weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks.to(dtype), b, tq)
     values, step = v.reshape(b * kv_heads, tk, width), PARITY_KEYS if parity else tk
     mixed = torch.bmm(weights[..., :step], values[:, :step])
     for start in range(step, tk, max(step, 1)):
