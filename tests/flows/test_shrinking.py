@@ -110,6 +110,16 @@ def run(folder, *more, **variables):
     return done.returncode, done.stderr, folder / "runs/a"
 
 
+def same_rows(one_run, other_run):
+    """Return the metrics of both runs step by step: as many steps, over the same rows."""
+    pairs = list(zip(read_metrics(one_run), read_metrics(other_run), strict=True))
+    assert [one["step"] for one, _ in pairs] == [other["step"] for _, other in pairs] == list(range(1, 8))
+    for one, other in pairs:
+        assert one["tokens/trained"] == other["tokens/trained"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    return pairs
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_run_goes_on_with_two_of_four_workers_and_the_same_data(tmp_path):
@@ -124,11 +134,7 @@ def test_a_run_goes_on_with_two_of_four_workers_and_the_same_data(tmp_path):
 
     code, errors, plain = run(tmp_path / "plain", *four)
     assert code == 0, errors
-    ours, theirs = read_metrics(shrunk), read_metrics(plain)
-    assert [one["step"] for one in ours] == [one["step"] for one in theirs] == list(range(1, 8))
-    for one, other in zip(ours, theirs):
-        assert one["tokens/trained"] == other["tokens/trained"]  # the same rows
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    for one, other in same_rows(shrunk, plain):
         if one["step"] <= 2:
             assert one["loss"] == other["loss"]
 
@@ -154,8 +160,4 @@ def test_a_run_of_fewer_workers_has_all_again_as_soon_as_they_can_be_made(tmp_pa
 
     code, errors, plain = run(tmp_path / "plain", *four)
     assert code == 0, errors
-    ours, theirs = read_metrics(grown), read_metrics(plain)
-    assert [one["step"] for one in ours] == [one["step"] for one in theirs] == list(range(1, 8))
-    for one, other in zip(ours, theirs):
-        assert one["tokens/trained"] == other["tokens/trained"]  # the same rows
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    same_rows(grown, plain)
