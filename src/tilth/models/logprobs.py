@@ -92,7 +92,8 @@ def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return logits float32 [N, V] (float64 of float64) of hidden [N, d] and weight [V, d]; pads rows on a CPU."""
     n = hidden.shape[0]
-    spare = spare_rows(n) if hidden.device.type == "cpu" else 0
+    # Compiled code has no parity mode, and rows with and without padding would be two graphs.
+    spare = spare_rows(n) if hidden.device.type == "cpu" and not torch.compiler.is_compiling() else 0
     padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
     logits = steady_linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
     return logits[:n] if spare else logits
