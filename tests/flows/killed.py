@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 from tilth.config.imports import end_uncollected, uncollected
@@ -46,14 +47,16 @@ POINTS = {
 def die_at(point: str, call: int) -> None:
     """Replace the function by one whose ``call``-th call kills this process half way: before it returns."""
     owner, name = POINTS[point]
-    whole, calls = getattr(owner, name), [0]
+    whole, calls, lock = getattr(owner, name), [0], threading.Lock()  # files are written by several threads
 
     def dies(*args, **kwargs):
-        calls[0] += 1
-        result = whole(*args, **kwargs) if calls[0] % 2 else None  # before the work on even calls, after it on odd ones
-        if calls[0] == call:
+        with lock:
+            calls[0] += 1
+            mine = calls[0]
+        result = whole(*args, **kwargs) if mine % 2 else None  # before the work on even calls, after it on odd ones
+        if mine == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return result if calls[0] % 2 else whole(*args, **kwargs)
+        return result if mine % 2 else whole(*args, **kwargs)
 
     for attribute in ("__tilth_transfer__",):
         if hasattr(whole, attribute):

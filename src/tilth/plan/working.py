@@ -160,7 +160,8 @@ def _whole_rows(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Iter
     if w.steps or w.epochs:
         rows = -(-w.batch * recipe.flow_spec.rows // ranks)
         tokens = max(longest, min(budget, rows * longest))
-        yield LargestMicroBatch(tokens, tokens, tokens, rows * longest > budget, 1.0)
+        chosen = tokens - tokens // longest  # a sequence's first token has no logits
+        yield LargestMicroBatch(tokens, tokens, chosen, rows * longest > budget, 1.0)
     if recipe.flow_spec.samples and recipe.algorithm.steps:
         yield _of_samples(recipe, longest, ranks, divided)
     elif not (w.steps or w.epochs):
