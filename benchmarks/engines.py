@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--python", default=os.environ.get("TILTH_VLLM_PYTHON", ""), help="interpreter that has vLLM")
     options = parser.parse_args()
     if not options.python:
-        print("skipped: no vLLM; give --python or TILTH_VLLM_PYTHON, the interpreter of an environment that has it")
+        print("left out: no vLLM; give --python or TILTH_VLLM_PYTHON, the interpreter of an environment that has it")
+        write_rows(options.json, [{"left_out": "no --python with vLLM"}])
         return
     steps, warmup = (4, 10) if options.quick else (30, 400)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,8 +141,9 @@ def main() -> None:
         for ours, theirs in zip(runs["native"], runs["vllm"], strict=True):
             row = {"step": ours["phase_step"]}
             for name, r in (("native", ours), ("vllm", theirs)):
-                row |= {f"{name}/reward": r["reward/mean"], f"{name}/mismatch": r.get("mismatch/max")}
-                row |= {f"{name}/generate": r["time/generate"], f"{name}/sync": r["time/publish"] + r["time/verify"]}
+                row |= {f"{name}_reward": r["reward/mean"], f"{name}_mismatch": r.get("mismatch/max")}
+                row |= {f"{name}_generate_seconds": r["time/generate"]}
+                row |= {f"{name}_sync_seconds": r["time/publish"] + r["time/verify"]}
             rows.append(row)
             print("  ".join(f"{k} {v:.3g}" if v is not None else f"{k} -" for k, v in row.items()), flush=True)
         rows += export_rows(Path(folder), options.python)

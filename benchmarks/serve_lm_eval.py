@@ -122,6 +122,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "12 questions instead of 200")
     parser.add_argument("--python", default="", help="of an environment with lm-eval")
     args = parser.parse_args()
+    if not args.python:
+        print("left out: no lm-eval; give --python, the interpreter of an environment that has it")
+        write_rows(args.json, [{"left_out": "no --python with lm-eval"}])
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         folder, port = Path(place), free_port()
@@ -129,18 +133,17 @@ def main() -> None:
         make_model(folder / "model", quick=True)
         (folder / "tasks").mkdir()
         write_tasks(folder / "tasks", 12 if args.quick else 200)
-        if args.python:
-            hf = scores(args.python, "hf", f"pretrained={model},dtype=float32", folder, 8)
-            with started(commands(model, "", port)["tilth"], port, folder / "server.log"):
-                where = f"base_url=http://127.0.0.1:{port}/v1/completions,model={model},tokenizer={model}"
-                more = "tokenizer_backend=huggingface,tokenized_requests=True,num_concurrent=4,max_length=512"
-                ours = scores(args.python, "local-completions", f"{where},{more}", folder, 1)
-            for name, value in hf.items():
-                rows.append({"metric": name, "transformers": value, "server": ours[name]})
-                print(f"{name:28s} transformers {value:.6f}  server {ours[name]:.6f}")
-            rows.append(compared(folder))
-            print("  ".join(f"{key} {value:.6g}" for key, value in rows[-1].items()))
-    write_rows(args.json, rows or [{"left_out": "no --python with lm-eval"}])
+        hf = scores(args.python, "hf", f"pretrained={model},dtype=float32", folder, 8)
+        with started(commands(model, "", port)["tilth"], port, folder / "server.log"):
+            where = f"base_url=http://127.0.0.1:{port}/v1/completions,model={model},tokenizer={model}"
+            more = "tokenizer_backend=huggingface,tokenized_requests=True,num_concurrent=4,max_length=512"
+            ours = scores(args.python, "local-completions", f"{where},{more}", folder, 1)
+        for name, value in hf.items():
+            rows.append({"metric": name, "transformers": value, "server": ours[name]})
+            print(f"{name:28s} transformers {value:.6f}  server {ours[name]:.6f}")
+        rows.append(compared(folder))
+        print("  ".join(f"{key} {value:.6g}" for key, value in rows[-1].items()))
+    write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -309,7 +309,9 @@ def test_no_code_knows_the_axes_by_place():
     source = ROOT / "src" / "tilth"
     files = [path for path in source.rglob("*.py") if str(path.relative_to(source)) not in OWN]
     assert len(files) > 200
-    assert [f"{path}:{line}" for path in files for line in offences(ast.parse(path.read_text()))] == []
+    texts = {path: path.read_text() for path in files}
+    texts = {path: text for path, text in texts.items() if ".sizes" in text or sum(f'"{a}"' in text for a in AXES) > 1}
+    assert [f"{path}:{line}" for path, text in texts.items() for line in offences(ast.parse(text))] == []
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PPO = {
     "critic": {"steps": 3, "lr": 5e-3},
 }
 EPISODES = {
+    "algorithm": {"steps": 20},
     "model": {"context": 32},
     "rollout": {"environment": f"{Path(__file__).parents[1] / 'envs' / 'talkers.py'}:Sums", "turns": 4,
                 "stop": ["0", "2", "4", "+", "="]},

@@ -52,17 +52,17 @@ def kill_and_resume(folder, point, call, flow="grpo"):
 AIMS = [(2, "training"), (4, "saving"), (8, "generating")]
 
 
-@pytest.mark.parametrize("aims", [AIMS[1:2], pytest.param(AIMS, marks=pytest.mark.slow)], ids=["once", "three times"])
-def test_killed_from_outside_and_resumed_each_time(tmp_path, whole, aims):
+@pytest.mark.slow
+def test_killed_from_outside_and_resumed_each_time(tmp_path, whole):
     """In the middle of an update, of a save and of a generation, wherever the process happens to be in it."""
     tools = benchmark()
     work = ["-m", "tests.flows.killed", str(tmp_path), "none", "0"]
-    for step, aim in aims:
+    for step, aim in AIMS:
         _, phase = tools.kill(tools.Child(tmp_path, [sys.executable, *work], "tiny-001"), tools.Moment(step, 0.0, aim))
         assert aim in phase, f"it ended before it was killed while {aim}"
         assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
     tools.Child(tmp_path, [*forked.python(), *work], "tiny-001").end()
-    assert len(read_state(tmp_path / "tiny-001")["attempts"]) == len(aims) + 1
+    assert len(read_state(tmp_path / "tiny-001")["attempts"]) == len(AIMS) + 1
     assert_same_run(tmp_path, whole)
 
 

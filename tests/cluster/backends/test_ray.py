@@ -218,6 +218,7 @@ class TestWithRay:
         )
         self.assert_gone(child)
 
+    @pytest.mark.slow  # test_conformance.py has a worker that dies
     def test_last_words(self):
         with raises(WorkerLost, "faulty.leave") as raised, self.open() as cluster:
             dict(cluster.group("faulty", f"{HERE}:faulty", {}, BOTH).leave(0))
