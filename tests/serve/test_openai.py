@@ -365,6 +365,11 @@ def test_a_prompt_that_is_too_long_says_both_lengths(address, model):
     assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def test_too_many_stop_strings_are_told_as_such(address, model):
+    status, said = raw(address, "/v1/completions", model=model, prompt="a", stop=["a"] * 17)
+    assert (status, said["error"]["param"], said["error"]["code"]) == (400, "stop", "too_long")
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"null", b'{"model": "a\\ud800"}', b"\xff", b'{"n": 1e999}', b"[" * 9999]
 )

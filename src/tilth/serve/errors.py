@@ -76,7 +76,8 @@ def read(schema: type[Schema], body: bytes) -> Schema:
             raise HttpError(400, f"the body is not JSON: {found[0]['msg']}", "body", "json_invalid") from None
         value = json.loads(body)
         paths = [_path(one, value) for one in found]
-        deepest = max(range(len(found)), key=lambda at: len(paths[at]))  # of a union, the branch that fits best
+        fits = [(len(path), not one["type"].endswith("_type")) for one, path in zip(found, paths, strict=True)]
+        deepest = fits.index(max(fits))  # of a union, the branch that fits best
         first, param = found[deepest], ".".join(paths[deepest]) or "body"
         raise HttpError(400, f"{param}: {_why(first)}", param, first["type"]) from None
 
