@@ -43,6 +43,8 @@ from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
 ROOT = Path(__file__).parent.parent
 WATCH = Path(__file__).parent / "watch"
+IDLE = "starting or ending"
+"""What a process says that does nothing of a run."""
 COMMAND = [sys.executable, "-m", "tilth", "run", "addition-grpo"]
 RUN = ("train.threads=1", "reward.timeout=120", "train.ema=0.99", "supervised.until=1", "run.name=run")
 FULL = ("supervised.steps=80", "algorithm.steps=60", "run.save_every=5", "run.eval_every=10", "run.eval_prompts=128")
@@ -152,10 +154,14 @@ class Child:
         return []
 
     def phase(self) -> str:
-        """What the run is doing, in words: the controller's main thread, and whether anybody writes behind it."""
-        said = {file.name: file.read_text().strip() for file in self.watch.iterdir()}
-        found = said.get(str(self.process.pid)) or "starting"
-        behind = any("saving behind" in text for text in said.values()) and "saving" not in found
+        """What the run is doing, in words: a main thread, the controller's first, and whether anybody writes behind it.
+
+        The first process may be one that only starts the controller again.
+        """
+        said = [text for file in sorted(self.watch.iterdir(), key=_number) if (text := file.read_text().strip())]
+        busy = [text for text in said if not text.startswith(IDLE)]
+        found = next(iter(busy or said), "starting")
+        behind = any("saving behind" in text for text in said) and "saving" not in found
         return f"{found}, saving behind" if behind else found
 
     def kill(self) -> None:
@@ -168,6 +174,10 @@ class Child:
                 process.kill()
         self.process.wait()
         psutil.wait_procs(members, timeout=30)
+
+
+def _number(file: Path) -> int:
+    return int(file.name)
 
 
 def _is_reaper(process: psutil.Process) -> bool:

@@ -60,5 +60,11 @@ def watch(path: str) -> None:
         time.sleep(0.001)
 
 
-if "WATCH" in os.environ:
+def begin() -> None:
+    """Start the thread. A forked process, the controller under its supervisor and workers, has none of its own."""
     threading.Thread(target=watch, args=(f"{os.environ['WATCH']}/{os.getpid()}",), daemon=True).start()
+
+
+if "WATCH" in os.environ:
+    begin()
+    os.register_at_fork(after_in_child=begin)

@@ -129,6 +129,7 @@ def test_a_name_is_one_word(name):
         (lambda: tilth.advantage("mine")(3), "advantage.mine"),
         (lambda: tilth.flow("mine", roles="judge"), "flow.mine.roles"),
         (lambda: tilth.flow("mine", learns="answer"), "flow.mine.learns"),
+        (lambda: tilth.flow("mine")(lambda: None), "flow.mine.arguments"),
         (lambda: tilth.optimizer("mine", state="exp_avg"), "optimizer.mine.state"),
     ],
 )

@@ -191,7 +191,7 @@ def test_load_a_module_of_the_working_folder(folder, monkeypatch):
         ("no_such_package.sub:f", "no_such_package.sub", "'no_such_package'"),
         ("math:nothing", "math:nothing", ""),
         (f"{__name__}:NUMBER", f"{__name__}:NUMBER.type", ""),
-        (f"{__name__}:too_few", f"{__name__}:too_few.arguments", "too many positional"),
+        (f"{__name__}:too_few", f"{__name__}:too_few.arguments", "not (prompt, completion)"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, spec, key, hint):

@@ -129,6 +129,7 @@ def test_missing_rewards_never_reach_the_function():
         (lambda rewards, reward: rewards, "reward"),
         (lambda rewards, **options: rewards, "options"),
         (lambda *columns: columns, "columns"),
+        (lambda rewards, scale=1.0: rewards * scale, "scale"),
     ],
 )
 def test_arguments_that_are_no_columns_are_refused_with_those_there_are(function, key):
@@ -155,6 +156,7 @@ BROKEN = [
     (None, ""),
     (1.0, ".loss.shape"),
     (torch.zeros(99), ".loss.shape"),
+    (torch.zeros(1, dtype=torch.int64), ".loss.dtype"),
     ((torch.zeros(1),) * 3, ".results"),
     ((torch.zeros(1), torch.zeros(1)), ".metrics"),
     ((torch.zeros(1), {"beyond": 3}), ".beyond.shape"),

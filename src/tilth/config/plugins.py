@@ -218,7 +218,7 @@ def flow(
     "documents" or "pairs". critic, reference: it needs such a model. roles: those of plugins that it calls
     (``tilth.role``). defaults: values for keys that the recipe does not set, by section or by full names:
     ``{"algorithm": {"advantage": "gae"}}``, ``{"algorithm.advantage": "gae"}``. Raises PluginError if the name is
-    taken, or if a default is of no key.
+    taken, if the function takes other arguments, or if a default is of no key.
     """
     record = declare("flow", name, _SHIPPED_FLOWS)
     _check_names(f"flow.{name}.roles", roles)
@@ -229,6 +229,13 @@ def flow(
     made = Flow(title or name, learns, critic, reference, reads=OPTIONAL, own=own, roles=calls, own_loop=True)
 
     def add(loop: T) -> T:
+        if inspect.isfunction(loop):
+            taken = inspect.signature(loop)
+            try:
+                taken.bind("run")
+            except TypeError:
+                message = f"@tilth.flow({name!r}): {loop.__name__} must take one argument, run, not {taken}"
+                raise PluginError(message, key=f"flow.{name}.arguments") from None
         record(loop)
         FLOWS[name] = made
         return loop

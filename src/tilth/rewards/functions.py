@@ -327,8 +327,8 @@ def _checked(function: Any, spec: str) -> Reward:
         inspect.signature(function).bind("prompt", "completion", {})
     except ValueError:  # a builtin without a signature
         return function
-    except TypeError as error:
-        message = f"reward {spec!r} must take (prompt, completion, info): {error}"
+    except TypeError:
+        message = f"reward {spec!r} must take (prompt, completion, info), not {inspect.signature(function)}"
         raise RewardError(message, key=f"{_key(spec)}.arguments") from None
     return function
 

@@ -157,7 +157,7 @@ class _LossFunction(_Function, PolicyLoss):
                 key=f"{self.declaration.name}.metrics",
             )
         for name, column in {"loss": losses, **metrics}.items():
-            _check(self, column, name, "tokens", int(mask.sum()))
+            _check(self, column, name, "tokens", int(mask.sum()), floats=name == "loss")
         if step.logprobs.requires_grad and not losses.requires_grad:
             raise PluginError(
                 f"{self.declaration.title}: its loss does not depend on logprobs, so it has no gradient",
@@ -188,9 +188,12 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
             )
         if parameter.kind is not parameter.KEYWORD_ONLY:
             if name not in columns and not name.startswith(PART):
-                raise PluginError(
-                    f"{declaration.title}: no column {name!r}{nearest(name, columns)}", key=f"{declaration.name}.{name}"
+                option = parameter.default is not parameter.empty
+                hint = (
+                    f"; an option, which has a default, comes after *: *, {name}" if option else nearest(name, columns)
                 )
+                message = f"{declaration.title}: no column {name!r}{hint}"
+                raise PluginError(message, key=f"{declaration.name}.{name}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
         elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
             raise PluginError(
@@ -262,12 +265,17 @@ def _pair(entry: Any, found: Any, second: Any, form: str) -> tuple[Any, Any]:
     return found
 
 
-def _check(entry: Any, found: Any, name: str, what: str, count: int) -> None:
+def _check(entry: Any, found: Any, name: str, what: str, count: int, floats: bool = True) -> None:
     if not isinstance(found, Tensor) or found.shape != (count,):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise PluginError(
             f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}",
             key=f"{entry.declaration.name}.{name}.shape",
+        )
+    if floats and not found.is_floating_point():
+        raise PluginError(
+            f"{entry.declaration.title}: {name} is {found.dtype}, not a tensor of floats",
+            key=f"{entry.declaration.name}.{name}.dtype",
         )
     if not bool(torch.isfinite(found.detach()).all()):
         raise PluginError(
