@@ -93,7 +93,7 @@ def replaced(recipe: Recipe) -> list[str]:
     own = {"loss": "ppo_clip", **recipe.flow_spec.own.get("algorithm", {})}
     chosen = {key: getattr(recipe.algorithm, key) for key in ("advantage", "loss") if key in own}
     changed = [f"{key} = {name} instead of {own[key]}" for key, name in chosen.items() if name != own[key]]
-    lines = [f"flow {recipe.flow} with {' and '.join(changed)}, as the recipe says"] if changed else []
+    lines = [f"flow {recipe.flow} with {' and '.join(changed)}"] if changed else []
     return lines + unpublished(Algorithm.of(recipe))
 
 
