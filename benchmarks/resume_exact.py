@@ -158,7 +158,8 @@ class Child:
 
         The first process may be one that only starts the controller again.
         """
-        said = [text for file in sorted(self.watch.iterdir(), key=_number) if (text := file.read_text().strip())]
+        files = sorted(self.watch.iterdir(), key=lambda file: int(file.name))
+        said = [text for file in files if (text := file.read_text().strip())]
         busy = [text for text in said if not text.startswith(IDLE)]
         found = next(iter(busy or said), "starting")
         behind = any("saving behind" in text for text in said) and "saving" not in found
@@ -174,10 +175,6 @@ class Child:
                 process.kill()
         self.process.wait()
         psutil.wait_procs(members, timeout=30)
-
-
-def _number(file: Path) -> int:
-    return int(file.name)
 
 
 def _is_reaper(process: psutil.Process) -> bool:

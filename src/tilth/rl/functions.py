@@ -189,9 +189,7 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
         if parameter.kind is not parameter.KEYWORD_ONLY:
             if name not in columns and not name.startswith(PART):
                 option = parameter.default is not parameter.empty
-                hint = (
-                    f"; an option, which has a default, comes after *: *, {name}" if option else nearest(name, columns)
-                )
+                hint = "; an option is keyword-only: write it after *" if option else nearest(name, columns)
                 message = f"{declaration.title}: no column {name!r}{hint}"
                 raise PluginError(message, key=f"{declaration.name}.{name}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)

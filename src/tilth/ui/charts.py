@@ -187,7 +187,8 @@ def nice(low: float, high: float, count: int = 4) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
+    ticks = [i * step for i in range(first, last + 1)]
+    return [min(ticks[0], low), *ticks[1:-1], max(ticks[-1], high)]  # a product may be rounded into the range
 
 
 def decades(low: float, high: float) -> list[float]:
