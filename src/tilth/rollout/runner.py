@@ -147,18 +147,18 @@ class Graphs:
         if key not in known:
             for old in [k for k in known if k[0] != slab.layouts]:
                 del known[old]
-            known[key] = self._capture(slab, bucket, length)
+            static_ids, static_start = (_filled(given.new_empty(bucket), given) for given in (ids, start))
+            known[key] = self._capture(slab, static_ids, static_start, length)
         graph, static_ids, static_start, logits = known[key]
-        for static, given in ((static_ids, ids), (static_start, start)):
-            static.zero_()
-            static[:rows].copy_(given)
+        _filled(static_ids, ids)
+        _filled(static_start, start)
         graph.replay()
         return logits[:rows].clone()
 
-    def _capture(self, slab: KVCache, rows: int, length: int) -> Captured:
+    def _capture(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Captured:
         begin = time.perf_counter()
-        ids, start = (torch.zeros(rows, dtype=torch.int64, device=slab.keys[0].device) for _ in range(2))
-        logits = self._step(slab, ids, start, length)  # allocates workspaces outside the graph
+        # Allocates workspaces outside the graph. Writes to the live cache, so with the inputs that the replay has too.
+        logits = self._step(slab, ids, start, length)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that writes the trace queries events meanwhile.
@@ -170,3 +170,10 @@ class Graphs:
 
     def _step(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
         return self._runner.model.logits(self._runner.forward_rows(slab, ids[:, None], start, length))
+
+
+def _filled(buffer: Tensor, given: Tensor) -> Tensor:
+    """Write the given rows to a static buffer, and 0 to the holes behind them."""
+    buffer[: len(given)].copy_(given)
+    buffer[len(given) :].zero_()
+    return buffer
