@@ -52,6 +52,15 @@ def test_prompts_share_a_pass_within_budget_rows_and_a_quarter_of_their_length()
     assert ids(s.admit(30, 0, 0)) == [[10]], "too long for the budget: alone, in chunks"
 
 
+def test_admission_looks_at_each_length_once(monkeypatch):
+    looked, remaining = [], PrefillJob.remaining
+    monkeypatch.setattr(PrefillJob, "remaining", property(lambda job: looked.append(job) or remaining.fget(job)))
+    s = scheduler(blocks=10_000, rows=1000)
+    s.waiting.extend(answers(*(text(20, v) for v in range(100))))
+    assert len(s.admit(10_000, 0, 0)) == 100
+    assert len(looked) <= 200
+
+
 def test_admission_leaves_a_reserve_while_others_run():
     s = scheduler(blocks=4)
     s.waiting.extend(answers(text(64)))

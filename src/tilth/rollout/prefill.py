@@ -1,7 +1,6 @@
 """Prefill: prompts are computed once, in chunks, in a separate cache, then copied to every sample."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,7 +74,6 @@ class PrefillBatch:
         return ids, start, round_up(int(start.max()) + width, KEYS)
 
 
-def similar(prompts: Sequence[PrefillJob], other: PrefillJob) -> bool:
-    """Return True if another prompt may join these without much padding."""
-    lengths = [p.remaining for p in prompts] + [other.remaining]
-    return max(lengths) <= CHUNK and max(lengths) - min(lengths) <= max(_WASTE, max(lengths) // 4)
+def similar(least: int, most: int) -> bool:
+    """Return True if prompts with ``least`` to ``most`` tokens to compute share a pass without much padding."""
+    return most <= CHUNK and most - least <= max(_WASTE, most // 4)

@@ -4,6 +4,7 @@ Pure bookkeeping without clock and random numbers, so a run replays.
 """
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -41,19 +42,21 @@ class Scheduler:
         running: rows in use. Allocates blocks for all tokens of each prompt, keeping a small reserve while others run.
         """
         found: list[PrefillJob] = []
-        rows = self.max_rows - running
+        rows, least, most = self.max_rows - running, sys.maxsize, 0
         while self.waiting and rows > 0 and budget > 0:
             prompt = self._open(version, spare=self._watermark if running or found else 0)
             if prompt is None:
                 break
-            if found and (prompt.remaining > budget or not similar(found, prompt)):
+            length = prompt.remaining
+            least, most = min(least, length), max(most, length)
+            if found and (length > budget or not similar(least, most)):
                 self.blocks.close(prompt.table)
                 break
             for _ in prompt.answers:
                 self.waiting.popleft()
             found.append(prompt)
             rows -= len(prompt.answers)
-            budget -= prompt.remaining
+            budget -= length
         return found
 
     def _open(self, version: int, spare: int) -> PrefillJob | None:
