@@ -70,6 +70,33 @@ def test_replies_come_in_the_order_of_the_calls(fleet):
     assert not fleet.closed
 
 
+def test_work_of_a_wait_is_linear_in_the_workers_when_answers_come_one_by_one(monkeypatch):
+    """Who waits wakes for the last answer, and does not look at the deadlines of all others at each."""
+    looked, due = [], Dispatch._due
+    monkeypatch.setattr(Dispatch, "_due", lambda self, rank: looked.append(rank) or due(self, rank))
+    fleet = ByHand(workers=64)
+    calls = Dispatch(fleet, 60)
+    flights = [calls.submit(rank, CALL) for rank in range(64)]
+
+    def answer():
+        for future in fleet.sent:
+            future.set_result(Reply(None, {}))
+            time.sleep(0.001)  # so that who waits could wake
+
+    later(0.05, answer)
+    assert len(calls.wait(flights)) == 64
+    assert len(looked) <= 2 * 64
+
+
+def test_a_queued_call_with_an_earlier_deadline_is_noticed(fleet):
+    """A worker's next call may have a shorter limit than the one that the wait began with."""
+    calls = Dispatch(fleet, 0.2)
+    slow, quick = calls.submit(0, Call("policy", "update", least=60)), calls.submit(0, CALL)
+    later(0.05, fleet.sent[0].set_result, Reply(None, {}))
+    with raises(CallTimeout, "policy.update"):
+        calls.wait([slow, quick])
+
+
 def test_a_death_is_the_cause_of_a_broken_collective_that_is_told_first(fleet):
     calls = Dispatch(fleet, 60)
     flights = [calls.submit(rank, CALL) for rank in (0, 1)]

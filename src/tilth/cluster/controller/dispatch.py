@@ -7,8 +7,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
@@ -127,7 +128,13 @@ class Dispatch:
         self.lease: Lease | None = None
         """Lease of the calls submitted now."""
         self.failed: BaseException | None = None
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._arrived = threading.Condition(lock), threading.Condition(lock)
+        """A call has ended; all calls that a thread waits for have, or one has failed, or has an earlier deadline."""
+        self._awaited: list[set[PendingCall]] = []
+        """Calls that each waiting thread still waits for."""
+        self._deadline = math.inf
+        """Earliest deadline when a thread began to wait."""
         self._flying: list[deque[PendingCall]] = [deque() for _ in range(backend.workers)]
         self._since = [0.0] * backend.workers
         self._failures: list[BaseException] = []
@@ -151,39 +158,56 @@ class Dispatch:
 
     def _land(self, flight: PendingCall, future: Future[Reply]) -> None:
         error = future.exception()
+        queue = self._flying[flight.rank]
         with self._changed:
-            self._flying[flight.rank].remove(flight)
+            queue.remove(flight)
             self._since[flight.rank] = time.monotonic()
             flight.landed = True
+            for left in self._awaited:
+                left.discard(flight)
             if error is not None:
                 self._failures.append(error)
                 if isinstance(error, WorkerError) and error.collective == "timeout":
                     self._waited[flight.rank] = flight.call, error
             self._changed.notify_all()
+            # Not at every answer: who waits for W workers would look at W deadlines W times.
+            if error is not None or not all(self._awaited) or (queue and self._due(flight.rank) < self._deadline):
+                self._arrived.notify_all()
         if error is None:
             reply = future.result()
             self.traffic.add(flight.call.operation, reply.sent, reply.received)
             self.totals.add(flight.rank, reply.sums, flight.call.answer, flight.covered)
+
+    @contextmanager
+    def _awaiting(self, flights: Iterable[PendingCall]) -> Iterator[set[PendingCall]]:
+        """Hold the lock and yield those of these calls that have not landed, up to date whenever ``_arrived`` is."""
+        with self._changed:
+            left = {flight for flight in flights if not flight.landed}
+            self._awaited.append(left)
+            try:
+                yield left
+            finally:
+                self._awaited = [other for other in self._awaited if other is not left]
 
     def wait(self, flights: Sequence[PendingCall]) -> list[Reply]:
         """Return the replies when all have arrived. On a failure of any worker, or a call over its limit, apply the
         policy and raise a TilthError of the worker's class, WorkerError, WorkerLost or CallTimeout."""
         if self.failed is not None:
             raise self.failed
-        with self._changed:
-            while not self._failures and not all(flight.landed for flight in flights):
-                if not self._changed.wait(self._until_look()):
+        with self._awaiting(flights) as left:
+            while not self._failures and left:
+                if not self._arrived.wait(self._until_look()):
                     self._look()
                     if self._limit() > time.monotonic():
                         continue
-                    self._changed.wait(GRACE if math.isinf(self.hang_after) else AT_LIMIT)
+                    self._arrived.wait(GRACE if math.isinf(self.hang_after) else AT_LIMIT)
                     self._look()
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
             first = self._first_failure()
         if self._waited and _of_a_collective(first):
             first = self._absence() or first
-        if first is None and not all(flight.landed for flight in flights):
+        if first is None and left:
             first = self._timeout_error(self._overdue())
         if first is not None:
             self._give_up(first)
@@ -210,9 +234,9 @@ class Dispatch:
             flights = [self.submit(rank, call) for rank in range(self.backend.workers)]
         except TilthError:
             return False
-        with self._changed:
-            self._changed.wait_for(lambda: self._failures or all(flight.landed for flight in flights), seconds)
-            return not self._failures and all(flight.landed for flight in flights)
+        with self._awaiting(flights) as left:
+            self._arrived.wait_for(lambda: self._failures or not left, seconds)
+            return not self._failures and not left
 
     def settle(self, quiet: float, alone: Collection[int] = ()) -> list[int]:
         """Wait until no call is in flight, or none has ended for ``quiet`` seconds; return the ranks that still have
@@ -238,8 +262,8 @@ class Dispatch:
         """Return those of these idle workers that do not answer within ``seconds``: they are dead, or stand still."""
         call = Call("", "clock", patient=True)
         asked = [self.submit(rank, call) for rank in ranks]
-        with self._changed:
-            self._changed.wait_for(lambda: all(flight.landed for flight in asked), seconds)
+        with self._awaiting(asked) as left:
+            self._arrived.wait_for(lambda: not left, seconds)
             return {one.rank for one in asked if not one.landed or one.future.exception() is not None}
 
     def forget(self) -> None:
@@ -251,7 +275,8 @@ class Dispatch:
 
     def _until_look(self) -> float:
         """Return the seconds until the earliest deadline, or until the next look. (Called with the lock.)"""
-        left = max(0.0, self._limit() - time.monotonic())
+        self._deadline = self._limit()
+        left = max(0.0, self._deadline - time.monotonic())
         return left if math.isinf(self.hang_after) else min(left, LOOK)
 
     def _look(self) -> None:
