@@ -1,4 +1,4 @@
-"""Collectives: every collective of Tilth and of torch's FSDP, each with a span.
+"""Collectives: every collective of Tilth, each with a span; those of torch's FSDP are in ``parallel.fsdp``.
 
 A span has the ranks of its group as ``detail``, in ascending order, and as ``seq`` its number among all communications
 of these ranks. All members issue them in one order, so the events of one communication share one (detail, seq). Its
@@ -7,17 +7,20 @@ the tensor of a broadcast, what it sends to others in an exchange or an all-to-a
 last member; where a device works beside the host, it is the time to queue it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch import Tensor, nn
 
 from tilth.trace.spans import span
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 Group = dist.ProcessGroup
 MAX = dist.ReduceOp.MAX
@@ -162,17 +165,17 @@ class Channel:
         return f"{self.source}>{self.target}"
 
 
-# What torch's FSDP issues
+# Gradients that FSDP sends; see ``parallel.fsdp``
 
 
-class _GatherModule(DefaultAllGather):
-    """All-gather of a module's parameters."""
+def is_dtensor(p: Tensor | None) -> "TypeGuard[DTensor]":
+    """Return True if FSDP divides a parameter or gradient. Told by a method: one process never imports DTensor."""
+    return hasattr(p, "to_local")
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
-    ) -> dist.Work | None:
-        with communication("all_gather", group, input_tensor.nbytes):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+def is_fsdp(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    """Return True if FSDP divides parameters of a module, told as in ``is_dtensor``."""
+    return hasattr(module, "set_requires_gradient_sync")
 
 
 SUMMED = 1024
@@ -255,45 +258,3 @@ def exact_sum(tensors: Sequence[Tensor]) -> Tensor:
         parts += [flat[:whole].view(-1, SUMMED).sum(1)] if whole else []
         parts += [flat[whole:].sum()[None]] if whole < len(flat) else []
     return torch.cat(parts).sum(dtype=torch.float64)
-
-
-class _ScatterModule(DefaultReduceScatter):
-    """Reduce-scatter of a module's gradients."""
-
-    def __init__(self, given: GivenSums | None) -> None:
-        self.ended, self.given = 0, given
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Group,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work:
-        if self.given is not None:
-            self.given.add(input_tensor)
-        with communication("reduce_scatter", group, input_tensor.nbytes) as issued:
-            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        self.ended = issued.start + issued.duration
-        return work
-
-    def summed(self, copies: Group) -> Callable[[Tensor], None]:
-        """Return a hook to call after the sum over copies of the shard, which torch issues itself; its span starts
-        where the reduce-scatter ended."""
-
-        def record(reduced: Tensor) -> None:
-            with communication("all_reduce", copies, reduced.nbytes) as issued:
-                issued.start = self.ended
-
-        return record
-
-
-def watch(module: FSDPModule, copies: Group | None, given: GivenSums | None) -> None:
-    """Record the communications of a module as spans; copies: group over which its shards are summed too; given: adds
-    up its gradients."""
-    scatter = _ScatterModule(given)
-    module.set_custom_all_gather(_GatherModule())
-    module.set_custom_reduce_scatter(scatter)
-    if copies is not None:
-        module.set_all_reduce_hook(scatter.summed(copies))

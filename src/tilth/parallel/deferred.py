@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from tilth.models.decoder import Decoder, Linear, linear
 from tilth.models.moe import StackedLinear, grouped_linear
-from tilth.parallel.comm import reduce_scatter
+from tilth.parallel.comm import is_dtensor, reduce_scatter
 from tilth.parallel.tensor import RowLinear
 
 BUCKET = 1 << 25
@@ -102,7 +101,7 @@ class DeferredGradients:
         alike.
         """
         for name, grad in self._gradients(products):
-            if not isinstance(self._own[name], DTensor):
+            if not is_dtensor(self._own[name]):
                 _add(self._local[name], grad)
                 continue
             before = self._whole.get(name)
@@ -138,7 +137,7 @@ class DeferredGradients:
         alike = dict[Any, list[str]]()
         for name in names:
             p = self._own[name]
-            assert isinstance(p, DTensor)
+            assert is_dtensor(p)
             alike.setdefault((p.device_mesh.get_group("shards"), p.dtype), []).append(name)
         for (group, _), some in alike.items():
             slots = [_slots(self._whole.pop(name), group.size()) for name in some]

@@ -13,9 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tilth.config.axes import DATA, MODEL
 from tilth.core.errors import ModelError, ScheduleError
@@ -27,7 +24,7 @@ from tilth.models.hf import Unread, check_tensors, shapes
 from tilth.models.moe import Experts
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sum, watch
+from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sum, is_dtensor, is_fsdp
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
@@ -115,29 +112,11 @@ def _part(
     plan = apply_tensor(model, grid, sp)
     apply_experts(model, grid, engine=engine)
     if grid.size(*grid.mesh.shards) > 1 and not engine:
-        _fully_shard(model, grid, zero, device)
+        from tilth.parallel.fsdp import apply_fsdp
+
+        apply_fsdp(model, grid, zero, device)
     model.to_empty(device=device)
     return model, plan.partial
-
-
-def _fully_shard(model: Decoder, grid: ParallelDims, zero: Zero, device: str) -> None:
-    """Shard experts over the ranks that gather theirs, and all else over those that divide experts too."""
-    kind = torch.device(device).type
-    mesh, stacks = grid.device_mesh(kind), [m for m in model.modules() if isinstance(m, Experts)]
-    ignored = {p for p in model.parameters() if not p.numel()}  # of a small vocabulary; fully_shard cannot reduce it
-    meshes: list[tuple[nn.Module, DeviceMesh]] = [(layer, mesh) for layer in model.model.layers]
-    if grid.size(*grid.mesh.expert_shards) > 1:
-        meshes = [(experts, grid.device_mesh(kind, grid.mesh.expert_shards)) for experts in stacks] + meshes
-    else:
-        ignored |= {p for experts in stacks for p in experts.parameters()}
-    for module, ranks in [*meshes, (model, mesh)]:
-        # The root stays gathered after its forward pass: its embedding and head are used again for the loss.
-        reshard = zero == 3 and module is not model
-        fully_shard(module, mesh=ranks, reshard_after_forward=reshard, ignored_params=ignored)
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_reshard_after_backward(zero == 3, recurse=False)
 
 
 class ShardedModel:
@@ -171,7 +150,7 @@ class ShardedModel:
         """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
         if pipeline is not None and pipeline.schedule in SPLIT:
             self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
-        self._fsdp = [m for part in parts for m in part.modules() if isinstance(m, FSDPModule)]
+        self._fsdp = [m for part in parts for m in part.modules() if is_fsdp(m)]
         self._looks: list[tuple[bool, int]] = [(False, 1), (True, self._experts_every())]
         """Of experts -> number of steps of which one has its gradients looked at."""
         self._stacked = {p for part in parts for m in part.modules() if isinstance(m, Experts) for p in m.parameters()}
@@ -199,13 +178,14 @@ class ShardedModel:
         mesh = self.grid.mesh
         shards = mesh.expert_shards if experts else mesh.shards
         peers, apart = self.grid.group(*shards), [axis for axis in mesh.shards if axis not in shards]
-        own = {n: p for n, p in self._own.items() if isinstance(p, DTensor) and p.requires_grad}
+        own = {n: p for n, p in self._own.items() if is_dtensor(p) and p.requires_grad}
         names, sums = [n for n, p in own.items() if (p in self._stacked) == experts], None
         if names and peers is not None:
             sums = GivenSums(peers, names, mesh.index(self.grid.rank, *apart), mesh.size(*apart), every)
-        for module in self._fsdp:
-            if isinstance(module, Experts) == experts:
-                watch(module, self.grid.group(*mesh.copies), sums)
+        if modules := [m for m in self._fsdp if isinstance(m, Experts) == experts]:
+            from tilth.parallel.fsdp import watch
+
+            watch(modules, self.grid.group(*mesh.copies), sums)
         return sums
 
     def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -215,7 +195,7 @@ class ShardedModel:
         if len(self.grid.mesh) > 1 and self.grid.group(*self.grid.mesh.copies) is None:
             for name, p in self._own.items():
                 mine = (p in self._stacked) == experts and name not in partial
-                if mine and p.requires_grad and not isinstance(p, DTensor):
+                if mine and p.requires_grad and not is_dtensor(p):
                     yield name, p
 
     @classmethod
@@ -441,7 +421,7 @@ class ShardedModel:
         root has gathered.
         """
         root = self.parts[part]
-        if isinstance(root, FSDPModule):
+        if is_fsdp(root):
             root.set_is_last_backward(last)
             root.set_reshard_after_backward(self.zero == 3 and alone, recurse=False)
             if self.zero == 3:
@@ -473,19 +453,19 @@ class ShardedModel:
         """
         for name, p in self._own.items():
             local = self.parameters[name]
-            if isinstance(p, DTensor) and name in self._late and p.grad is not None:
+            if is_dtensor(p) and name in self._late and p.grad is not None:
                 raise ModelError(
                     f"{name} has a gradient from a backward pass beside the one that was deferred; a loss may use it "
                     "through its layer alone, or take pp_schedule 1f1b",
                     key=name,
                 )
-            if isinstance(p, DTensor) and name not in self._late:
-                local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
+            if is_dtensor(p) and name not in self._late:
+                local.grad = p.grad.to_local() if is_dtensor(p.grad) else None
                 p.grad = None
             if local.grad is None and local.requires_grad and len(self.grid.mesh) > 1:
                 local.grad = torch.zeros_like(local)
         self.reshard()
-        by_fsdp = {name for name, p in self._own.items() if isinstance(p, DTensor)} - self._late
+        by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
         apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
         _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
         partial = {name for _, names in self._partial for name in names}
@@ -565,7 +545,7 @@ class ShardedModel:
 
 
 def _local(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p
+    return nn.Parameter(p.to_local().detach(), p.requires_grad) if is_dtensor(p) else p
 
 
 def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
