@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from driver import benchmark_parser, write_rows
+from work import same_work
 
 from tilth.core.trajectory import Segment, Trajectory
 from tilth.data.template import PlainTemplate
@@ -153,10 +154,15 @@ def measured(player: Player, loop: Any, wanted: list[Wanted], params: SamplingPa
     turns = sum(int(t.reward or 0) for t in found)
     return {
         "seconds": seconds,
+        "generated_tokens": sum(int(t.mask.sum()) for t in found),
+        "turns_played": turns,
         "episodes_per_second": len(found) / seconds,
         "idle_share": pool.idle / seconds,
         "tokens_recomputed_per_turn": max(0, stats.prefilled_tokens - read - (turns - len(found))) / turns,
     }
+
+
+WORK = ("episodes", "turns_played", "generated_tokens")
 
 
 def beside_trl(count: int, turns: int) -> Iterator[dict[str, Any]]:
@@ -176,6 +182,8 @@ def beside_trl(count: int, turns: int) -> Iterator[dict[str, Any]]:
             for played, theirs in zip(ours, ids, strict=True):
                 t = played.trajectory
                 assert t.tokens[t.prompt_length :].tolist() == theirs, (t.id, len(theirs), len(t.tokens))
+            own = sum(len(p.trajectory.tokens) - p.trajectory.prompt_length for p in ours)
+            same_work({"tilth": {"tokens": own}, "trl": {"tokens": sum(map(len, ids))}})
             about = {"tool": tool, "episodes": count, "turns": turns}
             yield {**about, "loop": "tilth", **row}
             yield {**about, "loop": "trl", "seconds": seconds, "episodes_per_second": count / seconds}
@@ -209,6 +217,8 @@ def main() -> None:
             for name, loop in loops.items():
                 found = measured(player, loop, wanted, params)
                 rows.append({"tool": tool, "loop": name, "episodes": count, "turns": turns, **found})
+                done = {r["loop"]: {kind: r[kind] for kind in WORK} for r in rows if r["tool"] == tool}
+                same_work(done)
                 ratio = rows[-1]["seconds"] / next(r["seconds"] for r in rows if r["tool"] == tool)
                 print(
                     f"{tool:22s} {name:16s} {found['episodes_per_second']:7.1f} episodes/s  {ratio:5.2f} times as long"

@@ -44,6 +44,7 @@ from typing import Any
 
 import numpy as np
 from driver import benchmark_parser, write_rows
+from work import same_work
 
 METHODS = ("tilth", "DCP save", "DCP thread", "DCP thread+", "DCP process", "DCP process+", "torch.save")
 QUICK = tuple(name for name in METHODS if not name.endswith("+"))
@@ -126,6 +127,7 @@ def row(name: str, found: Sequence[Mapping[str, Any]], nbytes: int) -> Row:
         "cpu_s": median(sum(seconds) for seconds in zip(*(one["cpu"] for one in found))),
         "warm_s": slowest(found, "warm"),
         "cold_s": slowest(found, "cold"),
+        "stored_bytes": max(one["stored"] for one in found),
         "read_share": sum(one["read"] for one in found) / nbytes,
         "peak_bytes": sum(one["peak"] for one in found),
         "repeats": {key: [one[key] for one in found] for key in ("calls", "durable", "without", "beside", "warm")},
@@ -165,6 +167,7 @@ def ratios(made: Mapping[str, Row]) -> dict[str, dict[str, float]]:
     """Column -> beside whom -> Tilth's part of its seconds."""
     others = [name for name in made if name.startswith("DCP")]
     waits_not = [name for name in others if name != "DCP save"]
+    same_work({name: {"bytes": row["stored_bytes"], "equal_states": row["same"]} for name, row in made.items()}, 0.05)
     found: dict[str, dict[str, float]] = {}
     for column, beside in GOALS.items():
         best = {"best DCP": others, "best async": waits_not, "DCP save": ["DCP save"]}

@@ -45,6 +45,8 @@ class Found:
     """Loading from the disk."""
     read: int = 0
     """Bytes that the process read to load (rchar)."""
+    stored: int = 0
+    """Bytes of the files of a save, of all ranks."""
     peak: int = 0
     """Greatest memory of this process and its children above what it had before the first save."""
 
@@ -137,6 +139,7 @@ class Trial:
         self.state.update()
         self.method.wait()
         dist.barrier()
+        self.found.stored = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         self.state.zero()
         before = read_so_far()
         self.method.load(self.folder)

@@ -52,6 +52,7 @@ from driver import benchmark_parser, write_rows
 from machine import DTYPES, config_of, peak_allocated, random_model
 from shapes import CONTEXT
 from torch import Tensor
+from work import same_work
 
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import JudgeConfig
@@ -281,11 +282,14 @@ def measure(model: Decoder, label: dict[str, Any], work: Work, runs: dict[str, G
         first[name] = time.perf_counter() - begin
     checked = check(model, label["dtype"], work, outputs)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    made = dict.fromkeys(runs, 0)
     for _ in range(repeats):
         for name, generate in runs.items():
             begin = time.perf_counter()
-            generate(work)
+            found = generate(work)
             seconds[name].append(time.perf_counter() - begin)
+            made[name] += sum(map(len, found))
+    same_work({name: {"generated_tokens": tokens} for name, tokens in made.items()})
     rows, tokens, peak = [], int(work.lengths.sum()), peak_allocated(model.head_weight.device)
     for name in runs:
         best = min(seconds[name])

@@ -34,6 +34,7 @@ import psutil
 import torch
 from driver import benchmark_parser, write_rows
 from machine import config_of, peak_allocated, random_model, wait
+from work import same_work
 
 from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
@@ -45,7 +46,8 @@ from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 LR, CLIP, CHECKED, TOLERANCE = 1e-3, 1.0, 3, 2e-4
-Step = Callable[[int], float]
+Step = Callable[[int], tuple[float, int]]
+"""Train on batch i, or generate: a number to compare, and the tokens of it."""
 ADAPTERS = 16
 CONTENDERS = ("tilth full", "tilth lora", "peft lora")
 
@@ -68,11 +70,12 @@ def tilth(config: DecoderConfig, lora: LoraConfig | None, work: list[np.ndarray]
     section = OptimizerConfig(lr=LR, betas=(0.9, 0.95), clip_norm=CLIP)
     engine = TrainEngine(model, section, total_steps=10**6, micro_tokens=16_384)
 
-    def step(i: int) -> float:
+    def step(i: int) -> tuple[float, int]:
         rows = work[i % len(work)]
         mask = np.tile(np.r_[0, np.ones(rows.shape[1] - 1)], len(rows)).astype(np.uint8)
         loss = negative_log_likelihood(float(mask.sum()))
-        return engine.update(Jagged.of(list(rows)), mask, {}, loss, entropy=False).loss
+        found = engine.update(Jagged.of(list(rows)), mask, {}, loss, entropy=False)
+        return found.loss, found.tokens
 
     return step, sum(p.numel() for p in engine.optimizers.parameters.values())
 
@@ -100,14 +103,14 @@ def peft(config: DecoderConfig, lora: LoraConfig, work: list[np.ndarray], device
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
-    def step(i: int) -> float:
+    def step(i: int) -> tuple[float, int]:
         ids = torch.from_numpy(work[i % len(work)]).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss.detach()), ids.numel()
 
     return step, sum(p.numel() for p in learned)
 
@@ -143,18 +146,26 @@ def measure_memory(name: str, options: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before if allocated is None else allocated
 
 
-def timed(step: Step, i: int, device: str) -> tuple[float, float]:
-    """Wall seconds and processor seconds of one step."""
+def timed(step: Step, i: int, device: str) -> tuple[float, float, int]:
+    """Wall seconds, processor seconds and tokens of one step."""
     wait(device)
     wall, cpu = time.perf_counter(), time.process_time()
-    step(i)
+    _, tokens = step(i)
     wait(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return time.perf_counter() - wall, time.process_time() - cpu, tokens
 
 
-def completed(engine: Engine, asked: list[Request], _: int) -> float:
-    """Generate all; the number of completions."""
-    return float(len(engine.generate(asked)))
+def done(times: dict[str, list[tuple[float, float, int]]]) -> int:
+    """Tokens of a step, the same for all contenders."""
+    amounts = {name: [tokens for _, _, tokens in steps] for name, steps in times.items()}
+    same_work({name: {"steps": len(each), "tokens": sum(each)} for name, each in amounts.items()})
+    return next(iter(amounts.values()))[0]
+
+
+def completed(engine: Engine, asked: list[Request], _: int) -> tuple[float, int]:
+    """Generate all; the number of completions, and their tokens."""
+    found = engine.generate(asked)
+    return float(len(found)), sum(t.completion_length for t in found)
 
 
 def serving(options: Any) -> list[dict[str, Any]]:
@@ -179,16 +190,15 @@ def serving(options: Any) -> list[dict[str, Any]]:
         alone = engine.generate([r for r in requests(cases[f"{ADAPTERS} adapters"]) if r.adapter == name])
         wrong = sum(not np.array_equal(t.tokens, mixed[t.id].tokens) for t in alone)
         assert wrong <= len(alone) // 8, f"{wrong} of {len(alone)} requests of {name} have other tokens alone"
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in cases}
     for _ in range(2 if options.quick else options.rounds):
         for name, adapters in cases.items():
             engine.reset_prefix_cache()
             asked = requests(adapters)
             times[name].append(timed(partial(completed, engine, asked), 0, options.device))
-    found = []
+    found, new = [], done(times)
     for name in cases:
-        wall, cpu = (min(column) for column in zip(*times[name]))
-        new = rows * params.max_tokens
+        wall, cpu, _ = (min(column) for column in zip(*times[name]))
         row = {"contender": f"serve {name}", "model": options.model, "rank": options.rank, "seconds": wall}
         found.append(row | {"cpu_seconds": cpu, "tokens_per_second": new / wall, "tokens_per_cpu_second": new / cpu})
         found[-1]["base_over_it"] = found[0]["cpu_seconds"] / cpu
@@ -220,18 +230,17 @@ def main() -> None:
     if "peft lora" not in names:
         print("peft is not installed here, so it is left out")
     made = {name: contender(name, options) for name in names}
-    first = {name: [step(i) for i in range(CHECKED)] for name, (step, _) in made.items()}
+    first = {name: [step(i)[0] for i in range(CHECKED)] for name, (step, _) in made.items()}
     if "peft lora" in made:
         apart = max(abs(a - b) for a, b in zip(first["tilth lora"], first["peft lora"]))
         assert apart < TOLERANCE, f"losses differ: {first}"
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
     for i in range(2 if options.quick else options.rounds):
         for name, (step, _) in made.items():
             times[name].append(timed(step, i, options.device))
-    rows = []
-    tokens = 256 * (4 if options.quick else 16)
+    rows, tokens = list[dict[str, Any]](), done(times)
     for name in names:
-        wall, cpu = (min(column) for column in zip(*times[name]))
+        wall, cpu, _ = (min(column) for column in zip(*times[name]))
         rows.append(
             {
                 "contender": name,

@@ -50,7 +50,7 @@ class Task:
     @property
     def longest(self) -> int:
         """Most tokens of a completion."""
-        return max(self.lengths(0)) if self.heavy else self.tokens
+        return max(max(self.lengths(step)) for step in range(self.steps)) if self.heavy else self.tokens
 
     def lengths(self, step: int) -> list[int]:
         """Tokens of each completion of a step (from 0), prompt after prompt."""

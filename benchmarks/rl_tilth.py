@@ -7,8 +7,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from rl_task import Task, cores, low_share, peak_bytes, print_of
 from shapes import CONTEXT, SHAPES
 
 import tilth
-from tilth.rollout.engine import Engine
-from tilth.rollout.request import Request
 from tilth.runs.readers import read_metrics, read_trajectories
 
 PARTS = {
@@ -27,21 +23,6 @@ PARTS = {
     "update": ("update",),
     "publish": ("publish", "verify"),
 }
-
-
-def give_lengths(task: Task) -> None:
-    """Every completion ends at its own given length and nowhere else (request ids count up from step to step)."""
-    generate = Engine.generate
-
-    def with_lengths(self: Engine, requests: Iterable[Request], *more: Any) -> list[Any]:
-        def cut(request: Request) -> Request:
-            step, place = divmod(request.id, task.samples)
-            length = task.lengths(step)[place]
-            return replace(request, params=replace(request.params, max_tokens=length, stop_tokens=()))
-
-        return generate(self, [cut(r) for r in requests], *more)
-
-    Engine.generate = with_lengths  # type: ignore[assignment, method-assign]
 
 
 class Watch(tilth.Callback):
@@ -54,9 +35,11 @@ class Watch(tilth.Callback):
         self.cpu.append(time.process_time())
 
 
+ENGINE = Path(__file__).with_name("rl_engine.py")
+
+
 def run(task: Task, compile: bool, runs: str) -> dict[str, Any]:
     """Train, and read what the run wrote."""
-    give_lengths(task)
     vocabulary = SHAPES[task.shape]["vocab_size"]
     began, watch = time.perf_counter(), Watch()
     found = tilth.train(
@@ -65,9 +48,9 @@ def run(task: Task, compile: bool, runs: str) -> dict[str, Any]:
         callbacks=[watch],
         live=False,
         model={"path": task.folder, "context": CONTEXT},
-        keys={"data.holdout": 0.0},
+        keys={"data.holdout": 0.0, "plugins": [str(ENGINE)]},
         rollout={"prompts": task.prompts, "group": task.group, "max_tokens": task.longest, "max_rows": task.samples,
-                 "compile": compile},
+                 "compile": compile, "engine": "given_lengths", "options": {"task": sys.argv[1]}},
         algorithm={"steps": task.steps, "drop_flat": False},
         optimizer={"lr": task.lr, "betas": task.betas, "weight_decay": 0.0, "clip_norm": task.clip},
         train={"precision": task.precision, "threads": cores(task.threads), "compile": compile,

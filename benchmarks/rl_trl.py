@@ -70,6 +70,8 @@ class Steps(TrainerCallback):
     def __init__(self, task: Task, clock: Clock) -> None:
         self.task, self.clock, self.found = task, clock, list[dict[str, Any]]()
         self.asked, self.rewards, self.before, self.cpu = list[str](), list[float](), 0.0, 0.0
+        self.generated = 0
+        """Tokens of the completions of the step, as TRL gives them to rewards."""
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.before, self.cpu = time.perf_counter(), time.process_time()
@@ -77,7 +79,7 @@ class Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         wait()
         now, cpu, task = time.perf_counter(), time.process_time(), self.task
-        generated = sum(task.lengths(len(self.found)))
+        generated = self.generated
         self.found.append({
             "seconds": now - self.before, "cpu_seconds": cpu - self.cpu, "parts": dict(self.clock.parts),
             "reward": sum(self.rewards) / len(self.rewards), "prompts": print_of(self.asked[:: task.group]),
@@ -105,8 +107,9 @@ def make_trainer(task: Task, folder: str, steps: Steps) -> GRPOTrainer:
     """The trainer, with every completion as long as the task says."""
     vocabulary = SHAPES[task.shape]["vocab_size"]
 
-    def reward(prompts: list[str], completions: list[str], **rest: Any) -> list[float]:
+    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
         steps.asked, steps.rewards = prompts, [low_share(c, vocabulary) for c in completions]
+        steps.generated = sum(map(len, completion_ids))
         return steps.rewards
 
     data = Dataset.from_list([{"prompt": task.texts[i]} for step in task.order for i in step])

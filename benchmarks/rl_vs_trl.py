@@ -20,13 +20,14 @@ trajectories, metrics and spans, and its seconds are those between two committed
 
 Lengths. *Equal*: 48 tokens, no end token. *Heavy*: the shipped heavy-tailed ``lengths.json``, completion i of step s
 ends at its own given length, the same for all. For that each engine is told from outside: our requests get their
-``max_tokens``; TRL's ``generate`` gets a logits processor that makes the end token certain at that place and impossible
-before it (TRL knows the end of a row by that token). Both generate and learn exactly these tokens; TRL, as any padded
-batch, computes every row up to the longest one. (Its continuous batching for CPUs takes no such rule and took 15 s for
-four rows, so it is not among the contenders.)
+``max_tokens`` from an engine that a plugin declares (``rl_engine.py``); TRL's ``generate`` gets a logits processor that
+makes the end token certain at that place and impossible before it (TRL knows the end of a row by that token). Both
+generate and learn exactly these tokens; TRL, as any padded batch, computes every row up to the longest one. (Its
+continuous batching for CPUs takes no such rule and took 15 s for four rows, so it is not among the contenders.)
 
 Checked before anything is timed (``rl_check.py``): both models give the same log-probs to the same ids, and both losses
-the same value and gradient on one batch. After each run: the same prompts in every step.
+the same value and gradient on one batch. After each run: the same prompts in every step, and as many tokens generated
+by each, as each counts them.
 
 Contenders are processes of their own and run in turn, ``--rounds`` times. A figure is the median over steps of the
 better round, the first two steps (warm-up, compilation) left out. CPU seconds are those of the main process, all its
@@ -56,6 +57,7 @@ from typing import Any
 from driver import benchmark_parser, write_rows
 from rl_task import Task, cores, save_model, words
 from shapes import SHAPES
+from work import same_work
 
 HERE = Path(__file__).parent
 GOALS = {"fp32 equal": 1.5, "bf16 equal": 1.8, "fp32 heavy": 4.0, "bf16 heavy": 4.0}
@@ -151,6 +153,8 @@ def _figures(run: dict[str, Any]) -> dict[str, Any]:
         "start_seconds": round(run["whole_seconds"] - whole, 1),
         "peak_bytes": run["peak_bytes"],
         "prompts": [s["prompts"] for s in run["steps"]],
+        "generated_tokens": sum(s["generated"] for s in run["steps"]),
+        "steps": len(run["steps"]),
     }
 
 
@@ -180,6 +184,7 @@ def race(task: Task, names: list[str], rounds: int) -> list[dict[str, Any]]:
     rows = [figures(name, found) for name, found in runs.items()]
     asked = {tuple(row.pop("prompts")) for row in rows}
     assert len(asked) == 1, "the contenders were not asked the same prompts"
+    same_work({row["contender"]: {kind: row[kind] for kind in ("steps", "generated_tokens")} for row in rows})
     return rows
 
 

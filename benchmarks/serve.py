@@ -26,6 +26,7 @@ import numpy as np
 import openai
 import psutil
 from driver import benchmark_parser, write_rows
+from work import same_work
 
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.config import DecoderConfig
@@ -132,6 +133,7 @@ async def measured(address: str, model: str, clients: int, each: int) -> dict[st
         seconds = time.perf_counter() - begin
     firsts = np.array([row[1] for row in found])
     return {
+        "generated_tokens": sum(row[3] for row in found),
         "tokens_per_second": sum(row[3] for row in found) / seconds,
         "first_median": float(np.median(firsts)),
         "first_p95": float(np.percentile(firsts, 95)),
@@ -161,6 +163,8 @@ def side_by_side(model: str, args: Any, folder: Path) -> list[dict[str, Any]]:
                 row = asyncio.run(measured(address, model, clients, each))
                 about = {"server": name, "clients": clients, "equal": same, "compared": len(said)}
                 rows.append({**about, **row, "processor_seconds": busy(process) - begin})
+                alike = [r for r in rows if r["clients"] == clients]
+                same_work({r["server"]: {"generated_tokens": r["generated_tokens"]} for r in alike})
                 shown = "  ".join(f"{key} {value:.3f}" for key, value in row.items())
                 print(f"{name:22s} {clients:3d} clients  {shown}  equal {same}/{len(said)}", flush=True)
                 write_rows(args.json, rows)

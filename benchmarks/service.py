@@ -42,6 +42,7 @@ import torch
 from driver import benchmark_parser, write_rows
 from service_world import NAME, make_world
 from tinker import types
+from work import same_work
 
 from tilth.config.schema import LoraConfig
 from tilth.data.tokenizer import Tokenizer
@@ -159,25 +160,28 @@ def datum(row: np.ndarray) -> types.Datum:
     return types.Datum(types.ModelInput.from_ints(row[:-1].tolist()), columns)
 
 
-def in_process(model: Path, steps: int) -> tuple[float, float]:
-    """Run the loop without a server; return its steps a second, and processor seconds of a step."""
+def in_process(model: Path, steps: int) -> tuple[float, float, int]:
+    """Run the loop without a server; return its steps a second, processor seconds and tokens of a step."""
     loaded = load_model(model)
     targets = tuple(name for names in TARGETS.values() for name in names)
     spec = ModelSpec(LoraConfig(rank=RANK, alpha=ALPHA, targets=targets), 0)
     trained = TrainedModel(SharedBase(loaded.config, loaded.tensors), spec)
     begun = cpu = 0.0
+    tokens = 0
     for step in range(steps + WARM):
         if step == WARM:
-            begun, cpu = time.perf_counter(), time.process_time()
+            begun, cpu, tokens = time.perf_counter(), time.process_time(), 0
         data = [Datum(r[:-1], {"target_tokens": r[1:], "weights": np.ones(LENGTH, np.float32)}) for r in rows(step)]
-        trained.forward_backward(data, "cross_entropy", {}, forward_only=False)
+        logprobs, _ = trained.forward_backward(data, "cross_entropy", {}, forward_only=False)
+        tokens += sum(map(len, logprobs))
         trained.step(AdamStep(1e-3, (0.9, 0.95), 1e-12, 0.0, 0.0))
-    return steps / (time.perf_counter() - begun), (time.process_time() - cpu) / steps
+    return steps / (time.perf_counter() - begun), (time.process_time() - cpu) / steps, tokens // steps
 
 
-def one_client(url: str, seed: int, steps: int, ready: threading.Barrier) -> list[float]:
-    """Train one adapter; return when its first step began and when each ended."""
+def one_client(url: str, seed: int, steps: int, ready: threading.Barrier) -> tuple[list[float], int]:
+    """Train one adapter; return when its first step began and when each ended, and the tokens with log-probs."""
     with connected(url) as client:
+        tokens = 0
         trained, ends = client.create_lora_training_client("base", rank=RANK, seed=seed).result(), []
         for step in range(steps + WARM):
             if step == WARM:
@@ -187,21 +191,25 @@ def one_client(url: str, seed: int, steps: int, ready: threading.Barrier) -> lis
                 trained.forward_backward([*map(datum, rows(step))], "cross_entropy"),
                 trained.optim_step(ADAM),
             )
-            passed.result(), done.result()
+            outputs = passed.result().loss_fn_outputs
+            done.result()
             if step >= WARM:
                 ends.append(time.perf_counter())
-        return ends
+                tokens += sum(len(output["logprobs"].data) for output in outputs)
+        return ends, tokens
 
 
 def many_clients(server: ServerProcess, count: int, steps: int) -> dict[str, Any]:
     """Train ``count`` adapters at once; return the figures."""
     ready, before = threading.Barrier(count), server.cpu()
     with ThreadPoolExecutor(count) as pool:
-        ends = list(pool.map(lambda seed: one_client(server.url, seed, steps, ready), range(count)))
+        found = list(pool.map(lambda seed: one_client(server.url, seed, steps, ready), range(count)))
+    ends = [one for one, _ in found]
     begin, until = max(one[0] for one in ends), min(one[-1] for one in ends)
     done = [sum(begin < at <= until for at in one) for one in ends]
     last = max(one[-1] for one in ends)
     row: dict[str, Any] = {"what": "clients", "clients": count, "steps": steps * count}
+    row["tokens_per_step"] = sum(tokens for _, tokens in found) / (steps * count)
     row |= {"steps_per_second": steps * count / (last - begin), "fairness": min(done) / max(done)}
     row["server_cpu_seconds_per_step"] = (server.cpu() - before) / (count * (steps + WARM))
     return row | {"steps_per_second_per_client": row["steps_per_second"] / count}
@@ -254,9 +262,10 @@ def kills(model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def beside(alone: tuple[float, float], row: dict[str, Any]) -> list[dict[str, Any]]:
+def beside(alone: tuple[float, float, int], row: dict[str, Any]) -> list[dict[str, Any]]:
     """Print figures of clients beside those of the loop in this process, measured just before; return both rows."""
-    rate, spent = alone
+    rate, spent, tokens = alone
+    same_work({"in process": {"tokens": tokens}, "clients": {"tokens": row["tokens_per_step"]}})
     row |= {"over_in_process": row["steps_per_second"] / rate}
     print(
         f"{row['clients']} clients  {row['steps_per_second']:7.2f} steps/s in all, fairness {row['fairness']:.2f}, "

@@ -49,6 +49,7 @@ from driver import benchmark_parser, write_rows
 from machine import DTYPES, config_of, peak_allocated, random_model, wait
 from plain_model import PlainModel
 from torch import Tensor
+from work import same_work
 
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
@@ -61,8 +62,8 @@ HERE = Path(__file__).parent
 TOLERANCE = {"fp32": 2e-4, "bf16": 3e-2}
 LR, BETAS, CLIP = 1e-3, (0.9, 0.95), 1.0
 CHECKED = 3
-Step = Callable[[int], float]
-"""Train on batch i; the loss before the step."""
+Step = Callable[[int], tuple[float, int]]
+"""Train on batch i; the loss before the step, and the tokens that were trained on."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,12 @@ def tilth_engine(setting: Setting, work: Work, compile: bool) -> Step:
     section = OptimizerConfig(lr=LR, betas=BETAS, clip_norm=CLIP)
     engine = TrainEngine(model, section, total_steps=10**6, micro_tokens=16_384, compile=compile)
 
-    def step(i: int) -> float:
+    def step(i: int) -> tuple[float, int]:
         rows = work.batches[i % len(work.batches)]
         mask = np.concatenate([np.r_[0, np.ones(len(r) - 1)] for r in rows]).astype(np.uint8)
         loss = negative_log_likelihood(float(mask.sum()))
-        return engine.update(Jagged.of(rows), mask, {}, loss, entropy=False).loss
+        found = engine.update(Jagged.of(rows), mask, {}, loss, entropy=False)
+        return found.loss, found.tokens
 
     return step
 
@@ -145,7 +147,7 @@ def plain_loop(setting: Setting, work: Work, compile: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     forward = torch.compile(model, dynamic=not _equal(work)) if compile else model
 
-    def step(i: int) -> float:
+    def step(i: int) -> tuple[float, int]:
         ids, labels = padded(work.batches[i % len(work.batches)], setting.device)
         with setting.autocast():
             logits = forward(ids[:, :-1])
@@ -154,7 +156,7 @@ def plain_loop(setting: Setting, work: Work, compile: bool) -> Step:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss.detach()), int((labels != -100).sum())
 
     return step
 
@@ -183,14 +185,14 @@ def hugging_face(setting: Setting, work: Work, folder: str) -> Step:
     network.train()
     trainer.current_gradient_accumulation_steps = 1
 
-    def step(i: int) -> float:
+    def step(i: int) -> tuple[float, int]:
         ids, labels = padded(work.batches[i % len(work.batches)], setting.device)
         inputs = {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
         loss = trainer.training_step(network, inputs)
         trainer.accelerator.clip_grad_norm_(network.parameters(), CLIP)
         optimizer.step()
         network.zero_grad()
-        return float(loss)
+        return float(loss), int((labels != -100).sum())
 
     return step
 
@@ -221,29 +223,37 @@ def check(dtype: str, losses: dict[str, list[float]]) -> None:
 @dataclass
 class Timing:
     """What was seen of one contender: seconds of its first step, losses of the first steps, (seconds, processor time)
-    of each later one; or why it failed."""
+    of each later one, and the tokens of all; or why it failed."""
 
     first: float = 0.0
     losses: list[float] = field(default_factory=list)
     later: list[tuple[float, float]] = field(default_factory=list)
+    tokens: int = 0
     peak_bytes: int | None = None
     error: str | None = None
 
     def begin(self, step: Step, device: torch.device) -> None:
         """The first steps, whose losses are compared."""
         began = time.perf_counter()
-        self.losses = [step(0)]
+        done = [step(0)]
         wait(device)
         self.first = time.perf_counter() - began
-        self.losses += [step(i) for i in range(1, CHECKED)]
+        done += [step(i) for i in range(1, CHECKED)]
         wait(device)
+        self.losses, self.tokens = [loss for loss, _ in done], sum(tokens for _, tokens in done)
 
     def add(self, step: Step, i: int, device: torch.device) -> None:
         """One more step."""
         began, cpu = time.perf_counter(), time.process_time()
-        step(i)
+        _, tokens = step(i)
         wait(device)
+        self.tokens += tokens
         self.later.append((time.perf_counter() - began, time.process_time() - cpu))
+
+    @property
+    def work(self) -> dict[str, float]:
+        """Steps and tokens of all of them."""
+        return {"steps": len(self.losses) + len(self.later), "tokens": self.tokens}
 
     @property
     def best(self) -> tuple[float, float]:
@@ -279,6 +289,7 @@ def measure(
     """Rows of one case. peak: the device's rate at matmuls, in FLOP/s."""
     flops, rows = sequence_flops(setting.config, work.lengths).both, []
     well = {name: timing.best[0] for name, timing in found.items() if timing.error is None}
+    same_work({name: found[name].work for name in well})
     for name, timing in found.items():
         row = {**label, "case": work.name, "contender": name, "tokens": work.tokens, "error": timing.error}
         rows.append(row)

@@ -4,8 +4,8 @@
     python benchmarks/versions.py ../before --pairs 3 -- train.py --models 6M --contenders tilth --rounds 5
 
 What follows ``--`` runs in both folders, each with its own sources and its own script, ``--json`` added. Rows that
-carry the same texts are compared, in their order. A ratio is the speed of this version over that of the other: above
-1, this is faster.
+carry the same texts are compared, in their order, and only if they count the same work (``WORK``). A ratio is the speed
+of this version over that of the other: above 1, this is faster.
 """
 
 import json
@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from driver import benchmark_parser, write_rows
+from work import same_work
 
 HERE = Path(__file__).parents[1]
 FASTER_IF_MORE = ("per_s", "per_second", "tokens_per", "mfu")
 TIMES = ("seconds", "_s", "_ms")
+WORK = ("tokens", "samples", "steps", "bytes", "values", "episodes", "generated_tokens")
+"""Keys of a row that count what was done."""
 
 
 def rows_of(folder: Path, command: Sequence[str]) -> list[dict[str, Any]]:
@@ -65,6 +68,14 @@ def speeds(rows: Sequence[Mapping[str, Any]], keys: Collection[str]) -> dict[tup
     return found
 
 
+def work_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sums of what rows count, under the keys of ``WORK``."""
+    found = Counter[str]()
+    for row in rows:
+        found.update({key: row[key] for key in WORK if isinstance(row.get(key), int | float)})
+    return dict(found)
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, "one pair of a small benchmark, against this version itself")
     parser.add_argument(
@@ -79,6 +90,9 @@ def main() -> None:
         turns = reversed(folders) if pair % 2 else folders
         made = {which: rows_of(folders[which], command) for which in turns}
         keys = texts(made["this"]) & texts(made["other"])  # a version may have more columns than the other
+        counted = {which: work_of(rows) for which, rows in made.items()}
+        both = counted["this"].keys() & counted["other"].keys()
+        same_work({which: {kind: counted[which][kind] for kind in both} for which in folders})
         found = {which: speeds(made[which], keys) for which in folders}
         if not found["this"].keys() & found["other"].keys():
             raise SystemExit(f"{command[0]}: the two versions have no row in common")

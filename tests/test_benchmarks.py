@@ -1,9 +1,11 @@
 """Every benchmark starts and takes its options, and its quick form gives rows."""
 
+import ast
 import importlib.machinery
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -137,3 +139,78 @@ def test_the_quick_form_gives_rows(name, tmp_path):
     parts = len(script(name).PARTS) if name == "gpu.py" else 1  # each of them another one's quick form
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < parts * SECONDS
     assert [file.name for file in Path(tmp_path).iterdir()] == ["rows.json"]
+
+
+REPLACED = {
+    "corruption.py": {"span", "self.learner.engine", "self.learner.sharded"},
+    "trace_overhead.py": {"span", "launch"},
+}
+"""Script -> what of the package it changes: faults that it makes, each of which must be found; spans, which have no
+switch, in the steps that it counts none in."""
+ALONE = {"gpu.py", "memory.py"}
+"""Ratios that others computed, and of a prediction to what was measured."""
+
+
+def replaced(text):
+    """Owners, imported from the package or reached from there, of which a script replaces an attribute."""
+    tree, names = ast.parse(text), {"self.learner"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tilth":
+            names |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or "tilth" for alias in node.names if alias.name.split(".")[0] == "tilth"}
+    owners = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            owners += [target.value for target in targets if isinstance(target, ast.Attribute)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "mock.patch.object"):
+            owners.append(node.args[0])
+    return {text for text in map(ast.unparse, owners) if any(text == n or text.startswith(f"{n}.") for n in names)}
+
+
+def compares(text):
+    """Whether a script writes a ratio of contenders: a key such as over_trl or ratio."""
+    keys = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return any(isinstance(key, str) and re.fullmatch(r"(\w+_)?over_\w+|ratios?", key) for key in keys)
+
+
+def test_no_benchmark_replaces_functions_of_the_package():
+    """Runs may call others one day, and the benchmark then measures something else without a word."""
+    found = {file.name: owners for file in SCRIPTS.rglob("*.py") if (owners := replaced(file.read_text()))}
+    assert found == REPLACED
+
+
+@pytest.mark.parametrize(
+    "line", ["Engine.generate = f", "Engine.limit += 1", "setattr(e.Engine, 'poll', f)", "tilth.train = f"]
+)
+def test_a_replaced_function_is_seen(line):
+    assert replaced(f"import tilth\nimport tilth.rollout.engine as e\nfrom tilth.rollout.engine import Engine\n{line}")
+
+
+def test_what_belongs_to_others_may_be_replaced():
+    assert not replaced(
+        "from trl import Engine\nfrom tilth.core import batch\nEngine.limit = 3\nbatch = Engine()\nx = 1"
+    )
+
+
+def test_a_benchmark_that_writes_a_ratio_compares_the_work():
+    texts = {file.name: file.read_text() for file in SCRIPTS.glob("*.py")}
+    found = {name for name, text in texts.items() if compares(text)}
+    assert {"generate.py", "rl_vs_trl.py", "train.py", "versions.py"} <= found
+    assert not {name for name in found - ALONE if "same_work(" not in texts[name]}
+
+
+@pytest.mark.parametrize("other", [{"tokens": 100}, {"tokens": 99, "steps": 3}, {"tokens": math.nan, "steps": 3}])
+def test_unequal_work_has_no_ratio(other):
+    module = script("work.py")
+    module.same_work({"a": {"tokens": 100, "steps": 3}, "b": {"tokens": 100, "steps": 3}})
+    with pytest.raises(module.UnequalWork):
+        module.same_work({"a": {"tokens": 100, "steps": 3}, "b": other})
+
+
+def test_work_may_differ_by_a_share():
+    module = script("work.py")
+    module.same_work({"a": {"bytes": 100}, "b": {"bytes": 104}}, within=0.05)
+    with pytest.raises(module.UnequalWork):
+        module.same_work({"a": {"bytes": 100}, "b": {"bytes": 106}}, within=0.05)

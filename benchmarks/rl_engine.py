@@ -1,0 +1,31 @@
+"""The native engine with given lengths, a plugin of ``rl_tilth.py``: completions end where ``rl_task.py`` says."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_task import Task
+
+import tilth
+from tilth.models.config import DecoderConfig
+from tilth.rollout.engine import Engine
+from tilth.rollout.request import Request
+
+
+@tilth.engine("given_lengths")
+class GivenLengths(Engine):
+    """Ends every completion at its own given length and nowhere else; request ids count up from step to step."""
+
+    def __init__(self, config: DecoderConfig, *, task: str, **options: Any) -> None:
+        """task: file of the task, as JSON."""
+        super().__init__(config, **options)
+        self._task = Task.load(Path(task))
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        super().submit([self._cut(request) for request in requests])
+
+    def _cut(self, request: Request) -> Request:
+        step, place = divmod(request.id, self._task.samples)
+        most = min(request.params.max_tokens, self._task.lengths(step)[place])  # a probe asks for fewer
+        return replace(request, params=replace(request.params, max_tokens=most, stop_tokens=()))
