@@ -18,15 +18,12 @@ from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.checkpoint.directory import HELD
 from tilth.cli.export import write_model
-from tilth.config.load import from_dict
 from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
 from tilth.flows.model import MergedTensors, load_beginning, load_model
 from tilth.models.attention import PackedContext
-from tilth.models.config import DecoderConfig
-from tilth.models.converters import LowRank, converted
 from tilth.models.decoder import Decoder
-from tilth.models.hf import load_weights, save_pretrained
-from tilth.models.peft import CONFIG, TENSORS, load_adapter, save_adapter
+from tilth.models.hf import load_weights
+from tilth.models.peft import CONFIG, TENSORS, load_adapter
 from tilth.plan.lora import is_adapter
 from tilth.roles import state
 from tilth.roles.state import Learner
@@ -349,99 +346,6 @@ def test_folders_without_an_adapter(tmp_path, base, whole):
     with raises(ModelError, "--adapter"):
         write_model(str(base), tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
-
-
-def with_experts(family, targets=("*_proj",), **more):
-    """A model of experts whose adapters change something: its parameters without them, and the adapters."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    sizes |= {"num_experts": 3, "experts_per_token": 2, "expert_size": 8, "expert_layers": (0,), **more}
-    config = DecoderConfig(vocab_size=19, head_dim=8, family=family, **sizes)
-    lora = from_dict({"policy": {"lora": {**LORA, "targets": targets}}, "model": {"path": "x"}}).policy.lora
-    model = converted(Decoder(config), [LowRank(lora)])
-    model.init_weights_(0)
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    adapters = {name: torch.randn_like(own.pop(name)) / 4 for name in [*own] if is_adapter(name)}
-    load_weights(model, own | adapters)
-    return config, lora, model, own, adapters
-
-
-@pytest.mark.parametrize("family, more", [("qwen3_moe", {"qk_norm": True}), ("mixtral", {"intermediate_size": 8})])
-def test_peft_stacks_adapters_of_experts_and_has_the_logits(tmp_path, family, more):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    transformers = pytest.importorskip("transformers")
-    config, lora, model, own, adapters = with_experts(family, **more)
-    save_pretrained(tmp_path / "base", config, own)
-    (tmp_path / "adapter").mkdir()
-    save_adapter(tmp_path / "adapter", config, lora, adapters, "x")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    other = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
-    ids = torch.arange(3, 11)
-    ours = model.logits(model(ids, PackedContext([8])))
-    torch.testing.assert_close(ours, other(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
-    with other.disable_adapter():
-        assert not torch.allclose(ours, other(ids[None]).logits[0], rtol=1e-2)
-    found = load_adapter(tmp_path / "adapter", config)
-    assert found.tensors.keys() == adapters.keys()
-    assert all(torch.equal(found.tensors[name], adapters[name]) for name in adapters)
-    assert found.lora.rank == lora.rank and found.lora.alpha == lora.alpha
-
-
-@pytest.mark.parametrize(
-    "family, which, more",
-    [
-        ("qwen3_moe", ("gate_up_proj",), {"qk_norm": True}),
-        ("mixtral", ("gate_up_proj", "down_proj"), {"intermediate_size": 8}),
-        ("gpt_oss", ("down_proj", "gate_up_proj"), {"intermediate_size": 8, "qkv_bias": True, "o_bias": True}),
-    ],
-)
-def test_adapters_of_parameters_have_the_logits_of_peft(tmp_path, family, which, more):
-    """Stacks of experts that PEFT names as ``target_parameters``, gate and up as one matrix."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    transformers = pytest.importorskip("transformers")
-    config, _, _, own, _ = with_experts(family, **more)
-    save_pretrained(tmp_path / "base", config, own)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    names = [f"mlp.experts.{name}" for name in which]
-    other = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
-    for name, half in other.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(half, std=0.3)
-    other.save_pretrained(tmp_path / "adapter")
-    found = load_adapter(tmp_path / "adapter", config)
-    model = converted(Decoder(config), [LowRank(found.lora)])
-    load_weights(model, own | dict(found.tensors))
-    ids = torch.arange(3, 11)
-    ours = model.logits(model(ids, PackedContext([8])))
-    torch.testing.assert_close(ours, other(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
-    stored = load_file(tmp_path / "adapter" / TENSORS)
-    name = next(name for name in stored if "experts" in name)
-    save_file(stored | {name: stored[name][1:]}, tmp_path / "adapter" / TENSORS)
-    with raises(ModelError, "model.layers.0.mlp.experts.parameters"):
-        load_adapter(tmp_path / "adapter", config)
-
-
-@pytest.mark.parametrize(
-    "family, more, key",
-    [
-        ("gpt_oss", {}, "model.layers.0.mlp.experts.gate_proj.lora.A.peft"),
-        ("qwen3_moe", {"targets": ("gate_proj",)}, "peft.experts.pair"),
-        ("qwen3_moe", {"num_layers": 2}, "peft.experts.shared"),
-    ],
-)
-def test_experts_that_peft_cannot_adapt_are_refused(tmp_path, family, more, key):
-    config, lora, _, _, adapters = with_experts(family, **more)
-    with raises(ModelError, key):
-        save_adapter(tmp_path, config, lora, adapters, "x")
-
-
-def test_an_adapter_that_lacks_an_expert_is_named(tmp_path):
-    config, lora, _, _, adapters = with_experts("qwen3_moe")
-    save_adapter(tmp_path, config, lora, adapters, "x")
-    stored = load_file(tmp_path / TENSORS)
-    del stored["base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_B.weight"]
-    save_file(stored, tmp_path / TENSORS)
-    with raises(ModelError, "model.layers.0.mlp.experts.up_proj.lora.B.experts"):
-        load_adapter(tmp_path, config)
 
 
 # ---- recipes ----

@@ -15,22 +15,28 @@ from torch import Tensor
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError
 from tilth.models.config import DecoderConfig
-from tilth.plan.lora import INFIX, adapter_shapes, is_adapter, weight_of
+from tilth.plan.lora import INFIX, adapter_shapes, is_adapter, scale_of, weight_of
 from tilth.plan.shape import hf_experts, hf_fused, hf_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PLAIN: Mapping[str, Any] = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": None,
+_RIGHT: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others take s B A out of the base's weights
 }
-"""Key of adapter_config.json -> the one value that is supported, the default of PEFT."""
+"""Key of adapter_config.json -> values with which PEFT computes W + s B A."""
+_HARMLESS = frozenset(
+    {
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("r", "lora_alpha", "use_rslora", "lora_dropout"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
+        *("qalora_group_size", "megatron_core", "ensure_weight_tying"),
+    }
+)
+"""Keys of adapter_config.json that may have any value: what they choose is read from them or from the tensors, or acts
+with another key alone."""
 
 
 class StoredAdapter(NamedTuple):
@@ -48,8 +54,9 @@ def save_adapter(
     """Write adapters for ``PeftModel.from_pretrained``. base: reference of the model that they change.
 
     Those of experts are written one by one, under the names of their matrices; PEFT stacks them where transformers
-    stacks the experts, if it knows the family (those of Mixtral and Qwen MoE), and takes no dropout then.
-    ModelError: experts that PEFT cannot adapt so.
+    stacks the experts, if it knows the family (those of Mixtral and Qwen MoE), and takes no dropout then. It doubles
+    rank and alpha of gate and up, which changes alpha / sqrt(rank): the scale is written as alpha / rank. ModelError:
+    experts that PEFT cannot adapt so.
     """
     there, experts, fused = hf_names(shape), hf_experts(shape), hf_fused(shape)
     found, modules, stacked = dict[str, Tensor](), dict[str, None](), dict[str, None]()
@@ -64,6 +71,8 @@ def save_adapter(
             found[f"{_PREFIX}{path.removesuffix('.weight')}.lora_{name[-1]}.weight"] = part.contiguous()
         (stacked if of_experts else modules)[paths[0].removesuffix(".weight").rpartition(".")[2]] = None
     _check_stacked(shape, stacked, modules)
+    if stacked and lora.rslora:
+        lora = lora.model_copy(update={"rslora": False, "alpha": scale_of(lora) * lora.rank})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -74,8 +83,7 @@ def save_adapter(
         "target_modules": sorted({*modules, *stacked}),
         "lora_dropout": 0.0 if stacked else lora.dropout,
         "inference_mode": True,
-        "target_parameters": None,
-        **_PLAIN,
+        "bias": "none",
     }
     save_file(found, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
@@ -88,10 +96,13 @@ def _check_stacked(shape: DecoderConfig, stacked: Collection[str], others: Colle
         raise ModelError(f"{message}; export the merged weights instead", key="peft.experts.shared")
     if not stacked:
         return
-    gate_and_up = {path.split(".")[-2] for name, (path, *_) in hf_experts(shape).items() if "down_proj" not in name}
-    if 0 < len(gate_and_up & {*stacked}) < len(gate_and_up):
-        message = f"PEFT adapts {' and '.join(sorted(gate_and_up))} of experts together, and this adapter has one"
-        raise ModelError(f"{message}; export the merged weights instead", key="peft.experts.pair")
+    every = {path.split(".")[-2]: name for name, (path, *_) in hf_experts(shape).items()}
+    if any("down_proj" not in every[module] for module in stacked) and len(stacked) < len(every):
+        message = (
+            f"this adapter changes {' and '.join(sorted(stacked))} of experts, and PEFT adapts those of gate and up"
+        )
+        message = f"{message} only with all of {', '.join(sorted(every))}"
+        raise ModelError(f"{message}; export the merged weights instead", key="peft.experts.parts")
 
 
 def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> StoredAdapter:
@@ -102,30 +113,30 @@ def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> Sto
     try:
         config = json.loads((folder / CONFIG).read_text())
         _check(config)
-        names = config["target_modules"] or ()
+        tensors = dict(_renamed(load_file(folder / TENSORS), shape, folder))
+        if not tensors:
+            raise ModelError(f"{folder / TENSORS} is empty; it must hold an adapter's A and B", key=f"{TENSORS}.empty")
         lora = LoraConfig(
             rank=config["r"],
             alpha=float(config["lora_alpha"]),
             rslora=bool(config.get("use_rslora")),
             dropout=float(config.get("lora_dropout") or 0.0),
-            targets=(names,) if isinstance(names, str) else tuple(sorted(names)),
+            targets=tuple(sorted({weight_of(name).split(".")[-2] for name in tensors})),
         )
-        stored = load_file(folder / TENSORS)
-    except (ValueError, KeyError, TypeError, ValidationError, OSError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ValidationError, OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: cannot read the adapter: {error}", key=f"{folder.name}.adapter") from error
-    tensors = dict(_renamed(stored, shape, folder))
-    modules = dict.fromkeys(weight_of(name).split(".")[-2] for name in tensors)
-    lora = lora.model_copy(update={"targets": tuple(sorted(modules))})
     check_adapter(str(folder), tensors, adapter_shapes(shape, lora))
     return StoredAdapter(lora, tensors, str(folder))
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for what an adapter of another kind says of itself."""
-    for key, right in {"peft_type": "LORA", **_PLAIN}.items():
-        value = config.get(key, right)
-        if value != right and (value or right):  # an empty one is none
-            message = f"{CONFIG}: {key} = {json.dumps(value)} is not supported; it must be {json.dumps(right)}"
+    """Raise ModelError for a key with which PEFT may compute another thing than W + s B A."""
+    for key, value in config.items():
+        plain = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
+        right = _RIGHT.get(key, ())
+        if value and key not in _HARMLESS and plain not in right:  # an empty one is none
+            good = " or ".join(map(json.dumps, right)) or "unset"
+            message = f"{CONFIG}: {key} = {json.dumps(value)} may mean more than W + s B A; it must be {good}"
             raise ModelError(message, key=f"{CONFIG}.{key}")
 
 
