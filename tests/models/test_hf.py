@@ -97,6 +97,26 @@ def test_dtype_of_file_and_of_import(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("llama-none", "model.layers.1.mlp.up_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight"),
+        ("gpt-oss", "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_codes_of_a_quantisation_are_no_weights(name: str, tensor: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of the right shape, and without scales, which would be extra tensors."""
+    model = decoder(FAMILIES[name])
+    save_pretrained(tmp_path, model.config, model.state_dict())
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {tensor: stored[tensor].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_pretrained(tmp_path)
+    assert caught.value.key.endswith(".dtype") and ".1." in caught.value.key
+
+
 def test_fused_weights_are_exported_by_their_names(tmp_path: Path) -> None:
     model = decoder(FAMILIES["llama-biases"])
     model.fuse()

@@ -132,9 +132,9 @@ class LazyTensors(Unread):
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._fused:
-            return self._fused[name].part(self._file(name).get_slice(self._fused[name].name).get_shape())
+            return self._fused[name].part(self._header(name).get_shape())
         names = self._stacks.get(name, (name,))
-        found = [tuple(self._file(one).get_slice(self._stored.get(one, one)).get_shape()) for one in names]
+        found = [tuple(self._header(one).get_shape()) for one in names]
         for one, shape in zip(names, found):
             if shape != found[0]:
                 message = (
@@ -142,6 +142,15 @@ class LazyTensors(Unread):
                 )
                 raise ModelError(message, key=f"{one}.shape")
         return (len(names), *found[0]) if name in self._stacks else found[0]
+
+    def check_dtypes(self) -> None:
+        """Raise ModelError for the first tensor that is stored as codes of a quantisation."""
+        for name in self:
+            for one in self._stacks.get(name, (name,)):
+                kind, good = self._header(one).get_dtype(), tuple(_STORED.values())
+                if kind not in good:
+                    message = f"{self._directory / self._all[one]}: {one} is stored as {kind}; it must be one of "
+                    raise ModelError(f"{message}{', '.join(good)}: convert quantised weights first", key=f"{one}.dtype")
 
     def without(self, name: str) -> "LazyTensors":
         """Return all tensors but one, which is no stack."""
@@ -178,11 +187,18 @@ class LazyTensors(Unread):
             handle = _open_file(self._directory / file)
             self._open[file] = handle, frozenset(handle.keys())
         handle, names = self._open[file]
-        stored = self._fused[name].name if name in self._fused else self._stored.get(name, name)
-        if stored not in names:
+        if self._there(name) not in names:
             message = f"{self._directory / INDEX} says that tensor {name} is in {file}, and it is not"
             raise ModelError(message, key=f"{file}.{name}")
         return handle
+
+    def _there(self, name: str) -> str:
+        """Return the name of a tensor in its file, or of the fused one that holds it."""
+        return self._fused[name].name if name in self._fused else self._stored.get(name, name)
+
+    def _header(self, name: str) -> Any:
+        """Return shape and dtype of a tensor in its file, or of the fused one that holds it, unread."""
+        return self._file(name).get_slice(self._there(name))
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -207,7 +223,7 @@ def load_pretrained(
 
     dtype: of the tensors; None: as stored. values: the directory is a value model of ``save_pretrained``. Raises
     ModelError in one line for a missing directory or file, an unsupported architecture or rope type, missing, extra or
-    mis-shaped tensors, a corrupt file.
+    mis-shaped tensors, other dtypes than of floats, a corrupt file.
     """
     hf = read_config(directory)
     if values:
@@ -222,6 +238,7 @@ def load_pretrained(
     check_tensors(
         str(directory), parameter_shapes(config, value=values), {name: tensors.shape(name) for name in tensors}
     )
+    tensors.check_dtypes()
     return config, tensors
 
 
