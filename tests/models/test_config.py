@@ -11,10 +11,11 @@ from tests.errors import raises
 from tests.examples import examples
 from tests.models.tiny import FAMILIES, ROPES, shape
 from tilth.config.errors import RecipeError
+from tilth.config.plugins import shipped_families
 from tilth.config.schema import ModelConfig
 from tilth.core.errors import ModelError
 from tilth.models.config import DecoderConfig
-from tilth.models.family import new_config
+from tilth.models.family import family_of, new_config
 
 LOCAL_SCALED = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
@@ -86,16 +87,22 @@ def test_round_trip_of_any_config(
     assert DecoderConfig.from_hf(config.to_hf()) == config
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_keys_left_out_mean_what_transformers_means(family: str) -> None:
-    ours = DecoderConfig.from_hf({"model_type": family, **MINIMAL})
-    theirs = transformers.AutoConfig.for_model(family, **MINIMAL)
-    assert (ours.num_heads, ours.max_positions) == (8, theirs.max_position_embeddings)
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
-    if family != "mistral":  # 8 key heads of 8 query heads either way
-        assert ours.num_kv_heads == theirs.num_key_value_heads or family.startswith("qwen")
-    assert ours.rms_norm_eps == theirs.rms_norm_eps and ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+@pytest.mark.parametrize("name", shipped_families())
+def test_each_key_left_out_means_what_it_means_to_transformers(name: str) -> None:
+    needed = MINIMAL | {"hidden_size": 256, "num_attention_heads": 128, "num_hidden_layers": 12}
+    kind = transformers.CONFIG_MAPPING[family_of(name).hf_type]
+
+    def read_by_transformers(**hf: Any) -> dict[str, Any]:
+        return kind(**hf).to_dict()
+
+    whole = read_by_transformers(**needed)
+    fixed = {*needed, "architectures", "model_type", "transformers_version"}
+    assert len(whole.keys() - fixed) > 10
+    for key in sorted(whole.keys() - fixed):
+        less = {name: value for name, value in whole.items() if name != key and name not in fixed - needed.keys()}
+        theirs = read_by_transformers(**less)
+        assert DecoderConfig.from_hf({**less, "model_type": whole["model_type"]}) == DecoderConfig.from_hf(theirs), key
+    assert DecoderConfig.from_hf({**needed, "model_type": whole["model_type"]}) == DecoderConfig.from_hf(whole)
 
 
 def test_old_and_new_spelling_of_rope() -> None:
@@ -113,6 +120,7 @@ def test_old_and_new_spelling_of_rope() -> None:
 
 def test_old_qwen_windows_begin_at_max_window_layers() -> None:
     hf = {"model_type": "qwen2", **MINIMAL, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}
+    hf["num_key_value_heads"] = 8
     config = DecoderConfig.from_hf(hf)
     assert [config.window(i) for i in range(4)] == [None, None, None, 9]
     assert DecoderConfig.from_hf({**hf, "use_sliding_window": False}).window_layers == ()
@@ -144,12 +152,11 @@ def test_old_qwen_windows_begin_at_max_window_layers() -> None:
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha"),
         ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"model_type": "gpt_oss", "rope_scaling": None}, "rope_scaling"),
         ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_kv_heads"),
         ({"model_type": "deepseek_v3", "qk_rope_head_dim": 7}, "qk_rope_head_dim"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 0}, "kv_lora_rank"),
-        ({"model_type": "deepseek_v3", "v_head_dim": 300}, "value_dim"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 8, "v_head_dim": 300}, "value_dim"),
     ],
 )
 def test_what_is_refused_in_one_line(change: dict[str, Any], key: str) -> None:
@@ -158,10 +165,33 @@ def test_what_is_refused_in_one_line(change: dict[str, Any], key: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("name", shipped_families())
+def test_quantised_weights_are_refused_in_every_family(name: str, key: str) -> None:
+    hf = {"model_type": family_of(name).hf_type, **MINIMAL, "num_attention_heads": 128, "hidden_size": 256}
+    with raises(ModelError, key):
+        DecoderConfig.from_hf({**hf, key: {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"model_type": "deepseek_v3", "num_key_value_heads": 8, "first_k_dense_replace": 9},
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3]},
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 5},
+    ],
+)
+def test_without_a_layer_of_experts_a_model_is_dense(hf: dict[str, Any]) -> None:
+    config = DecoderConfig.from_hf({**MINIMAL, **hf})
+    assert (config.num_experts, config.expert_layers, config.dense_layers) == (0, (), (0, 1, 2, 3))
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
 @pytest.mark.parametrize(
     ("family", "change", "key"),
     [
         ("llama", {"qk_norm": True}, "qk_norm"),
+        ("qwen3_moe", {"sliding_window": 5, "window_layers": (0,)}, "window_layers"),
         ("llama", {"sliding_window": 5, "window_layers": (0,)}, "sliding_window"),
         ("qwen2", {"qkv_bias": False}, "qkv_bias"),
         ("qwen2", {"head_dim": 32}, "head_dim"),

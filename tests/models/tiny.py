@@ -122,10 +122,13 @@ FAMILIES: dict[str, DecoderConfig] = {
         o_bias=True,
     ),
     "deepseek-v3-biases": shape("deepseek_v3", qkv_bias=True, o_bias=True, tie_embeddings=True),
+    "deepseek-v3-dense": shape("deepseek_v3", num_experts=0, expert_layers=()),
     "mistral": shape("mistral"),
     "mistral-full": shape("mistral", sliding_window=None, window_layers=()),
     "mixtral": shape("mixtral"),
     "qwen3-moe": shape("qwen3_moe"),
+    "qwen3-moe-window": shape("qwen3_moe", sliding_window=5, window_layers=(0, 1, 2)),
+    "qwen3-moe-dense": shape("qwen3_moe", num_experts=0, expert_layers=()),
 }
 
 

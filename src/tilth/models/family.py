@@ -126,6 +126,8 @@ _KEYS = {
 }
 """Field of a config -> key of config.json, in all families."""
 
+_QUANTISED = ("quantization_config", "compression_config")
+
 
 _ELSEWHERE: dict[str, Any] = {"window_rope_theta": None, "scale_embeddings": False, "wide_qk_norm": False}
 """Field of a config -> its value in the families that do not name it."""
@@ -167,7 +169,8 @@ class Family:
     activation: str = "silu"
     activation_key: str = "hidden_act"
     windows: Literal["none", "all", "some", "alternate"] = "none"
-    """Layers that may have a sliding window. alternate: all but every ``period``-th one."""
+    """Layers that may have a sliding window. alternate: all but every ``period``-th one. With a default for
+    ``use_sliding_window`` that key of config.json switches them."""
     period: int = 0
     window_theta: str = ""
     """Key of config.json for the rotary base of layers with a window, which have no scaling; "": it is no other."""
@@ -253,12 +256,16 @@ class Family:
         check(activation == self.activation, self.activation_key, activation, self.activation)
         for key, right in self.only.items():
             check(get(key) is None or get(key) == right, key, get(key), str(right))
+        for key in _QUANTISED:
+            check(get(key) is None, key, get(key), "absent: convert quantised weights to bf16 first")
         window, layers = self._windows_from_hf(get, need(hf, "num_hidden_layers"))
         found: dict[str, Any] = {name: need(hf, key) for name, key in _NEEDED.items()}
         found |= {name: get(key) for name, key in {**_KEYS, **self.keys}.items() if get(key) is not None}
         flags = {one.name for one in fields(self.config) if isinstance(one.default, bool)}
         found |= {name: bool(found[name]) for name in flags & found.keys()}
         found |= {**rope, "sliding_window": window, "window_layers": layers}
+        if not more.get("expert_layers", True):
+            more["num_experts"] = 0
         return self.config(family=self.name, **{**found, **more}, **self.fixed)
 
     def _rope_from_hf(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,7 +316,8 @@ class Family:
         check(getattr(config, name) == value, name, getattr(config, name), f"{value} in family {self.name}")
 
     def _windows_from_hf(self, get: Callable[..., Any], layers: int) -> tuple[int | None, tuple[int, ...]]:
-        window = get("sliding_window")
+        off = "use_sliding_window" in self.defaults and not get("use_sliding_window")
+        window = None if off else get("sliding_window")
         if self.windows == "all" and window is not None:
             return window, tuple(range(layers))
         if self.windows == "alternate":
@@ -318,7 +326,7 @@ class Family:
             right = f"set, since layer_types has {_WINDOW}"
             check(window is not None or not found, "sliding_window", window, right)
             return window if found else None, found
-        if self.windows != "some" or window is None or not get("use_sliding_window", False):
+        if self.windows != "some" or window is None:
             return None, ()
         kinds = get("layer_types") or [_WINDOW if i >= get("max_window_layers") else _FULL for i in range(layers)]
         return window, tuple(i for i, kind in enumerate(kinds) if kind == _WINDOW)
@@ -330,7 +338,8 @@ class Family:
         if self.windows == "all":
             everywhere = tuple(range(config.num_layers)) if config.sliding_window is not None else ()
             self._must_be(config, "window_layers", everywhere)
-            return {"sliding_window": config.sliding_window}
+            switch = {"use_sliding_window": bool(everywhere)} if "use_sliding_window" in self.defaults else {}
+            return {"sliding_window": config.sliding_window, **switch}
         kinds = [_FULL if config.window(i) is None else _WINDOW for i in range(config.num_layers)]
         if self.windows == "alternate":
             window = config.sliding_window or self.defaults["sliding_window"]  # transformers needs one in any case

@@ -266,6 +266,7 @@ FAMILY = DeepSeekV3(
     },
     defaults={
         "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -282,5 +283,4 @@ FAMILY = DeepSeekV3(
         "topk_group": 4,
         "first_k_dense_replace": 3,
     },
-    only={"quantization_config": None},
 )

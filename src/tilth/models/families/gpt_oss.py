@@ -1,11 +1,12 @@
 """gpt-oss: attention sinks, a window in every other layer, experts with biases and a clamped SwiGLU, YaRN."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilth.models.config import DecoderConfig
+from tilth.models.config import DecoderConfig, check
 from tilth.models.decoder import Layer, WideRMSNorm
 from tilth.models.family import ATTENTION, EMBEDDING, END, NORMS, ExpertFamily, of_experts
 from tilth.models.moe import Experts, MoE
@@ -34,6 +35,12 @@ class ClampedLayer(Layer):
 
 class GptOss(ExpertFamily):
     """Family whose config.json always names a type of rope scaling."""
+
+    def from_hf(self, hf: Mapping[str, Any]) -> DecoderConfig:
+        scaled = hf.get("rope_parameters") or hf.get("rope_scaling", True)
+        right = "absent, or name a rope_type: null is no scaling to transformers 4 and YaRN to transformers 5"
+        check(scaled is not None, "rope_scaling", None, right)
+        return super().from_hf(hf)
 
     def to_hf(self, config: DecoderConfig) -> dict[str, Any]:
         found = super().to_hf(config)
@@ -103,7 +110,7 @@ FAMILY = GptOss(
             "original_max_position_embeddings": 4096,
         },
     },
-    only={"attention_bias": True, "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT, "quantization_config": None},
+    only={"attention_bias": True, "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT},
     windows="alternate",
     period=2,
 )

@@ -32,6 +32,7 @@ FAMILY = ExpertFamily(
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "rope_theta": 1e6,

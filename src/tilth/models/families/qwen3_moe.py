@@ -42,11 +42,12 @@ FAMILY = Qwen3MoE(
     defaults={
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
-        "max_window_layers": 28,
+        "use_sliding_window": False,
+        "num_key_value_heads": 4,
         "head_dim": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    windows="some",
+    windows="all",
 )
