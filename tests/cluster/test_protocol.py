@@ -134,7 +134,7 @@ def test_other_dimensions_can_be_the_ones_that_divide():
 def test_a_part_refers_only_to_the_payload_that_it_needs():
     handles = [Handle(f"tokens-{i}", 100) for i in range(4)]
     column = Column(
-        tuple(handles), np.repeat(np.arange(4, dtype=np.int16), 2), np.tile(np.arange(2, dtype=np.int32), 4)
+        tuple(handles), np.repeat(np.arange(4, dtype=np.int32), 2), np.tile(np.arange(2, dtype=np.int32), 4)
     )
     dealt = deal(ROWS, Mesh(("dp",), (2,)), evenly, [Batch({"id": np.arange(8)}, {"tokens": column})], {})
     first, second = (a.args[0].payload["tokens"] for a in dealt.arguments)
@@ -143,8 +143,17 @@ def test_a_part_refers_only_to_the_payload_that_it_needs():
     assert second.assemble(parts_of[2:]).values.tolist() == [20, 21, 30, 31]
 
 
+def test_a_part_of_more_handles_than_16_bits_count_refers_to_each():
+    count = 2**15 + 9
+    handles = tuple(Handle(f"{i}", 1) for i in range(count + 1))
+    column = Column(handles, np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.int32))
+    dealt = deal(ROWS, Mesh(("dp",), (1,)), evenly, [Batch({"id": np.arange(count)}, {"tokens": column})], {})
+    pruned = dealt.arguments[0].args[0].payload["tokens"]
+    assert [pruned.handles[i] for i in pruned.part] == list(handles[1:])
+
+
 def test_payload_of_no_rows_still_has_its_kind():
-    column = Column((Handle("a", 8), Handle("b", 8)), np.array([0, 1], np.int16), np.zeros(2, np.int32))
+    column = Column((Handle("a", 8), Handle("b", 8)), np.array([0, 1], np.int32), np.zeros(2, np.int32))
     batch = Batch({"id": np.arange(2)}, {"tokens": column})
     dealt = deal(ROWS, Mesh(("dp",), (3,)), evenly, [batch], {})
     empty = dealt.arguments[2].args[0].payload["tokens"]

@@ -131,6 +131,12 @@ def test_concat_shares_handles():
     assert lists(joined.read(store, "tokens")["tokens"]) == [[4], [1], [2, 3]]
 
 
+def test_a_batch_of_more_parts_than_16_bits_count_refers_to_each():
+    parts = [Batch({}, {"tokens": Column.whole(Handle(f"{i}", 1), 1)}) for i in range(2**15 + 9)]
+    column = concat(parts).payload["tokens"].take(np.array([2**15 + 8, 2**15, 3]))
+    assert [column.handles[i].key for i in column.part] == ["32776", "32768", "3"]
+
+
 def test_work_on_rows_reads_no_payload():
     store = ClosedStore()
     batch = concat([batch_of(store, [[1, 2], [3]]), batch_of(store, [[4]], first=2)])

@@ -162,7 +162,7 @@ def _pruned(column: Column) -> Column:
     if not len(column.part):
         return Column(column.handles[:1], column.part, column.row)
     used, part = np.unique(column.part, return_inverse=True)
-    return Column(tuple(column.handles[i] for i in used), part.astype(np.int16), column.row)
+    return Column(tuple(column.handles[i] for i in used), part.astype(column.part.dtype), column.row)
 
 
 def gather(how: Transfer, dealt: Deal, values: Sequence[Any]) -> Any:

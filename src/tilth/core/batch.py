@@ -97,7 +97,7 @@ class Column:
     @classmethod
     def whole(cls, handle: Handle, rows: int) -> "Column":
         """Return the column of all rows of one handle, in order."""
-        return cls((handle,), np.zeros(rows, np.int16), np.arange(rows, dtype=np.int32))
+        return cls((handle,), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
 
     def take(self, index: np.ndarray) -> "Column":
         """Select rows, of the same handles."""
@@ -190,6 +190,6 @@ def _concat_columns(columns: Sequence[Column]) -> Column:
     for column in columns:
         for handle in column.handles:
             handles.setdefault(handle, len(handles))
-    lookup = [np.array([handles[h] for h in c.handles], np.int16) for c in columns]
+    lookup = [np.array([handles[h] for h in c.handles], np.int32) for c in columns]
     part = np.concatenate([table[c.part] for table, c in zip(lookup, columns)])
     return Column(tuple(handles), part, np.concatenate([c.row for c in columns]))
