@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.serve.servers import TOOLS, WEATHER, client_of, model_folder, raw, running
 from tilth.cli.generate import GenerateOptions, complete
 from tilth.data.tokenizer import Tokenizer
+from tilth.serve.model import ServedModel
 from tilth.serve.openai import LONG
 
 HELLO = [{"role": "user", "content": "How are you?"}]
@@ -376,3 +377,12 @@ def test_too_many_stop_strings_are_told_as_such(address, model):
 def test_what_is_no_json_is_refused(address, body):
     found = httpx.post(f"{address}/completions", content=body)
     assert found.status_code == 400 and found.json()["error"]["param"]
+
+
+def test_more_completions_than_the_room_has_are_refused_before_any_is_made(address, model, monkeypatch):
+    made = []
+    monkeypatch.setattr(ServedModel, "encode", lambda *given, **more: made.append(given) or [1])
+    monkeypatch.setattr(ServedModel, "requests", lambda *given: made.append(given) or [])
+    for more in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True}):
+        status, said = raw(address, "/v1/completions", model=model, prompt=["a"] * 1024, n=128, **more)
+        assert (status, said["error"]["param"], made) == (400, "n", [])

@@ -67,11 +67,14 @@ class HttpAnswer:
         return {"prompt_tokens": self.prompts, "completion_tokens": tokens, "total_tokens": self.prompts + tokens}
 
 
+def check_count(room: EngineRoom, count: int) -> None:
+    """Raise HttpError 400 for more completions than the room can ever have, before any of them is made."""
+    if count > room.limits.most:
+        raise HttpError(400, f"{count} completions at once are more than the {room.limits.most} of this server", "n")
+
+
 def admit(room: EngineRoom, answer: HttpAnswer) -> list[Completion]:
-    """Take the requests of an answer. Raises HttpError: 400 for more than the room can ever have, 429."""
-    if len(answer.requests) > room.limits.most:
-        message = f"{len(answer.requests)} completions at once are more than the {room.limits.most} of this server"
-        raise HttpError(400, message, "n")
+    """Take the requests of an answer. Raises HttpError 429."""
     try:
         return room.admit(answer.requests)
     except Exception as error:  # as the answer's form has it

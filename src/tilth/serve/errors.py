@@ -12,6 +12,8 @@ from tilth.core.errors import DataError, TilthError
 Schema = TypeVar("Schema", bound=BaseModel)
 RETRY = {"Retry-After": "1"}
 BUSY = ("serve.full",)
+MOST = 1000
+"""Most wrong fields of a body that are looked at one by one."""
 FIELDS = {
     "request.max_tokens": "max_tokens",
     "request.prompt": "prompt",
@@ -71,7 +73,7 @@ def read(schema: type[Schema], body: bytes) -> Schema:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        found = wrong_fields(error)
         if found[0]["type"] == "json_invalid":
             raise HttpError(400, f"the body is not JSON: {found[0]['msg']}", "body", "json_invalid") from None
         value = json.loads(body)
@@ -80,6 +82,13 @@ def read(schema: type[Schema], body: bytes) -> Schema:
         deepest = fits.index(max(fits))  # of a union, the branch that fits best
         first, param = found[deepest], ".".join(paths[deepest]) or "body"
         raise HttpError(400, f"{param}: {_why(first)}", param, first["type"]) from None
+
+
+def wrong_fields(error: ValidationError) -> list[Mapping[str, Any]]:
+    """Return what is wrong with a body, by field; one sentence for more than ``MOST`` of them, which take long to list."""
+    if error.error_count() > MOST:
+        return [{"type": "combination", "loc": (), "msg": f"{error.error_count()} fields or values are wrong"}]
+    return [*error.errors(include_url=False)]
 
 
 def shortened(value: object) -> str:
@@ -104,7 +113,8 @@ def _path(wrong: Mapping[str, Any], value: Any) -> list[str]:
     place, named = [*wrong["loc"], *extra], wrong["type"] in ("missing", "combination")
     path = []
     for number, part in enumerate(place):
-        inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+        index = isinstance(value, list) and isinstance(part, int)  # a name in range(n) is compared n times
+        inside = 0 <= part < len(value) if index else isinstance(value, dict) and part in value
         if inside:
             value = value[part]
         elif not (named and number == len(place) - 1):

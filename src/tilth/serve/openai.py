@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from tilth.rollout.request import TextScores
-from tilth.serve.answers import HttpAnswer, admit, events, in_one
+from tilth.serve.answers import HttpAnswer, admit, check_count, events, in_one
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.chat import ChatChoice, called_schema, hears_calls
 from tilth.serve.errors import HttpError, http_error, read
@@ -73,6 +73,7 @@ class OpenAI:
     async def completions(self, request: HttpRequest) -> Response:
         """Continue texts or token ids."""
         body = read(CompletionBody, await request.body())
+        check_count(self.room, _texts(body.prompt) * (body.n or 1))
         adapter, prompts = (
             self.model.adapter(body.model),
             await self._encoded(request, self.model.texts, body.prompt, "prompt"),
@@ -105,6 +106,7 @@ class OpenAI:
     async def chat(self, request: HttpRequest) -> Response:
         """Answer a conversation."""
         body = read(ChatBody, await request.body())
+        check_count(self.room, body.n or 1)
         self.model.adapter(body.model)
         shown = None if body.tool_choice == "none" else body.tools
         variables = dict(body.chat_template_kwargs or {})
@@ -197,6 +199,11 @@ class OpenAI:
             self.model.adapter(body.model)
         self.model.check_ids(body.tokens, "tokens", "tokens")
         return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens, special=True)})
+
+
+def _texts(given: Any) -> int:
+    """Return the number of texts of a field. given: ``schemas.Texts``."""
+    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
 
 
 def _wants_usage(body: SampledBody) -> bool:

@@ -15,7 +15,8 @@ INT64 = 2**63
 
 Words = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
-
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""Token ids, of which the first wrong one is reported: bodies have room for millions."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,),
@@ -135,9 +136,9 @@ class SampledBody(Body):
 
 Texts = (
     str
-    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[TokenIds, Field(min_length=1)]
     | Annotated[list[str], Field(min_length=1, max_length=1024)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+    | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
 )
 """A text, token ids, or several of one kind."""
 
@@ -176,7 +177,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
@@ -277,4 +278,4 @@ class DetokenizeBody(Body):
     """Body of ``/detokenize``, vLLM's."""
 
     model: Words | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -20,7 +20,7 @@ class TextChoice:
         self, tokenizer: Tokenizer, index: int, request: Request, body: CompletionBody, scores: TextScores | None
     ) -> None:
         self.tokenizer, self.index, self.request, self.body = tokenizer, index, request, body
-        self.prompt = np.asarray(request.prompt, np.int64).tolist()
+        self.prompt = list(request.prompt)
         self._scores = scores
         params = request.params
         self._text = StreamedText(tokenizer, params.stop_tokens, params.stop)

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.serve.completion import RoomError
+from tilth.serve.errors import wrong_fields
 from tilth.service.bodies import (
     ClientBody,
     CreateBody,
@@ -92,7 +93,7 @@ def parsed(raw: bytes, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
-        first = error.errors()[0]
+        first = wrong_fields(error)[0]
         where = ".".join(map(str, first["loc"])) or "body"
         raise DataError(f"{where}: {first['msg']}", key=where) from None
 
