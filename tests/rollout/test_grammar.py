@@ -4,6 +4,7 @@ import json
 import random
 import string
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tilth.envs.calls import parse_calls
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
-from tilth.rollout.grammar import Grammars, added_tokens, grammar_of_calls
+from tilth.rollout.grammar import STOPS, Grammars, added_tokens, grammar_of_calls
 from tilth.rollout.protocol import EngineError
 from tilth.rollout.request import Request, SamplingParams
 
@@ -195,3 +196,20 @@ def test_calls_of_tools_follow_their_schemas(library, kind):
             assert call.arguments.get("b", "x") in ("x", "yy") and call.arguments.keys() <= ADD.keys()
             calls += 1
     assert calls > 10
+
+
+def test_whatever_end_tokens_requests_name_few_tokenizers_are_kept(library, monkeypatch):
+    tokenizer, kept = TOKENIZERS["characters"], weakref.WeakSet()
+
+    class Read:
+        eos_tokens = (0,)
+
+    def read(*given):
+        kept.add(found := Read())
+        return found
+
+    monkeypatch.setattr(Grammars, "_tokens", read)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    for stop in range(3 * STOPS):
+        grammars._read((stop,))
+    assert len(kept) == STOPS

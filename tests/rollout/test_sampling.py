@@ -139,7 +139,7 @@ def test_scaling_by_a_row_of_temperatures_equals_scaling_by_a_number():
 @pytest.mark.parametrize(
     "key, value",
     [("max_tokens", 0), ("temperature", -1.0), ("temperature", 1e-300), ("top_k", -1), ("top_p", 0.0),
-     ("top_p", 1e-300), ("min_p", 1.5), ("stop", ("",)), ("stop", "text")],
+     ("top_k", 2**63), ("stop_tokens", (2**63,)), ("top_p", 1e-300), ("min_p", 1.5), ("stop", ("",)), ("stop", "text")],
 )  # fmt: skip
 def test_impossible_params_are_named(key, value):
     with raises(DataError, key):

@@ -19,6 +19,7 @@ from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.flows.serving import ServeOptions, open_server
 from tilth.serve.app import BODY, AddressError, check_address, listen
+from tilth.serve.completion import RoomError
 from tilth.serve.errors import http_error
 
 TOKEN = "a secret"
@@ -111,7 +112,16 @@ def test_tools_that_a_template_cannot_list_are_refused(model, tmp_path):
 
 
 def test_a_traceback_of_a_worker_stays_here():
-    assert str(http_error(WorkerError("rank 0: it broke\nTraceback ..."))) == "rank 0: it broke"
+    for kind in (WorkerError, RoomError):
+        assert str(http_error(kind("rank 0: it broke\nTraceback ..."))) == "rank 0: it broke"
+
+
+def test_health_needs_no_token_so_it_has_no_traceback(model):
+    with running(model, token=TOKEN) as (server, address):
+        server.room.failure = WorkerError("rank 0: it broke\nTraceback ...", key="serve.advance")
+        found = httpx.get(f"{address.removesuffix('/v1')}/health")
+        server.room.failure = None
+        assert found.status_code == 503 and "it broke" in found.text and "Traceback" not in found.text
 
 
 def test_too_large_a_body_is_refused(guarded):

@@ -13,6 +13,7 @@ from tinker import types
 
 from tests.service.served import TOKENIZER, base, service, serving
 from tilth.config.schema import LoraConfig
+from tilth.core.errors import WorkerError
 from tilth.flows.model import load_model
 from tilth.serve.app import BODY
 from tilth.service.api import LARGEST
@@ -342,3 +343,61 @@ def test_openais_interface_is_on_the_same_server(server):
     body = {"model": listed[0]["id"], "prompt": "1+2=", "max_tokens": 4}
     assert httpx.post(f"{server.url}/v1/completions", json=body).json()["usage"]["completion_tokens"] <= 4
     assert "tilth_requests_total" in httpx.get(f"{server.url}/metrics").text
+
+
+LIMITS = [
+    ("asample", {"sampling_params": {"top_k": 2**63}}, "sampling_params.top_k"),
+    ("asample", {"sampling_params": {"stop": [2**63]}}, "sampling_params.stop"),
+    ("asample", {"sampling_params": {"seed": 2**63}}, "sampling_params.seed"),
+    ("asample", {"seq_id": 2**63}, "seq_id"),
+    ("asample", {"prompt": {"chunks": [{"tokens": [2**70]}]}}, "prompt.chunks"),
+    ("asample", {"target_prompt_logprobs": {"data": [2**70], "dtype": "int64"}}, "target_prompt_logprobs.data"),
+    ("asample", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [0, -1]}}, "target_prompt_logprobs"),
+    ("optim_step", {"model_id": "m", "seq_id": 2**31}, "seq_id"),
+    ("save_weights", {"model_id": "m", "seq_id": 1, "path": "p", "ttl_seconds": 10**17}, "ttl_seconds"),
+    ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 10**300}, "sampling_session_seq_id"),
+    ("retrieve_future", {"request_id": f"f/m/{'9' * 5000}"}, "request_id"),
+]
+
+
+@pytest.mark.parametrize("place, body, field", LIMITS)
+def test_a_number_without_end_is_refused_before_it_reaches_anything(server, place, body, field):
+    if place == "asample":
+        whole = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [3]}]}}
+        body = {**whole, "sampling_params": {"max_tokens": 2}, **body}
+    found = httpx.post(f"{server.url}/api/v1/{place}", json=body)
+    assert found.status_code == 400 and found.json()["key"].startswith(field), found.text
+    assert server.desk.room.restarts == 0
+
+
+def test_a_signature_may_have_any_letters(server):
+    found = httpx.get(f"{server.url}/api/v1/files/a/b/c/d?expires=1&signature=%C3%A9")
+    assert (found.status_code, found.json()["key"]) == (404, "link.signature")
+
+
+def test_a_traceback_of_a_worker_is_in_no_answer(server, client, monkeypatch):
+    broken = WorkerError("role train, rank 0: it broke\nTraceback (most recent call last): ...", key="train.create")
+
+    async def breaks(*given, **more):
+        raise broken
+
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=4).result()
+    monkeypatch.setattr(server.desk.room, "forward_backward", breaks)
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        trained.forward([*map(datum, rows(1))], "cross_entropy").result()
+    assert "it broke" in str(caught.value) and "Traceback" not in str(caught.value)
+    monkeypatch.setattr(server.desk.runner, "trouble", broken)
+    found = httpx.get(f"{server.url}/api/v1/healthz")
+    assert found.status_code == 503 and "Traceback" not in found.text
+
+
+def test_paths_are_counted_by_their_routes(server):
+    for number in range(20):
+        path = f"{number}{'A' * 2000}"
+        assert httpx.get(f"{server.url}/api/v1/files/r/k/n/{path}?expires=1&signature=x").status_code == 404
+        assert httpx.get(f"{server.url}/v1/models/{path}").status_code == 404
+        assert httpx.get(f"{server.url}/api/v1/{path}").status_code == 400
+        assert httpx.get(f"{server.url}/{path}").status_code == 404
+    page = httpx.get(f"{server.url}/metrics").text
+    assert "AAAA" not in page and 'path="/v1/models/{name:path}"' in page
+    assert 'path="/api/v1/files/{run}/{kind}/{name}/{file}"' in page

@@ -15,6 +15,8 @@ from tilth.rollout.stops import Decodes
 GRAMMAR = "%llguidance"
 SCHEMAS = 256
 """Compiled schemas that an engine keeps."""
+STOPS = 16
+"""Sets of end tokens for which it keeps the tokenizer as the library reads it, which is as large as the vocabulary."""
 _FUEL = 200_000
 """Work that a schema's compilation may cost, in the library's units: about 0.2 s, in which all other requests wait."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -98,14 +100,14 @@ class Grammars:
     def __init__(self, tokenizer: Decodes, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._compiled = lru_cache(SCHEMAS)(lambda schema, stops: self._compile(schema, stops))
-        self._read: dict[tuple[int, ...], Any] = {}
+        self._read = lru_cache(STOPS)(lambda stops: self._tokens(_library(), stops))
 
     def begin(self, schema: str, stops: tuple[int, ...]) -> Grammar:
         """Return the beginning of a completion. Raises DataError for a schema that cannot be followed.
 
         schema: text of a JSON schema, or of a grammar of the library, which begins with ``GRAMMAR``."""
         matcher = self._compiled(schema, stops).deep_copy()
-        found = Grammar(matcher, self._vocabulary, stops or tuple(self._read[stops].eos_tokens))
+        found = Grammar(matcher, self._vocabulary, stops or tuple(self._read(stops).eos_tokens))
         found.allowed()
         if found.stuck:
             why = matcher.get_error().partition("\n")[0]
@@ -114,15 +116,13 @@ class Grammars:
 
     def _compile(self, schema: str, stops: tuple[int, ...]) -> Any:
         library = _library()
-        if stops not in self._read:
-            self._read[stops] = self._tokens(library, stops)
         try:
             if schema.startswith(GRAMMAR):
                 grammar = library.LLMatcher.grammar_from_lark(schema)
             else:
                 grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
             limits = library.LLParserLimits(initial_lexer_fuel=_FUEL)
-            matcher = library.LLMatcher(self._read[stops], grammar, limits=limits)
+            matcher = library.LLMatcher(self._read(stops), grammar, limits=limits)
         except ValueError as error:
             raise _refused(schema, str(error)) from None
         if matcher.is_error():

@@ -56,7 +56,8 @@ class SamplingParams:
         _check(
             self.temperature == 0 or self.temperature >= TINY, "temperature", self.temperature, f"0, or from {TINY} on"
         )
-        _check(self.top_k >= 0, "top_k", self.top_k, "at least 0")
+        _check(0 <= self.top_k < 2**63, "top_k", self.top_k, "at least 0, and an int64")
+        _check(all(0 <= one < 2**63 for one in self.stop_tokens), "stop_tokens", self.stop_tokens, "token ids")
         _check(TINY <= self.top_p <= 1, "top_p", self.top_p, f"from {TINY} to 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _check(

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tilth.core.errors import TilthError
-from tilth.serve.errors import HttpError, http_error
+from tilth.serve.errors import HttpError, first_line, http_error
 
 if TYPE_CHECKING:  # torch, which processes of agents do without
     from tilth.serve.metrics import ServerMetrics
@@ -95,7 +95,7 @@ class Guarded:
             await refused.response()(scope, receive, sent)
         else:
             await self._app(scope, _limited(receive, self._most(scope["path"])), sent)
-        path = scope["path"] if "endpoint" in scope else "other"
+        path = getattr(scope.get("route"), "path", "other")  # the template: paths are the client's, without end
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.duration.observe(time.perf_counter() - begin)
 
@@ -162,7 +162,7 @@ def new_app(room: "EngineRoom", metrics: "ServerMetrics") -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         if room.failure is not None:
-            return HttpError(503, f"the engine room serves nobody any more: {room.failure}").response()
+            return HttpError(503, f"the engine room serves nobody any more: {first_line(room.failure)}").response()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

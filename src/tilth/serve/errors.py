@@ -60,12 +60,17 @@ def http_error(error: Exception) -> HttpError:
 
     key = error.key if isinstance(error, TilthError) else ""
     if isinstance(error, RoomError):
-        return HttpError(429 if key in BUSY else 503, str(error), code=key)
+        return HttpError(429 if key in BUSY else 503, first_line(error), code=key)
     if key in FIELDS or isinstance(error, DataError | EngineError):
         return HttpError(400, str(error), FIELDS.get(key), key)
     if isinstance(error, TilthError):
-        return HttpError(500, str(error).partition("\n")[0], code=key)  # a worker's traceback is not for clients
+        return HttpError(500, first_line(error), code=key)
     return HttpError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
+def first_line(error: Exception) -> str:
+    """Return what clients read of an error: behind the first line it may have a worker's traceback, stacks or log."""
+    return str(error).partition("\n")[0]
 
 
 def read(schema: type[Schema], body: bytes) -> Schema:
@@ -85,7 +90,7 @@ def read(schema: type[Schema], body: bytes) -> Schema:
 
 
 def wrong_fields(error: ValidationError) -> list[Mapping[str, Any]]:
-    """Return what is wrong with a body, by field; one sentence for more than ``MOST`` of them, which take long to list."""
+    """Return what is wrong with a body, by field; of more than ``MOST`` fields, which take long to list, the count."""
     if error.error_count() > MOST:
         return [{"type": "combination", "loc": (), "msg": f"{error.error_count()} fields or values are wrong"}]
     return [*error.errors(include_url=False)]

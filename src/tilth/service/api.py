@@ -12,8 +12,9 @@ from pydantic_core import from_json
 
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.serve.completion import RoomError
-from tilth.serve.errors import wrong_fields
+from tilth.serve.errors import first_line, wrong_fields
 from tilth.service.bodies import (
+    INT32,
     ClientBody,
     CreateBody,
     FinishBody,
@@ -68,7 +69,7 @@ def error_response(error: TilthError) -> JSONResponse:
         status = 429 if error.key == "serve.full" else 503
     if isinstance(error, DataError) and error.key == "seq_id.past":
         status = 410
-    return JSONResponse({"detail": str(error), "key": error.key}, status)
+    return JSONResponse({"detail": first_line(error), "key": error.key}, status)
 
 
 async def taken(request: Request) -> tuple[bytes, DataError | None]:
@@ -135,7 +136,7 @@ def _number(raw: bytes) -> tuple[str, int] | None:
     except ValueError:
         return None
     model, seq = (given.get("model_id"), given.get("seq_id")) if isinstance(given, dict) else (None, None)
-    return (model, seq) if isinstance(model, str) and type(seq) is int and seq >= 1 else None
+    return (model, seq) if isinstance(model, str) and type(seq) is int and 1 <= seq < INT32 else None
 
 
 class NamedErrorRoute(APIRoute):
@@ -182,7 +183,9 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
     @routes.get("/healthz")
     async def health() -> Response:
         trouble = desk.room.failure or desk.runner.trouble
-        return JSONResponse({"status": "ok"} if trouble is None else {"detail": str(trouble)}, 503 if trouble else 200)
+        if trouble is not None:
+            return JSONResponse({"detail": first_line(trouble)}, 503)
+        return JSONResponse({"status": "ok"})
 
     @routes.get("/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
@@ -297,7 +300,7 @@ def _check_step(body: StepBody) -> None:
 def _parsed(name: str) -> tuple[str, str, int]:
     """Return kind, owner and number of a request's name. DataError."""
     parts = name.split("/")
-    if len(parts) != 3 or parts[0] not in ("c", "f", "l", "s") or not parts[2].isdecimal():
+    if len(parts) != 3 or parts[0] not in ("c", "f", "l", "s") or not parts[2].isdecimal() or len(parts[2]) > 19:
         raise DataError(f"request_id={name!r} is none of this server", key="request_id")
     return parts[0], parts[1], int(parts[2])
 

@@ -1,8 +1,18 @@
 """Bodies of requests that travel as JSON, with the fields of the SDK's version 0.38. An unknown field is refused."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from tilth.serve.schemas import INT64, TokenId, TokenIds
+
+INT32 = 2**31
+Number = Annotated[int, Field(ge=0, lt=INT32)]
+"""Number of a model or a sampler in its session."""
+Place = Annotated[int, Field(ge=1, lt=INT32)]
+"""Place of a request among those of a model, int32 in Protocol Buffers."""
+Lifetime = Annotated[int, Field(gt=0, lt=INT32)]
+"""Seconds, of which a time can be made."""
 
 
 class ClientBody(BaseModel):
@@ -43,7 +53,7 @@ class CreateBody(ClientBody):
     """POST create_model. lora_config: None or rank 0: weights of its own."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: ClientLora | None = None
@@ -54,9 +64,9 @@ class LoadBody(ClientBody):
     """POST load_weights: into a model, or into a new one of a session."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: Place | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     path: str
@@ -80,7 +90,7 @@ class StepBody(ClientBody):
     """POST optim_step."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: Place
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
@@ -89,12 +99,12 @@ class SaveBody(ClientBody):
     """POST save_weights, save_weights_for_sampler and save_weights_external. path: the checkpoint's name."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: Place
     path: str | None = None
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     age_encryption_recipients: list[str] | None = None
 
@@ -103,7 +113,7 @@ class SamplingSessionBody(ClientBody):
     """POST create_sampling_session: of a checkpoint or of the base."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -111,7 +121,7 @@ class SamplingSessionBody(ClientBody):
 class TextChunk(ClientBody):
     """Tokens of a prompt."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class PromptBody(ClientBody):
@@ -128,20 +138,20 @@ class PromptBody(ClientBody):
 class ParamsBody(ClientBody):
     """Sampling parameters."""
 
-    max_tokens: int | None = Field(None, gt=0)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    max_tokens: int | None = Field(None, gt=0, lt=INT64)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: str | Annotated[list[str] | list[TokenId], Field(max_length=64)] | None = None
     temperature: FiniteFloat = Field(1.0, ge=0)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=INT64)
     top_p: FiniteFloat = Field(1.0, gt=0, le=1)
 
 
 class TargetsBody(ClientBody):
     """Tokens whose log-probs are asked for, [prompt - 1, K]."""
 
-    data: list[int]
+    data: TokenIds
     dtype: Literal["int64"]
-    shape: list[int] | None = None
+    shape: list[Number] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
 
@@ -150,7 +160,7 @@ class SampleBody(ClientBody):
     """POST asample."""
 
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: int = Field(ge=0, lt=INT64)
     num_samples: int = Field(1, ge=1, le=512)
     prompt: PromptBody
     sampling_params: ParamsBody
@@ -192,4 +202,4 @@ class FinishBody(ClientBody):
 class LifetimeBody(ClientBody):
     """PUT checkpoints/ID/ttl; None: for ever."""
 
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None

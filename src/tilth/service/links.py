@@ -32,7 +32,7 @@ class Links:
 
     def check(self, place: str, file: str, expires: int, signature: str) -> None:
         """Raise CheckpointError for a link that is not this server's, or no longer valid."""
-        if not hmac.compare_digest(signature, self._signature(place, file, expires)):
+        if not hmac.compare_digest(signature.encode(), self._signature(place, file, expires).encode()):
             raise CheckpointError("the link's signature is wrong; ask for a new one", key="link.signature")
         if expires < time.time():
             raise CheckpointError("the link is no longer valid; ask for a new one", key="link.expired")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tilth.core.errors import DataError, TilthError
+from tilth.serve.errors import first_line
 from tilth.service.log import Record, RequestLog
 
 KEPT = 256
@@ -38,7 +39,7 @@ class StoredAnswer(NamedTuple):
     @classmethod
     def failure(cls, error: Exception, category: str) -> "StoredAnswer":
         """Return the answer to a request that failed. category: whose fault it is, "user" or "server"."""
-        return cls(json.dumps({"error": str(error), "category": category}).encode(), error=True)
+        return cls(json.dumps({"error": first_line(error), "category": category}).encode(), error=True)
 
 
 @dataclass
