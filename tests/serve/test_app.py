@@ -7,18 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager, suppress
 
 import httpx
 import openai
 import pytest
+import uvicorn
 
 from tests.errors import raises
 from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.flows.serving import ServeOptions, open_server
-from tilth.serve.app import BODY, AddressError, check_address, listen
+from tilth.serve.app import BODY, AddressError, PatientProtocol, bare_app, check_address, listen
 from tilth.serve.completion import RoomError
 from tilth.serve.errors import http_error
 
@@ -145,6 +148,82 @@ def test_without_a_token_it_is_this_machine_only(model):
         for method, path in (("GET", "/v1/completions"), ("GET", "/v2")):
             found = httpx.request(method, address.removesuffix("/v1") + path)
             assert found.status_code in (404, 405) and found.json()["error"]["message"]
+
+
+ORIGINS = [("http://localhost:3000", 200), ("http://127.0.0.1", 200), ("https://[::1]:1", 200), ("null", 403)]
+ORIGINS += [("https://evil.example", 403), ("http://localhost.evil.example:80", 403), (b"\xff", 403)]
+
+
+def test_without_a_token_pages_of_other_machines_are_refused(model, guarded):
+    with running(model) as (_, address):
+        for origin, status in ORIGINS:
+            found = httpx.get(f"{address}/models", headers={"Origin": origin})
+            assert found.status_code == status, origin
+            assert status == 200 or found.json()["error"]["param"] == "origin"
+    headers = {"Origin": "https://evil.example", "Authorization": f"Bearer {TOKEN}"}
+    assert httpx.get(f"{guarded}/models", headers=headers).status_code == 200
+
+
+@contextmanager
+def patient(app):
+    """A server of an application; yields its port."""
+    door = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="critical", http=PatientProtocol))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]})
+    thread.start()
+    try:
+        yield door.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("begin", [b"", HEAD, HEAD + b"\r\n" + HEAD], ids=["nothing", "part", "second"])
+def test_a_connection_ends_whose_headers_do_not(monkeypatch, begin):
+    monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
+    with patient(bare_app()) as port, socket.create_connection(("127.0.0.1", port), patience(20)) as client:
+        client.sendall(begin)
+        with suppress(ConnectionError):
+            while client.recv(1 << 16):  # raises TimeoutError while it stays open
+                pass
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_stream_ends_whose_client_reads_nothing(monkeypatch, reads):
+    monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
+    left = threading.Event()
+
+    async def app(scope, receive, send):
+        async def until_gone():
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.ensure_future(until_gone())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(1 << 18), "more_body": True})
+            await asyncio.sleep(0)
+        left.set()
+
+    with patient(app) as port, socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(HEAD + b"\r\n")
+        if reads:
+            end = time.monotonic() + 0.6
+            while time.monotonic() < end:
+                assert client.recv(1 << 16)
+                time.sleep(0.01)
+            client.close()
+        assert left.wait(patience(20))
+
+
+def test_a_body_ends_that_does_not_go_on(monkeypatch, model):
+    monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
+    with running(model) as (server, _), socket.create_connection(server.door.getsockname(), patience(20)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        assert b" 408 " in client.recv(1 << 16).partition(b"\r\n")[0]
 
 
 def asked(model, most, **more):

@@ -4,15 +4,14 @@ import asyncio
 import errno
 import hmac
 import ipaddress
-import math
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
@@ -20,6 +19,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilth.core.errors import TilthError
 from tilth.serve.errors import HttpError, first_line, http_error
@@ -34,6 +34,9 @@ GRACE = 30.0
 """Seconds in which requests may finish when the server is asked to end."""
 LEFT = 499
 """Status of a request whose client has left."""
+SILENCE = 60.0
+"""Seconds after which a connection is closed whose client does not go on: with the headers or the body of a request,
+or with reading an answer."""
 OPEN = ("/health",)
 """Paths that need no token."""
 SIGNED = "/api/v1/files/"
@@ -67,16 +70,15 @@ def _is_here(host: str) -> bool:
 class Guarded:
     """ASGI application that checks the token, the Host header and the size of the body, and counts answers.
 
-    A page of a browser could reach a server without a token under another name (DNS rebinding), so that one answers
-    only to names of this machine. largest: most bytes of a body; free: paths
-    whose routes limit their bodies themselves.
+    A page of a browser could reach a server without a token under another name (DNS rebinding), or send it requests
+    without reading the answers, so that one answers only to names of this machine and to its pages. largest: path ->
+    most bytes of a body, ``BODY`` for others.
     """
 
     def __init__(
-        self, app: Any, token: str, metrics: "ServerMetrics", largest: int = BODY, free: Collection[str] = ()
+        self, app: Any, token: str, metrics: "ServerMetrics", largest: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         self._app, self._token, self._metrics, self._largest = app, token.encode(), metrics, largest
-        self._free = free
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -94,39 +96,47 @@ class Guarded:
         if refused is not None:
             await refused.response()(scope, receive, sent)
         else:
-            await self._app(scope, _limited(receive, self._most(scope["path"])), sent)
+            await self._app(scope, _limited(receive, self._largest.get(scope["path"], BODY)), sent)
         path = getattr(scope.get("route"), "path", "other")  # the template: paths are the client's, without end
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.duration.observe(time.perf_counter() - begin)
 
-    def _most(self, path: str) -> float:
-        return math.inf if path in self._free else self._largest
-
     def _refused(self, path: str, headers: dict[str, bytes]) -> HttpError | None:
-        length = headers.get("content-length", b"0")
-        if not length.isdigit() or int(length) > self._most(path):
-            message = f"the body has {length.decode('latin-1')} bytes, the limit is {self._largest}"
-            return HttpError(413, message, "body")
+        length, most = headers.get("content-length", b"0"), self._largest.get(path, BODY)
+        if not length.isdigit() or int(length) > most:
+            return HttpError(413, f"the body has {length.decode('latin-1')} bytes, the limit is {most}", "body")
         if path in OPEN or path.startswith(SIGNED):
             return None
         if not self._token:
-            name = headers.get("host", b"").decode("latin-1")
-            good = _is_here(PORT.sub("", name).strip("[]").lower())
-            return None if good else HttpError(403, f"without a token this server is 127.0.0.1, not {name}", "host")
+            return _elsewhere(headers)
         given = SCHEME.sub(b"", headers.get("authorization", b"")) or headers.get("x-api-key", b"")
         if hmac.compare_digest(given, self._token):
             return None
         return HttpError(401, "the token is missing or wrong: Authorization: Bearer TOKEN", code="invalid_api_key")
 
 
+def _elsewhere(headers: Mapping[str, bytes]) -> HttpError | None:
+    """Return the refusal of a request that names another machine, or comes from a page of one."""
+    name, origin = (headers.get(one, b"").decode("latin-1") for one in ("host", "origin"))
+    if not _is_here(PORT.sub("", name).strip("[]").lower()):
+        return HttpError(403, f"without a token this server is 127.0.0.1, not {name}", "host")
+    if origin and not _is_here(PORT.sub("", origin.partition("://")[2]).strip("[]").lower()):
+        return HttpError(403, f"without a token this server answers no pages of {origin}; give it one", "origin")
+    return None
+
+
 def _limited(receive: Any, largest: float) -> Any:
-    """Return a receive that refuses bodies that grow beyond the limit without having said so."""
-    seen = 0
+    """Return a receive that refuses bodies that grow beyond the limit without having said so, and those that stop."""
+    seen, more = 0, True
 
     async def limited() -> Any:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
+        nonlocal seen, more
+        try:
+            async with asyncio.timeout(SILENCE if more else None):  # behind the body it waits for the client to leave
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(408, f"the body has not gone on for {SILENCE:g} seconds", "body") from None
+        seen, more = seen + len(message.get("body", b"")), message.get("more_body", False)
         if seen > largest:
             raise HttpError(413, f"the body is longer than {largest} bytes", "body")
         return message
@@ -200,6 +210,42 @@ def event_stream(events: AsyncIterator[str]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
+class PatientProtocol(H11Protocol):
+    """HTTP of one connection, which ends when its client neither completes the headers of a request nor reads on."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to watch."""
+        super().connection_made(transport)
+        self._paused, self._resumed = False, 0
+        self._seen: tuple[Any, ...] | None = None
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Note that the client reads less than it is sent."""
+        self._paused = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read."""
+        self._paused, self._resumed = False, self._resumed + 1
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        """End the connection if it waits for its client as it did ``SILENCE`` seconds ago."""
+        waits = self._paused or self.cycle is None or self.cycle.response_complete
+        now = (self.cycle, self._resumed, self.transport.get_write_buffer_size()) if waits else None
+        if now is not None and now == self._seen:
+            self.transport.abort()  # not close, which waits until all is read
+            return
+        self._seen = now
+        self._timer = self.loop.call_later(SILENCE, self._watch)
+
+
 class HttpServer(uvicorn.Server):
     """A server whose room ends with it: asked to end, it takes nothing more and lets requests finish for ``GRACE``."""
 
@@ -214,6 +260,7 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=late,
+                http=PatientProtocol,
             )
         )
         self.room, self.door = room, door

@@ -1,5 +1,6 @@
 """Routes of Tinker's API, as its SDK 0.38 calls them. What is not offered is refused with a sentence."""
 
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -39,7 +40,9 @@ PREFIX = "/api/v1"
 LARGEST = 64 * 2**20
 """Most bytes of a body: a batch of training data."""
 NUMBERED = tuple(f"{PREFIX}/{name}" for name in ("forward_backward", "optim_step", "load_weights", *CHECKPOINTS))
-"""Routes of requests with a place among those of a client, which a refused one has too: they limit their bodies."""
+"""Routes of requests with a place among those of a client, which a refused one has too."""
+BODIES: Mapping[str, float] = {**dict.fromkeys(NUMBERED, math.inf), f"{PREFIX}/asample": LARGEST}
+"""Route -> most bytes of a body; infinite for one that limits its bodies itself."""
 REFUSED: Mapping[str, str] = {
     "publish": "checkpoints of this server are not published; give others the files of save_weights_external",
     "project": "this server has no projects",

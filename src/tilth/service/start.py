@@ -16,7 +16,7 @@ from tilth.flows.model import load_model
 from tilth.flows.serving import ServeOptions, open_app
 from tilth.runs.model_refs import fingerprint
 from tilth.serve.app import Guarded, HttpServer
-from tilth.service.api import LARGEST, NUMBERED, router
+from tilth.service.api import BODIES, router
 from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.desk import TrainingDesk
 from tilth.service.folders import ServiceFolder
@@ -95,6 +95,4 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     assert isinstance(made.room, TrainRoom)
     desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), train.limits)
     made.app.include_router(router(desk, Links(folder.secret)))
-    return TrainServer(
-        Guarded(made.app, options.token, made.metrics, LARGEST, NUMBERED), made.room, made.door, desk
-    ), made.address
+    return TrainServer(Guarded(made.app, options.token, made.metrics, BODIES), made.room, made.door, desk), made.address
