@@ -18,6 +18,7 @@ from tilth.flows.model import load_model
 from tilth.serve.app import BODY
 from tilth.service.api import LARGEST
 from tilth.service.base import ALPHA, TARGETS
+from tilth.service.desk import FACTS
 from tilth.service.folders import CheckpointPath
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
 from tilth.service.wire import Datum
@@ -401,3 +402,22 @@ def test_paths_are_counted_by_their_routes(server):
     page = httpx.get(f"{server.url}/metrics").text
     assert "AAAA" not in page and 'path="/v1/models/{name:path}"' in page
     assert 'path="/api/v1/files/{run}/{kind}/{name}/{file}"' in page
+
+
+def test_silent_sessions_without_models_make_place_for_new_ones(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.service.desk.SESSIONS", 3)
+
+    def begin(**more):
+        return httpx.post(f"{server.url}/api/v1/create_session", json={"sdk_version": "0", "tags": [], **more})
+
+    with serving(model, tmp_path, name="Org/small") as server:
+        first, *others = [begin().json()["session_id"] for _ in range(3)]
+        sampler = {"session_id": first, "sampling_session_seq_id": 0, "base_model": "Org/small"}
+        assert httpx.post(f"{server.url}/api/v1/create_sampling_session", json=sampler).status_code == 200
+        assert (found := begin()).status_code == 429 and found.json()["key"] == "service.sessions"
+        httpx.post(f"{server.url}/api/v1/sessions/{first}/finish", json={})
+        last = begin().json()["session_id"]
+        assert [*server.desk.sessions] == [*others, last] and not server.desk.samplers.samplers
+        assert sorted(path.name for path in (tmp_path / "sessions").iterdir()) == sorted([*others, last])
+        assert (found := begin(user_metadata={"a": "b" * FACTS})).status_code == 400
+        assert found.json()["key"] == "user_metadata"

@@ -1,6 +1,7 @@
 """Queues and logs of clients, without a server."""
 
 import asyncio
+import os
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.service.log import Record, RequestLog
-from tilth.service.queues import KEPT, BusyError, RequestQueue, StoredAnswer, next_of
+from tilth.service.queues import FRESH, KEPT, BusyError, RequestQueue, StoredAnswer, next_of
 
 
 def queue(folder, name="a", **more):
@@ -102,6 +103,41 @@ def test_old_answers_are_dropped(tmp_path):
         mine.accept(2, "step", b"", None, 1)
 
 
+@in_loop
+def test_answers_have_a_limit_of_bytes_and_the_newest_is_kept(tmp_path):
+    mine = queue(tmp_path, ordered=False)
+    waiting = [mine.accept(seq, "sample", b"", None, 1) for seq in range(1, 5)]
+    for number in (1, 2, 3, 0):
+        mine.finish(waiting[number], StoredAnswer(bytes(FRESH // 3)))
+    assert mine.fresh > FRESH
+    mine.shorten()
+    assert list(mine.operations) == [3, 4, 1] and mine.fresh == 0
+    mine.finish(mine.accept(5, "sample", b"", None, 1), StoredAnswer(bytes(FRESH + 1)))
+    mine.shorten()
+    assert list(mine.operations) == [5] == list(queue(tmp_path).operations)
+
+
+@in_loop
+def test_a_number_far_ahead_waits_for_nothing(tmp_path):
+    mine = queue(tmp_path, most=4)
+    with raises(BusyError, "seq_id.early"):
+        mine.accept(5, "step", b"", None, 1)
+    mine.accept(4, "step", b"", None, 1)
+    mine.finish(mine.accept(1, "step", b"", None, 1), StoredAnswer(b""))
+    mine.accept(5, "step", b"", None, 1)
+
+
+def test_logs_hold_no_descriptor(tmp_path):
+    held = len(os.listdir("/proc/self/fd"))
+    logs = [RequestLog(tmp_path / str(number) / "log") for number in range(9)]
+    for log in logs:
+        log.append(Record({"seq": 1}, b"one"))
+        log.replace([Record({"seq": 2}, b"two")])
+        log.append(Record({"seq": 3}, b"three"))
+    assert len(os.listdir("/proc/self/fd")) == held
+    assert [one.body for log in logs for one in RequestLog(log.path).records] == [b"two", b"three"] * 9
+
+
 @given(records=st.lists(st.binary(max_size=40), max_size=6), cut=st.integers(0, 300), flip=st.booleans())
 def test_a_torn_log_has_the_records_before(tmp_path_factory, records, cut, flip):
     path = tmp_path_factory.mktemp("log") / "log"
@@ -109,7 +145,6 @@ def test_a_torn_log_has_the_records_before(tmp_path_factory, records, cut, flip)
     for number, body in enumerate(records):
         log.append(Record({"seq": number}, body), durable=False)
         ends.append(log.size)
-    log.close()
     raw = bytearray(path.read_bytes())
     at = min(cut, len(raw))
     if flip and at < len(raw):
@@ -119,7 +154,6 @@ def test_a_torn_log_has_the_records_before(tmp_path_factory, records, cut, flip)
     whole = sum(end <= at for end in ends) - 1 if not flip or at < len(raw) else len(records)
     assert [record.body for record in found.records] == records[:whole]
     found.append(Record({"seq": -1}, b"new"))
-    found.close()
     assert [record.body for record in RequestLog(path).records] == [*records[:whole], b"new"]
 
 

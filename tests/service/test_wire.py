@@ -15,6 +15,7 @@ from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.service.wire import (
     MESSAGES,
+    MOST,
     SampledTokens,
     Samples,
     Topk,
@@ -126,3 +127,24 @@ def test_model_and_number_are_read_from_the_beginning_of_a_body(model, seq, behi
     assert place_of(whole + behind) == (model, seq)
     assert place_of(whole[:-cut]) is None
     assert place_of(behind) is None or behind[:1] == b"\n"
+
+
+def odd(**fields):
+    """A request whose one column has these fields."""
+    found = request()
+    column = found.data[0].loss_fn_inputs["target_tokens"]
+    column.Clear()
+    column.MergeFrom(type(column)(**fields))
+    return found.SerializeToString()
+
+
+def test_shapes_without_end_are_refused():
+    with raises(DataError, "data[0].target_tokens.shape"):
+        read_train_request(odd(dtype=2, dense=b"", shape=[2**32, 2**32]))  # whose product is 0 in 64 bits
+    sparse = {"crow_indices": np.zeros(2, np.int64).tobytes()}
+    with raises(DataError, "data[0].target_tokens.shape"):
+        read_train_request(odd(dtype=2, sparse_csr=sparse, shape=[1, 2**40]))
+    many = request()
+    many.data.extend([many.data[0]] * MOST)
+    with raises(DataError, "data.count"):
+        read_train_request(many.SerializeToString())

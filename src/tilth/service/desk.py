@@ -5,6 +5,7 @@ those that sample.
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -18,12 +19,16 @@ from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.bodies import CreateBody, LoadBody, OptimizerKind, SampleBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
 from tilth.service.losses import check_data, options_of
-from tilth.service.queues import Operation, StoredAnswer
+from tilth.service.queues import BusyError, Operation, StoredAnswer
 from tilth.service.room import TrainRoom
 from tilth.service.runner import Client, ClientRunner
 from tilth.service.samplers import SamplerDesk, WeightSampler
 from tilth.service.wire import place_of, read_train_request
 
+SESSIONS = 4096
+"""Sessions without models that are kept."""
+FACTS = 1 << 16
+"""Most bytes of what a session tells of itself, which is kept in memory."""
 WAIT = 20.0
 """Seconds that a request for an answer waits for it."""
 
@@ -60,10 +65,32 @@ class TrainingDesk:
         for name, held in self.sessions.items():
             if key and held.get("key") == key:
                 return name
+        if (size := len(json.dumps(about))) > FACTS:
+            message = f"user_metadata and tags of a session have {size} bytes, the limit is {FACTS}: send less"
+            raise DataError(message, key="user_metadata")
+        self._forget_session()
         name = f"s{secrets.token_hex(8)}"
         self.sessions[name] = {**about, "time": utc_now("microseconds"), "key": key, "status": "active"}
         write_json(self.folder.entry("sessions", name) / ABOUT, self.sessions[name])
+        self.runner.hear(name)
         return name
+
+    def _forget_session(self) -> None:
+        """Forget the oldest silent session without models, samplers too, if there are ``SESSIONS``. BusyError: all of
+        them are alive."""
+        training = {client.session for client in self.clients.values()}
+        others = [name for name in self.sessions if name not in training]
+        if len(others) < SESSIONS:
+            return
+        busy = {one.session for one in self.samplers.samplers.values() if one.running}
+        old = next((name for name in others if name not in busy and self.runner.silent(name)), None)
+        if old is None:
+            raise BusyError(f"{len(others)} sessions are alive; end some, or ask again later", key="service.sessions")
+        for sampler in [one for one in self.samplers.samplers.values() if one.session == old]:
+            self.samplers.drop(sampler)
+        self.folder.remove(self.folder.entry("sessions", old))
+        self.runner.forget(old)
+        del self.sessions[old]
 
     def session(self, name: str) -> dict[str, Any]:
         """Return the facts of a session. CheckpointError: there is none."""

@@ -34,9 +34,8 @@ class RequestLog:
         """Records that were there when it was opened."""
         with writing(path):
             new = not path.exists()
-            self._file = open(path, "xb" if new else "r+b")  # noqa: SIM115 - open as long as the log
-            self._file.truncate(good)
-            self._file.seek(good)
+            with open(path, "ab") as file:
+                file.truncate(good)
             if new:
                 sync(path.parent)
         self.size = good
@@ -45,11 +44,11 @@ class RequestLog:
     def append(self, record: Record, *, durable: bool = True) -> None:
         """Write a record. durable: also under a power cut, when this returns."""
         raw = _raw(record)
-        with writing(self.path):
-            self._file.write(raw)
-            self._file.flush()
+        with writing(self.path), open(self.path, "ab") as file:  # anew: a process has fewer descriptors than logs
+            file.write(raw)
+            file.flush()
             if durable:
-                os.fsync(self._file.fileno())
+                os.fsync(file.fileno())
         self.size += len(raw)
 
     def replace(self, records: Iterable[Record]) -> None:
@@ -57,15 +56,7 @@ class RequestLog:
         raw = b"".join(map(_raw, records))
         with atomic_write(self.path) as made:
             made.write_bytes(raw)
-        with writing(self.path):
-            self._file.close()
-            self._file = open(self.path, "r+b")  # noqa: SIM115 - as before
-            self._file.seek(len(raw))
         self.size = len(raw)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def _raw(record: Record) -> bytes:

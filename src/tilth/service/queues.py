@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from tilth.core.errors import DataError, TilthError
@@ -15,7 +16,7 @@ KEPT = 256
 """Answers that are kept on disk when a log begins anew."""
 JSON = "application/json"
 FRESH = 64 * 2**20
-"""Bytes of requests after which a log begins anew."""
+"""Bytes of requests and answers after which a log begins anew, and most bytes of answers that are kept then."""
 TOKENS = 2**26
 """Tokens of one client's requests that may wait; a token of a backward pass counts three times."""
 
@@ -70,12 +71,13 @@ class RequestQueue:
         """ordered: requests run in the order of their numbers, without a gap. most: requests that wait."""
         self.name, self.log, self.ordered, self.most = name, log, ordered, most
         self.operations = dict[int, Operation]()
+        """By number; of those with an answer the newest is the last."""
         self.next = 1
         """Number of the request that runs next, if they are ordered."""
         self.spent = 0
         """Tokens computed for this client since the server began."""
         self.fresh = 0
-        """Bytes of requests since its state was last written."""
+        """Bytes of requests and answers since its state was last written."""
         self._recover()
 
     def _recover(self) -> None:
@@ -86,7 +88,8 @@ class RequestQueue:
                 self.operations[operation.seq] = operation
             else:
                 head, seq = record.head, int(record.head["seq"])
-                operation = self.operations.setdefault(seq, _operation(seq, "", b"", head["digest"]))
+                operation = self.operations.pop(seq, None) or _operation(seq, "", b"", head["digest"])
+                self.operations[seq] = operation
                 operation.answer.set_result(StoredAnswer(record.body, head["media"], head["error"]))
         self.log.records = []
 
@@ -107,6 +110,9 @@ class RequestQueue:
         if len(waiting) >= self.most or sum(waiting) >= TOKENS:
             message = f"{len(waiting)} requests of {self.name} wait, with {sum(waiting)} tokens; one client may have"
             raise BusyError(f"{message} {self.most} and {TOKENS}: ask again later", key="service.queue")
+        if self.ordered and seq >= self.next + self.most:
+            message = f"request {seq} of {self.name} comes too early: the next is {self.next}, and {self.most} may wait"
+            raise BusyError(message, key="seq_id.early")
         operation = Operation(seq, kind, body, digest, request, cost)
         self.log.append(operation.record())
         self.fresh += len(body)
@@ -126,12 +132,16 @@ class RequestQueue:
         if not operation.answer.done():
             operation.answer.set_result(answer)
             self.log.append(_done(operation, answer), durable=False)
+            self.fresh += len(answer.body)
+            self.operations[operation.seq] = self.operations.pop(operation.seq)
 
     def shorten(self) -> None:
         """Begin the log anew: newest answers, and requests that are not answered. Its client's state is on disk."""
-        done = [operation for operation in self.operations.values() if operation.answer.done()]
-        for operation in sorted(done, key=lambda one: one.seq)[:-KEPT]:
-            del self.operations[operation.seq]
+        done = [operation for operation in reversed(self.operations.values()) if operation.answer.done()]
+        sizes = accumulate(len(operation.answer.result().body) for operation in done)
+        for at, (operation, size) in enumerate(zip(done, sizes, strict=True)):
+            if at and (at >= KEPT or size > FRESH):
+                del self.operations[operation.seq]
         self.log.replace(self._records())
         self.fresh = 0
 

@@ -93,7 +93,6 @@ class ClientRunner:
             if client.alive == self.room.restarts and client.queue.next - 1 > client.saved:
                 with suppress(RoomError, StorageError, *BREAKS):  # its requests are on disk
                     await self._save(client)
-            client.queue.log.close()
 
     def add(self, name: str, about: dict[str, Any]) -> Client:
         """Take a training run: a new one, or one that is on disk."""
@@ -121,6 +120,14 @@ class ClientRunner:
     def hear(self, session: str) -> None:
         """Note a sign of life of a session."""
         self._heard[session] = asyncio.get_running_loop().time()
+
+    def silent(self, session: str) -> bool:
+        """Return True if a session has given no sign of life for ``ServiceLimits.idle`` seconds."""
+        return self._heard.get(session, -math.inf) + self.limits.idle <= asyncio.get_running_loop().time()
+
+    def forget(self, session: str) -> None:
+        """Forget a session, which has no models."""
+        self._heard.pop(session, None)
 
     def leave(self, session: str) -> None:
         """Note that a session is over: its models are held no more."""

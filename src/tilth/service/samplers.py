@@ -44,6 +44,11 @@ class WeightSampler:
     running: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
+    def session(self) -> str:
+        """Session that it belongs to."""
+        return self.id.partition(":")[0]
+
+    @property
     def name(self) -> str:
         """Name of its adapter in the engine; "" for the base."""
         return "" if self.folder is None else self.id
@@ -79,8 +84,6 @@ class SamplerDesk:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for sampler in self.samplers.values():
-            sampler.queue.log.close()
 
     def find(self, name: str) -> WeightSampler:
         """Return a sampler. CheckpointError: there is none, or its snapshot was dropped for newer ones."""
@@ -104,10 +107,13 @@ class SamplerDesk:
         """Take a snapshot whose weights are in the folder of its name; the model's oldest ones are dropped for it."""
         own = [s for s in self.samplers.values() if s.ephemeral and s.model == model]
         for sampler in [one for one in own if not one.running][: max(len(own) - EPHEMERAL + 1, 0)]:
-            del self.samplers[sampler.id]
-            sampler.queue.log.close()
-            self.folder.remove(self.folder.entry("samplers", sampler.id))
+            self.drop(sampler)
         self._new(name, session, "", model, lora)
+
+    def drop(self, sampler: WeightSampler) -> None:
+        """Forget a sampler, and delete its files."""
+        del self.samplers[sampler.id]
+        self.folder.remove(self.folder.entry("samplers", sampler.id))
 
     def _new(self, name: str, session: str, path: str, model: str, lora: Any) -> WeightSampler:
         about = {"base_model": self.base.names[0], "path": path, "model": model, "lora": lora}

@@ -4,6 +4,7 @@ The table has the fields of the SDK's version 0.38 by their numbers; a field tha
 message that has one is refused, since its meaning would be lost.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -73,6 +74,10 @@ _TYPES: Mapping[str, Any] = {
     "uint32": _FIELD.TYPE_UINT32,
     "enum": _FIELD.TYPE_INT32,
 }
+MOST = 1 << 14
+"""Most sequences of a request; the SDK sends 1,024 at most in one."""
+DENSE = 1 << 24
+"""Most values of a sparse matrix with its zeros filled in: those of the largest body without any."""
 FLOAT32, INT64 = 1, 2
 _DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP_REASONS = {"stop": 0, "length": 1}
@@ -170,6 +175,9 @@ def read_train_request(body: bytes) -> TrainRequest:
     options: dict[str, float | str] = dict(found.loss_fn_config)
     for name, value in found.loss_fn_config_v2.items():
         options[name] = value.text if value.WhichOneof("one") == "text" else value.number
+    if len(found.data) > MOST:
+        message = f"data has {len(found.data)} sequences, the limit of one request is {MOST}: send several"
+        raise DataError(message, key="data.count")
     data = [_datum(i, datum) for i, datum in enumerate(found.data)]
     return TrainRequest(found.model_id, found.seq_id, data, found.loss_fn, options, found.forward_only)
 
@@ -222,7 +230,7 @@ def _tensor(tensor: Any, where: str) -> np.ndarray:
     kind, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
     if tensor.WhichOneof("one") != "sparse_csr":
         values = _numbers(tensor.dense, kind, where)
-        if shape and (min(shape) < 0 or int(np.prod(shape)) != len(values)):
+        if shape and (min(shape) < 0 or math.prod(shape) != len(values)):
             message = f"{where} has {len(values)} values, which are not of the shape {list(shape)}"
             raise DataError(message, key=f"{where}.shape")
         return values.reshape(shape) if shape else values
@@ -235,6 +243,9 @@ def _dense(sparse: Any, kind: np.dtype[Any], shape: tuple[int, ...], where: str)
     counts = np.diff(rows)
     good = len(shape) == 2 and len(rows) == shape[0] + 1 and len(values) == len(columns) and (counts >= 0).all()
     good = good and rows[0] == 0 and rows[-1] == len(values)
+    if good and math.prod(shape) > DENSE:
+        message = f"{where} has the shape {list(shape)}, whose {math.prod(shape)} values are more than {DENSE}"
+        raise DataError(message, key=f"{where}.shape")
     if not good or ((columns < 0) | (columns >= shape[1])).any():
         message = f"{where} is no sparse matrix of the shape {list(shape)}"
         raise DataError(message, key=f"{where}.sparse")
