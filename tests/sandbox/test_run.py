@@ -12,6 +12,7 @@ import pytest
 
 import tilth
 from tests.errors import raises
+from tests.sandbox.cheats import CHEATS
 from tilth.rewards.functions import load_reward
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox, SandboxLimits
@@ -151,41 +152,19 @@ def test_unit_tests_judge_a_program(sandbox):
     assert judge.check({}) and judge.check({"tests": "("}) and not judge.check(tests)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "class A:\n def __eq__(self, other): return True\ndef double(x): return A()",
-        "import sys, os\nprint('the tests passed')\nos._exit(0)",
-        "import os\nos.write(1, b'the tests passed')\ndef double(x): os._exit(0)",
-        "import os, signal\ndef double(x): os.kill(os.getppid(), signal.SIGTERM)",
-        "open(f'/proc/{__import__(\"os\").getppid()}/fd/1', 'w').write('the tests passed\\n')",
-        "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')\ndef double(x): return 8",
-        "import builtins\nbuiltins.__dict__['AssertionError'] = type('E', (), {})\ndef double(x): return 0",
-        "open('math.py', 'w').write('print(\"the tests passed\"); exit()')\nimport math\ndef double(x): return 0",
-        "import sys, gc\ndef double(x): return [o for o in gc.get_objects() if 'assert double' in repr(o)[:500]]",
-        "import sys\ndef double(x): return int(sys.stdin.read()[-1])",
-    ],
-)
-def test_a_program_that_cheats_does_not_pass(sandbox, program):
+RIGHT = "def f(x): return x * x + 1"
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_program_that_cheats_does_not_pass(sandbox, name):
+    judge, (program, tests) = load_reward("unit_tests"), CHEATS[name]
+    assert judge("", program, {"tests": tests})["reward"] == 0.0
+
+
+def test_a_right_program_passes_the_tests_of_all_cheats(sandbox):
     judge = load_reward("unit_tests")
-    assert judge("", program, {"tests": "assert double(4) == 8"})["reward"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "def abs(x): return 0\ndef root(x): return 1",
-        "import math as abs\ndef root(x): return 1",
-        "class A:\n def __sub__(self, other): return 0.0\ndef root(x): return A()",
-        "class A:\n def __sub__(self, other): return self\n def __gt__(self, other): return True\n __lt__ = __gt__\n"
-        "def root(x): return A()",
-    ],
-)
-@pytest.mark.parametrize("right", ["abs(root(2) - 1.4142) < 1e-3", "-1e-3 < root(2) - 1.4142 < 1e-3"])
-def test_a_program_that_cheats_is_not_near_the_right_number(sandbox, program, right):
-    judge, tests = load_reward("unit_tests"), {"tests": f"assert {right}"}
-    assert judge("", "def root(x): return x ** 0.5", tests)["reward"] == 1.0
-    assert judge("", program, tests)["reward"] == 0.0
+    for tests in {tests for _, tests in CHEATS.values()}:
+        assert judge("", RIGHT, {"tests": tests})["reward"] == 1.0, tests
 
 
 def test_tests_see_what_a_program_made(sandbox):
@@ -202,9 +181,14 @@ class Stack:
 def upto(n): yield from range(n)
 def fails(): raise KeyError("k")
 def both(x, *, y=(1, {2: b"3"})): return x, y, {1, 2}
+class Money:
+    def __init__(self, of): self.of = of
+    def __eq__(self, other): return self.of == other.of
+    def __lt__(self, other): return self.of < other.of
+    def __sub__(self, other): return Money(self.of - getattr(other, "of", other))
 """
     tests = """
-assert LIMIT == 3.5 and ODD == math.inf and math.sqrt(4) == 2
+assert decimal.Decimal("2.5") + 1 == LIMIT and ODD == math.inf and math.sqrt(4) == 2
 s = Stack().push(1).push("b")
 assert s.pop() == "b" and len(s) == 1 and s.items == [1] and s + Stack() == 1
 assert s == s and s != 1 and list(upto(3)) == [0, 1, 2]
@@ -213,6 +197,8 @@ def test_errors():
         fails()
     except KeyError:
         return True
+assert Money(3) - 1 == Money(2) and Money(1) < Money(2) and not Money(2) - Money(1) < Money(1)
+assert [next(it) for it in [iter(upto(1))]] == [0] and next(upto(0), 7) == 7
 assert test_errors() and both([None]) == ([None], (1, {2: b"3"}), {1, 2}) and both(0, y=1)[1] == 1
 """
     assert judge("", program, {"tests": tests})["reward"] == 1.0

@@ -5,6 +5,7 @@ that) and answers with plain values in JSON or with handles of its objects. It n
 never reaches standard output. Imports nothing but the standard library.
 """
 
+import ast
 import builtins
 import ctypes
 import json
@@ -18,10 +19,10 @@ from typing import Any, NoReturn, TextIO
 SET_DUMPABLE = 4
 PLAIN = (type(None), bool, int, str)
 MANY: Mapping[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "lt", "le", "gt", "ge")
-OPERATIONS = (*ARITHMETIC, "getitem", "contains")
+ORDER = ("lt", "le", "gt", "ge")
+COMPUTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", *ORDER)
 ASKS: Mapping[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in (*OPERATIONS, "eq", "setitem")},
+    **{name: getattr(operator, name) for name in (*COMPUTED, "getitem", "contains", "eq", "setitem")},
     **{f.__name__: f for f in (len, str, repr, iter, next, hash, getattr, setattr)},
     "call": lambda function, arguments, named: function(*arguments, **named),
 }
@@ -77,9 +78,7 @@ def serve(requests: TextIO, answers: TextIO) -> NoReturn:
     main = sys.modules["__main__"] = ModuleType("__main__")
     try:
         exec(compile(json.loads(requests.readline()), "program.py", "exec"), main.__dict__)
-        names = {name: value for name, value in vars(main).items() if not name.startswith("__")}
-        modules = {name: value.__name__ for name, value in names.items() if isinstance(value, ModuleType)}
-        answer({"modules": modules, "names": {n: packed(v, handle) for n, v in names.items() if n not in modules}})
+        answer({name: packed(value, handle) for name, value in vars(main).items() if not name.startswith("__")})
         for line in requests:
             try:
                 name, arguments = json.loads(line)
@@ -94,10 +93,13 @@ def serve(requests: TextIO, answers: TextIO) -> NoReturn:
 
 
 class ProgramObject:
-    """An object of the program, as tests see it. It equals no plain value, whatever its own ``__eq__`` says."""
+    """An object of the program, as tests see it. It equals no plain value, whatever its own ``__eq__`` says.
 
-    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
-        self.__dict__.update(_number=number, _ask=ask)
+    shown: it was computed from a plain value of the tests, which may be the right answer.
+    """
+
+    def __init__(self, number: int, ask: Callable[..., Any], shown: bool = False) -> None:
+        self.__dict__.update(_number=number, _ask=ask, _shown=shown)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._ask("call", self, arguments, named)
@@ -143,20 +145,37 @@ class ProgramObject:
 
 
 def computed(name: str) -> Callable[..., Any]:
-    """Return an operator of handles. With a plain value it gives no plain value: ``f(2) - 1.414`` would show the
-    program what is right, and it could answer 0 or "less"."""
+    """Return an operator of handles. With a plain value, or with what was computed from one, it gives handles alone and
+    no order: ``f(2) - 1.414`` would show the program what is right, and it could answer 0 or "less"."""
 
     def apply(self: ProgramObject, *other: Any) -> Any:
+        shown = any(not isinstance(one, ProgramObject) or one._shown for one in (self, *other))
         found = self._ask(name, self, *other)
-        if isinstance(found, ProgramObject) or all(isinstance(one, ProgramObject) for one in other):
+        if not shown:
             return found
-        raise TypeError(f"{name} of an object of the program and a plain value says nothing about the object")
+        if name in ORDER or not isinstance(found, ProgramObject):
+            raise TypeError(f"{name} of an object of the program and a plain value says nothing about the object")
+        return ProgramObject(found._number, found._ask, shown=True)
 
     return apply
 
 
-for _name in ARITHMETIC:
+for _name in COMPUTED:
     setattr(ProgramObject, f"__{_name}__", computed(_name))
+
+
+def own_name(name: str) -> bool:
+    """Return True for a name that a program may bring into its tests. A builtin stays what it is: with an ``abs`` or a
+    ``__builtins__`` of the program every difference could be 0."""
+    return name.isidentifier() and not name.startswith("__") and not hasattr(builtins, name)
+
+
+def modules_of(tests: ast.AST) -> dict[str, ModuleType]:
+    """Return the modules whose attributes tests read by name, of those that this process has imported already: to
+    import one that a program names would execute what the program chooses."""
+    read = [(n.value.id, n.attr) for n in ast.walk(tests) if isinstance(n, ast.Attribute) and type(n.value) is ast.Name]
+    known = {name: sys.modules[name] for name, _ in read if name in sys.stdlib_module_names and name in sys.modules}
+    return {name: known[name] for name, attribute in read if name in known and hasattr(known[name], attribute)}
 
 
 def judge() -> None:
@@ -193,16 +212,14 @@ def judge() -> None:
         if "value" in found:
             return unpacked(found["value"], lambda number: ProgramObject(number, ask))
         kind = getattr(builtins, found["raised"], None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        ends = kind is StopIteration and name != "next"  # it would end a ``map`` of the tests, as if all were well
+        if ends or not (isinstance(kind, type) and issubclass(kind, Exception)):
             kind = ProgramError
         raise kind(found["text"])
 
     begun = told(given["program"])
-    # a builtin stays what it is: with an ``abs`` of the program every difference could be 0
-    given_names = {n: v for n, v in begun["names"].items() if not hasattr(builtins, n)}
-    names = {n: unpacked(v, lambda number: ProgramObject(number, ask)) for n, v in given_names.items()}
+    names = {n: unpacked(v, lambda number: ProgramObject(number, ask)) for n, v in begun.items() if own_name(n)}
     sys.path[:] = [path for path in sys.path if path != os.getcwd()]  # where a program may have written modules
-    for name, module in begun["modules"].items():
-        if not hasattr(builtins, name) and module.partition(".")[0] in sys.stdlib_module_names:
-            names[name] = __import__(module, fromlist=["*"])
-    exec(compile(given["tests"], "tests.py", "exec"), {"__name__": "tests", **names})
+    tests = ast.parse(given["tests"])
+    given_names = names | modules_of(tests) | {"__name__": "tests", "__builtins__": builtins}
+    exec(compile(tests, "tests.py", "exec"), given_names)
