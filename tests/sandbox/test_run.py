@@ -3,9 +3,11 @@
 import contextlib
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.sandbox.cheats import CHEATS
 from tilth.rewards.functions import load_reward
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox, SandboxLimits
+from tilth.sandbox.zygote import READY
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(sys.platform != "linux", reason="sandboxes are Linux's")]
 
@@ -130,17 +133,93 @@ def test_programs_side_by_side(sandbox):
     assert found == {i: f"{i}\n" for i in range(12)}
 
 
-def test_a_sandbox_that_has_ended_says_so():
+@pytest.fixture
+def own():
+    """A sandbox of this test alone."""
     try:
-        made = Sandbox()
+        made = Sandbox(SandboxLimits(seconds=2.0, cpu=1))
     except SandboxError as error:
         pytest.skip(str(error))
-    made._process.kill()
-    made._process.wait()
-    with pytest.raises(SandboxError):
-        made.run("print(1)")
-    made.close()
-    made.close()
+    with made:
+        yield made
+
+
+def children(pid):
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def ended(pid):
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def killed(pids):
+    """Kill processes and wait until they have ended."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    while not all(map(ended, pids)):
+        time.sleep(0.01)
+
+
+def forks(own, busy=0):
+    """Forks of a sandbox, once so many run a program and those that wait for one have their process 1."""
+    while len(found := [pid for pid in children(own._process.pid) if children(pid)]) != READY + busy:
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(
+    "dies",
+    [
+        lambda own: killed([own._process.pid]),
+        lambda own: killed(forks(own)),
+        lambda own: killed([first for fork in forks(own) for first in children(fork)]),
+    ],
+    ids=["first process", "waiting forks", "their process 1"],
+)
+def test_a_sandbox_goes_on_when_processes_of_it_die(own, dies):
+    for _ in range(2):
+        dies(own)
+        assert [own.run("print(1)").stdout for _ in range(3)] == ["1\n"] * 3
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_program_whose_watcher_dies_runs_again_once(own, times):
+    found = []
+
+    def run():
+        try:
+            found.append(own.run("import time; time.sleep(0.8); print(1)").stdout)
+        except SandboxError as error:
+            found.append(error.key)
+
+    forks(own)
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(times):
+        killed(forks(own, busy=1))
+    thread.join()
+    assert found == [["1\n"], ["sandbox.answer"]][times - 1]
+
+
+def test_threads_share_a_sandbox_that_has_to_begin_again(own):
+    found = []
+    killed([own._process.pid])
+    work = [threading.Thread(target=lambda: found.append(own.run("print(1)").stdout)) for _ in range(6)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert found == ["1\n"] * 6
+
+
+def test_a_closed_sandbox_says_so(own):
+    own.close()
+    own.close()
+    with raises(SandboxError, "sandbox.closed"):
+        own.run("print(1)")
 
 
 def test_unit_tests_judge_a_program(sandbox):

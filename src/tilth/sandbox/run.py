@@ -1,5 +1,6 @@
 """Run programs in a sandbox: limits, outcomes, and the process that they are forked from."""
 
+import contextlib
 import json
 import os
 import socket
@@ -26,6 +27,8 @@ START = 30.0
 """Seconds for the first process to be ready."""
 SPARE = 5.0
 """Seconds for the answer of a program whose time is over."""
+DYING = 0.5
+"""Seconds in which the first process ends once its forks have died with it; later, a fork alone has died."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,18 @@ class SandboxOutcome:
 class Sandbox:
     """Runs Python programs that nobody trusts. Threads may share one.
 
+    If a process of it dies, a program of which nothing has come out runs once more, in a new first process if need be.
     Raises SandboxError if the kernel does not give what it needs: then nothing is run.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
-        ours, theirs = socket.socketpair()
+        self._lock, self._done = threading.Lock(), False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the first process. SandboxError if it cannot run a program."""
+        self._door, theirs = socket.socketpair()
         path = str(Path(tilth.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
@@ -83,17 +92,21 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._door, self._lock = ours, threading.Lock()
-        self._closed = weakref.finalize(self, _end, self._process, ours, os.getpid())
-        ours.settimeout(START)
+        self._closed = weakref.finalize(self, _end, self._process, self._door, os.getpid())
+        self._door.settimeout(START)
         try:
-            problem = "" if ours.recv(1) == b"\0" else ours.recv(4096).decode() or "its first process ended"
+            problem = "" if self._door.recv(1) == b"\0" else self._door.recv(4096).decode() or "its first process ended"
+            if (
+                not problem
+                and (found := _ask(self._door, _request("print(6 * 7)", self.limits), START)).stdout != "42\n"
+            ):
+                problem = found.stderr.strip().rpartition("\n")[2] or f"a first program ended with {found.state}"
         except TimeoutError:
             problem = f"its first process is not ready within {START:g} s"
-        if not problem and (found := self.run("print(6 * 7)")).stdout != "42\n":
-            problem = found.stderr.strip().rpartition("\n")[2] or f"a first program ended with {found.state}"
+        except OSError as error:
+            problem = str(error)
         if problem:
-            self.close()
+            self._closed()
             raise SandboxError(f"no sandbox on this machine: {problem}; programs are not run without", key="sandbox")
 
     def run(
@@ -108,43 +121,67 @@ class Sandbox:
 
         What it does cannot be seen by a later program: each has its own file system, processes and network.
         """
-        names = files or {}
-        parts = {name: Path(name).parts for name in names}
-        if wrong := [n for n, p in parts.items() if not p or p[0] == "/" or ".." in p or "\0" in n]:
-            raise SandboxError(f"file {wrong[0]!r} is not below the working directory", key="sandbox.files")
-        for text in (stdin, *names, *names.values()):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise SandboxError(f"the input or a file has no UTF-8: {error}", key="sandbox.text") from None
         chosen = limits or self.limits
-        request = json.dumps(
-            {"program": program, "stdin": stdin, "files": dict(names), "limits": asdict(chosen)}
-        ).encode()
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs, self._lock:
-                try:
-                    socket.send_fds(self._door, [b"\0"], [theirs.fileno()])
-                except OSError as error:
-                    raise SandboxError(f"the sandbox has ended: {error}", key="sandbox.ended") from None
-            ours.settimeout(chosen.seconds + SPARE)
+        request, seconds, door = _request(program, chosen, stdin, files or {}), chosen.seconds + SPARE, self._door
+        try:
             try:
-                ours.sendall(struct.pack("<Q", len(request)) + request)
-                size = struct.unpack("<Q", _exactly(ours, 8))[0]
-                return SandboxOutcome(**json.loads(_exactly(ours, size)))
-            except OSError as error:
-                raise SandboxError(f"the sandbox does not answer: {error}", key="sandbox.answer") from None
+                return _ask(door, request, seconds)
+            except TimeoutError:
+                raise
+            except OSError:  # a process of it has died, or another thread has closed the door of one that has
+                self._renew(door)
+                return _ask(self._door, request, seconds)
+        except OSError as error:
+            raise SandboxError(f"the sandbox does not answer: {error}", key="sandbox.answer") from None
+
+    def _renew(self, door: socket.socket) -> None:
+        """Start another first process if that of this door has ended, unless another thread did."""
+        with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
+            if self._done:
+                raise SandboxError("the sandbox is closed", key="sandbox.closed")
+            if door is self._door:
+                self._process.wait(DYING)
+                self._closed()
+                self._begin()
 
     def close(self) -> None:
         """End it. May be called twice."""
-        self._closed()
+        with self._lock:
+            self._done = True
+            self._closed()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _request(program: str, limits: SandboxLimits, stdin: str = "", files: Mapping[str, str] | None = None) -> bytes:
+    """Return a request as the first process reads it. SandboxError for a text or name that it cannot have."""
+    names = files or {}
+    parts = {name: Path(name).parts for name in names}
+    if wrong := [n for n, p in parts.items() if not p or p[0] == "/" or ".." in p or "\0" in n]:
+        raise SandboxError(f"file {wrong[0]!r} is not below the working directory", key="sandbox.files")
+    for text in (stdin, *names, *names.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SandboxError(f"the input or a file has no UTF-8: {error}", key="sandbox.text") from None
+    found = json.dumps({"program": program, "stdin": stdin, "files": dict(names), "limits": asdict(limits)}).encode()
+    return struct.pack("<Q", len(found)) + found
+
+
+def _ask(door: socket.socket, request: bytes, seconds: float) -> SandboxOutcome:
+    """Return the outcome of a request. ConnectionError if a process that had it has died; OSError."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            socket.send_fds(door, [b"\0"], [theirs.fileno()])
+        ours.settimeout(seconds)
+        ours.sendall(request)
+        size = struct.unpack("<Q", _exactly(ours, 8))[0]
+        return SandboxOutcome(**json.loads(_exactly(ours, size)))
 
 
 def _exactly(guest: socket.socket, size: int) -> bytes:

@@ -91,20 +91,35 @@ def main(door: int) -> None:
 
 
 def _serve(door: socket.socket) -> None:
-    """Keep forks ready, each of which takes one request from the door, until its other end is closed."""
+    """Keep forks ready, each of which takes one request from the door, until its other end is closed. One that dies
+    while it waits has a successor."""
     taken, take = os.pipe()
     poll = select.poll()
     poll.register(taken, select.POLLIN)
     poll.register(door, 0)  # only its end is heard of: requests are for the forks
-    missing = READY
+    waiting: dict[int, int] = {}  # pidfd -> process
     while True:
-        for _ in range(missing):
-            if os.fork() == 0:
+        while len(waiting) < READY:
+            if (pid := os.fork()) == 0:
                 os.close(taken)
                 _answer(door, take)
-        if any(fd == door.fileno() for fd, _ in poll.poll()):
+            with contextlib.suppress(ProcessLookupError):  # it has died already
+                waiting[found := os.pidfd_open(pid)] = pid
+                poll.register(found, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if door.fileno() in ready:
             return
-        missing = len(os.read(taken, READY))
+        began = _began(taken) if taken in ready else ()
+        for fd in [fd for fd, pid in waiting.items() if fd in ready or pid in began]:
+            poll.unregister(fd)
+            os.close(fd)
+            del waiting[fd]
+
+
+def _began(taken: int) -> Sequence[int]:
+    """Read the forks that have taken a request."""
+    size = struct.calcsize("i")
+    return [number for (number,) in struct.iter_unpack("i", os.read(taken, size * READY))]
 
 
 def _enter() -> None:
@@ -183,15 +198,15 @@ def _answer(door: socket.socket, take: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 0
     try:
+        ended = -1
         try:
             prepared = _prepare()
+            ended = prepared.ended
         finally:  # a request that comes is taken all the same, so that who asked hears of the failure
-            _, fds, _, _ = socket.recv_fds(door, 1, 1)
-            if not fds:
-                os._exit(0)
-            os.write(take, b"\0")
+            taken = _take(door, ended)
+            os.write(take, struct.pack("i", os.getpid()))
             door.close()
-        with socket.socket(fileno=fds[0]) as guest:
+        with socket.socket(fileno=taken) as guest:
             body = _exactly(guest, struct.unpack("<Q", _exactly(guest, 8))[0])
             outcome = json.dumps(_run(prepared, json.loads(body), body)).encode()
             guest.sendall(struct.pack("<Q", len(outcome)) + outcome)
@@ -199,6 +214,23 @@ def _answer(door: socket.socket, take: int) -> NoReturn:
         traceback.print_exc()
         code = 1
     os._exit(code)
+
+
+def _take(door: socket.socket, ended: int) -> int:
+    """Wait for a request and return its socket. Ends this process if process 1 has ended, which holds the other end of
+    ``ended``, or if the door is closed."""
+    poll = select.poll()
+    poll.register(door, select.POLLIN)
+    if ended >= 0:
+        poll.register(ended, select.POLLIN)
+    while True:
+        if any(fd == ended for fd, _ in poll.poll()):
+            os._exit(1)
+        with contextlib.suppress(BlockingIOError):  # another fork took it
+            _, fds, _, _ = socket.recv_fds(door, 1, 1, socket.MSG_DONTWAIT)
+            if not fds:
+                os._exit(0)
+            return fds[0]
 
 
 def _exactly(guest: socket.socket, size: int) -> bytes:
@@ -234,6 +266,8 @@ def _run(to: Prepared, request: dict[str, Any], body: bytes) -> dict[str, Any]:
     kept, limit = _watch(to, request["stdin"].encode(), request["limits"], began)
     if limit:
         os.kill(to.first, signal.SIGKILL)
+    elif not kept[to.ended]:  # process 1 was killed from outside: nothing is known of the program
+        os._exit(1)
     _, _, used = os.wait4(to.first, 0)
     seconds, cpu = time.monotonic() - began, used.ru_utime + used.ru_stime
     status = struct.unpack("i", kept.pop(to.ended) or struct.pack("i", signal.SIGKILL))[0]
