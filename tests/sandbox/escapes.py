@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """Programs that try to get out. Each prints ESCAPED if it does what no sandboxed program may do.
 
-PID, PORT, SECRET, NAME and SHARED stand for a victim's process, a listening port, a file of the host, an abstract
-socket and a folder that lives on.
+PID, PORT, SECRET, NAME, SHARED and SOURCE stand for a victim's process, a listening port, a file of the host, an abstract
+socket, a folder that lives on and that of Tilth.
 """
 
 CALL = """
@@ -69,6 +69,10 @@ ESCAPES = {
     "memory of message queues": CALL + "libc.msgctl(call(68, 0, 0o1600), 0, None)" + DONE,
     "memory of files without a name": "import os\nfor i in range(40): os.write(os.memfd_create('m'), bytes(1 << 20))"
     + DONE,
+    "memory that only a pipe holds": "import ctypes, mmap, os\nm = mmap.mmap(-1, 4096)\n"
+    "b = ctypes.c_char.from_buffer(m)\nclass V(ctypes.Structure): _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+    "assert ctypes.CDLL(None).vmsplice(os.pipe()[1], ctypes.byref(V(ctypes.addressof(b), 4096)), 1, 0) == 4096" + DONE,
+    "the kernel's command line": "assert open('/proc/cmdline').read()" + DONE,
     "see the network's devices": "import socket; assert len(socket.if_nameindex()) > 1" + DONE,
     # ---- privileges and the kernel ----
     "become root": "import os; os.setuid(0); assert os.getuid() == 0" + DONE,
@@ -92,6 +96,11 @@ ESCAPES = {
     + "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c)); libc.syscall(207, c)"
     + DONE,
     "lock a file of the host": "import fcntl; fcntl.flock(open('/usr/bin/env'), fcntl.LOCK_EX | fcntl.LOCK_NB)" + DONE,
+    "lock a file of the host by fcntl": "import fcntl; fcntl.lockf(open('/usr/bin/env', 'rb'), fcntl.LOCK_SH)" + DONE,
+    "lock an open file of the host": "import fcntl, struct; fcntl.fcntl(open('/usr/bin/env', 'rb'), 37, struct.pack('hhqqi', 0, 0, 0, 0, 0))"
+    + DONE,
+    "watch a folder of the host by fcntl": "import fcntl, os; fcntl.fcntl(os.open('/usr/bin', 0), fcntl.F_NOTIFY, fcntl.DN_ACCESS)"
+    + DONE,
     "watch what the host opens": CALL
     + "i = call(294, 0)\nassert libc.inotify_add_watch(i, b'/usr/bin', 0x20) >= 0"
     + DONE,
@@ -108,6 +117,9 @@ ESCAPES = {
     "sleep without end": "import time; time.sleep(1.3)" + DONE,
     "much output": "for i in range(300): print('x' * 10000)" + DONE,
     "modules of the host": "import numpy" + DONE,
+    "modules of Tilth": "import sys; sys.path.append('SOURCE'); import tilth" + DONE,
+    "the folder of Tilth": "import sys; assert 'SOURCE' in str(sys.orig_argv) + open('/proc/self/cmdline').read()"
+    + DONE,
     "read packages beside Python": "import glob, sys; assert glob.glob(sys.base_prefix + '/lib*/python3*/*-packages/*')"
     + DONE,
 }

@@ -61,6 +61,7 @@ def scene(tmp_path_factory):
     yield {
         "PID": victim.pid, "PORT": server.getsockname()[1], "SECRET": folder / "secret", "NAME": f"tilth-{os.getpid()}",
         "KEY": key, "FD": read, "SHARED": folder / "shared",
+        "SOURCE": Path(tilth.__file__).parents[1],
     }  # fmt: skip
     victim.kill()
     victim.wait()

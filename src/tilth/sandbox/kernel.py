@@ -34,10 +34,13 @@ CALLS: Mapping[str, tuple[int, int]] = {
     "socket": (41, 198), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
     "memfd_secret": (447, 447), "landlock_create_ruleset": (444, 444), "memfd_create": (319, 279),
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "io_setup": (206, 0), "flock": (73, 32),
-    "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "inotify_init1": (294, 26), "fanotify_init": (300, 262), "vmsplice": (278, 75),
 }  # fmt: skip
 """Calls that fail with EPERM: new privileges, other processes, the network, wide interfaces of the kernel, memory that
 no limit of a process counts, what the whole host shares, and locks and watches on its files."""
+FCNTL = (72, 25)
+FCNTL_DENIED = {"SETLK": 6, "SETLKW": 7, "OFD_SETLK": 37, "OFD_SETLKW": 38, "SETLEASE": 1024, "NOTIFY": 1026}
+"""Commands of ``fcntl`` that fail with EPERM: other ways to a lock or a watch."""
 ONLY_X86 = {"inotify_init": 253}
 MISSING: Mapping[str, tuple[int, int]] = {"clone3": (435, 435)}
 """Calls that fail with ENOSYS: their arguments lie in memory, where a filter does not see them; the C library then uses
@@ -146,5 +149,9 @@ def _filter() -> Sequence[bytes]:
     refused += [(one, denied) for one in ONLY_X86.values() if column == 0]
     for call_number, answer in refused:
         found += [step(equal, call_number, 0, 1), step(0x06, answer)]
+    found += [step(equal, FCNTL[column], 0, 2 + 2 * len(FCNTL_DENIED)), step(load, 24)]  # its second argument
+    for command in FCNTL_DENIED.values():
+        found += [step(equal, command, 0, 1), step(0x06, denied)]
+    found += [step(load, 0)]
     found += [step(equal, CLONE[column], 0, 3), step(load, 16), step(0x45, NAMESPACES, 0, 1), step(0x06, denied)]
     return [*found, step(0x06, allowed)]

@@ -13,16 +13,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self, cast
 
 import tilth
 from tilth.sandbox.kernel import SandboxError
 
 BOOT = (
-    "import json, sys; path, door = json.loads(sys.argv.pop()); sys.path.append(path); "
+    "import json, sys; path, door = json.load(sys.stdin); sys.path.append(path); "
     "from tilth.sandbox.zygote import main; sys.path.remove(path); main(door)"
 )
-"""Program of the first process, which needs nothing of Tilth's folder once it is imported."""
+"""Program of the first process, which needs nothing of Tilth's folder once it is imported. Programs see its command
+line, so that the folder comes by its standard input."""
 START = 30.0
 """Seconds for the first process to be ready."""
 SPARE = 5.0
@@ -85,13 +86,15 @@ class Sandbox:
         path = str(Path(tilth.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", BOOT, json.dumps([path, theirs.fileno()])],
-                stdin=subprocess.DEVNULL,
+                [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            with cast(IO[bytes], self._process.stdin) as stdin:
+                stdin.write(json.dumps([path, theirs.fileno()]).encode())
         self._closed = weakref.finalize(self, _end, self._process, self._door, os.getpid())
         self._door.settimeout(START)
         try:

@@ -86,6 +86,9 @@ def main(door: int) -> None:
     except (OSError, kernel.SandboxError) as error:
         parent.sendall(b"\1" + str(error).encode())
         return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tilth"]:
+        del sys.modules[name]  # no program imports what is not there
+    sys.orig_argv[:] = ["python3", "program.py"]
     gc.freeze()
     _serve(parent)
 
@@ -333,7 +336,7 @@ def _first(asked: int, alive: int, fds: list[int], user: int) -> NoReturn:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         for folder, mode in FOLDERS.items():
             kernel.mount("tmpfs", folder, "tmpfs", flags, f"{mode},nr_inodes={INODES}")
-        kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, "hidepid=2")
+        kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, "hidepid=2,subset=pid")
         kernel.call("sethostname", b"sandbox", 7)
         source, begin = os.pipe()
         child = os.fork()
