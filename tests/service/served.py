@@ -76,7 +76,7 @@ class Served:
 
         def stop():
             self.desk.close, samplers = _nothing, self.desk.samplers.samplers.values()
-            for task in [self.desk.runner.task, *(task for one in samplers for task in one.running)]:
+            for task in [self.desk.runner.task, *(task for one in samplers for task in one.running.values())]:
                 task.cancel()
             for queue in [one.queue for one in (*self.desk.clients.values(), *samplers)]:
                 queue.finish = lambda operation, answer: None

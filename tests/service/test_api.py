@@ -16,6 +16,7 @@ from tilth.config.schema import LoraConfig
 from tilth.core.errors import WorkerError
 from tilth.flows.model import load_model
 from tilth.serve.app import BODY
+from tilth.serve.room import RoomLimits
 from tilth.service.api import LARGEST
 from tilth.service.base import ALPHA, TARGETS
 from tilth.service.desk import FACTS
@@ -132,6 +133,23 @@ def test_samples_come_from_the_weights_that_were_saved(client):
     assert not np.allclose(one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=1e-3)
     assert len({tuple(s.tokens) for s in other.sequences}) > 1
     assert len({s.sequence_id for s in other.sequences}) == 3
+
+
+@pytest.mark.parametrize("count, most", [(40, 16), pytest.param(2000, 512, marks=pytest.mark.slow)])
+def test_any_number_of_samples_may_be_asked_for_at_once_and_training_goes_on(model, tmp_path, count, most):
+    with serving(model, tmp_path, name="Org/small") as server:
+        server.desk.samplers.line.most, server.desk.room.limits = most, RoomLimits(most=most)
+        trained, _ = run(service(server), rank=4, steps=1)
+        sampler = trained.save_weights_and_get_sampling_client().result()
+        prompts = [types.ModelInput.from_ints(rows(i, (4 + i % 9,))[0].tolist()) for i in range(count)]
+        scores = [sampler.compute_logprobs(prompt) for prompt in prompts]
+        samples = [sampler.sample(one, 2, types.SamplingParams(max_tokens=2)) for one in prompts[: count // 4]]
+        run(service(server), rank=4, steps=2)
+        assert [len(one.result()) for one in scores] == [prompt.length for prompt in prompts]
+        assert {len(one.result().sequences) for one in samples} == {2}
+        assert server.desk.samplers.line.taken == 0
+        alone = sampler.compute_logprobs(prompts[7]).result()
+        assert scores[7].result()[1:] == pytest.approx(alone[1:], abs=1e-6)
 
 
 def test_adapters_of_experts_are_trained_and_sampled_from(tmp_path):

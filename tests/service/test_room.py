@@ -12,7 +12,7 @@ from tilth.service.room import LIVE, TrainRoom
 def room(deleted=()):
     """A room without a worker, and the calls on it."""
     made, calls = object.__new__(TrainRoom), []
-    made._published = {}
+    made._published, made._publishing = {}, asyncio.Lock()
 
     async def call(method, name, *more, idempotent=False):
         calls.append((method, name))

@@ -78,6 +78,8 @@ class RequestQueue:
         """Tokens computed for this client since the server began."""
         self.fresh = 0
         """Bytes of requests and answers since its state was last written."""
+        self._waiting = self._tokens = 0
+        """Requests that wait, and their tokens."""
         self._recover()
 
     def _recover(self) -> None:
@@ -85,13 +87,24 @@ class RequestQueue:
             if "op" in record.head:
                 operation = _operation(int(record.head["seq"]), str(record.head["op"]), record.body)
                 operation.cost = int(record.head.get("cost", 1))
-                self.operations[operation.seq] = operation
+                self._add(operation)
             else:
                 head, seq = record.head, int(record.head["seq"])
-                operation = self.operations.pop(seq, None) or _operation(seq, "", b"", head["digest"])
-                self.operations[seq] = operation
-                operation.answer.set_result(StoredAnswer(record.body, head["media"], head["error"]))
+                if seq not in self.operations:
+                    self._add(_operation(seq, "", b"", head["digest"]))
+                self._answer(self.operations[seq], StoredAnswer(record.body, head["media"], head["error"]))
         self.log.records = []
+
+    def _add(self, operation: Operation) -> None:
+        self.operations[operation.seq] = operation
+        self._waiting += 1
+        self._tokens += operation.cost
+
+    def _answer(self, operation: Operation, answer: StoredAnswer) -> None:
+        operation.answer.set_result(answer)
+        self.operations[operation.seq] = self.operations.pop(operation.seq)
+        self._waiting -= 1
+        self._tokens -= operation.cost
 
     def accept(self, seq: int, kind: str, body: bytes, request: Any, cost: int) -> Operation:
         """Return the operation of this number: a new one, on disk, or the one there is. DataError: another request has
@@ -106,9 +119,8 @@ class RequestQueue:
         if self.ordered and seq < self.next:
             message = f"request {seq} of {self.name} is over and its answer no longer kept; the next is {self.next}"
             raise DataError(message, key="seq_id.past")
-        waiting = [operation.cost for operation in self.operations.values() if not operation.answer.done()]
-        if len(waiting) >= self.most or sum(waiting) >= TOKENS:
-            message = f"{len(waiting)} requests of {self.name} wait, with {sum(waiting)} tokens; one client may have"
+        if self._waiting >= self.most or self._tokens >= TOKENS:
+            message = f"{self._waiting} requests of {self.name} wait, with {self._tokens} tokens; one client may have"
             raise BusyError(f"{message} {self.most} and {TOKENS}: ask again later", key="service.queue")
         if self.ordered and seq >= self.next + self.most:
             message = f"request {seq} of {self.name} comes too early: the next is {self.next}, and {self.most} may wait"
@@ -116,7 +128,7 @@ class RequestQueue:
         operation = Operation(seq, kind, body, digest, request, cost)
         self.log.append(operation.record())
         self.fresh += len(body)
-        self.operations[seq] = operation
+        self._add(operation)
         return operation
 
     def ready(self) -> Operation | None:
@@ -130,10 +142,9 @@ class RequestQueue:
         if self.ordered:
             self.next = operation.seq + 1
         if not operation.answer.done():
-            operation.answer.set_result(answer)
+            self._answer(operation, answer)
             self.log.append(_done(operation, answer), durable=False)
             self.fresh += len(answer.body)
-            self.operations[operation.seq] = self.operations.pop(operation.seq)
 
     def shorten(self) -> None:
         """Begin the log anew: newest answers, and requests that are not answered. Its client's state is on disk."""

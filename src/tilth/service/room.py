@@ -1,5 +1,6 @@
 """Engine room of a training service: snapshots sample beside the base on worker 0, models train on all workers."""
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from tilth.core.errors import CheckpointError
 from tilth.core.layout import Mesh
 from tilth.plan.packing import divide
 from tilth.serve.room import EngineRoom
+from tilth.service.trained import SequenceScores
 from tilth.service.wire import Datum
 
 LIVE = 32
 """Snapshots whose weights the engine holds at a time."""
+SCORES = 8
+"""Sequences that wait for their scores in the room: enough to keep its worker busy, and few before a training call."""
 
 
 class TrainRoom(EngineRoom):
@@ -26,6 +30,7 @@ class TrainRoom(EngineRoom):
         """source: reference of the base model; mesh: of the role "train"."""
         self._published = dict[str, tuple[str, LoraConfig]]()
         """Name -> folder and shape of each snapshot that the engine holds; the one used last is the last."""
+        self._publishing, self._scoring = asyncio.Lock(), asyncio.Semaphore(SCORES)
         super().__init__(*args, factory="tilth.service.worker:sample_worker", source=source, **more)
         try:
             self.learners = self.cluster.group("train", "tilth.service.worker:train_worker", {"source": source}, mesh)
@@ -54,14 +59,23 @@ class TrainRoom(EngineRoom):
 
     async def publish(self, name: str, folder: Path, lora: LoraConfig, busy: Collection[str]) -> None:
         """Let the engine hold a snapshot, in place of those used longest ago. busy: names with requests."""
-        held = self._published.pop(name, None)
-        if held is None:
-            await self.call("publish", name, str(folder), lora, idempotent=True)
-        self._published[name] = str(folder), lora
-        idle = [one for one in self._published if one not in busy and one != name]
-        for old in idle[: max(len(self._published) - LIVE, 0)]:
-            del self._published[old]
-            await self.call("retract", old)
+        async with self._publishing:  # of all requests for a new snapshot the first one publishes it
+            held = self._published.pop(name, None)
+            if held is None:
+                await self.call("publish", name, str(folder), lora, idempotent=True)
+            self._published[name] = str(folder), lora
+            idle = [one for one in self._published if one not in busy and one != name]
+            for old in idle[: max(len(self._published) - LIVE, 0)]:
+                del self._published[old]
+                await self.call("retract", old)
+
+    async def score(
+        self, name: str, tokens: np.ndarray, topk: int = 0, targets: np.ndarray | None = None
+    ) -> SequenceScores:
+        """Return log-probs of a sequence under a snapshot, or the base (""), however many wait for theirs."""
+        async with self._scoring:
+            scores: SequenceScores = await self.call("score_tokens", name, tokens, topk, targets, idempotent=True)
+        return scores
 
     def restore(self) -> None:
         for name, (folder, lora) in list(self._published.items()):

@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.rollout.request import Request, SamplingParams
-from tilth.serve.completion import RoomError
+from tilth.serve.completion import Completion, RoomError
 from tilth.serve.room import BREAKS
 from tilth.service.base import ServedBase
 from tilth.service.bodies import SampleBody, TargetsBody
@@ -22,7 +23,6 @@ from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, write_js
 from tilth.service.log import RequestLog
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
 from tilth.service.room import TrainRoom
-from tilth.service.trained import SequenceScores
 from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, write_samples
 
 EPHEMERAL = 16
@@ -41,7 +41,8 @@ class WeightSampler:
     path: str = ""
     model: str = ""
     """Training run whose weights these are, "" for the base."""
-    running: set[asyncio.Task[None]] = field(default_factory=set)
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Tasks of its requests by number."""
 
     @property
     def session(self) -> str:
@@ -59,6 +60,28 @@ class WeightSampler:
         return self.folder is not None and not self.path
 
 
+class PlaceLine:
+    """Places in the engine room, given to requests in the order of their coming."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+        self._line, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def places(self, count: int) -> AsyncIterator[None]:
+        """Hold places until the block ends; the first of those that wait is the next one, however many it needs."""
+        async with self._line:
+            while self.taken and self.taken + count > self.most:
+                self._freed.clear()
+                await self._freed.wait()
+            self.taken += count
+        try:
+            yield
+        finally:
+            self.taken -= count
+            self._freed.set()
+
+
 class SamplerDesk:
     """Samplers of a service and the requests for samples, each a task of the event loop."""
 
@@ -66,6 +89,7 @@ class SamplerDesk:
         """most: requests of one sampler that may wait."""
         self.room, self.folder, self.base, self.most = room, folder, base, most
         self.samplers = dict[str, WeightSampler]()
+        self.line = PlaceLine(room.limits.most)
         self._closing = False
 
     def open(self) -> None:
@@ -79,7 +103,7 @@ class SamplerDesk:
     async def close(self, seconds: float) -> None:
         """Let requests that run end for some seconds; the others are on disk for the next server."""
         self._closing = True
-        if tasks := {task for sampler in self.samplers.values() for task in sampler.running}:
+        if tasks := {task for sampler in self.samplers.values() for task in sampler.running.values()}:
             _, late = await asyncio.wait(tasks, timeout=seconds)
             for task in late:
                 task.cancel()
@@ -135,30 +159,27 @@ class SamplerDesk:
         """Take a request for samples. DataError, BusyError, CheckpointError."""
         sampler = self.find(body.sampling_session_id)
         operation = sampler.queue.accept(body.seq_id, "sample", raw, body, body.num_samples)
-        if not operation.answer.done() and operation.seq not in {int(t.get_name()) for t in sampler.running}:
+        if not operation.answer.done() and operation.seq not in sampler.running:
             self._begin(sampler, operation)
         return operation
 
     def cancel(self, name: str, seq: int) -> None:
         """Stop a request whose client has left."""
-        for task in list(self.find(name).running):
-            if task.get_name() == str(seq):
-                task.cancel()
+        if (task := self.find(name).running.get(seq)) is not None:
+            task.cancel()
 
     def _begin(self, sampler: WeightSampler, operation: Operation) -> None:
-        task = asyncio.create_task(self._sample(sampler, operation), name=str(operation.seq))
-        sampler.running.add(task)
-        task.add_done_callback(sampler.running.discard)
+        sampler.running[operation.seq] = asyncio.create_task(self._sample(sampler, operation))
+        sampler.running[operation.seq].add_done_callback(lambda done: sampler.running.pop(operation.seq))
 
     async def _sample(self, sampler: WeightSampler, operation: Operation) -> None:
         body = operation.request or SampleBody.model_validate_json(operation.body)
         try:
-            while self.room.load + body.num_samples > self.room.limits.most and self.room.load:
-                await asyncio.sleep(0.05)
-            if sampler.folder is not None:
-                busy = {one.name for one in self.samplers.values() if one.running}
-                await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
-            answer = await sample(self.room, sampler, body, self.base)
+            async with self.line.places(body.num_samples):
+                if sampler.folder is not None:
+                    busy = {one.name for one in self.samplers.values() if one.running}
+                    await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
+                answer = await sample(self.room, sampler, body, self.base)
         except (*BREAKS, RoomError, StorageError) as error:
             answer = StoredAnswer.failure(error, "server")
         except TilthError as error:
@@ -239,6 +260,17 @@ def draws(sampler: str, body: SampleBody, index: int) -> tuple[int, int]:
     return 0, int.from_bytes(digest[:8], "little") >> 2
 
 
+async def admit(room: TrainRoom, wanted: Sequence[Request]) -> list[Completion]:
+    """Take requests into the room as soon as those of other interfaces leave them place. RoomError."""
+    while True:
+        try:
+            return room.admit(wanted)
+        except RoomError as error:
+            if error.key != "serve.full" or not room.load:
+                raise
+            await asyncio.sleep(0.05)  # the room tells nobody that it has place
+
+
 async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base: ServedBase) -> StoredAnswer:
     """Return the answer to a request, whose log-probs of prompts come from a forward pass."""
     prompt, params = np.array(body.prompt.tokens, np.int64), sampling_params(body, base)
@@ -246,7 +278,7 @@ async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base
         Request(0, prompt, params, adapter=sampler.name, draws=draws(sampler.id, body, i))
         for i in range(body.num_samples)
     ]
-    completions = room.admit(wanted)
+    completions = await admit(room, wanted)
     try:
         found = await asyncio.gather(*(completion.whole() for completion in completions))
     finally:
@@ -257,9 +289,7 @@ async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base
         return StoredAnswer(write_samples(Samples(sequences)), MEDIA)
     targets = body.target_prompt_logprobs
     asked = None if targets is None else _targets(targets, len(prompt), base.vocabulary)
-    scores: SequenceScores = await room.call(
-        "score_tokens", sampler.name, prompt, body.topk_prompt_logprobs, asked, idempotent=True
-    )
+    scores = await room.score(sampler.name, prompt, body.topk_prompt_logprobs, asked)
     own = scores.own if body.prompt_logprobs else None
     if own is not None and body.prompt_logprobs_last_n is not None:
         own[: max(len(own) - body.prompt_logprobs_last_n, 0)] = np.nan
@@ -271,8 +301,7 @@ async def _sequence(
 ) -> SampledTokens:
     topk = None
     if body.topk_sample_logprobs:
-        k = body.topk_sample_logprobs
-        scores: SequenceScores = await room.call("score_tokens", sampler.name, found.tokens, k, None, idempotent=True)
+        scores = await room.score(sampler.name, found.tokens, body.topk_sample_logprobs)
         assert scores.topk is not None
         topk = Topk(scores.topk.tokens[start:], scores.topk.logprobs[start:])
     return SampledTokens(found.finish, found.tokens[start:], found.logprobs[start:], topk)
