@@ -55,6 +55,22 @@ def datum(row):
     return types.Datum(types.ModelInput.from_ints(row[:-1].tolist()), {"target_tokens": row[1:].tolist(), **weights})
 
 
+def sampled_datum(prompt, sequence, advantage, **more):
+    """A datum of a sample, with its provenance. more: columns in place of the sample's."""
+    before, count = prompt.length - 1, len(sequence.tokens)
+    columns = {
+        "target_tokens": np.array([0] * before + sequence.tokens),
+        "logprobs": np.float32([0.0] * before + sequence.logprobs),
+        "advantages": np.float32([0.0] * before + [advantage] * count),
+        **more,
+    }
+    name, prompted, sampled = sequence.sequence_id, types.PromptProvenanceSpan, types.SampledProvenanceSpan
+    tokens = types.ModelInput.from_ints(prompt.to_ints() + sequence.tokens[:-1])
+    inputs = [prompted(sequence_id=name, length=before + 1), sampled(sequence_id=name, length=count - 1)]
+    targets = [prompted(sequence_id=name, offset=1, length=before), sampled(sequence_id=name, length=count)]
+    return types.Datum(tokens, columns).with_provenance(model_input=inputs, loss_fn_inputs=targets)
+
+
 def own_datum(row):
     return Datum(row[:-1], {"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)})
 
@@ -133,6 +149,30 @@ def test_samples_come_from_the_weights_that_were_saved(client):
     assert not np.allclose(one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=1e-3)
     assert len({tuple(s.tokens) for s in other.sequences}) > 1
     assert len({s.sequence_id for s in other.sequences}) == 3
+
+
+def test_samples_are_trained_on_by_the_losses_of_recipes(server, client):
+    """Neither loss moves anything but by REINFORCE where the model is the one that sampled."""
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=1).result()
+    sampler = trained.save_weights_and_get_sampling_client(record_stability_info=True).result()
+    answer = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=6, seed=1)).result()
+    data = [sampled_datum(PROMPT, one, 1.0 - 2 * i) for i, one in enumerate(answer.sequences)]
+    marked = [np.float32(one.loss_fn_inputs["advantages"].to_numpy() != 0) for one in data]
+    norms = []
+    for loss in ("importance_sampling", "stable_reinforce", "gspo"):
+        more = [{"sequence_ratio_mask": mask} if loss == "gspo" else {} for mask in marked]
+        given = [sampled_datum(PROMPT, s, 1.0 - 2 * i, **more[i]) for i, s in enumerate(answer.sequences)]
+        trained.forward_backward(given, loss).result()
+        still = types.AdamParams(learning_rate=0.0)
+        norms.append(trained.optim_step(still).result().metrics["grad_norm:mean"])
+    assert norms[0] > 0 and norms == pytest.approx([norms[0]] * 3, rel=1e-3)
+    other = service(server).create_lora_training_client("Org/small", rank=4).result()
+    plain = [types.Datum(one.model_input, one.loss_fn_inputs) for one in data]
+    for who, wrong in ((trained, plain), (other, data)):  # without provenance; of another session
+        with pytest.raises(tinker.RequestFailedError) as failed:
+            who.forward_backward(wrong, "stable_reinforce").result()
+        assert failed.value.category is types.RequestErrorCategory.User
+    trained.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.1}).result()
 
 
 @pytest.mark.parametrize("count, most", [(40, 16), pytest.param(2000, 512, marks=pytest.mark.slow)])

@@ -7,14 +7,13 @@ import threading
 import time
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from tinker import types
 
 from tests.errors import raises
 from tests.service.served import TOKENIZER, Served, base, service, serving
-from tests.service.test_api import ADAM, datum, rows
+from tests.service.test_api import ADAM, datum, rows, sampled_datum
 from tilth.core.errors import CheckpointError, StorageError
 from tilth.flows.serving import ServeOptions
 from tilth.service import desk, runner
@@ -35,18 +34,12 @@ def loop(server, steps, strike):
     client = service(server)
     trained = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
     for step in range(steps):
-        sampler = trained.save_weights_and_get_sampling_client().result()
+        sampler = trained.save_weights_and_get_sampling_client(record_stability_info=True).result()
         strike(step, "snapshot")
         answer = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=5, seed=step))
         strike(step, "sample")
-        data = []
-        for number, one in enumerate(answer.result().sequences):
-            tokens = PROMPT.to_ints() + one.tokens
-            columns = {"target_tokens": np.array(tokens[1:])}
-            columns["logprobs"] = np.float32([0.0] * (PROMPT.length - 1) + one.logprobs)
-            columns["advantages"] = np.float32([1.0 - 2 * number] * len(tokens[1:]))
-            data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), columns))
-        passed = trained.forward_backward(data, "importance_sampling")
+        data = [sampled_datum(PROMPT, one, 1.0 - 2 * number) for number, one in enumerate(answer.result().sequences)]
+        passed = trained.forward_backward(data, "stable_reinforce")
         strike(step, "passes")
         passed.result()
         passed = trained.forward_backward([*map(datum, rows(step))], "cross_entropy")

@@ -16,13 +16,18 @@ from tilth.models.converters import LowRank, converted
 from tilth.parallel.dims import ParallelDims
 from tilth.service.losses import LOSSES, check_data, options_of
 from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel, score_sequence
-from tilth.service.wire import Datum
+from tilth.service.wire import Datum, ProvenanceRun
 
 LENGTHS = (5, 1, 9)
 LORA = ModelSpec(LoraConfig(rank=4), 3)
 FULL = ModelSpec(LoraConfig(rank=0), 0)
 STEP = AdamStep(1e-2, (0.9, 0.95), 1e-12, 0.0, 0.0)
-OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3}}
+OPTIONS = {
+    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+    "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.97, "clip_high_threshold": 1.03},
+    "stable_reinforce": {"kl_coeff": 0.3},
+}
 
 
 def base(seed=0, **changes):
@@ -37,18 +42,21 @@ def data(loss, vocabulary, seed=0):
     def column(name, n):
         if name == "logprobs":
             return (-4.5 + 0.4 * rng.standard_normal(n)).astype(np.float32)
+        if name == "sequence_ratio_mask":
+            return (np.arange(n) >= n // 3).astype(np.float32)
         return rng.standard_normal(n).astype(np.float32)
 
     ids = lambda n: rng.integers(0, vocabulary, n)  # noqa: E731
     made = []
     for n in LENGTHS:
         columns = {name: column(name, n) for name in LOSSES[loss].needs}
-        made.append(Datum(ids(n), {"target_tokens": ids(n), **columns}))
+        runs = ProvenanceRun(False, "s/1/0", 0, n // 3), ProvenanceRun(True, "s/1/0", 0, n - n // 3)
+        made.append(Datum(ids(n), {"target_tokens": ids(n), **columns}, targets=runs))
     return made
 
 
 def documented(loss, p, columns, options):
-    """The pseudo code of the documentation."""
+    """The pseudo code of the documentation, and that of the docstring of ``stable_reinforce``, by one sequence."""
     if loss == "cross_entropy":
         return -(p * columns["weights"]).sum()
     q, a = columns["logprobs"], columns["advantages"]
@@ -57,6 +65,15 @@ def documented(loss, p, columns, options):
     clipped = torch.clamp(ratio, low, high)
     if loss == "importance_sampling":
         return -(ratio * a).sum()
+    if loss == "gspo":
+        chosen = columns["sequence_ratio_mask"] != 0
+        mean = (p.detach() - q)[chosen].mean()
+        ratio = torch.exp(mean + p - p.detach())
+        return -torch.min(ratio * a, torch.clamp(ratio, low, high) * a).sum()
+    if loss == "stable_reinforce":
+        at = len(p) // 3
+        weight = ratio.detach().clamp(max=2.0)
+        return (-weight * a * p + options["kl_coeff"] / 2 * (p - q) ** 2)[at:].sum()
     if loss == "ppo":
         return -torch.min(ratio * a, clipped * a).sum()
     if loss == "cispo":
@@ -255,10 +272,36 @@ def test_a_loss_with_wrong_columns_is_refused_by_the_column(rows, key):
     check_data("ppo", data("ppo", 50), 50, 32)
 
 
+def test_a_sequence_without_a_ratio_is_refused():
+    rows = data("gspo", 50)
+    check_data("gspo", rows, 50, 32)
+    rows[1].columns["sequence_ratio_mask"][:] = 0
+    with raises(DataError, "data[1].loss_fn_inputs.sequence_ratio_mask.empty"):
+        check_data("gspo", rows, 50, 32)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "stable_reinforce"])
+def test_where_the_model_is_the_one_that_sampled_the_gradient_is_that_of_reinforce(loss):
+    shared, model = base()
+    trained, twin = TrainedModel(shared, FULL), TrainedModel(shared, FULL)
+    rows = data(loss, model.config.vocab_size)
+    found, _ = trained.forward_backward(rows, loss, {}, forward_only=True)
+    for row, logprobs in zip(rows, found):
+        row.columns["logprobs"][:] = logprobs
+        row.columns["advantages"][: len(logprobs) // 3] = 0
+    trained.forward_backward(rows, loss, {}, forward_only=False)
+    plain = [
+        Datum(r.tokens, {"target_tokens": r.columns["target_tokens"], "weights": r.columns["advantages"]}) for r in rows
+    ]
+    twin.forward_backward(plain, "cross_entropy", {}, forward_only=False)
+    for name, grad in twin.gradients.items():
+        torch.testing.assert_close(trained.gradients[name], grad, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "loss, options, key",
     [
-        ("gspo", {}, "loss_fn.refused"),
+        ("gspo", {"epsilon": 0.1}, "loss_fn_config.epsilon"),
         ("custom", {}, "loss_fn.refused"),
         ("pro", {}, "loss_fn"),
         ("ppo", {"beta": 1.0}, "loss_fn_config.beta"),

@@ -32,6 +32,7 @@ from tilth.service.bodies import (
 from tilth.service.desk import TrainingDesk
 from tilth.service.folders import ABOUT, KINDS, CheckpointPath, expires_at, read_json, write_json
 from tilth.service.links import Links
+from tilth.service.losses import WEIGHT
 from tilth.service.queues import BusyError, StoredAnswer
 from tilth.service.runner import CHECKPOINTS, Client
 from tilth.service.samplers import check_sample
@@ -59,6 +60,10 @@ REFUSED: Mapping[str, str] = {
 UNEMBED = (
     "this server trains no adapter of the unembedding, whatever train_unembed says; those of attention and MLP are as "
     "train_attn and train_mlp say"
+)
+STABLE = (
+    "stable_reinforce is this server's own objective under Tinker's name: REINFORCE with importance weights of at most "
+    f"{WEIGHT:g}"
 )
 STATUS: Mapping[type[TilthError], int] = {BusyError: 429, CheckpointError: 404, DataError: 400, StorageError: 503}
 Kind = TypeVar("Kind", bound=ClientBody)
@@ -205,7 +210,7 @@ def _general(routes: APIRouter, desk: TrainingDesk) -> None:
         body, _ = await read(request, SessionBody)
         about = body.model_dump(include={"tags", "user_metadata", "display_name", "sdk_version"})
         name = desk.create_session(about, request.headers.get("x-idempotency-key", ""))
-        return {"session_id": name, "type": "create_session", "warning_message": UNEMBED}
+        return {"session_id": name, "type": "create_session", "warning_message": f"{UNEMBED}; {STABLE}"}
 
     @routes.post("/session_heartbeat")
     async def heartbeat(request: Request) -> Response:
@@ -239,7 +244,7 @@ def _training(routes: APIRouter, desk: TrainingDesk) -> None:
     async def forward_backward(request: Request) -> dict[str, Any]:
         if request.headers.get("content-encoding"):
             raise DataError("content-encoding: bodies are taken as they are; client_config says so", key="encoding")
-        model, operation = desk.submit_data(*await taken(request))
+        model, operation = await desk.submit_data(*await taken(request))
         return promise("f", model, operation.seq, model_id=model)
 
     @routes.post("/optim_step")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 from tilth.config.schema import LoraConfig
@@ -18,12 +19,13 @@ from tilth.serve.completion import RoomError
 from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.bodies import CreateBody, LoadBody, OptimizerKind, SampleBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
-from tilth.service.losses import check_data, options_of
+from tilth.service.losses import check_data, loss_named, options_of
+from tilth.service.provenance import check_provenance
 from tilth.service.queues import BusyError, Operation, StoredAnswer
 from tilth.service.room import TrainRoom
 from tilth.service.runner import Client, ClientRunner
 from tilth.service.samplers import SamplerDesk, WeightSampler
-from tilth.service.wire import place_of, read_train_request
+from tilth.service.wire import TrainRequest, place_of, read_train_request
 
 SESSIONS = 4096
 """Sessions without models that are kept."""
@@ -193,15 +195,13 @@ class TrainingDesk:
         """Give a request that is refused its place among the client's, so that later ones do not wait for it."""
         return self.submit(model, seq, "refused", StoredAnswer.failure(error, "user").body, None)
 
-    def submit_data(self, body: bytes, wrong: DataError | None = None) -> tuple[str, Operation]:
+    async def submit_data(self, body: bytes, wrong: DataError | None = None) -> tuple[str, Operation]:
         """Take a request for passes; return its model. wrong: why it is refused, whatever it holds; the body may be its
         beginning alone then. DataError: it has no place among a client's requests."""
         try:
             if wrong is not None:
                 raise wrong
-            request = read_train_request(body)
-            options_of(request.loss, request.options)
-            check_data(request.loss, request.data, self.base.vocabulary, self.base.longest)
+            request = await asyncio.to_thread(self._read_data, body)  # thousands of sequences take their time
         except DataError as error:
             model, seq = place_of(body) or ("", 0)
             if model not in self.clients:
@@ -212,6 +212,16 @@ class TrainingDesk:
             raise DataError(f"seq_id={request.seq}; it must be at least 1", key="seq_id")
         cost = sum(len(datum.tokens) for datum in request.data) * (1 if request.forward_only else 3)
         return request.model, self.submit(request.model, request.seq, "data", body, request, cost)
+
+    def _read_data(self, body: bytes) -> TrainRequest:
+        """Return a request for passes that can run. DataError."""
+        request = read_train_request(body)
+        options_of(request.loss, request.options)
+        check_data(request.loss, request.data, self.base.vocabulary, self.base.longest)
+        if loss_named(request.loss).provenance and request.model in self.clients:
+            find = partial(self.samplers.record, self.clients[request.model].session)
+            check_provenance(request.data, cache(find))
+        return request
 
     def submit_sample(self, body: SampleBody, raw: bytes) -> Operation:
         """Take a request for samples. DataError, BusyError, CheckpointError."""

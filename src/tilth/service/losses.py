@@ -1,7 +1,8 @@
 """Built-in losses of Tinker's API: a value for each token, added up, never averaged.
 
 p: log-prob of the target under the model that learns; q: ``logprobs``, that under the model which chose it; A:
-``advantages``; r = exp(p - q).
+``advantages``; r = exp(p - q). Source: tinker-docs.thinkingmachines.ai/tinker/losses. ``stable_reinforce`` alone is
+this server's own objective under Tinker's name, as ``_stable_reinforce`` says.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,17 @@ import torch
 from torch import Tensor
 
 from tilth.core.errors import DataError
+from tilth.rl.packing import Packing
 from tilth.service.wire import Datum
 
 TOKENS = "target_tokens"
+LENGTHS = "lengths"
+"""Key of the tokens of each sequence, int64 [n], beside the columns."""
+RATIO_MASK = "sequence_ratio_mask"
+SAMPLED = "sampled"
+"""Column that provenance gives: 1 at the tokens that a model sampled."""
+WEIGHT = 2.0
+"""Greatest importance weight of ``stable_reinforce``."""
 Columns = Mapping[str, Tensor]
 Options = Mapping[str, float]
 
@@ -25,9 +34,11 @@ class TokenLoss:
     """A loss by token. needs: its columns beside ``target_tokens``, [N] each; options: with their defaults."""
 
     values: Callable[[Tensor, Columns, Options], Tensor]
-    """(p, columns, options) -> [N]."""
+    """(p, columns and ``lengths``, options) -> [N]."""
     needs: Sequence[str]
     options: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    provenance: bool = False
+    """True if every datum must name the samples that it is made of."""
 
 
 def _cross_entropy(p: Tensor, columns: Columns, options: Options) -> Tensor:
@@ -47,8 +58,33 @@ def _clipped(ratio: Tensor, options: Options) -> Tensor:
 
 
 def _ppo(p: Tensor, columns: Columns, options: Options) -> Tensor:
-    ratio, advantages = _ratio(p, columns), columns["advantages"]
+    return _least(_ratio(p, columns), columns, options)
+
+
+def _least(ratio: Tensor, columns: Columns, options: Options) -> Tensor:
+    advantages = columns["advantages"]
     return -torch.minimum(ratio * advantages, _clipped(ratio, options) * advantages)
+
+
+def _gspo(p: Tensor, columns: Columns, options: Options) -> Tensor:
+    """PPO with one ratio for a sequence: s = exp(mean of p - q over ``sequence_ratio_mask``), whose gradient at each
+    token is that of its own p (GSPO-token, 2507.18071; Tinker's losses/gspo). Thresholds by default are the paper's."""
+    rows = Packing.of(columns[LENGTHS], columns[RATIO_MASK])
+    means = rows.sum(p.detach() - columns["logprobs"]) / rows.counts
+    return _least(torch.exp(rows.spread(means).to(p.dtype) + p - p.detach()), columns, options)
+
+
+def _stable_reinforce(p: Tensor, columns: Columns, options: Options) -> Tensor:
+    """-w A p + kl_coeff (p - q)^2 / 2 with the constant w = min(r, 2), of tokens that were sampled.
+
+    Tinker's losses/stable-reinforce, SDK and cookbook name its aim (REINFORCE that bears samples of older weights),
+    provenance and the option ``kl_coeff``; no formula of theirs is known here. This is REINFORCE with truncated
+    importance weights (verl's ``bypass_pg_is``, by token; ``reinforce`` with ``cap=2`` in ``tilth.rl``) and the k2
+    estimate of the divergence from the model that sampled. Where both models are one, its gradient is REINFORCE's.
+    """
+    weight = _ratio(p, columns).detach().clamp(max=WEIGHT)
+    penalty = 0.5 * options["kl_coeff"] * (p - columns["logprobs"]) ** 2
+    return torch.where(columns[SAMPLED] != 0, penalty - weight * columns["advantages"] * p, 0.0)
 
 
 def _cispo(p: Tensor, columns: Columns, options: Options) -> Tensor:
@@ -67,18 +103,20 @@ LOSSES: Mapping[str, TokenLoss] = {
     "ppo": TokenLoss(_ppo, _OF_POLICY, _CLIP),
     "cispo": TokenLoss(_cispo, _OF_POLICY, _CLIP),
     "dro": TokenLoss(_dro, _OF_POLICY, MappingProxyType({"beta": 0.05})),
-}
-REFUSED: Mapping[str, str] = {
-    "gspo": "its ratio of sequences is not documented; compute it with forward_backward_custom",
-    "stable_reinforce": "it needs what only Tinker's own samplers record; use importance_sampling",
-    "custom": "custom losses run in the client, as forward_backward_custom does with this server",
+    "gspo": TokenLoss(
+        _gspo,
+        (*_OF_POLICY, RATIO_MASK),
+        MappingProxyType({"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}),
+    ),
+    "stable_reinforce": TokenLoss(_stable_reinforce, _OF_POLICY, MappingProxyType({"kl_coeff": 0.0}), provenance=True),
 }
 
 
 def loss_named(name: str) -> TokenLoss:
     """Return a loss. DataError: it is unknown, or not offered here, and why."""
-    if name in REFUSED:
-        raise DataError(f"loss_fn={name!r} is not offered by this server: {REFUSED[name]}", key="loss_fn.refused")
+    if name == "custom":
+        message = "loss_fn='custom': custom losses run in the client; use forward_backward_custom"
+        raise DataError(message, key="loss_fn.refused")
     if name not in LOSSES:
         raise DataError(f"loss_fn={name!r} is unknown; there are {', '.join(LOSSES)}", key="loss_fn")
     return LOSSES[name]
@@ -116,6 +154,9 @@ def check_data(name: str, data: Sequence[Datum], vocabulary: int, longest: int) 
             raise DataError(message, key=f"{where}.loss_fn_inputs")
         for column, values in datum.columns.items():
             _check_column(f"{where}.loss_fn_inputs.{column}", column, values, size)
+        if RATIO_MASK in wanted and not datum.columns[RATIO_MASK].any():
+            message = f"{where}.loss_fn_inputs.{RATIO_MASK} is 0 everywhere; mark the tokens that were sampled"
+            raise DataError(message, key=f"{where}.loss_fn_inputs.{RATIO_MASK}.empty")
         for column, ids in (("model_input", datum.tokens), (f"loss_fn_inputs.{TOKENS}", datum.columns[TOKENS])):
             if ids.min() < 0 or ids.max() >= vocabulary:
                 message = f"{where}.{column} has the token {ids.max() if ids.min() >= 0 else ids.min()}"

@@ -21,9 +21,10 @@ from tilth.service.base import ServedBase
 from tilth.service.bodies import SampleBody, TargetsBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.service.log import RequestLog
+from tilth.service.provenance import SampleRecord
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
 from tilth.service.room import TrainRoom
-from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, write_samples
+from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, read_samples, write_samples
 
 EPHEMERAL = 16
 """Newest snapshots of a model, without a checkpoint's name, that are kept."""
@@ -155,6 +156,22 @@ class SamplerDesk:
         self.samplers[name] = sampler
         return sampler
 
+    def record(self, session: str, sequence: str) -> SampleRecord:
+        """Return a sequence that a session has sampled, which every sampler keeps with its answers. DataError: another
+        session's, or no longer kept."""
+        name, _, rest = sequence.partition("/")
+        seq, _, index = rest.partition("/")
+        if not name.startswith(sampler_name(session, 0)[:-1]) or not (seq.isdecimal() and index.isdecimal()):
+            raise DataError(f"{sequence!r} is no sample of session {session}", key="sequence_id.session")
+        operation = self.samplers[name].queue.operations.get(int(seq)) if name in self.samplers else None
+        if operation is None or not operation.body or not operation.answer.done() or operation.answer.result().error:
+            message = f"sample {sequence!r} is not kept: of snapshots without a name there are a model's newest"
+            raise DataError(f"{message} {EPHEMERAL}", key="sequence_id.missing")
+        found, body = read_samples(operation.answer.result().body), SampleBody.model_validate_json(operation.body)
+        if int(index) >= len(found):
+            raise DataError(f"{sequence!r} is none of {len(found)} samples", key="sequence_id.missing")
+        return SampleRecord(np.array(body.prompt.tokens), *found[int(index)])
+
     def submit(self, body: SampleBody, raw: bytes) -> Operation:
         """Take a request for samples. DataError, BusyError, CheckpointError."""
         sampler = self.find(body.sampling_session_id)
@@ -211,9 +228,6 @@ def check_sample(body: SampleBody, base: ServedBase) -> None:
         raise DataError(message, key="sampling_params.max_tokens")
     if body.prompt_alt_tokens_k:
         raise DataError("prompt_alt_tokens_k is not offered by this server; leave it 0", key="prompt_alt_tokens_k")
-    if body.record_stability_info:
-        message = "record_stability_info is not offered by this server: stable_reinforce needs Tinker's own samplers"
-        raise DataError(message, key="record_stability_info")
     if body.base_model or body.model_path:
         message = "a request for samples names its sampler by sampling_session_id, not by base_model or model_path"
         raise DataError(message, key="sampling_session_id")

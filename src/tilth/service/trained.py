@@ -20,7 +20,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, buckets, shard
 from tilth.plan.lora import is_adapter
 from tilth.rl.metrics import Metric
-from tilth.service.losses import TOKENS, TokenLoss, loss_named, options_of
+from tilth.service.losses import LENGTHS, SAMPLED, TOKENS, TokenLoss, loss_named, options_of
 from tilth.service.wire import Datum, Topk
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import TARGETS, MicroBatch, packed_targets, score_targets
@@ -210,6 +210,9 @@ class _Packed(NamedTuple):
         mask[tokens.offsets[:-1]] = 0
         columns = {PLACE: np.arange(len(mask))}
         names = {TOKENS: TARGETS} | {name: name for name in loss_named(loss).needs}
+        if loss_named(loss).provenance:
+            sampled = [np.insert(datum.sampled, 0, False) for datum in data]
+            columns[SAMPLED] = np.concatenate([np.zeros(0, bool), *sampled])
         for name, own in names.items():
             none = np.zeros(0, np.int64 if name == TOKENS else np.float32)
             columns[own] = np.concatenate([none, *(np.insert(datum.columns[name], 0, 0) for datum in data)])
@@ -225,13 +228,14 @@ class _LossSum:
 
     def __call__(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the sum over a micro-batch."""
-        values = self._values(micro.logprobs, micro.columns, micro.mask)
+        values = self._values(micro.logprobs, {**micro.columns, LENGTHS: micro.lengths}, micro.mask)
         self.logprobs[micro.columns[PLACE].cpu().numpy()] = micro.logprobs.detach().float().cpu().numpy()
         return values.sum(), {}
 
     def measure(self, batch: _Packed, logprobs: np.ndarray) -> None:
         """Add up the loss of log-probs that are known."""
         columns = {name: torch.from_numpy(values) for name, values in batch.columns.items()}
+        columns[LENGTHS] = torch.from_numpy(np.diff(batch.tokens.offsets))
         self._values(torch.from_numpy(logprobs), columns, torch.from_numpy(batch.mask))
 
     def _values(self, logprobs: Tensor, columns: Mapping[str, Tensor], mask: Tensor) -> Tensor:

@@ -119,12 +119,31 @@ def _classes() -> Mapping[str, type[Message]]:
 _CLASS = _classes()
 
 
+class ProvenanceRun(NamedTuple):
+    """Tokens of a datum that are those of one sample, or of its prompt, from an offset on."""
+
+    sampled: bool
+    sequence: str
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Datum:
-    """One sequence: tokens int64 [N] of the input, and columns of the loss by name, float32 or int64."""
+    """One sequence: tokens int64 [N] of the input, and columns of the loss by name, float32 or int64.
+
+    inputs, targets: where the tokens and ``target_tokens`` are from, in runs that tile them; empty: not said.
+    """
 
     tokens: np.ndarray
     columns: Mapping[str, np.ndarray]
+    inputs: Sequence[ProvenanceRun] = ()
+    targets: Sequence[ProvenanceRun] = ()
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Targets that a model sampled, by their provenance: bool [N]."""
+        return np.repeat([run.sampled for run in self.targets], [run.length for run in self.targets]).astype(bool)
 
 
 class TrainRequest(NamedTuple):
@@ -219,7 +238,13 @@ def _datum(i: int, datum: Any) -> Datum:
     raw = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
     tokens = _numbers(raw, np.dtype("<i4"), f"{where}.model_input").astype(np.int64)
     columns = {name: _tensor(tensor, f"{where}.{name}") for name, tensor in datum.loss_fn_inputs.items()}
-    return Datum(tokens, columns)
+    return Datum(tokens, columns, [*map(_run, datum.model_input_spans)], [*map(_run, datum.loss_fn_input_spans)])
+
+
+def _run(span: Any) -> ProvenanceRun:
+    sampled = span.WhichOneof("one") == "sampled_tokens"
+    found = span.sampled_tokens if sampled else span.prompt_tokens
+    return ProvenanceRun(sampled, found.sequence_id, found.offset, found.length)
 
 
 def _tensor(tensor: Any, where: str) -> np.ndarray:
@@ -289,6 +314,12 @@ def write_samples(found: Samples) -> bytes:
         out.target_prompt_logprobs.dtype = FLOAT32
         out.target_prompt_logprobs.shape.extend(found.targets.shape)
     return bytes(out.SerializeToString(deterministic=True))
+
+
+def read_samples(body: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return tokens and log-probs, float32, of each sequence in an answer that ``write_samples`` made."""
+    found: Any = _CLASS["SampleResponse"].FromString(body)
+    return [(np.frombuffer(one.tokens, "<i4"), np.frombuffer(one.logprobs, "<f4")) for one in found.sequences]
 
 
 _MASKED = -99999.0
