@@ -225,6 +225,23 @@ def test_a_seed_stops_and_likely_tokens_are_honoured(client):
     assert (ended.tokens, ended.stop_reason) == (likely.tokens[:2], "stop") or likely.tokens[0] == likely.tokens[1]
 
 
+def test_log_probs_of_few_targets_are_those_of_the_prompts_tokens(client):
+    sampler = client.create_sampling_client(base_model="Org/small").result()
+    own, one = PROMPT.to_ints(), types.SamplingParams(max_tokens=1)
+    ids = torch.full((len(own) - 1, 6), -1, dtype=torch.int64)
+    ids[0, 1], ids[2, 0] = own[1], own[3]
+    dense, sparse = (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1))
+    found = []
+    for asked in (dense, sparse):
+        answer = sampler.sample(PROMPT, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=asked).result()
+        found.append(answer.target_prompt_logprobs)
+    assert found[1].sparse_col_indices == [1, 0] and found[1].data == [answer.prompt_logprobs[i] for i in (1, 3)]
+    values = found[0].to_torch()
+    assert (values.isnan() == (ids < 0)).all() and values[ids >= 0].tolist() == found[1].data
+    with pytest.raises(tinker.BadRequestError):
+        sampler.sample(PROMPT, 1, one, target_prompt_logprobs=types.TensorData.from_torch(ids - 1)).result()
+
+
 def test_checkpoints_are_listed_loaded_and_deleted(server, client):
     trained, _ = run(client, rank=4, seed=2)
     path = trained.save_state("middle", user_metadata={"a": "b"}, ttl_seconds=3600).result().path

@@ -24,7 +24,7 @@ from tilth.service.log import RequestLog
 from tilth.service.provenance import SampleRecord
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
 from tilth.service.room import TrainRoom
-from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, read_samples, write_samples
+from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, filled, read_samples, write_samples
 
 EPHEMERAL = 16
 """Newest snapshots of a model, without a checkpoint's name, that are kept."""
@@ -236,15 +236,18 @@ def check_sample(body: SampleBody, base: ServedBase) -> None:
 
 
 def _targets(given: TargetsBody, prompt: int, vocabulary: int) -> np.ndarray:
-    """Return targets int64 [prompt - 1, K]. DataError."""
-    values, shape = np.array(given.data, np.int64), given.shape or []
-    good = len(shape) == 2 and given.sparse_crow_indices is None and shape[0] == prompt - 1
-    if not good or shape[0] * shape[1] != len(values):
-        message = f"target_prompt_logprobs has the shape {shape}; it must be dense and [{prompt - 1}, K]"
-        raise DataError(message, key="target_prompt_logprobs.shape")
-    if len(values) and (values.min() < 0 or values.max() >= vocabulary):
-        message = f"target_prompt_logprobs has a token that is not in the vocabulary of {vocabulary}"
-        raise DataError(message, key="target_prompt_logprobs.vocabulary")
+    """Return targets int64 [prompt - 1, K], -1 in cells that ask for nothing. DataError."""
+    values, shape, where = np.array(given.data, np.int64), tuple(given.shape or ()), "target_prompt_logprobs"
+    sparse = given.sparse_crow_indices is not None
+    if len(shape) != 2 or shape[0] != prompt - 1 or not (sparse or np.prod(shape) == len(values)):
+        message = f"{where} has {len(values)} values of the shape {list(shape)}; it must be [{prompt - 1}, K]"
+        raise DataError(message, key=f"{where}.shape")
+    if sparse:
+        ends, columns = (np.array(x, np.int64) for x in (given.sparse_crow_indices, given.sparse_col_indices or []))
+        values = filled(values, ends, columns, shape, where, rest=-1)
+    if values.size and (values.min() < -1 or values.max() >= vocabulary):
+        message = f"{where} has a token that is not in the vocabulary of {vocabulary}; -1 asks for nothing"
+        raise DataError(message, key=f"{where}.vocabulary")
     return values.reshape(shape)
 
 
@@ -307,7 +310,8 @@ async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base
     own = scores.own if body.prompt_logprobs else None
     if own is not None and body.prompt_logprobs_last_n is not None:
         own[: max(len(own) - body.prompt_logprobs_last_n, 0)] = np.nan
-    return StoredAnswer(write_samples(Samples(sequences, own, scores.topk, scores.targets)), MEDIA)
+    sparse = targets is not None and targets.sparse_crow_indices is not None
+    return StoredAnswer(write_samples(Samples(sequences, own, scores.topk, scores.targets, sparse)), MEDIA)
 
 
 async def _sequence(

@@ -257,7 +257,7 @@ class SequenceScores(NamedTuple):
 def score_sequence(
     model: ShardedModel, tokens: np.ndarray, *, topk: int = 0, targets: np.ndarray | None = None
 ) -> SequenceScores:
-    """Return log-probs of one sequence int64 [n]. targets: int64 [n - 1, K]."""
+    """Return log-probs of one sequence int64 [n]. targets: int64 [n - 1, K]; below 0: NaN."""
     device = model.device
     ids = torch.from_numpy(tokens).to(device)
     hidden = model.forward(ids, PackedContext([len(tokens)], device))[:-1]
@@ -268,7 +268,8 @@ def score_sequence(
         best.append(logp.topk(min(topk, logp.shape[1])) if topk else None)
         if targets is not None:
             wanted = torch.from_numpy(targets[at : at + len(logp)]).to(device)
-            others.append(logp.gather(1, wanted).float().cpu().numpy())
+            scored = logp.gather(1, wanted.clamp(min=0)).float().masked_fill(wanted < 0, torch.nan)
+            others.append(scored.cpu().numpy())
     found = _topk(best, topk) if topk else None
     return SequenceScores(np.concatenate(own), found, np.concatenate(others) if others else None)
 

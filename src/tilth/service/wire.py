@@ -175,12 +175,13 @@ class SampledTokens(NamedTuple):
 
 class Samples(NamedTuple):
     """Answer to one request for samples. prompt: log-probs float32 [prompt], NaN where not asked for; targets: float32
-    [prompt - 1, K]."""
+    [prompt - 1, K], likewise; sparse: these in compressed rows."""
 
     sequences: Sequence[SampledTokens]
     prompt: np.ndarray | None = None
     topk: Topk | None = None
     targets: np.ndarray | None = None
+    sparse: bool = False
 
 
 def read_train_request(body: bytes) -> TrainRequest:
@@ -264,17 +265,24 @@ def _tensor(tensor: Any, where: str) -> np.ndarray:
 
 def _dense(sparse: Any, kind: np.dtype[Any], shape: tuple[int, ...], where: str) -> np.ndarray:
     values = _numbers(sparse.values, kind, where)
-    rows, columns = (_numbers(x, np.dtype("<i8"), where) for x in (sparse.crow_indices, sparse.col_indices))
-    counts = np.diff(rows)
-    good = len(shape) == 2 and len(rows) == shape[0] + 1 and len(values) == len(columns) and (counts >= 0).all()
-    good = good and rows[0] == 0 and rows[-1] == len(values)
+    ends, columns = (_numbers(x, np.dtype("<i8"), where) for x in (sparse.crow_indices, sparse.col_indices))
+    return filled(values, ends, columns, shape, where)
+
+
+def filled(
+    values: np.ndarray, ends: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], where: str, rest: int = 0
+) -> np.ndarray:
+    """Return a matrix in compressed rows as a dense one, ``rest`` in its other cells. DataError."""
+    counts = np.diff(ends)
+    good = len(shape) == 2 and len(ends) == shape[0] + 1 and len(values) == len(columns) and (counts >= 0).all()
+    good = good and ends[0] == 0 and ends[-1] == len(values)
     if good and math.prod(shape) > DENSE:
         message = f"{where} has the shape {list(shape)}, whose {math.prod(shape)} values are more than {DENSE}"
         raise DataError(message, key=f"{where}.shape")
     if not good or ((columns < 0) | (columns >= shape[1])).any():
         message = f"{where} is no sparse matrix of the shape {list(shape)}"
         raise DataError(message, key=f"{where}.sparse")
-    found = np.zeros(shape, kind)
+    found = np.full(shape, rest, values.dtype)
     found[np.repeat(np.arange(shape[0]), counts), columns] = values
     return found
 
@@ -310,10 +318,20 @@ def write_samples(found: Samples) -> bytes:
     if found.topk is not None:
         _put_topk(out.topk_prompt_logprobs, found.topk)
     if found.targets is not None:
-        out.target_prompt_logprobs.dense = found.targets.astype("<f4").tobytes()
         out.target_prompt_logprobs.dtype = FLOAT32
         out.target_prompt_logprobs.shape.extend(found.targets.shape)
+        _put_values(out.target_prompt_logprobs, found.targets.astype("<f4"), found.sparse)
     return bytes(out.SerializeToString(deterministic=True))
+
+
+def _put_values(out: Any, values: np.ndarray, sparse: bool) -> None:
+    if not sparse:
+        out.dense = values.tobytes()
+        return
+    asked = ~np.isnan(values)
+    out.sparse_csr.values = values[asked].tobytes()
+    out.sparse_csr.crow_indices = np.append(0, np.cumsum(asked.sum(1))).astype("<i8").tobytes()
+    out.sparse_csr.col_indices = asked.nonzero()[1].astype("<i8").tobytes()
 
 
 def read_samples(body: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
