@@ -6,6 +6,7 @@ here is named below with the reason, and must still be what the command line and
 
 import json
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -36,6 +37,7 @@ from tilth.models.hf import load_pretrained, load_weights, save_pretrained
 ELSEWHERE = {
     "make demo": "it makes an environment; tests/test_distribution.py installs by make",
     "make test": "these tests are a part of it",
+    "python -m shop": "it takes the module from this folder; the page's records are made with its own function",
     "pip install": "it changes the environment",
     "python benchmarks/": "it takes minutes",
     "export RAY_AUTH_MODE": "two machines; tests/cluster/backends/test_ray.py starts two nodes in this way",
@@ -100,6 +102,15 @@ def records(name, count):
     ]  # fmt: skip
 
 
+def transcripts(text, folder, count):
+    """Those that a file of a page makes."""
+    told = {"__name__": "shop"}
+    exec(text.replace("tilth.Environment", "tilth.Environment, declares=False"), told)
+    draw = random.Random(0)
+    lines = [json.dumps(told["transcript"](draw)) + "\n" for _ in range(count)]
+    (folder / "transcripts.jsonl").write_text("".join(lines))
+
+
 def furnish(folder):
     """The files that pages take to be there."""
     for name, count in (("train.jsonl", 300), ("test.jsonl", 40)):
@@ -112,6 +123,9 @@ def furnish(folder):
     for block in blocks("docs/extending.md"):
         if re.fullmatch(r"# \w+\.py", block.first):
             (folder / block.first[2:]).write_text(block.text)
+    (shop,) = (block for block in blocks("docs/agents.md") if block.first == "# shop.py")
+    (folder / "shop.py").write_text(shop.text)
+    transcripts(shop.text, folder, 100)
     (folder / "my").mkdir()
     (folder / "my" / "recipe.toml").write_text((ROOT / "src/tilth/recipes/addition-grpo.toml").read_text())
 
@@ -210,9 +224,9 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 LONG = (
     *("docs/extending.md", "docs/packages/flows.md", "docs/guide.md"),
-    *("docs/algorithms.md", "docs/packages/plan.md"),
+    *("docs/algorithms.md", "docs/packages/plan.md", "docs/agents.md"),
 )
-"""Pages whose commands do what tests of plugins, flows, algorithms, plans and commands do too."""
+"""Pages whose commands do what tests of plugins, flows, episodes, algorithms, plans and commands do too."""
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in WITH_COMMANDS])
@@ -318,6 +332,17 @@ def a_reward(text, monkeypatch):
     assert told["score"]("1+1=", " 2\n", {"answer": "2"}) == 1.0 and told["score"]("1+1=", "3", {"answer": "2"}) == 0.0
 
 
+def a_shop(text, monkeypatch):
+    """An environment that gives 1 for what its transcripts do right, and its transcripts."""
+    told = {"__name__": "shop"}
+    exec(text.replace("tilth.Environment", "tilth.Environment, declares=False"), told)
+    shop, record = told["Shop"](), told["transcript"](random.Random(1))
+    shop.reset(record)
+    assert shop.look(record["wanted"]) == record["shelves"][record["wanted"]] and shop.reward() == 0.0
+    shop.take(record["shelves"][record["wanted"]])
+    assert shop.reward() == 1.0
+
+
 def a_reward_of_verl(text, monkeypatch):
     """A function of verl behind ours."""
     told = {"compute_score": lambda source, solution, truth, extra: float(solution == truth and source == "s")}
@@ -394,6 +419,7 @@ def of_trl(text, monkeypatch):
 PYTHON = {
     "import tilth": eight_lines,
     "# my_reward.py": a_reward,
+    "# shop.py": a_shop,
     "# mine.py": a_plugin,
     "# arcee.py": a_family,
     "# novelty.py": a_role,

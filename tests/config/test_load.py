@@ -425,7 +425,7 @@ def test_a_section_as_a_value_is_merged():
 
 
 def test_an_entry_of_a_table_is_named_with_what_would_be_right():
-    unknown = "data.columns has no key frage; there are prompt, answer, messages, text, chosen, rejected, margin"
+    unknown = "data.columns has no key frage; there are prompt, answer, messages, tools, text, chosen, rejected, margin"
     assert problem("data.columns={frage='question'}") == problem("data.columns.frage=question") == unknown
     assert problem("data.columns={prompt=3}") == "data.columns.prompt = 3 is not text"
     assert problem("data.columns=foo") == "data.columns = 'foo' is not a table"

@@ -162,6 +162,76 @@ def test_mistakes_in_messages(turns, field):
     fails({"messages": turns}, f"d.jsonl:8.{field}")
 
 
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a": {"default": None}}}}
+WRAPPED = {"type": "function", "function": ADD}
+
+
+def call(arguments, **more):
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", **arguments}}], **more}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"a": 1, "b": [None, {}]}, {"a": 1, "b": [None, {"c": None}], "d": None}, '{"a": 1, "b": [null, {}]}'],
+)
+def test_calls_in_the_forms_of_other_trainers_are_one(arguments):
+    wanted = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, {}]}}}
+    bare = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": arguments}]}
+    for turn in (call({"arguments": arguments}), call({"arguments": arguments}, content=""), bare):
+        (found,) = messages([USER, turn], "x")[1]["tool_calls"]
+        assert {k: v for k, v in found.items() if k != "id"} == wanted and len(found["id"]) == 9
+
+
+def test_a_null_in_json_is_an_argument():
+    (found,) = messages([USER, call({"arguments": '{"a": null}'})], "x")[1]["tool_calls"]
+    assert found["function"]["arguments"] == {"a": None}
+    assert messages([USER, call({})], "x")[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_the_answer_of_a_tool_names_its_call():
+    calls = [{"id": f"call_{n}", "function": {"name": n, "arguments": "{}"}} for n in ("one", "two", "three")]
+    said = [{"role": "tool", "tool_call_id": "call_two", "content": "2"}, {"role": "tool", "content": "1"},
+            {"role": "tool", "name": "own", "content": "3"}]  # fmt: skip
+    _, _, *found = messages([USER, {"role": "assistant", "content": "", "tool_calls": calls}, *said], "x")
+    assert [turn["name"] for turn in found] == ["two", "one", "own"]
+    assert [turn["tool_call_id"] for turn in found] == ["call_two", "call_one", "call_three"]
+
+
+@pytest.mark.parametrize("tools", [[WRAPPED], [ADD], json.dumps([WRAPPED]), json.dumps([ADD])])
+def test_tools_of_a_record(tools):
+    prompt = of({"messages": [USER, TOLD], "tools": tools})
+    assert prompt.tools == (WRAPPED,) and prompt.info["tools"] == tools
+    table = {"type": "function", "strict": None, "function": {**ADD, "returns": None}}
+    assert of({"messages": [USER, TOLD], "functions": [table]}, tools="functions").tools == (WRAPPED,)
+    assert of({"messages": [USER, TOLD], "tools": None}).tools == of({"messages": [USER]}).tools == ()
+    assert of({"prompt": "2+2?", "tools": "hammer"}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"tools": "hammer"}, "tools.type"),
+        ({"tools": 7}, "tools.type"),
+        ({"tools": [ADD, {"type": "function"}]}, "tools[1].type"),
+        ({"messages": [USER, call({}), {"role": "assistant", "tool_calls": 7}]}, "messages[2].tool_calls.type"),
+        ({"messages": [USER, call({"name": ""})]}, "messages[1].tool_calls[0].type"),
+        ({"messages": [USER, call({"arguments": "{"})]}, "messages[1].tool_calls[0].arguments"),
+        ({"messages": [USER, call({"arguments": "[1]"})]}, "messages[1].tool_calls[0].arguments"),
+        ({"messages": [USER, call({"arguments": 7})]}, "messages[1].tool_calls[0].arguments"),
+    ],
+)
+def test_mistakes_in_tools(record, field):
+    fails({"messages": [USER, TOLD], **record}, f"d.jsonl:8.{field}")
+
+
+def test_an_episode_begins_with_what_is_asked_not_with_the_whole_transcript():
+    prompt = of({"messages": [SYSTEM, USER, call({}), {"role": "tool", "content": "4"}, TOLD]})
+    assert json.loads(prompt.episode)["messages"] == [SYSTEM, USER]
+    assert json.loads(prompt.episode)["prompt"] == f"{SYSTEM['content']}\n\n{USER['content']}"
+
+
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,20 @@ def write(folder, records, name="pairs.jsonl"):
 # ---- reading ----
 
 
+def test_tools_are_of_the_prompt_and_not_of_the_answers():
+    called = [user("Is it?"), {"role": "assistant", "tool_calls": [{"name": "look", "arguments": {}}]},
+              {"role": "tool", "content": "yes"}]  # fmt: skip
+    pair = {
+        "chosen": [*called, assistant("Yes.")],
+        "rejected": [*called, assistant("No.")],
+        "known": [{"name": "look"}],
+    }
+    found = pair_records([pair], {"tools": "known"}).prompt(0)
+    assert found.tools == ({"type": "function", "function": {"name": "look"}},) and len(found.messages) == 3
+    with raises(DataError, "record 1.rejected.tool_calls"):
+        pair_records([{**ONE, "rejected": called[:2]}])
+
+
 def test_columns_of_jsonl_and_parquet_give_the_same(tmp_path):
     records = [
         {**ONE, "margin": 0.5, "source": "a"},

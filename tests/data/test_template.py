@@ -16,6 +16,7 @@ from tilth.core.errors import DataError
 from tilth.data.prompts import Prompt, PromptSet
 from tilth.data.template import CHATML, TemplateError, make_template, transcript
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.calls import ToolCall, parse_calls
 
 transformers = pytest.importorskip("transformers")
 
@@ -489,3 +490,42 @@ def test_chatml_lists_tools_in_the_system_message(system):
     assert listed.endswith(f"</tool_call><|im_end|>\n{user}") and listed.count("<|im_start|>system") == 1
     answer = [{"role": "tool", "content": "46"}]
     assert template.follow(answer, tools) == template.follow(answer)
+
+
+# ---- tools ----
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+MANY = [*turns("one"), {"role": "assistant", "content": "two", "tool_calls": [
+    {"id": "tilth0000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é\n"}}},
+    {"id": "tilth0001", "type": "function", "function": {"name": "add", "arguments": {}}},
+]}, {"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}, *turns("", "five")[1:]]  # fmt: skip
+
+
+def test_calls_and_tools_equal_those_of_transformers(chats):
+    ours, other = chats["chatml"]
+    prompt = Prompt(0, "", "five", {}, tuple(MANY), tools=(ADD,))
+    (example,) = make_template("chatml", ours).examples([prompt])
+    ids, mask = theirs(other, MANY, tools=[ADD], return_assistant_tokens_mask=True)
+    n = len(example.tokens)
+    assert (example.tokens.tolist(), example.mask.tolist()) == (ids[:n], mask[:n])
+    calls = parse_calls(ours.decode(example.tokens[example.mask == 1], special=True).partition("<|im_end|>")[0])
+    assert calls == ("two", [ToolCall("add", {"a": 1, "b": "é\n"}), ToolCall("add")])
+    (asked,) = make_template("chatml", ours, [ADD]).prompts([Prompt(0, "", None, {}, tuple(MANY[:-1]))])
+    assert asked == theirs(other, MANY[:-1], tools=[ADD], add_generation_prompt=True)[0] == ids[: len(asked)]
+
+
+def test_tools_of_a_record_come_before_those_of_the_run(chats):
+    own = {"type": "function", "function": {"name": "own"}}
+    template = make_template("chatml", chats["chatml"][0], [ADD])
+    (mine,), (others,) = (template.prompts([Prompt(0, "one", tools=tools)]) for tools in ((own,), ()))
+    assert [("own" in text, "add" in text) for text in map(template.tokenizer.decode, (mine, others))] == [
+        (True, False), (False, True)]  # fmt: skip
+
+
+def test_a_template_that_leaves_out_calls_or_tools(chats):
+    template = make_template("model", chats["qwen2.5"][0])
+    failure("template.tool_calls", lambda: template.examples([Prompt(0, "", "five", {}, tuple(MANY))]))
+    failure("template.tools", lambda: template.prompts([Prompt(0, "one", tools=(ADD,))]))
+    plain = make_template("", chats["chatml"][0])
+    for prompt in (Prompt(0, "", "", {}, tuple(MANY[:2])), Prompt(0, "one", tools=(ADD,))):
+        failure("prompt 0.template", lambda asked=prompt: plain.prompts([asked]), DataError)

@@ -13,9 +13,11 @@ from tests.flows import tiny
 from tilth.config.errors import RecipeError
 from tilth.config.plugins import load_plugins
 from tilth.core.errors import PluginError, RewardError
-from tilth.data.template import TemplateError
+from tilth.data.examples import supervised
+from tilth.data.template import TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import read_trajectories
+from tilth.envs.pool import EnvironmentPool
 from tilth.envs.process import load_environment
 
 PLUGIN = """
@@ -212,3 +214,61 @@ def test_an_estimator_that_reads_no_reward_refuses_those_of_turns(tmp_path):
         tiny.run(
             recipe(tmp_path, PAYS, algorithm={"advantage": "gdpo", "options": {"keys": ["turns_seen"]}}), reward=None
         )
+
+
+# ---- transcripts with tools ----
+
+SHELF = """
+import tilth
+
+class Shelf(tilth.Environment):
+    @tilth.tool
+    def look(self, shelf: int) -> str:
+        "Look at a shelf."
+        return "nut"
+
+    def reward(self):
+        return 1.0
+"""
+CALLED = [
+    {"role": "user", "content": "Look at 2."},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "look", "arguments": '{"shelf": 2}'}]},
+    {"role": "tool", "content": "nut"},
+    {"role": "assistant", "content": "A nut."},
+]
+
+
+def test_what_is_learnt_of_transcripts_begins_as_episodes_do(tmp_path):
+    """A warm-up lists the tools of the environment; the run warns when no episode calls one all the same."""
+    data = tmp_path / "talks.jsonl"
+    turns = [[{**CALLED[0], "content": f"Look at 2 ({n})."}, *CALLED[1:]] for n in range(8)]
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in turns))
+    said = {"source": str(data), "template": "chatml", "tokenizer": "bpe:300", "holdout": 0.4, "digits": 1}
+    made = recipe(tmp_path, SHELF, data=said, rollout={"environment": "shelf", "max_tokens": 8})
+    made = made.replaced("model", context=640).replaced("supervised", steps=1, batch=4, check_every=9)
+    made = made.replaced("algorithm", steps=1).replaced("run", eval_every=0)
+    recorder = Begins()
+    result = tiny.run(made, reward=None, callbacks=[recorder])
+    assert recorder.learnt and recorder.learnt == recorder.played
+    assert all('"name": "look"' in text for text in recorder.learnt)
+    assert "none of 24 answers calls a tool" in (result.directory / "log.txt").read_text()
+
+
+class Begins(tiny.Recorder):
+    """Sees how the conversations begin that are learnt and played, up to the policy's first turn."""
+
+    def on_step_end(self, run, step, metrics):
+        loader = tiny.worker(run.roles["loader"])
+        examples = supervised(list(loader.prompts), loader.template, loader.context)
+        starts = [example.tokens[: example.mask.argmax()] for example in examples]
+        self.learnt = {loader.template.tokenizer.decode(ids, special=True) for ids in starts}
+        pool = EnvironmentPool("shelf", plugins=run.recipe.plugins)
+        template = make_template("chatml", loader.template.tokenizer)
+        self.played = {self.text(template, pool, prompt) for prompt in loader.prompts}
+        pool.close()
+
+    def text(self, template, pool, prompt):
+        pool.begin(prompt.index, json.loads(prompt.episode))
+        (answer,) = pool.poll(20.0)
+        ids = template.begin(answer.value["messages"], answer.value["tools"])
+        return template.tokenizer.decode(ids, special=True)

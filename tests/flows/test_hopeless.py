@@ -12,7 +12,7 @@ from tests.flows import tiny
 from tilth.config.load import load_recipe
 from tilth.core.batch import Batch
 from tilth.flows import hopeless
-from tilth.flows.hopeless import PATIENCE, counted, warning
+from tilth.flows.hopeless import PATIENCE, counted, uncalled, warning
 from tilth.rl.algorithm import Algorithm
 from tilth.ui.report import write_report
 
@@ -116,3 +116,14 @@ def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, mo
     assert [said["step"] for said in result.summary["warnings"]] == [8]
     state = json.loads((result.directory / "run.json").read_text())
     assert len(state["attempts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("calls", "warns"), [([0, 0, 0], True), ([0, 1, 0], False), ([0, np.nan, 0], True), ([np.nan, np.nan], False)]
+)
+def test_prompts_whose_tools_no_answer_calls(calls, warns):
+    one = rows_of([[0.0] * len(calls)])
+    assert uncalled(one, "shop") == ""
+    text = uncalled(one.with_rows(calls=np.array(calls, np.float32)), "shop")
+    assert ("rollout.environment=shop" in text) == warns == (text != "")
+    assert not warns or f"none of {int((~np.isnan(calls)).sum())} answers" in text

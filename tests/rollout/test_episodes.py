@@ -11,10 +11,11 @@ from tests.errors import raises
 from tests.rollout.reference import make_model
 from tilth.core.random import stream
 from tilth.core.trajectory import Trajectory
+from tilth.data.columns import to_prompt
 from tilth.data.template import ChatTemplate, TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import message_of
-from tilth.envs.environment import EnvironmentFault
+from tilth.envs.environment import Environment, EnvironmentFault, tool
 from tilth.envs.pool import Answer
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
@@ -406,3 +407,88 @@ def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
     with raises(EnvironmentFault, "rollout.tool_schemas.none"):
         one._schema(Episode(Wanted(0, {})))
     assert one._schema(Episode(Wanted(0, {}), limits={})) == ""  # an agent's call without tools
+
+
+# ---- what is learnt of transcripts is what episodes have ----
+
+
+class Shelves(Environment, declares=False):
+    """What the transcripts below were made with."""
+
+    @tool
+    def look(self, shelf: int, why: str | None = None) -> str:
+        """Look at a shelf."""
+        return f"nut {shelf}"
+
+    @tool
+    def take(self, item: str) -> str:
+        """Take an item."""
+        return f"took {item}"
+
+    def reward(self):
+        return 1.0
+
+
+class Lived(Talks):
+    """A pool with one environment in this process."""
+
+    def begin(self, episode, info):
+        self.one = Shelves()
+        tools = [known.schema for known in self.one.tools().values()]
+        self.waiting.append(Answer(episode, "begin", {"messages": self.one.reset(info), "tools": tools}))
+
+    def step(self, episode, message):
+        new, done = self.one.step(message)
+        self.waiting.append(Answer(episode, "step", {"messages": new, "done": done}))
+
+    def reward(self, episode, cut=""):
+        self.waiting.append(Answer(episode, "reward", {"value": self.one.reward(), "parts": {}, "reason": cut}))
+
+
+class Recites(Drawn):
+    """An engine that writes the turns of an example."""
+
+    def __init__(self, example, ends):
+        super().__init__(0, 1, ends)
+        self.example = example
+
+    def answer(self, request):
+        n = len(request.prompt)
+        assert request.prompt.tolist() == self.example.tokens[:n].tolist()
+        end = n + int(np.argmin([*self.example.mask[n:], 0]))
+        assert end > n
+        tokens, mask = self.example.tokens[:end], np.array([0] * n + [1] * (end - n), np.uint8)
+        return Trajectory(request.id, 0, 0, tokens, mask, np.zeros(end, np.float32), versions=[(n, 5)], finish="stop")
+
+
+RECORD = {"messages": [
+    {"role": "system", "content": "Use the shelves."},
+    {"role": "user", "content": "Take what is on shelf 2."},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"type": "function", "function": {"name": "look", "arguments": '{"shelf": 2}'}}]},
+    {"role": "tool", "content": "nut 2"},
+    {"role": "assistant", "tool_calls": [{"name": "take", "arguments": {"item": "nut 2", "shelf": None}}]},
+    {"role": "tool", "content": "took nut 2"},
+    {"role": "assistant", "content": "It is mine."},
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize("brought", [True, False])
+@pytest.mark.parametrize("name", [*TEMPLATES, "chatml"])
+def test_an_example_of_a_transcript_is_the_episode_token_for_token(tokenizers_of, name, brought):
+    tokenizer = tokenizers_of.get(name) or Tokenizer.train(TEXTS, 300)
+    schemas = [known.schema for known in Shelves().tools().values()]
+    record = {**RECORD, "tools": json.dumps(schemas)} if brought else RECORD
+    prompt = to_prompt(record, 0, "d.jsonl:1", {})
+    template = make_template("chatml" if name == "chatml" else "model", tokenizer, () if brought else schemas)
+    (example,) = template.examples([prompt])
+    own = make_template("chatml" if name == "chatml" else "model", tokenizer)
+    player = Player(Recites(example, own.stops), own, tokenizer, Lived(1), Limits(4, 2000))
+    params = SamplingParams(max_tokens=200, stop_tokens=own.stops)
+    (played,) = player.play([Wanted(0, json.loads(prompt.episode))], params)
+    assert (played.turns, played.calls, played.reason) == (3, 2, "")
+    assert played.trajectory.tokens.tolist() == example.tokens.tolist()
+    assert played.trajectory.mask.tolist() == example.mask.tolist()
+    written = [part for part in tokenizer.decode(example.tokens[example.mask == 1], special=True).split(
+        tokenizer.token(own.stops[0])) if part]  # fmt: skip
+    assert len(written) == 3 and "look" in written[0] and "nut 2" in written[1] and written[2].endswith("It is mine.")

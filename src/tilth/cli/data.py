@@ -25,6 +25,7 @@ from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, load_texts
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.process import listed_tools
 from tilth.flows.build import CACHE, prompt_checks
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
@@ -126,7 +127,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
     prompts = recipe_prompts(recipe)
     train, heldout = prompts.split(recipe.data.holdout)
     tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
-    template = make_template(recipe.data.template, tokenizer)
+    template = make_template(recipe.data.template, tokenizer, listed_tools(recipe.rollout.environment))
     some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
     view.template = template.name

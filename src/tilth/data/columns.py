@@ -6,21 +6,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from tilth.config.schema import ColumnRole
 from tilth.core.errors import DataError
 
-Columns = Mapping[Literal["prompt", "answer", "messages", "text", "chosen", "rejected", "margin"], str]
+Columns = Mapping[ColumnRole, str]
 """Role of a column -> its name in the source, a path into an object, or a pattern of columns."""
 
 _SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "input", "query"),
     "answer": ("solution", "response", "completion", "output", "target"),
     "messages": ("conversations", "conversation", "chat"),
+    "tools": ("functions", "available_tools"),
     "text": ("content", "document", "body"),
     "chosen": ("preferred", "accepted", "response_chosen", "winner"),
     "rejected": ("dispreferred", "refused", "response_rejected", "loser"),
@@ -30,6 +32,8 @@ _SYNONYMS = {
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _ROLES = ("system", "user", "assistant", "tool")
+CALL_ID = "tilth0000"
+"""Id of a call that has none; some templates need nine characters."""
 _PATTERN = re.compile(r"\{([^{}]+)\}")
 
 
@@ -69,12 +73,15 @@ class Prompt:
     """Target of a supervised example."""
     info: dict[str, Any] = field(default_factory=dict)
     """Input of the reward function: every column of the source but the prompt's own, the answer among them."""
-    messages: tuple[Mapping[str, str], ...] = ()
-    """role and content of each turn, if the source has turns; the last one, if it is the assistant's, is the answer."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """role, content and tool calls of each turn, if the source has turns; the last one, if it is the assistant's, is
+    the answer."""
     where: str = field(default="", compare=False)
     """Place of its record for messages, such as ``file.jsonl:8``; empty for a prompt of a task."""
     pairs: tuple[Pair, ...] = ()
     """Pairs of answers to learn from, where the source has them."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of the tools that the conversation lists."""
 
     @property
     def name(self) -> str:
@@ -90,15 +97,21 @@ class Prompt:
         return self.text.strip()
 
     @property
-    def asked(self) -> list[Mapping[str, str]]:
+    def asked(self) -> list[Mapping[str, Any]]:
         """The messages before the assistant's first turn."""
         found = list(takewhile(lambda message: message["role"] != "assistant", self.messages))
         return found or [{"role": "user", "content": self.text}]
 
     @property
     def episode(self) -> str:
-        """Start of an episode, as JSON: the record's columns, ``prompt``, and ``messages`` (``asked``)."""
-        return json.dumps({**self.info, "prompt": self.text, "messages": self.asked}, default=str)
+        """Start of an episode, as JSON: the record's columns, ``messages`` (``asked``), and ``prompt``, their text."""
+        prompt = joined(self.asked) if self.messages else self.text
+        return json.dumps({**self.info, "prompt": prompt, "messages": self.asked}, default=str)
+
+
+def joined(turns: Iterable[Mapping[str, Any]]) -> str:
+    """Join what turns of a conversation say."""
+    return "\n\n".join(turn["content"] for turn in turns)
 
 
 class Document(NamedTuple):
@@ -278,20 +291,23 @@ def _conversation(
     value: Any, record: Mapping[str, Any], index: int, where: str, name: str, columns: Columns, info: dict[str, Any]
 ) -> Prompt:
     turns = messages(value, where, name)
+    listed = columns.get("tools", "tools")
+    has_tools = "tools" in columns or listed in record
+    tools = tools_of(value_of(record, "tools", listed, where), where, listed) if has_tools else ()
     column = _answer(record, where, columns)
     last = turns[-1]["content"] if turns[-1]["role"] == "assistant" else None
     asked = turns if last is None else turns[:-1]
-    text = "\n\n".join(turn["content"] for turn in asked)
+    text = joined(asked)
     if not text:
         raise RecordError.at(f"{name} has no text before the assistant's turn", where, key=f"{name}.empty")
     gold = last if column is None else column
     if gold is not None:
         info["answer"] = gold
-    return Prompt(index, text, column if last is None else last, info, turns, where)
+    return Prompt(index, text, column if last is None else last, info, turns, where, tools=tools)
 
 
-def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, str], ...]:
-    """Return role and content of each turn of a conversation.
+def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, Any], ...]:
+    """Return role, content and tool calls of each turn of a conversation; a tool's turn has the tool's name.
 
     Raises ``DataError`` unless it begins with system or user, has a user's turn and does not end with system.
     """
@@ -309,18 +325,102 @@ def messages(value: Any, where: str, name: str = "messages") -> tuple[dict[str, 
     if roles[-1] == "system":
         message = f"{name} ends with the system's turn, not with user, tool or assistant"
         raise RecordError.at(message, where, key=f"{name}.last")
+    _answer_calls(turns)
     return turns
 
 
-def turn_of(turn: Any, where: str, name: str) -> dict[str, str]:
-    """Return role and content of one turn. name: the turn's, such as ``messages[2]``, for errors."""
-    if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
+def _answer_calls(turns: Sequence[dict[str, Any]]) -> None:
+    """Give a tool's turn the name and the id of its call where it has none: by id, else in the order of the calls."""
+    open_calls: list[dict[str, Any]] = []
+    for turn in turns:
+        open_calls += turn.get("tool_calls", ())
+        if turn["role"] == "tool" and open_calls:
+            place = next((i for i, call in enumerate(open_calls) if call["id"] == turn.get("tool_call_id")), 0)
+            call = open_calls.pop(place)
+            turn.setdefault("name", call["function"]["name"])
+            turn.setdefault("tool_call_id", call["id"])
+
+
+def turn_of(turn: Any, where: str, name: str) -> dict[str, Any]:
+    """Return role, content and tool calls of one turn. name: the turn's, such as ``messages[2]``, for errors."""
+    calls = turn.get("tool_calls") if isinstance(turn, Mapping) else None
+    if not isinstance(turn, Mapping) or "role" not in turn or not (calls or "content" in turn):
         message = f"{name} is {short(turn)}, not an object with role and content"
         raise RecordError.at(message, where, key=f"{name}.type")
     if turn["role"] not in _ROLES:
         message = f"{name}: role is {short(turn['role'])}, not one of {', '.join(_ROLES)}"
         raise RecordError.at(message, where, key=f"{name}.role")
-    if turn.get("tool_calls"):
-        message = f"{name} has tool_calls, which are not supported; write the call into content"
+    content = "" if calls and turn.get("content") is None else turn["content"]
+    found: dict[str, Any] = {"role": turn["role"], "content": text_of(content, where, f"{name}.content")}
+    if calls and turn["role"] != "assistant":
+        message = f"{name} has tool_calls, but only the assistant calls tools, not {turn['role']}"
         raise RecordError.at(message, where, key=f"{name}.tool_calls")
-    return {"role": turn["role"], "content": text_of(turn["content"], where, f"{name}.content")}
+    if calls:
+        found["tool_calls"] = calls_of(calls, where, f"{name}.tool_calls")
+    named = ("name", "tool_call_id") if turn["role"] == "tool" else ()
+    return found | {key: turn[key] for key in named if isinstance(turn.get(key), str)}
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def calls_of(value: Any, where: str, name: str) -> list[dict[str, Any]]:
+    """Return the calls of a turn as chat templates take them: id, type, and function with arguments as an object.
+
+    A null argument of an object is left out, since a table has one for every key of its other rows; JSON keeps it.
+    Raises ``DataError``.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise RecordError.at(f"{name} is {short(value)}, not a list of calls", where, key=f"{name}.type")
+    return [_call(call, where, f"{name}[{number}]") for number, call in enumerate(value)]
+
+
+def _call(call: Any, where: str, name: str) -> dict[str, Any]:
+    function = _function(call, where, name)
+    given = function.get("arguments")
+    arguments = _parsed(given or "{}") if isinstance(given, str) else _without_null(given or {})
+    if not isinstance(arguments, Mapping):
+        message = f"{name}: the arguments of {function['name']} are {short(given)}, not a JSON object"
+        raise RecordError.at(message, where, key=f"{name}.arguments")
+    return {
+        "id": call.get("id") or CALL_ID,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }
+
+
+def tools_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]:
+    """Return the schemas of the tools that a record lists, in a list or its JSON; null lists none.
+
+    A bare function is wrapped, and null is left out of a list but for defaults. Raises ``DataError``.
+    """
+    listed = _parsed(value or "[]") if isinstance(value, str) else [] if value is None else value
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes)):
+        raise RecordError.at(f"{name} is {short(value)}, not a list of tools", where, key=f"{name}.type")
+    found = [_function(tool, where, f"{name}[{i}]") for i, tool in enumerate(listed)]
+    tools = [tool if "function" in tool else {"type": "function", "function": f} for f, tool in zip(found, listed)]
+    return tuple(tools if isinstance(value, str) else [_without_null(tool, ("default",)) for tool in tools])
+
+
+def _function(value: Any, where: str, name: str) -> Mapping[str, Any]:
+    """Return the function of a call or of a tool, wrapped or bare."""
+    found = value.get("function", value) if isinstance(value, Mapping) else None
+    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str) or not found["name"]:
+        message = f'{name} is {short(value)}, not {{"type": "function", "function": {{"name": ...}}}}'
+        raise RecordError.at(message, where, key=f"{name}.type")
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text; None for a text that is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_null(value: Any, kept: Sequence[str] = ()) -> Any:
+    """Leave out the keys whose value is null, at any depth. kept: keys for which null is a value."""
+    if isinstance(value, Mapping):
+        return {k: _without_null(v, kept) for k, v in value.items() if v is not None or k in kept}
+    return [_without_null(v, kept) for v in value] if isinstance(value, (list, tuple)) else value

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tilth.config.plugins import task_names
-from tilth.config.schema import DataConfig, Recipe
+from tilth.config.schema import ColumnRole, DataConfig, Recipe
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
 from tilth.data.columns import (
@@ -130,7 +130,7 @@ def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: DataEr
     known: dict[str, int] = {}
     for where, record in records:
         prompt, pair = to_pair(record, where, columns)
-        at = known.setdefault(json.dumps([prompt.text, prompt.messages]), len(prompts))
+        at = known.setdefault(json.dumps([prompt.text, prompt.messages, prompt.tools]), len(prompts))
         if at == len(prompts):
             prompts.append(replace(prompt, index=at))
             pairs.append([])
@@ -166,7 +166,7 @@ def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
     return prompt, Pair(chosen, rejected, _margin(record, where, columns), where)
 
 
-Turns = tuple[dict[str, str], ...]
+Turns = tuple[dict[str, Any], ...]
 
 
 def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -> tuple[Turns, str]:
@@ -185,6 +185,9 @@ def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -
     if turns[-1]["role"] != "assistant":
         message = f"{name} ends with the {turns[-1]['role']}'s turn, not with the assistant's answer"
         raise RecordError.at(message, where, key=f"{name}.last")
+    if turns[-1].get("tool_calls"):
+        message = f"{name} ends with tool_calls, but the answers of a pair are texts; write the call into content"
+        raise RecordError.at(message, where, key=f"{name}.tool_calls")
     return turns[:-1], turns[-1]["content"]
 
 
@@ -194,15 +197,20 @@ def _prompt(record: Mapping[str, Any], where: str, columns: Columns, sides: Mapp
     rest = {key: value for key, value in record.items() if key not in used}
     before = [turns for turns, _ in sides.values() if turns]
     if "prompt" not in columns and "prompt" not in record and len(before) == 2:
-        found = to_prompt({**rest, "messages": list(before[0])}, 0, where, {"messages": "messages"})
+        asked = {**rest, "messages": list(before[0])}
+        found = to_prompt(asked, 0, where, {**_only(columns, "tools"), "messages": "messages"})
     else:
-        found = to_prompt(rest, 0, where, {r: name for r, name in columns.items() if r in ("prompt", "answer")})
+        found = to_prompt(rest, 0, where, _only(columns, "prompt", "answer", "tools"))
     for side, (turns, _) in sides.items():
         if turns and not _same(found, turns):
-            asked = short(found.messages[-1]["content"] if found.messages else found.text)
-            message = f"prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, not {asked}"
+            last = short(found.messages[-1]["content"] if found.messages else found.text)
+            message = f"prompt differs inside the pair: {side} answers {short(turns[-1]['content'])}, not {last}"
             raise RecordError.at(message, where, key=f"{side}.prompt")
     return replace(found, messages=before[0]) if before and not found.messages else found
+
+
+def _only(columns: Columns, *roles: str) -> dict[ColumnRole, str]:
+    return {role: name for role, name in columns.items() if role in roles}
 
 
 def _same(prompt: Prompt, turns: Turns) -> bool:

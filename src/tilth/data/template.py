@@ -3,6 +3,7 @@
 Rollout and supervised learning use the same ``Template``, so the trained ids are the generated ones.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.data.columns import RecordError, record_key
+from tilth.data.columns import CALL_ID, RecordError, record_key
 from tilth.data.sources import Prompt
 from tilth.data.tokenizer import TURN_END, Tokenizer
 
@@ -35,7 +36,15 @@ CHATML = """\
 {%- for message in (messages if alone else messages[1:]) %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+        {%- generation %}
+            {{- message['content'] }}
+            {%- for call in message['tool_calls'] or [] %}
+                {{- '\\n' if message['content'] or not loop.first }}
+                {{- '<tool_call>\\n{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' }}
+                {{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
     {%- else %}
         {{- message['content'] + '<|im_end|>' }}
     {%- endif %}
@@ -109,18 +118,19 @@ class Template(Protocol):
         ...
 
 
-def make_template(name: str, tokenizer: Tokenizer) -> Template:
+def make_template(name: str, tokenizer: Tokenizer, tools: Tools = ()) -> Template:
     """Return the template of ``data.template``: "" plain, "model" the tokenizer's, "chatml", or a Jinja file's path.
 
     A chat template and the token that ends its turns are added to the tokenizer, so a saved model contains them.
-    Raises ``TemplateError``.
+    tools: listed in prompts and examples whose record lists none. Raises ``TemplateError``.
     """
     if not name:
         return PlainTemplate(tokenizer)
     if name == "model" and not tokenizer.chat_template:
         message = 'data.template = "model", but the tokenizer brings no chat template; name chatml or a file'
         raise TemplateError(message, key="tokenizer.chat_template")
-    template = ChatTemplate(tokenizer, tokenizer.chat_template if name == "model" else _read(name), name)
+    source = tokenizer.chat_template if name == "model" else _read(name)
+    template = ChatTemplate(tokenizer, source, name, tools)
     tokenizer.converse(template.source, template.stops)
     return template
 
@@ -151,7 +161,7 @@ def transcript(name: str, tokenizer: str) -> Callable[[Prompt], str]:
         raise TemplateError(message, key="data.tokenizer")
     special = {key: token for key, token in known.special_tokens.items() if key != "bos_token"} if known else {}
     render = _renderer(source, special, name)
-    return lambda prompt: render([turn for turns in _split(prompt) for turn in turns], False)
+    return lambda prompt: render([turn for turns in _split(prompt) for turn in turns], False, prompt.tools)
 
 
 class PlainTemplate:
@@ -197,8 +207,8 @@ class ChatTemplate:
     ``stops``: the token that ends a turn, then the tokenizer's end tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str, name: str) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, source: str, name: str, tools: Tools = ()) -> None:
+        self.tokenizer, self.tools = tokenizer, tools
         self.source = source
         self.name = name
         self._render = _renderer(source, tokenizer.special_tokens, name)
@@ -209,16 +219,26 @@ class ChatTemplate:
 
     def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the ids of each conversation up to the assistant's next turn."""
-        rows = _encode([self._prompt_pieces(_split(p)[0]) for p in prompts], self.tokenizer)
+        rows = _encode([self._prompt_pieces(_split(p)[0], self._listed(p)) for p in prompts], self.tokenizer)
         return [_ids(row) for row in rows]
 
     def examples(self, prompts: Sequence[Prompt]) -> list[Example]:
-        """Return each conversation with the loss on the assistant's turns. Raises ``TemplateError``, ``DataError``."""
+        """Return each conversation with the loss on the assistant's turns, calls of tools included.
+
+        Raises ``TemplateError``, ``DataError``.
+        """
         rows = _encode([self._example_pieces([*asked, *answer], p) for p in prompts for asked, answer in [_split(p)]],
                        self.tokenizer)  # fmt: skip
         for prompt, row in zip(prompts, rows):
             self._check_ends(row, prompt)
         return [_example(row) for row in rows]
+
+    def _listed(self, prompt: Prompt) -> Tools:
+        """Return the tools that a prompt lists. Raises TemplateError for a template that knows none."""
+        tools = prompt.tools or self.tools
+        if tools:
+            self.check_tools()
+        return tools
 
     def check_tools(self) -> None:
         if "tools" not in self.source:
@@ -272,7 +292,7 @@ class ChatTemplate:
         except TemplateError:
             if new[0]["role"] != "tool":
                 raise
-        call = {"id": "tilth0000", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
+        call = {"id": CALL_ID, "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
         asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
         answers = [{**message, "tool_call_id": call["id"]} for message in new]
         return self._alone(asked, tools), self._render([*asked, *answers], True, tools)
@@ -284,34 +304,63 @@ class ChatTemplate:
             self._known[answer] = tools, self._render(messages, False, tools)
         return self._known[answer][1]
 
-    def _prompt_pieces(self, messages: Messages) -> list[Piece]:
+    def _prompt_pieces(self, messages: Messages, tools: Tools) -> list[Piece]:
         """Pieces of a prompt, each as the policy read or generated it, so that its ids are those of training.
 
         A template that rewrites earlier turns is harmless here: nothing of them is trained.
         """
-        chain = [*self._chain(messages), self._render(messages, True)]
+        chain = [*self._chain(messages, tools), self._render(messages, True, tools)]
         stable = all(longer.startswith(shorter) for shorter, longer in pairwise(chain))
         return _cut(chain) if stable else [(chain[-1], False)]
 
     def _example_pieces(self, messages: Messages, prompt: Prompt) -> list[Piece]:
         """Pieces of an example, each turn as it was when the policy generated it."""
-        for message in messages:
-            ends = [end for end in self._ends if message["role"] == "assistant" and end in message["content"]]
+        tools = self._listed(prompt)
+        for message in (message for message in messages if message["role"] == "assistant"):
+            text = message["content"] + json.dumps(message.get("tool_calls", ""), ensure_ascii=False)
+            ends = [end for end in self._ends if end in text]
             if ends:
                 raise RecordError.at(f"an answer has the end token {ends[0]} in its text", prompt.name, key="answer")
-        chain = self._chain(messages)
-        for number, (shorter, longer) in enumerate(pairwise(chain)):
-            if not longer.startswith(shorter):
-                raise self._unstable(prompt, number, shorter, longer)
-        return _cut(chain)
+        chain = self._chain(messages, tools)
+        broken = [i for i, (shorter, longer) in enumerate(pairwise(chain)) if not longer.startswith(shorter)]
+        if not broken:
+            return _cut(chain)
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        between = [messages[i + 1 : j] for i, j in pairwise(places)]
+        if any(i % 2 == 0 for i in broken) or any(not new or new[0]["role"] != "tool" for new in between):
+            raise self._unstable(prompt, broken[0], *chain[broken[0] : broken[0] + 2])
+        return self._appended(chain, between, tools)
 
-    def _chain(self, messages: Messages) -> list[str]:
+    def _appended(self, chain: Sequence[str], between: Sequence[Messages], tools: Tools) -> list[Piece]:
+        """Pieces of a conversation as an episode appends them, for a template that rewrites turns once a tool answers.
+
+        Qwen3's, for instance, writes an empty thought into the newest turn alone. between: what tools answer to each
+        turn but the last. Raises ``TemplateError``.
+        """
+        tails = [self._tail(new, tools, strict=True) for new in between]
+        heard = [chain[0], *(tail.removeprefix(self._to_end(tail)) for tail in tails)]
+        turns = [after[len(before) :] for before, after in zip(chain[::2], chain[1::2])]
+        return [piece for asked, turn in zip(heard, turns) for piece in ((asked, False), (turn, True))]
+
+    def _check_calls(self, message: Mapping[str, Any], text: str) -> None:
+        """Raise TemplateError for a template that leaves out the calls of a turn."""
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                raise TemplateError(
+                    f"template {self.name} leaves out the call of {call['function']['name']} in tool_calls; write the "
+                    "call into content, or take chatml, model or a Jinja file that renders tool_calls",
+                    key="template.tool_calls",
+                )
+
+    def _chain(self, messages: Messages, tools: Tools) -> list[str]:
         """Texts of the conversation before each of the assistant's turns and after it, to its end token."""
         chain = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, after = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+                before = self._render(messages[:i], True, tools)
+                after = self._render(messages[: i + 1], False, tools)
                 whole = after.startswith(before)
+                self._check_calls(message, after[len(before) :] if whole else after)
                 chain += [before, before + self._to_end(after[len(before) :]) if whole else after]
         return chain
 
@@ -377,10 +426,11 @@ def _check_variables(variables: Variables, name: str, source: str) -> None:
 def _alone(prompt: Prompt) -> Prompt:
     """Return the prompt if it is one text; joined turns of a conversation would be a text that nobody wrote."""
     roles = [message["role"] for message in prompt.messages]
-    if roles not in ([], ["user"], ["user", "assistant"]):
+    tools = bool(prompt.tools) or any(message.get("tool_calls") for message in prompt.messages)
+    what = "with tools" if tools else f"of the roles {', '.join(roles)}"
+    if tools or roles not in ([], ["user"], ["user", "assistant"]):
         raise RecordError.at(
-            f"a conversation of the roles {', '.join(roles)} needs a template; set data.template=chatml, "
-            "or model for the tokenizer's own",
+            f"a conversation {what} needs a template; set data.template=chatml, or model for the tokenizer's own",
             prompt.name,
             key="template",
         )

@@ -207,6 +207,15 @@ def file_of(spec: str) -> str:
     return "" if spec.partition(":")[0] in ADAPTERS else spec.rpartition(":")[0]
 
 
+def listed_tools(spec: str) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that prompts of ``rollout.environment`` list; none without an environment.
+
+    An environment whose tools depend on the episode has none before one begins. Raises PluginError.
+    """
+    kind = load_environment(spec) if spec else None
+    return [tool.schema for tool in kind().tools().values()] if kind is not None and kind.lists_tools() else []
+
+
 def load_environment(spec: str) -> type[Environment]:
     """Return the class that ``rollout.environment`` names: declared in a plugin, FILE.py:Class, a task's own, or of
     another package (``verifiers:NAME``, ``gymnasium:ID``).

@@ -27,7 +27,7 @@ from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.envs.process import load_environment
+from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.fitting import check_fits, resolved, rooms
 from tilth.flows.model import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
 from tilth.flows.roles import Roles
@@ -282,10 +282,11 @@ def _documents(recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer) -> Tr
 
 def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:
     train, heldout = prompts.split(recipe.data.holdout)
-    template = make_template(recipe.data.template, tokenizer)
+    tools = listed_tools(recipe.rollout.environment)
+    template = make_template(recipe.data.template, tokenizer, tools)
     longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
     note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    return TrainingData(train, heldout, longest, {"prompts": prompts}, [note] if prompts.copies else [])
+    return TrainingData(train, heldout, longest, {"prompts": prompts, "tools": tools}, [note] if prompts.copies else [])
 
 
 def prompt_checks(

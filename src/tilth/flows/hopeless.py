@@ -8,7 +8,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.flows.group_filters import has_spread
 from tilth.rl.estimators import Advantage
-from tilth.roles.experience import CUT, is_right
+from tilth.roles.experience import CALLS, CUT, is_right
 
 PATIENCE = 20
 """Consecutive steps without a learning signal before the warning."""
@@ -59,3 +59,16 @@ def warning(episode: Mapping[str, float], sampled: Batch, recipe: Recipe) -> str
         tries.append(warm if recipe.supervised.steps else "a warm-up on answers (supervised.steps)")
         tries.append("easier prompts (data.source)")
     return f"nothing can be learned from the last {PATIENCE} steps: {same}; the run goes on; try {'; '.join(tries)}"
+
+
+def uncalled(sampled: Batch, environment: str) -> str:
+    """Return the warning of a step whose prompts list tools that no answer calls, else ""."""
+    calls = sampled.rows.get(CALLS, np.empty(0))
+    calls = calls[~np.isnan(calls)]
+    if not len(calls) or calls.any():
+        return ""
+    return (
+        f"none of {len(calls)} answers calls a tool, though each prompt lists those of {environment}; a model that was "
+        f"fine-tuned without the list has never seen one: flow sft shows it with rollout.environment={environment}, or "
+        "with the column tools of its records (docs/agents.md)"
+    )

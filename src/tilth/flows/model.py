@@ -20,7 +20,9 @@ from tilth.core.files import make_folder, rename, writing
 from tilth.core.layout import Box
 from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
+from tilth.data.template import Tools
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
+from tilth.envs.process import listed_tools
 from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known
 from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
@@ -384,18 +386,24 @@ def _texts(recipe: Recipe, prompts: PromptSet | None, texts: Iterable[str] | Non
     if texts is not None or prompts is None:
         return texts or ()
     train, _ = prompts.split(recipe.data.holdout)
-    return (_whole(p, named=bool(recipe.data.template)) for p in train)
+    tools = listed_tools(recipe.rollout.environment)
+    return (_whole(p, p.tools or tools, named=bool(recipe.data.template)) for p in train)
 
 
-def _whole(prompt: Prompt, *, named: bool) -> str:
-    """Return all that is said in a prompt and its answer. named: with the roles, as a chat template writes them."""
+def _whole(prompt: Prompt, tools: Tools, *, named: bool) -> str:
+    """Return all that is said in a prompt and its answer. named: with roles and tools, as chat templates write them."""
     turns = list(prompt.messages)
-    if turns and turns[-1]["role"] == "assistant":
-        turns.pop()
-    turns += [{"role": "assistant", "content": prompt.answer or ""}] if turns else []
+    last = turns.pop() if turns and turns[-1]["role"] == "assistant" else {"role": "assistant"}
+    turns += [{**last, "content": prompt.answer or ""}] if turns else []
     if named and turns:
-        return "".join(f"{turn['role']}\n{turn['content']}\n" for turn in turns)
-    return "\n\n".join(turn["content"] for turn in turns) if turns else f"{prompt.text}{prompt.answer or ''}"
+        listed = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+        return "".join(f"{text}\n" for text in (*listed, *(f"{turn['role']}\n{_said(turn)}" for turn in turns)))
+    return "\n\n".join(map(_said, turns)) if turns else f"{prompt.text}{prompt.answer or ''}"
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    calls = (json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ()))
+    return "\n".join([turn["content"], *calls])
 
 
 # ---- the model folder of a run ----

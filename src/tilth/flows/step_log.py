@@ -104,6 +104,8 @@ class StepLog:
         if text := hopeless.warning(state.flat, sampled, self.recipe):
             self.directory.warn(state.step + 1, text)
             self.say(text)
+        if state.phase_step == 0:
+            self._warn(hopeless.uncalled(sampled, self.recipe.rollout.environment))
 
     def commit(self, phase_steps: int) -> dict[str, Any]:
         """Write the line of the step that ``state`` stands at and return it; phase_steps: length of the phase."""

@@ -14,7 +14,7 @@ from tilth.core.errors import RecipeError
 from tilth.core.layout import Layout, Mesh
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
-from tilth.data.template import make_template
+from tilth.data.template import Tools, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
@@ -200,12 +200,16 @@ def loader(
     prompts: PromptSet | None = None,
     train: Corpus | None = None,
     heldout: Corpus | None = None,
+    tools: Tools = (),
 ) -> PromptLoader | DocumentLoader:
-    """Make the role that turns prompts, answers, pairs, or pieces of documents into payload."""
+    """Make the role that turns prompts, answers, pairs, or pieces of documents into payload.
+
+    tools: of the environment, listed in prompts and examples whose record lists none.
+    """
     if prompts is None:
         assert train is not None
         return DocumentLoader(train, heldout, tokenizer, context.store)
-    template, episodes = make_template(recipe.data.template, tokenizer), bool(recipe.rollout.environment)
+    template, episodes = make_template(recipe.data.template, tokenizer, tools), bool(recipe.rollout.environment)
     return PromptLoader(prompts, template, recipe.model.context, context.store, episodes=episodes)
 
 

@@ -20,7 +20,7 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
-from tilth.roles.experience import CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
+from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
 from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
 from tilth.rollout.protocol import EngineError, GenerationEngine
@@ -200,6 +200,7 @@ class RolloutWorker:
         names = sorted({name for one in found for name in one.parts})
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
         rows[TURNS] = np.array([one.turns for one in found], np.float32)
+        rows[CALLS] = np.array([one.calls for one in found], np.float32)
         batch = to_batch(trajectories, self.store, by_turn=True).with_rows(**rows)
         if CORRECT in names:
             batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})

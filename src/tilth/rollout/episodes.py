@@ -5,6 +5,7 @@ only appended: what the policy wrote is never rendered or tokenised again.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -69,6 +70,8 @@ class Episode:
     at: int = 0
     """Conversation of the newest turn."""
     turns: int = 0
+    calls: int = 0
+    """Calls of tools in all turns."""
     finish: Finish = "stop"
     note: str = ""
     """Why the episode was cut short."""
@@ -108,12 +111,14 @@ class Played:
     """Why the reward is missing, or why the episode was cut short."""
     status: str = "ok"
     turns: int = 0
+    calls: float = math.nan
+    """Calls of tools, right and broken ones; nan if the prompt lists no tools."""
     paused: dict[str, Any] | None = None
     """State of an episode that has not ended, as JSON; None: it has."""
 
     def kept(self) -> Trajectory:
         """Return a trajectory from which ``of`` makes this again."""
-        facts = {name: getattr(self, name) for name in ("parts", "reason", "status", "turns", "paused")}
+        facts = {name: getattr(self, name) for name in ("parts", "reason", "status", "turns", "calls", "paused")}
         return replace(self.trajectory, info={KEPT: facts})
 
     @classmethod
@@ -198,7 +203,7 @@ class Player:
 
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
-        state = {name: getattr(episode, name) for name in ("at", "turns", "earned", "limits")}
+        state = {name: getattr(episode, name) for name in ("at", "turns", "calls", "earned", "limits")}
         state["talks"] = [{"tools": one.tools, "ended": one.ended, "rewards": one.rewards} for one in episode.talks]
         state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
         del self._open[episode.wanted.id]
@@ -327,6 +332,7 @@ class Player:
             episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
         # a turn that was cut is heard all the same, as the last one
         message = message_of(text)
+        episode.calls += len(message.get("tool_calls", ()))
         if episode.limits is not None:
             message |= self._facts(trajectory, ids, bool(episode.limits.get("details")))
         self.pool.step(episode.wanted.id, message)
@@ -350,7 +356,8 @@ class Player:
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
         whole = _whole(episode)
         whole.reward, whole.finish = None if value is None else value + episode.earned, finish
-        self._played[episode.wanted.id] = Played(whole, parts, reason or episode.note, status, episode.turns)
+        calls = episode.calls if any(talk.tools for talk in episode.talks) else math.nan
+        self._played[episode.wanted.id] = Played(whole, parts, reason or episode.note, status, episode.turns, calls)
         self._finished(whole)
 
 
