@@ -237,6 +237,8 @@ def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     )  # fmt: skip
     assert result.directory == tmp_path / "sums-001" and result.summary["state"] == "finished"
     assert result.accuracy is None and result.reward == result.summary["reward_heldout_last"] == 0.5
+    (phase,) = result.summary["phases"]
+    assert phase["range"] == (0.5, 0.5) and phase["change"][0] == 0 <= phase["change"][1]  # the same prompts
     assert result.report == result.directory / "report.html" and "sums-001" in result.report.read_text()
     rows = read_trajectories(result.directory).to_pylist()
     assert {r["prompt_text"] for r in rows} <= {s["prompt"] for s in SUMS}

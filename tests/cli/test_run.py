@@ -63,6 +63,20 @@ def test_closing_says_what_was_learned_where_to_look_and_what_to_try():
     assert "tilth eval runs/a --k 1,8\n" in said(["data.digits=1"])  # of 10 prompts or so
 
 
+def test_closing_gives_intervals_and_says_what_they_cannot_show():
+    warm = SUMMARY["phases"][0] | {"range": (0.57, 0.67), "prompts": 300.0, "change": None}
+    main = SUMMARY["phases"][1] | {"last": 0.64, "range": (0.59, 0.69), "prompts": 300.0, "change": (-0.01, 0.05)}
+    assert said(phases=[warm, main]).splitlines()[:3] == [
+        "Accuracy on problems it never trained on (95 % intervals):",
+        "  after warm-up (250 steps, 0:31 min)  62.0 % (57 to 67 %)",
+        "  after GRPO (400 steps, 2:00 min)     64.0 % (59 to 69 %): no change that 300 prompts can show",
+    ]
+
+
+def test_one_step_is_no_steps():
+    assert "\n1 step in 2:31 min; " in said(steps=1)
+
+
 def test_the_question_to_try_was_held_out():
     from tilth.data.prompts import load_source
 

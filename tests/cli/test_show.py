@@ -69,7 +69,7 @@ def test_table(run):
     lines = dict(line.split("  ", 1) for line in show(run).splitlines())
     found = {name: value.strip() for name, value in lines.items()}
     assert found["state"] == "finished" and found["steps"].startswith("2 in 0:0")
-    assert found["held-out accuracy"] == "75.0 % (2 steps of GRPO)"  # the first was after a step
+    assert found["held-out accuracy"] == "75.0 % after 2 steps of GRPO"  # the first was after a step
     assert found["rewards missing"].startswith("2, ") and "2e-06" in found["log-prob mismatch"]
     assert "generation" not in found  # nothing was measured
 

@@ -117,7 +117,7 @@ def test_rounds_are_bounded_and_what_is_there_is_learned_from(tmp_path):
     tiny.run(recipe(tmp_path, "dapo", {"refill": 2, "steps": 1}), reward=lambda p, c, i: 1.0, callbacks=[watcher])
     record = watcher.records[-1]
     assert record["samples/rounds"] == 2 and record["samples/trained"] == 0
-    assert any("1 of the steps of dapo had no sample left to learn from" in said for said in watcher.messages)
+    assert any("1 step of dapo had no sample left to learn from" in said for said in watcher.messages)
 
 
 def test_a_stopped_run_of_dapo_goes_on_as_if_nothing_had_been(tmp_path, refilled):

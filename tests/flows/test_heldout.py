@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from tilth.core.batch import Batch
 from tilth.data.order import Order
 from tilth.flows.heldout import BASELINE_IDS, EVALUATION_IDS, PROBE_IDS, Evaluator
 from tilth.rl.metrics import Metric
+from tilth.rl.passk import wilson
 
 
 class Policy:
@@ -39,7 +42,10 @@ def test_an_evaluation_asks_for_the_same_greedy_answers_each_time(tmp_path):
     (first, greedy), (again, _) = one.roles.rollout.asked
     assert greedy and first["id"].tolist() == again["id"].tolist() == list(range(EVALUATION_IDS, EVALUATION_IDS + 6))
     assert set(first["prompt"].tolist()) == set(range(10, 16)) and len(one.refreshed) == 2
-    assert one.results() == {0: {"accuracy/heldout": 0.5, "reward/heldout": 0.5}} and one.results() == {}
+    (found,) = one.results().values()
+    assert found["accuracy/heldout"] == found["reward/heldout"] == 0.5 and one.results() == {}
+    assert found["reward/heldout/prompts"] == 6
+    assert (found["reward/heldout/low"], found["reward/heldout/high"]) == wilson(3, 6)[1:]
 
 
 def test_ids_of_evaluations_probes_and_baselines_are_apart():
@@ -78,7 +84,8 @@ def test_a_supervised_phase_is_judged_by_its_loss_and_less_is_better(tmp_path):
 def test_pairs_are_judged_by_their_order(tmp_path):
     one = evaluator(tmp_path, policy=Policy(loss=(0.5, 1), **{"rewards/accuracy": (3, 4)}), flow="dpo")
     assert one.measure() == ("accuracy/pairs", 0.75)
-    assert one.metrics.values() == {"loss/pairs": 0.5, "accuracy/pairs": 0.75}
+    ends = dict(zip(("accuracy/pairs/low", "accuracy/pairs/high"), wilson(3, 4)[1:]))
+    assert one.metrics.values() == {"loss/pairs": 0.5, "accuracy/pairs": 0.75, **ends}
 
 
 def test_each_row_gets_the_reward_of_its_prompts_greedy_answer(tmp_path):
@@ -86,3 +93,16 @@ def test_each_row_gets_the_reward_of_its_prompts_greedy_answer(tmp_path):
     found = one.baselines(Batch({"prompt": np.array([7, 3, 7, 5])}))["baselines"]
     assert np.array_equal(found, [1.0, 0.25, 1.0, np.nan], equal_nan=True)
     assert one.metrics.values()["baseline/missing"] == 1 and one.metrics.values()["tokens/baseline"] == 6
+
+
+def test_a_change_is_measured_from_the_evaluation_that_began_the_phase(tmp_path):
+    right = [set(range(20))]
+    one = evaluator(tmp_path, lambda i: float((i - EVALUATION_IDS) in right[0]), heldout=40, run={"eval_prompts": 40})
+    one.evaluate()
+    assert "reward/heldout/change_low" not in one.metrics.values()  # there was nothing before
+    one.state.outcomes_first = json.loads(json.dumps(one.state.outcomes))  # as a checkpoint has it
+    for better, shown in ((1, False), (12, True)):
+        right[0] = set(range(20 + better))
+        one.evaluate()
+        found = one.metrics.values()
+        assert (found["reward/heldout/change_low"] > 0) == shown and found["reward/heldout/change_high"] > 0

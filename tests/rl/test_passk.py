@@ -13,7 +13,16 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import ArgumentError
 from tilth.rl import passk
-from tilth.rl.passk import Interval, avg_at_k, interval, normal, pass_at_k, wilson
+from tilth.rl.passk import (
+    Interval,
+    avg_at_k,
+    interval,
+    normal,
+    paired_change,
+    pass_at_k,
+    unpaired_change,
+    wilson,
+)
 
 samples = st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=1, max_size=7)
 
@@ -169,3 +178,41 @@ def test_a_higher_level_is_wider():
     values = np.random.default_rng(1).random(40)
     assert interval(values, level=0.99).low < interval(values, level=0.9).low
     assert wilson(5, 10, 0.99).high > wilson(5, 10, 0.9).high
+
+
+def pairs(both, better, worse, neither):
+    before = [1.0] * both + [0.0] * better + [1.0] * worse + [0.0] * neither
+    after = [1.0] * both + [1.0] * better + [0.0] * worse + [0.0] * neither
+    return np.array(before), np.array(after)
+
+
+def test_a_paired_change_is_that_of_a_textbook():
+    found = paired_change(*pairs(794, 86, 150, 570))  # Agresti, Categorical Data Analysis, 10.1: (-0.06, -0.02)
+    assert found == pytest.approx((-0.04, -0.059, -0.021), abs=5e-4)
+
+
+@pytest.mark.parametrize("better, shown", [(0, False), (1, False), (4, False), (6, True)])
+def test_a_few_better_answers_show_a_change_where_an_exact_test_sees_one(better, shown):
+    low, high = paired_change(*pairs(150, better, 0, 150 - better))[1:]
+    exact = 0.5**better - 0.5 ** (better + 1)  # mid-p of the sign test, one side
+    assert (low > 0) == shown == (exact < 0.025) and high > 0
+
+
+def test_paired_intervals_hold_as_often_as_they_say():
+    random, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        kind = random.choice(4, p=[0.5, 0.15, 0.05, 0.3], size=60)  # both, better, worse, neither: a change of 0.1
+        low, high = paired_change(np.isin(kind, (0, 2)).astype(float), np.isin(kind, (0, 1)).astype(float))[1:]
+        held += low <= 0.1 <= high
+    assert 0.92 <= held / 400 <= 0.99
+
+
+def test_missing_outcomes_and_graded_rewards_of_pairs():
+    before, after = np.array([0.2, math.nan, 0.4, 0.6]), np.array([0.3, 0.9, 0.6, math.nan])
+    assert paired_change(before, after) == pytest.approx(interval(np.array([0.1, math.nan, 0.2, math.nan])))
+    assert all(map(math.isnan, paired_change(before[:0], after[:0])))
+
+
+def test_an_unpaired_change_is_wider_than_a_paired_one_and_that_of_newcombe():
+    found = unpaired_change(wilson(48, 80), wilson(56, 70))  # Newcombe 1998, table II a: 56/70 - 48/80
+    assert found == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)

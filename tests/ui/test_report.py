@@ -204,6 +204,44 @@ def test_headline(summary, want):
     assert re.sub("<[^>]*>", "", headline(summary)) == want
 
 
+def judged(*changes, **more):
+    summary = ended(("warmup", 85, None, 0.576), ("grpo", 250, 0.576, 0.6))
+    for phase, change in zip(summary["phases"], changes):
+        phase |= {"range": (phase["last"] - 0.05, phase["last"] + 0.05), "prompts": 300.0, "change": change} | more
+    return summary
+
+
+def test_a_change_within_its_interval_is_not_said_to_be_one():
+    unclear, clear = headline(judged(None, (-0.01, 0.06))), headline(judged(None, (0.01, 0.06)))
+    said, known = (re.sub("<[^>]*>", "", text) for text in (unclear, clear))
+    assert said == (
+        "Held-out accuracy reached 57.6 % (53 to 63 %) in 85 steps of warm\u2011up, then went to 60.0 % (55 to 65 %) "
+        "in 250 steps of GRPO, no change that 300 prompts can show."
+    )
+    assert "then rose to 60.0 % (55 to 65 %) in 250 steps of GRPO." in known
+    assert "<b>60.0 %</b>" in clear and "<b>60.0 %</b>" not in unclear  # the colour of success
+
+
+def test_nothing_learned_is_no_success(tmp_path):
+    assert '<b class="from">0.0 %</b>' in headline(ended(("grpo", 10, 0.0, 0.0)))
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        run.commit_step({"step": 3, "phase": "grpo", "accuracy/heldout": 0.0, "reward/heldout": 0.0})
+        run.update(best={"step": 3, "metric": "accuracy/heldout", "value": 0.0})
+        page = write_report(run.path).read_text()
+    assert "Best accuracy" not in page and '<b class="none">0 %</b>' in page
+
+
+def test_intervals_are_around_the_curve_and_beside_the_best(tmp_path):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        for step, value in ((1, 0.5), (5, 0.6)):
+            ends = {"reward/heldout/low": value - 0.1, "reward/heldout/high": value + 0.1}
+            run.commit_step({"step": step, "phase": "grpo", "accuracy/heldout": value, "reward/heldout": value} | ends)
+        run.update(best={"step": 5, "metric": "accuracy/heldout", "value": 0.6})
+        page = write_report(run.path).read_text()
+    assert ("Best accuracy", "60.0 %", "50 to 70 %, held out, at step 5") in tiles(page)
+    assert 'd="M0.0 160.0L1000.0 120.0L1000.0 200.0L0.0 240.0Z"' in page  # of 400: 0.6, 0.7, 0.5, 0.4
+
+
 def tiles(page):
     return re.findall(r'<div class="tile[^"]*"><span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>', page)
 

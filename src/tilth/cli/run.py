@@ -175,17 +175,24 @@ def _learned(s: Mapping[str, Any]) -> list[str]:
         return [str(headline(s).striptags())]
     first = s["phases"][0]
     metric = first["metric"]
-    rows = [] if first["first"] is None else [("before the first step", first["first"])]
+    rows = [("before the first step", first["first"], first.get("range_first"), "")]
+    rows = [] if first["first"] is None else rows
     for phase in s["phases"]:
         took = f"{format.count(phase['steps'], 'step')}, {format.timed(phase['seconds'])}"
-        rows.append((f"after {format.phase_name(phase['phase'])} ({took})", phase["last"]))
-    width = max(len(name) for name, _ in rows)
-    results = [f"  {name:<{width}}  {format.figure(metric, value)}" for name, value in rows]
-    return [f"{format.MEASURES[metric].capitalize()} on problems it never trained on:", *results]
+        name = f"after {format.phase_name(phase['phase'])} ({took})"
+        rows.append((name, phase["last"], phase.get("range"), format.unclear(phase)))
+    width = max(len(name) for name, *_ in rows)
+    results = [
+        f"  {name:<{width}}  {format.ranged(metric, value, ends)}" + (f": {unclear}" if unclear else "")
+        for name, value, ends, unclear in rows
+    ]
+    known = any(ends for _, _, ends, _ in rows)
+    title = f"{format.MEASURES[metric].capitalize()} on problems it never trained on"
+    return [f"{title} (95 % intervals):" if known else f"{title}:", *results]
 
 
 def _took(s: Mapping[str, Any]) -> str:
-    parts = [f"{s['steps']:,} steps in {format.timed(s['seconds'])}"] if s.get("phases") else []
+    parts = [f"{format.count(s['steps'], 'step')} in {format.timed(s['seconds'])}"] if s.get("phases") else []
     if s.get("tokens_per_second_generate"):
         parts.append(f"{s['tokens_per_second_generate']:,.0f} tokens/s generated")
     if s.get("tokens_per_second_train"):

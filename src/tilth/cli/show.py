@@ -72,10 +72,12 @@ def _phases(s: Mapping[str, Any]) -> Lines:
     if not found:
         return []
     metric, begin = found[0]["metric"], found[0]["first"]
-    ends = [] if begin is None else [format.figure(metric, begin)]
+    ends = [] if begin is None else [format.ranged(metric, begin, found[0].get("range_first"))]
     for phase in found:
         took = f"{format.count(phase['steps'], 'step')} of {format.phase_name(phase['phase'])}"
-        ends.append(f"{format.figure(metric, phase['last'])} ({took})")
+        unclear = format.unclear(phase)
+        value = format.ranged(metric, phase["last"], phase.get("range"))
+        ends.append(f"{value} after {took}" + (f", {unclear}" if unclear else ""))
     return [(f"held-out {format.MEASURES[metric]}", " -> ".join(ends))]
 
 

@@ -10,11 +10,12 @@ from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.random import stream
-from tilth.flows.measured import figures, measure_parts
+from tilth.flows.measured import figures, measure_parts, outcomes, uncertainty
 from tilth.flows.phases import WARMUP, is_supervised
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
 from tilth.flows.weight_sync import SyncBounds, check_mismatch
+from tilth.rl.passk import wilson
 from tilth.roles.rollout import ask
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import ACCURACY, REWARD
@@ -87,6 +88,8 @@ class Evaluator:
             found = figures(known, graded=self.state.graded)
             if not found:
                 return None
+            self.state.outcomes = outcomes(known)
+        found |= uncertainty(self.state.outcomes, self.state.outcomes_first, self.recipe.seed)
         self.state.heldout = found
         self._results.setdefault(self.state.step, {}).update(found)
         self.repeat()
@@ -136,8 +139,12 @@ class Evaluator:
             batch = self.roles.reference.logprobs(batch)
         found = self.roles.policy.pair_eval(batch, self.recipe.preference)
         self.metrics.add("loss/pairs", float(found["loss"]))
-        self.metrics.add(PAIRS, float(found["rewards/accuracy"]))
-        return float(found["rewards/accuracy"])
+        right = found["rewards/accuracy"]
+        self.metrics.add(PAIRS, float(right))
+        own = wilson(float(right.total), round(float(right.count)))
+        self.metrics.add(f"{PAIRS}/low", own.low)
+        self.metrics.add(f"{PAIRS}/high", own.high)
+        return float(right)
 
     # ---- beside training ----
 

@@ -1,9 +1,13 @@
 """Metrics that follow from the rows of a batch alone."""
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 
 from tilth.core.batch import Batch
 from tilth.flows.group_filters import has_spread
+from tilth.rl.passk import interval, paired_change
 from tilth.roles.experience import CUT, outcome
 from tilth.runs.metrics import Metrics
 from tilth.runs.readers import ACCURACY, REWARD
@@ -51,3 +55,23 @@ def figures(known: Batch, *, graded: bool) -> dict[str, float]:
     outcomes = outcome(known)[~np.isnan(outcome(known))]
     names = (REWARD,) if graded else (ACCURACY, REWARD)
     return dict.fromkeys(names, float(outcomes.mean(dtype=np.float64))) if len(outcomes) else {}
+
+
+def outcomes(known: Batch) -> dict[str, float]:
+    """Return the index of each prompt, as JSON has it -> the outcome of its answer."""
+    pairs = zip(known["prompt"].tolist(), outcome(known).tolist())
+    return {str(prompt): found for prompt, found in pairs if not math.isnan(found)}
+
+
+def uncertainty(now: Mapping[str, float], before: Mapping[str, float], seed: int) -> dict[str, float]:
+    """Return the 95 % interval over prompts of the mean outcome, and of its change where prompts were answered before.
+
+    now, before: ``outcomes`` of this evaluation, and of the one that began the phase.
+    """
+    own = interval(np.array(list(now.values())), seed)
+    found = {"low": own.low, "high": own.high, "prompts": float(len(now))}
+    if both := [prompt for prompt in now if prompt in before]:
+        old, new = (np.array([one[prompt] for prompt in both]) for one in (before, now))
+        change = paired_change(old, new, seed)
+        found |= {"change_low": change.low, "change_high": change.high}
+    return {f"{REWARD}/{name}": value for name, value in found.items() if not math.isnan(value)}

@@ -161,14 +161,14 @@ class Run:
         else:
             self.evaluator.repeat()
         self.state.accuracy_first = self.state.accuracy_last
+        self.state.outcomes_first = self.state.outcomes
 
     def _leave(self) -> None:
         """End the phase and save a checkpoint, from which the next one starts."""
         self.state.finished.append(self.state.phase)
         if self._empty:
-            self.say(
-                f"{self._empty} of the steps of {self.state.phase} had no sample left to learn from; see groups/flat"
-            )
+            steps = "1 step" if self._empty == 1 else f"{self._empty:,} steps"
+            self.say(f"{steps} of {self.state.phase} had no sample left to learn from; see groups/flat")
         self._empty = 0
         self.save()
 
@@ -437,3 +437,5 @@ class Run:
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Set the state to that of a checkpoint, in place: the parts of the run share it."""
         vars(self.state).update(vars(RunState(**progress)))
+        if any(key.partition(".")[0] == "data" for key in self.directory.changes):  # indices name other prompts now
+            self.state.outcomes_first = {}

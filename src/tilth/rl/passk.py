@@ -1,7 +1,8 @@
-"""pass@k and avg@k of a policy with 95 % confidence intervals over prompts.
+"""pass@k and avg@k of a policy, and the change between two evaluations, with 95 % confidence intervals over prompts.
 
 Sources: pass@k of Chen et al. 2021 (arXiv 2107.03374); Wilson 1927; expanded percentile bootstrap of Hesterberg 2015
-(arXiv 1411.5279). Random numbers are counted, so the same values and seed give the same interval, bit for bit.
+(arXiv 1411.5279); paired shares of Agresti and Min 2005 (Statistics in Medicine 24); unpaired ones of Newcombe 1998.
+Random numbers are counted, so the same values and seed give the same interval, bit for bit.
 """
 
 import math
@@ -69,8 +70,8 @@ def interval(values: np.ndarray, seed: int = 0, level: float = 0.95) -> Interval
     return (normal if len(known) >= LARGE else _bootstrap)(known, seed, level)
 
 
-def wilson(right: int, count: int, level: float = 0.95) -> Interval:
-    """Share of ``right`` in ``count`` independent trials with Wilson's score interval."""
+def wilson(right: float, count: int, level: float = 0.95) -> Interval:
+    """Return the share of ``right`` in ``count`` independent trials with Wilson's score interval."""
     z, p = NormalDist().inv_cdf((1 + level) / 2), right / count
     middle = p + z * z / (2 * count)
     spread = z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
@@ -78,6 +79,29 @@ def wilson(right: int, count: int, level: float = 0.95) -> Interval:
     # The ends are 0 and 1 exactly where no or every trial is right; rounding must not say otherwise.
     low = 0.0 if right == 0 else (middle - spread) / scale
     return Interval(p, low, 1.0 if right == count else (middle + spread) / scale)
+
+
+def paired_change(before: np.ndarray, after: np.ndarray, seed: int = 0, level: float = 0.95) -> Interval:
+    """Return the mean of ``after - before`` and its confidence interval; both hold one value for each prompt ([P]).
+
+    NaN in either leaves the prompt out. Values that are all 0 or 1 get the adjusted interval for matched pairs, which
+    also holds where few prompts changed; others get ``interval`` of the differences.
+    """
+    known = ~(np.isnan(before) | np.isnan(after))
+    old, new = before[known].astype(np.float64), after[known].astype(np.float64)
+    if not len(old) or not np.isin([old, new], (0, 1)).all():
+        return interval(new - old, seed, level)
+    better, worse, n = float((new > old).sum()), float((new < old).sum()), len(old) + 2
+    middle, z = (better - worse) / n, NormalDist().inv_cdf((1 + level) / 2)
+    reach = z * math.sqrt(better + worse + 1 - (better - worse) ** 2 / n) / n
+    return Interval((better - worse) / len(old), max(middle - reach, -1.0), min(middle + reach, 1.0))
+
+
+def unpaired_change(before: Interval, after: Interval) -> Interval:
+    """Return the difference of two means over different prompts and its interval, from the interval of each."""
+    value = after.value - before.value
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    return Interval(value, value - down, value + math.hypot(after.high - after.value, before.value - before.low))
 
 
 def normal(values: np.ndarray, seed: int, level: float) -> Interval:

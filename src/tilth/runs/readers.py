@@ -183,19 +183,42 @@ def main_metric(records: Sequence[Mapping[str, Any]]) -> str:
 def phases(records: Sequence[Record]) -> list[Record]:
     """Return each evaluated phase of the policy in order: phase, steps, seconds, metric (``main_metric``), first, last.
 
-    first, last: the metric at its beginning (None if not measured) and at its end.
+    first, last: the metric at its beginning (None if not measured) and at its end; range_first, range: their 95 %
+    intervals; prompts: those of the end; change: interval of the change in the phase. None: not known.
     """
-    metric, begin, found = main_metric(records), _start(records), list[Record]()
+    metric, begin, found = main_metric(records), _began(records), list[Record]()
     since, before = 0.0, 0
     for name in dict.fromkeys(r.get("phase", "") for r in records):
         mine = [r for r in records if r.get("phase", "") == name]
-        last = next((r[metric] for r in reversed(mine) if r.get(metric) is not None), None)
+        last = next((r for r in reversed(mine) if r.get(metric) is not None), None)
         until, at = float(mine[-1].get("seconds") or since), mine[-1]["step"]
         if name != "values" and last is not None:
-            took = {"phase": name, "steps": at - before, "seconds": until - since}
-            found, begin = [*found, {**took, "metric": metric, "first": begin, "last": last}], last
+            took = {"phase": name, "steps": at - before, "seconds": until - since, "metric": metric}
+            ends = {"first": begin and begin[metric], "range_first": begin and spread(begin, metric)}
+            told = {"last": last[metric], "range": spread(last, metric), "prompts": last.get(f"{REWARD}/prompts")}
+            found, begin = [*found, took | ends | told | {"change": _change(begin, last, metric)}], last
         since, before = until, at
     return found
+
+
+def spread(record: Mapping[str, Any], metric: str) -> tuple[float, float] | None:
+    """Return the 95 % interval of a held-out metric in the record of a step; None if it has none."""
+    at = REWARD if metric == ACCURACY else metric
+    low, high = record.get(f"{at}/low"), record.get(f"{at}/high")
+    return None if low is None or high is None else (low, high)
+
+
+def _change(begin: Record | None, last: Record, metric: str) -> tuple[float, float] | None:
+    """Return the interval of the change between two evaluations: paired if their prompts were the same."""
+    low, high = (last.get(f"{REWARD}/change_{end}") for end in ("low", "high"))
+    if low is not None and high is not None:
+        return low, high
+    first, now = begin and spread(begin, metric), spread(last, metric)
+    if begin is None or first is None or now is None:
+        return None
+    from tilth.rl.passk import Interval, unpaired_change  # imports torch, which no other reader needs
+
+    return unpaired_change(Interval(begin[metric], *first), Interval(last[metric], *now))[1:]
 
 
 def summarise(run: str | Path) -> Record:
@@ -203,7 +226,8 @@ def summarise(run: str | Path) -> Record:
 
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
-    neither right nor wrong. tokens_per_second_*: over the time of all steps. best: step, metric and value.
+    neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
+    steps. best: step, metric, value and its range.
     """
     state, records, survived = read_state(run), read_metrics(run), read_recoveries(run)
     last = records[-1] if records else {}
@@ -224,12 +248,14 @@ def summarise(run: str | Path) -> Record:
         "phases": phases(records),
         **_ends(records, "accuracy", ACCURACY if main_metric(records) == ACCURACY else None),
         **_ends(records, "reward_heldout", REWARD),
+        "heldout_range": _newest_range(records, main_metric(records)),
         "loss_heldout_first": _first([v for _, v in curve(records, "loss/heldout")]),
         "loss_heldout_last": _first([v for _, v in curve(records[::-1], "loss/heldout")]),
         "pairs_heldout_last": _first([v for _, v in curve(records[::-1], "accuracy/pairs")]),
+        "pairs_heldout_range": _newest_range(records, "accuracy/pairs"),
         "bits_per_byte": _first([v for _, v in curve(records[::-1], "bits_per_byte/heldout")]),
         "parts_heldout": _parts(records),
-        "best": state.get("best"),
+        "best": _best(state.get("best"), records),
         "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
         "tokens_per_second_generate": rate(records, "tokens_per_second/generate", "time/generate"),
         "tokens_per_second_train": rate(records, "tokens_per_second/train", "time/update"),
@@ -273,13 +299,31 @@ def _ends(records: Sequence[Record], name: str, metric: str | None) -> Record:
     }
 
 
-def _start(records: Sequence[Record], metric: str | None = None) -> float | None:
-    """Return the metric before the first step; it is in that step's record unless the step was evaluated too."""
+def _best(found: Record | None, records: Sequence[Record]) -> Record | None:
+    """Return the best evaluation with its interval as ``range``, if that is known."""
+    at = next((r for r in records if found is not None and r["step"] == found["step"]), {})
+    ends = None if found is None else spread(at, found.get("metric", ACCURACY))
+    return found if found is None or ends is None else {**found, "range": ends}
+
+
+def _newest_range(records: Sequence[Record], metric: str) -> tuple[float, float] | None:
+    newest = next((r for r in reversed(records) if r.get(metric) is not None), {})
+    return spread(newest, metric)
+
+
+def _start(records: Sequence[Record], metric: str) -> float | None:
+    """Return the metric before the first step."""
+    begin = _began(records, metric)
+    return None if begin is None else float(begin[metric])
+
+
+def _began(records: Sequence[Record], metric: str | None = None) -> Record | None:
+    """Return the record with the evaluation before the first step: the first one, unless its step was evaluated too."""
     metric = metric or main_metric(records)
     if not records or records[0]["step"] != 1 or records[0].get("phase") == "warmup":
         return None
     every_step = records[0].get("phase_steps") == 1 or any(metric in r for r in records[1:2])
-    return None if every_step else records[0].get(metric)
+    return None if every_step or records[0].get(metric) is None else records[0]
 
 
 def _first(values: Sequence[float]) -> float | None:

@@ -19,6 +19,10 @@ class RunState:
     """Accuracy, or the mean reward if ``graded``, at the newest evaluation."""
     heldout: dict[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation."""
+    outcomes: dict[str, float] = field(default_factory=dict)
+    """Index of a held-out prompt -> outcome of its answer at the newest evaluation."""
+    outcomes_first: dict[str, float] = field(default_factory=dict)
+    """``outcomes`` where the phase began; empty if that was not measured, or on other data."""
     graded: bool = False
     """True once some outcome was neither right (1) nor wrong (0), so that no mean is an accuracy."""
     best: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tilth.runs.readers import ACCURACY, REWARD, main_metric
+from tilth.runs.readers import ACCURACY, REWARD, main_metric, spread
 from tilth.ui import format
 from tilth.ui.html import render
 
@@ -98,6 +98,10 @@ class Curve:
     line: Line
     points: list[Point]
     last: float = 0.0
+    band: list[tuple[float, float, float]] = field(default_factory=list)
+    """(step, low, high): 95 % intervals of its points, where they are known."""
+    bounds: str = ""
+    """Interval of the last point as text."""
 
 
 @dataclass
@@ -154,7 +158,9 @@ def curve(chart: Chart, line: Line, records: Sequence[Record]) -> Curve:
     mine = [r for r in records if not chart.phase or r.get("phase") == chart.phase]
     points = [(float(r["step"]), float(r[line.metric])) for r in mine if r.get(line.metric) is not None]
     points = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not chart.log)]
-    return Curve(line, thin(points), points[-1][1] if points else 0.0)
+    ranges = [(r["step"], found) for r in mine if r.get(line.metric) is not None and (found := spread(r, line.metric))]
+    text = format.bounds(line.metric, ranges[-1][1]) if ranges and ranges[-1][0] == points[-1][0] else ""
+    return Curve(line, thin(points), points[-1][1] if points else 0.0, [(x, *ends) for x, ends in ranges], text)
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
@@ -201,7 +207,7 @@ def decades(low: float, high: float) -> list[float]:
 
 def frame(chart: Chart, curves: Sequence[Curve], steps: tuple[float, float]) -> Frame:
     """Choose ranges and ticks of a chart. steps: first and last of the whole run."""
-    values = [y for c in curves for _, y in c.points]
+    values = [y for c in curves for ys in (*c.points, *c.band) for y in ys[1:]]
     xs = [x for c in curves for x, _ in c.points]
     across = (min(xs), max(xs)) if chart.phase else steps
     if chart.log:
@@ -243,7 +249,10 @@ def _paths(chart: Chart, curve: Curve, f: Frame) -> Iterator[tuple[str, str]]:
     colour, points = curve.line.colour, curve.points
     line = _path(points, f)
     if chart.dots or len(points) == 1:
-        if chart.hero and len(points) > 1:
+        if len(curve.band) > 1:
+            around = [(x, high) for x, _, high in curve.band] + [(x, low) for x, low, _ in reversed(curve.band)]
+            yield f"{_path(around, f)}Z", f"area {colour}"
+        elif chart.hero and len(points) > 1:
             yield f"{line}L{_x(f, points[-1][0])} {HEIGHT:g}L{_x(f, points[0][0])} {HEIGHT:g}Z", f"area {colour}"
         yield line, f"line {colour}"
         yield " ".join(f"M{_x(f, x)} {_y(f, y)}h0" for x, y in points), f"dots {colour}"

@@ -1,6 +1,6 @@
 """Numbers as text, the same in terminal and report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -60,6 +60,30 @@ def figure(metric: str, value: float | None) -> str:
     return share(value) if metric.startswith("accuracy/") else number(value)
 
 
+def bounds(metric: str, found: Sequence[float] | None) -> str:
+    """Format a 95 % interval: ``66 to 76 %``, or numbers for a reward; empty if it is not known."""
+    if found is None:
+        return ""
+    low, high = found
+    if not metric.startswith("accuracy/"):
+        return f"{number(low)} to {number(high)}"
+    digits = 0 if high - low >= 0.03 else 1
+    return f"{100 * low:.{digits}f} to {100 * high:.{digits}f} %"
+
+
+def ranged(metric: str, value: float | None, found: Sequence[float] | None) -> str:
+    """Format a value with its 95 % interval, if that is known: ``71.3 % (66 to 76 %)``."""
+    return figure(metric, value) + (f" ({bounds(metric, found)})" if found else "")
+
+
+def unclear(phase: Mapping[str, Any]) -> str:
+    """Return ``no change that 300 prompts can show`` for a phase whose change is within its interval; else nothing."""
+    change, count = phase.get("change"), phase.get("prompts")
+    if change is None or not change[0] <= 0 <= change[1] or phase["first"] == phase["last"]:
+        return ""
+    return f"no change that {f'{count:,.0f}' if count else 'these'} prompts can show"
+
+
 def number(value: float | None) -> str:
     """Format with three significant digits and commas; an exponent only below 0.001."""
     if value is None:
@@ -87,16 +111,21 @@ def size(nbytes: float | None) -> str:
     return "–" if nbytes is None else plan_size(nbytes)
 
 
+def nothing(found: Mapping[str, Any]) -> bool:
+    """True for the best evaluation of a run in which no held-out answer was worth anything."""
+    return found["metric"] != "loss/heldout" and not found["value"]
+
+
 def best(found: dict[str, Any] | None) -> str:
-    """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one."""
-    if found is None:
+    """``best at step 300: held-out accuracy 81.2 %``; empty if no evaluation chose one, or all were 0."""
+    if found is None or nothing(found):
         return ""
     start, metric, value = f"best at step {found['step']:,}: ", found.get("metric"), found["value"]
     if metric == "loss/heldout":
         return f"{start}held-out loss {value:.4f} nats per token"
     if metric == "accuracy/pairs":
-        return f"{start}{share(value)} of the held-out pairs in their order"
-    return f"{start}held-out {MEASURES[found['metric']]} {figure(found['metric'], value)}"
+        return f"{start}{ranged('accuracy/pairs', value, found.get('range'))} of the held-out pairs in their order"
+    return f"{start}held-out {MEASURES[found['metric']]} {ranged(found['metric'], value, found.get('range'))}"
 
 
 def phase_name(phase: str) -> str:

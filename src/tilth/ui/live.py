@@ -19,7 +19,7 @@ from rich.text import Text
 from tilth.config.schema import Recipe
 from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.metrics import KEYS
-from tilth.runs.readers import ACCURACY, REWARD
+from tilth.runs.readers import ACCURACY, REWARD, spread
 from tilth.ui import format
 from tilth.ui.output import Outlived
 
@@ -40,7 +40,7 @@ COLOURS = (
 REST = "grey62"
 LEAST = 0.005  # parts of the time below this share are not in the legend
 NARROW = 64
-LABEL, VALUE = 17, 25
+LABEL, VALUE, SHORT = 17, 32, 20
 FASTEST, COST = 0.25, 0.01
 """Shortest time between two pictures in seconds, and the share of the time that drawing may take."""
 PLAIN_EVERY = 5.0
@@ -219,7 +219,7 @@ def line(p: LiveState) -> str:
     for name, label, _ in CURVES:
         known = p.latest if label.startswith("held-out") else p.record
         if known.get(name) is not None:
-            parts.append(f"{label} {format.figure(name, known[name])}")
+            parts.append(f"{label} {format.ranged(name, known[name], spread(known, name))}")
     parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
     if p.record.get("mismatch/max") is not None:
         parts.append(f"mismatch {p.record['mismatch/max']:.1e}")
@@ -276,8 +276,9 @@ def _bar(p: LiveState, width: int) -> RenderableType:
 def _curves(p: LiveState, width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     wide = width >= NARROW
-    room = width - LABEL - (VALUE if wide else 18) - 6
-    for column in (LABEL, VALUE if wide else 18, max(room, 1)):
+    taken = VALUE if wide else SHORT
+    room = width - LABEL - taken - 6
+    for column in (LABEL, taken, max(room, 1)):
         grid.add_column(no_wrap=True, width=column)
     for name, label, style in CURVES:
         values = p.series[name].values if name in p.series else []
@@ -296,7 +297,9 @@ def _value(p: LiveState, name: str) -> str:
     value = p.latest[name]
     if name in (ACCURACY, REWARD, "accuracy/pairs"):
         first = p.first.get(name, value)
-        return format.figure(name, value) + (f" from {format.figure(name, first)}" if first != value else "")
+        return format.ranged(name, value, spread(p.latest, name)) + (
+            f" from {format.figure(name, first)}" if first != value else ""
+        )
     if name == "length/mean":
         cut = p.record.get("length/cut")
         return f"{value:.1f} tokens" + (f", {cut:.0%} cut" if cut else "")

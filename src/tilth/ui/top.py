@@ -22,7 +22,7 @@ from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEER
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.guard.health import read_health
-from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, supervised
+from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, spread, supervised
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
 
@@ -163,7 +163,7 @@ def as_dict(look: Look) -> dict[str, Any]:
         "step": record.get("step", 0), "phase": p.phase, "phase_step": p.done, "phase_steps": p.steps,
         "seconds": p.seconds, "left": p.left, "silent": look.silent,
         "loss": record.get("loss"), "reward": record.get("reward/mean"), "accuracy": p.latest.get(ACCURACY),
-        "reward_heldout": p.latest.get(REWARD),
+        "reward_heldout": p.latest.get(REWARD), "heldout_range": spread(p.latest, REWARD),
         "tokens_per_second": {n: record.get(f"tokens_per_second/{n}") for n in ("generate", "train")},
         "time": {k[5:]: v for k, v in record.items() if k.startswith("time/")},
         "memory": {"now": record.get("memory/rss"), "peak": record.get("memory/peak"),
