@@ -18,6 +18,7 @@ from tests.flows import tiny
 from tilth import api
 from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.data.prompts import load_source
+from tilth.runs.progress import StepProgress
 from tilth.runs.readers import read_trajectories
 from tilth.runs.signals import Interrupted
 
@@ -230,7 +231,9 @@ def test_prompts_of_data_heldout_are_those_held_out(monkeypatch, tmp_path):
 # ---- what comes back ----
 
 
-def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
+def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path, monkeypatch):
+    parts, note = [], StepProgress.at
+    monkeypatch.setattr(StepProgress, "at", lambda self, *now: (parts.append(now), note(self, *now)))
     result = tilth.train(
         SUMS, lambda prompt, completion, info: len(info["answer"]) / 2, live=False, name="sums",
         **settings(tmp_path),
@@ -239,6 +242,9 @@ def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path):
     assert result.accuracy is None and result.reward == result.summary["reward_heldout_last"] == 0.5
     (phase,) = result.summary["phases"]
     assert phase["range"] == (0.5, 0.5) and phase["change"][0] == 0 <= phase["change"][1]  # the same prompts
+    asked = {what: now for what, *now in parts}
+    assert asked["generating"] == [0, 6 * 4] and asked["evaluating"][1] == phase["prompts"]
+    assert {"scoring", "syncing weights"} <= set(asked) and not (result.directory / "progress.json").exists()
     assert result.report == result.directory / "report.html" and "sums-001" in result.report.read_text()
     rows = read_trajectories(result.directory).to_pylist()
     assert {r["prompt_text"] for r in rows} <= {s["prompt"] for s in SUMS}

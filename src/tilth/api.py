@@ -158,10 +158,16 @@ def train(
     if not isinstance(callbacks, Sequence):
         raise RecipeError(f"callbacks is {callbacks!r}, not a list; give [{callbacks!r}]", key="callbacks")
     given = [*view, *callbacks]
-    result = run_recipe(recipe, name=name, callbacks=given, prompts=prompts, reward=reward, allow=allow)
-    for shown in view:
-        shown.on_message(f"report: {result.report}")
-    return result
+    try:
+        for shown in view:
+            shown.start()
+        result = run_recipe(recipe, name=name, callbacks=given, prompts=prompts, reward=reward, allow=allow)
+        for shown in view:
+            shown.on_message(f"report: {result.report}")
+        return result
+    finally:
+        for shown in view:
+            shown.stop()
 
 
 def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str, Any], "RecordsByValue"]:

@@ -11,6 +11,7 @@ from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler
 from tilth.rl.algorithm import Algorithm
 from tilth.runs.metrics import Metrics
+from tilth.runs.progress import StepProgress
 from tilth.runs.state import RunState
 
 
@@ -39,6 +40,9 @@ class Rollout:
 
     def finished(self):
         return []
+
+    def status(self):
+        return [{"done": 0}]
 
 
 class Reward:
@@ -85,7 +89,7 @@ def sampler(folder, value=lambda i: float(i % 2), journal=None, rows=10, **secti
     roles = Roles({"policy": None, "loader": Loader(), "rollout": Rollout(), "reward": Reward(value)})
     made = Sampler(
         recipe, Algorithm.of(recipe), roles, Order(np.arange(rows)), RunState(), Metrics(), journal or Journal(),
-        folder / "reward.log", said.append,
+        folder / "reward.log", said.append, StepProgress(folder),
     )  # fmt: skip
     made.said = said
     return made

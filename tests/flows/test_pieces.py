@@ -28,6 +28,7 @@ from tilth.rewards.process_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.runs.directory import RunDir
 from tilth.runs.metrics import Metrics
+from tilth.runs.progress import StepProgress
 from tilth.runs.readers import read_metrics, read_trajectories
 from tilth.runs.signals import Interrupted, StopRequest
 from tilth.runs.state import RunState
@@ -122,6 +123,7 @@ class Position:
 
     def __init__(self, step=0, **sections):
         self.recipe, self.state = tiny.recipe("runs", **sections), RunState(step=step)
+        self.progress = StepProgress(Path("nowhere"))
 
     def parts(self, n):
         batch = Batch({"id": np.arange(n) + 100})

@@ -14,6 +14,7 @@ from tilth.flows.weight_sync import SyncBounds
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.runs.metrics import Metrics
+from tilth.runs.progress import StepProgress
 from tilth.runs.state import RunState
 
 
@@ -24,6 +25,7 @@ class Directory:
 
     def __init__(self, path):
         self.path, self.lines, self.warnings = path, [], []
+        self.progress = StepProgress(path)
 
     def commit_step(self, record):
         self.lines.append(record)

@@ -16,6 +16,7 @@ from tilth.cluster.controller.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.callbacks import Callback
+from tilth.runs.progress import Doing
 from tilth.runs.readers import read_metrics
 from tilth.runs.state import RunState
 
@@ -58,7 +59,9 @@ def worker(group):
 
 def stand_in(directory=Path("nowhere"), step=0, say=str, sample=None):
     """What a callback sees of a run, where there is none."""
-    return SimpleNamespace(directory=SimpleNamespace(path=directory), state=RunState(step), say=say, sample=sample)
+    seen = SimpleNamespace(now=Doing())
+    folder = SimpleNamespace(path=directory, progress=seen)
+    return SimpleNamespace(directory=folder, state=RunState(step), say=say, sample=sample)
 
 
 class Recorder(Callback):

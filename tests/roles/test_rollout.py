@@ -66,6 +66,21 @@ def test_answers_come_in_the_order_in_which_they_were_asked(made):
     assert set(batch["version"]) == {3}
 
 
+def test_the_status_of_a_running_call_counts_what_has_ended(made):
+    store, worker, _ = made
+    seen, announce = [], worker._announce
+
+    def look(trajectory):
+        announce(trajectory)
+        found = worker.status()
+        seen.append((found["done"], found["requests"]))
+
+    worker._announce = look
+    for _ in range(2):
+        worker.generate(small.asked(store, [3, 77], 3, 30))
+    assert seen == [(i + 1, 6) for i in range(6)] * 2 and worker.status()["done"] == 0
+
+
 def test_a_sample_depends_on_its_id_and_not_on_its_company(made):
     store, worker, _ = made
     asked = small.asked(worker.store, [3, 77, 12], 4, 0)

@@ -14,6 +14,7 @@ from rich.console import Console
 from tests.examples import examples
 from tests.flows.tiny import stand_in
 from tilth.config.load import from_dict
+from tilth.runs.progress import Doing
 from tilth.ui import live as live_module
 from tilth.ui.live import LEVELS, Live, LiveState, Series, _times, line, picture, sparkline
 
@@ -51,7 +52,7 @@ def test_it_shows_what_a_person_asks():
     live.stop()
     for want in (
         "warm-up ✓", "GRPO", "step 2 of 100", "94.1 % from 61.2 %", "0.5220", "4.2 tokens, 2% cut", "max 1.2e-06",
-        "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50 %", "update 30 %", "123+456=0579",
+        "generation 15,234 tokens/s", "training 20,123 tokens/s", "generate 50 %", "update 30 %", "123+456= → 0579",
         "✓ reward 1", "rewards missing", "0:11",
     ):  # fmt: skip
         assert want in shown, want
@@ -115,7 +116,7 @@ def test_plain_lines_come_seldom(monkeypatch):
     live.on_run_end(stand_in(), {})
     lines = out.getvalue().splitlines()
     assert lines[0] == "new run in runs/demo-001"
-    assert len(lines) == 1 + 4 + 1 and "\x1b" not in out.getvalue()
+    assert len(lines) == 1 + 4 + 1 and len(set(lines)) == 6 and "\x1b" not in out.getvalue()
     assert lines[-1].startswith("GRPO 40/100  reward 0.54  loss 0.01") and "0:20, 0:30 left" in lines[-1]
 
 
@@ -177,6 +178,76 @@ def test_a_terminal_that_vanishes_is_told_once_and_not_written_to_again(monkeypa
         live.on_message("a line")
     live.on_run_end(stand_in(), {})
     assert len(said) == 1 and os.strerror(errno.EIO) in said[0] and out.tried == left + 1
+
+
+def doing(what, done=0, of=0, phase="grpo", step=1):
+    run = stand_in()
+    run.directory.progress.now = Doing(phase, step, 100, what, done, of)
+    return run
+
+
+@pytest.fixture
+def unhurried(monkeypatch):
+    """A clock of the test's own, and no thread beside it."""
+    clock = [100.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Live, "_follow", lambda self: None)
+    return clock
+
+
+def test_a_step_shows_how_far_it_is_before_the_first_one_ends(unhurried):
+    live, out = view()
+    live.start()
+    assert "starting" in out.getvalue()
+    live.on_run_start(doing("evaluating", 12, 32, step=0))
+    live._tick(unhurried[0])
+    assert "evaluating 12 of 32" in out.getvalue() and "step 0 of 100" in out.getvalue()
+    live.on_step_end(stand_in(), 1, record(21))
+    assert "evaluating" not in text_of(live)
+    live.stop()
+
+
+def test_the_thread_of_the_view_shows_what_the_run_does():
+    live, out = view()
+    live.on_run_start(doing("generating", 31, 64))
+    until = time.monotonic() + 20
+    while "generating 31 of 64" not in out.getvalue() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "generating 31 of 64" in out.getvalue()
+    live.stop()
+    assert live._thread is None
+
+
+def test_a_plain_log_tells_of_a_long_step_ever_more_seldom(unhurried):
+    live, out = view(terminal=False)
+    live.on_run_start(doing("generating", 31, 64))
+    told = []
+    for second in range(1, 200):
+        unhurried[0] += 1.0
+        live._run = doing("generating", second, 200)
+        before = out.getvalue()
+        live._tick(unhurried[0])
+        told += [second] if out.getvalue() != before else []
+    assert told == [15, 45, 105]
+    assert out.getvalue().splitlines()[0] == "GRPO step 1 of 100: generating 15 of 200"
+
+
+def test_a_notebook_has_one_line_that_changes(unhurried, monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    live = Live(RECIPE)
+    live.on_message("new run in runs/a")
+    live.on_run_start(doing("generating", 1, 64))
+    for done in (1, 2):
+        unhurried[0] += 2.0
+        live._run = doing("generating", done, 64)
+        live._tick(unhurried[0])
+    unhurried[0] += 2.0
+    live.on_step_end(stand_in(), 1, record(1))
+    live.on_run_end(stand_in(), {})
+    shown = capsys.readouterr().out
+    step = "GRPO step 1 of 100: generating"
+    assert shown.startswith(f"new run in runs/a\n{step} 1 of 64\r{step} 2")
+    assert shown.count("\n") == 2 and shown.endswith("\n") and "\x1b" not in shown
 
 
 def test_an_end_without_a_step():

@@ -75,6 +75,16 @@ def test_a_look_follows_the_run(directory):
     assert not watch.look().running
 
 
+def test_the_first_step_shows_how_far_it_is(directory):
+    now = {"phase": "warmup", "step": 1, "steps": 85, "what": "generating", "done": 31, "of": 64, "since": 1.0}
+    (directory.path / "progress.json").write_text(json.dumps(now))
+    look = RunWatcher(directory.path).look()
+    assert "generating 31 of 64" in shown(look) and "step 0 of 85" in shown(look)
+    assert json.loads(call(directory.path, "--json").stdout)["doing"] == now
+    directory.end("finished")
+    assert "generating" not in shown(RunWatcher(directory.path).look())
+
+
 def test_json_is_what_is_on_disk(directory):
     directory.update(memory={"predicted": 5e8})
     directory.commit_step({"step": 1, "phase_step": 1, **RECORD, "tokens_per_second/train": 70.0, "time/update": 1.5})

@@ -131,6 +131,7 @@ def _watched(
     from tilth.ui.live import Live
 
     live = Live(recipe)
+    live.start()
     try:
         return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback, handed=handed)
     except HandOver:

@@ -116,6 +116,7 @@ class Evaluator:
         """Return the metric that tells how good a supervised model is, and its value; None if nothing is held out."""
         if not len(self.heldout):
             return LOSS, None
+        self.sampler.progress.at("evaluating")
         with span("evaluate"), self.store.scope():
             return (PAIRS, self._order()) if self.recipe.flow_spec.learns == "pairs" else (LOSS, self._likelihood())
 

@@ -74,8 +74,9 @@ class Run:
         self.metrics, self.say, self.saving = metrics, say, saving
         self.state = RunState()
         self.bounds = SyncBounds.of(recipe)
-        algo, state, reward_log = self.algorithm, self.state, directory.path / REWARD_LOG
-        self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, reward_log, say)
+        self.progress = directory.progress
+        algo, state, log = self.algorithm, self.state, directory.path / REWARD_LOG
+        self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
         self.kept_in_memory = True
@@ -106,6 +107,7 @@ class Run:
     def enter(self, phase: str, steps: int, lr: float) -> "Run":
         """Begin a phase of this many steps, or continue it after a resume, also if it is longer than before."""
         self.entered, self.phase_steps = phase, steps
+        self.progress.begin(phase, self.state.phase_step if self.state.phase == phase else 0, steps)
         if phase in self.state.finished:
             if phase != self.state.phase or self._over():
                 return self
@@ -209,17 +211,22 @@ class Run:
     def _given(self, kind: str, count: int) -> Iterator[Batch]:
         while self._continues():
             with self._step():
-                yield getattr(self.loader, kind)(self.sampler.draw(kind, count))
+                batch = getattr(self.loader, kind)(self.sampler.draw(kind, count))
+                self.progress.at("updating")
+                yield batch
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
         """Yield the batch in the recipe's number of parts, once per epoch, rows in a new order each time."""
         algo = self.recipe.algorithm
+        whole = algo.epochs * algo.minibatches
         for epoch in range(algo.epochs):
+            self.progress.at("updating", epoch * algo.minibatches, whole)
             if algo.minibatches == 1:
                 yield batch
                 continue
             order = stream(self.recipe.seed, "minibatch", self.state.step, epoch).permutation(len(batch)).numpy()
-            for part in np.array_split(order, max(1, min(algo.minibatches, len(batch)))):
+            for i, part in enumerate(np.array_split(order, max(1, min(algo.minibatches, len(batch))))):
+                self.progress.at("updating", epoch * algo.minibatches + i, whole)
                 yield batch.select(np.sort(part))
 
     # ---- parts of a step ----
@@ -232,6 +239,7 @@ class Run:
     def logprobs(self, batch: Batch) -> Batch:
         """Add the log-probs that the update needs: the policy's before it, and the reference's."""
         needed = self.algorithm.computed
+        self.progress.at("computing log-probs")
         if "logprobs" in needed:
             batch = self.policy.logprobs(batch, squares="sum_pi_squared" in needed)
         return self.reference.logprobs(batch) if self.reference is not None else batch
@@ -257,6 +265,7 @@ class Run:
         if self.rollout is None:
             return
         self.log.flush()
+        self.progress.at("syncing weights")
         unseen = any([self._sync(role) for role in self.roles.receiving("step")])
         self._engine_version = self.state.version
         every = self.recipe.policy.probe_every
@@ -316,6 +325,7 @@ class Run:
         state = self.state
         self.sampler.rollback()
         self.log.start()
+        self.progress.begin(state.phase, state.phase_step + 1, self.phase_steps)
         with span("step", step=state.step + 1), self.store.scope():
             yield
             self.log.flush()
@@ -406,6 +416,7 @@ class Run:
     def secure(self) -> None:
         """Save a checkpoint and wait until it is complete; StorageError if it fails for ``PATIENCE`` seconds."""
         until, told = time.monotonic() + PATIENCE, False
+        self.progress.at("saving")
         while True:
             self.saving.finish()
             self.save()

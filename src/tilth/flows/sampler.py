@@ -26,6 +26,7 @@ from tilth.roles.judge import GRADE
 from tilth.roles.rollout import Carry, ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
+from tilth.runs.progress import StepProgress
 from tilth.runs.readers import REWARD
 from tilth.runs.state import RunState
 
@@ -65,10 +66,12 @@ class Sampler:
         journal: Journal,
         reward_log: Path,
         say: Callable[[str], None],
+        progress: StepProgress,
     ) -> None:
-        """reward_log: the file that the reward function prints to; say: log a line and show it."""
+        """reward_log: the file that the reward function prints to; say: log a line and show it; progress: where it
+        notes what it does."""
         self.recipe, self.algorithm, self.roles, self.train, self.state = recipe, algorithm, roles, train, state
-        self.metrics, self.journal, self.say = metrics, journal, say
+        self.metrics, self.journal, self.say, self.progress = metrics, journal, say, progress
         self._reward_log: Path | None = reward_log
         self._drawn: dict[str, int] = {}
         self._carried: list[tuple[int, int, int]] | None = None
@@ -175,6 +178,7 @@ class Sampler:
                 key="reward.function",
             )
         call = next(self._calls)
+        self.progress.at("evaluating" if greedy and not prefix else "generating", 0, len(asked))
         if self.recipe.rollout.environment:
             scored = self._generated(roles.rollout, asked, None, call, len(asked), greedy=greedy)
             failures = roles.rollout.failures()
@@ -200,6 +204,7 @@ class Sampler:
         roles = self.roles
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
+        self.progress.at("grading")
         known = roles.judge.begun(call)
         found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
@@ -233,11 +238,12 @@ class Sampler:
             generate = partial(self._whole_groups, rollout, asked, prepare)
         else:
             generate = partial(rollout.generate, prepare(asked), greedy=greedy)
-        if reward is None and judge is None:
-            return generate()
-        known = partial(self.journal.known, self.state.step)
-        with scored_ahead(rollout, reward, known, call, most, judge):
-            return resolved(generate())
+        with self.progress.counted(partial(_done, rollout)):
+            if reward is None and judge is None:
+                return resolved(generate())
+            known = partial(self.journal.known, self.state.step)
+            with scored_ahead(rollout, reward, known, call, most, judge):
+                return resolved(generate())
 
     def _score(
         self, reward: WorkerGroup, batch: Batch, rows: int, call: int
@@ -245,6 +251,7 @@ class Sampler:
         """Return the scored batch, and the outcomes of missing rewards by trajectory id. rows: of one call."""
         parts, failures, replayed = list[Batch](), dict[int, dict[str, Any]](), set[int]()
         for start in range(0, max(len(batch), 1), rows):
+            self.progress.at("scoring", start, len(batch))
             some = batch.select(np.arange(start, min(start + rows, len(batch))))
             known = self.journal.known(self.state.step, some)
             parts.append(reward.score(some, known=known, call=call))
@@ -277,3 +284,8 @@ class Sampler:
         if reason not in self._reported:
             self._reported.add(reason)
             self.say(f"{len(failures)} of {asked} rewards are missing and left out; most often: {reason}")
+
+
+def _done(rollout: WorkerGroup) -> int:
+    """Return how many samples of the running generation have ended."""
+    return sum(int(status["done"]) for status in rollout.status())

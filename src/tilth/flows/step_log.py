@@ -66,7 +66,8 @@ class StepLog:
         """
         pending, self._pending = self._pending, []
         self._updates += [metrics for metrics, policy in pending if policy]
-        for metrics, policy in pending:
+        for number, (metrics, policy) in enumerate(pending):
+            self.directory.progress.at("updating", number, len(pending))
             if policy:
                 self.state.optimizer_steps += 1
                 self.state.version += not float(metrics["steps/skipped"])

@@ -55,6 +55,7 @@ class RolloutWorker:
         self._journals: Path | None = None
         self._failures: dict[int, dict[str, Any]] = {}
         self._asked: Sequence[int] = ()
+        self._done = 0
         self._aborting: deque[int] = deque()
         self._finished: deque[list[Any]] = deque()
         self._unfinished: Unfinished | None = None
@@ -63,9 +64,11 @@ class RolloutWorker:
 
     @control
     def status(self) -> dict[str, float]:
-        """Return the number of ``requests`` that the running call was asked for, the ``version`` of the weights and
-        the engine's counts (``Stats.dump``); 0 on ranks whose engine another rank reports."""
-        counts = {"requests": len(self._asked), **self.engine.stats().dump()}
+        """Return the number of ``requests`` that the running call was asked for, ``done``: those of them that have
+        ended, the ``version`` of the weights and the engine's counts (``Stats.dump``); 0 on ranks whose engine another
+        rank reports."""
+        done = self._done if self._asked else 0
+        counts = {"requests": len(self._asked), "done": done, **self.engine.stats().dump()}
         return {"version": self.engine.version, **{n: count * self.engine.reports for n, count in counts.items()}}
 
     @control
@@ -105,7 +108,7 @@ class RolloutWorker:
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
             self._aborting.clear()
-            self._asked = asked["id"].tolist()
+            self._asked, self._done = asked["id"].tolist(), 0
             try:
                 before = {} if carry is None else self._resume(asked, params, carry)
                 found = self._finish(requests, before)
@@ -162,6 +165,7 @@ class RolloutWorker:
             yield t
 
     def _announce(self, t: Trajectory) -> None:
+        self._done += 1
         if self.engine.reports:
             self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
 
@@ -175,7 +179,7 @@ class RolloutWorker:
         ]
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # as in ``generate``
-            self._asked = asked["id"].tolist()
+            self._asked, self._done = asked["id"].tolist(), 0
             if self._journals is not None:
                 about = f"version {self.engine.version}, {params}"
                 about += f", after {sum(len(one.trajectory.tokens) for one in before.values())}" if before else ""

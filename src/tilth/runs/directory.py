@@ -35,6 +35,7 @@ from tilth.runs.files import Lines, Lock, replace, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
+from tilth.runs.progress import StepProgress
 from tilth.runs.readers import (
     RECOVERIES,
     WARNINGS,
@@ -67,7 +68,7 @@ class RunDir:
         """Call ``create`` instead. lock: held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
         self.digest, self.inputs = who.digest, dict(who.inputs)
-        self.events = path / "events"
+        self.events, self.progress = path / "events", StepProgress(path)
         before = read_state(path) if (path / "run.json").exists() else {}
         self.resumed = bool(before)
         changed = before.get("digest", self.digest) != self.digest

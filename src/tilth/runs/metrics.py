@@ -68,7 +68,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("reward/heldout/high", "reward", "last", "upper end of its 95 % interval over prompts"),
     ("reward/heldout/prompts", "prompts", "last", "held-out prompts whose answer has an outcome"),
     ("reward/heldout/change_low", "reward", "last", "lower end of the 95 % interval of its paired change in the phase"),
-    ("reward/heldout/change_high", "reward", "last", "upper end of the 95 % interval of its paired change in the phase"),
+    ("reward/heldout/change_high", "reward", "last", "upper end of that interval"),
     ("reward/heldout/missing", "samples", "sum", "held-out answers whose reward is missing; not in the mean"),
     ("reward/heldout/part/*", "reward", "last", "a named part of the reward of held-out answers"),
     ("reward/timeout", "samples", "sum", "missing rewards that timed out"),

@@ -1,11 +1,13 @@
 """The terminal view of a running run; where there is no terminal, a plain line every few seconds.
 
-It draws in the thread of the run, when a step is committed, at most four times a second and for about 1 % of the time.
+It draws when a step is committed and, in a thread of its own, while one runs; at most four times a second and for about
+1 % of the time.
 """
 
 import atexit
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -19,6 +21,7 @@ from rich.text import Text
 from tilth.config.schema import Recipe
 from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.metrics import KEYS
+from tilth.runs.progress import EVERY, Doing
 from tilth.runs.readers import ACCURACY, REWARD, spread
 from tilth.ui import format
 from tilth.ui.output import Outlived
@@ -44,6 +47,8 @@ LABEL, VALUE, SHORT = 17, 32, 20
 FASTEST, COST = 0.25, 0.01
 """Shortest time between two pictures in seconds, and the share of the time that drawing may take."""
 PLAIN_EVERY = 5.0
+QUIET = 15.0
+"""Seconds without a plain line after which one tells how far the step is; the next after twice the time."""
 
 
 class Series:
@@ -96,14 +101,24 @@ class LiveState:
         self.first: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.missing = 0
+        self.doing = Doing()
         self._pace: float | None = None
+
+    def see(self, doing: Doing) -> None:
+        """Note what the running step is at."""
+        if doing.phase and doing.phase != self.phase:
+            self._enter(doing.phase)
+            self.planned[doing.phase] = doing.steps or self.planned.get(doing.phase, 0)
+        self.doing = doing
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self.done, self._pace, self.first, self.series = phase, 0, None, {}, {}
 
     def take(self, record: Mapping[str, Any], took: float) -> None:
         """Add a committed step; took: seconds since the one before."""
         phase = record.get("phase", "")
         if phase != self.phase:
-            self.phase, self.done, self._pace, self.first = phase, 0, None, {}
-            self.series = {}
+            self._enter(phase)
         self.done = record.get("phase_step") or self.done + 1
         self.planned[phase] = record.get("phase_steps") or self.planned.get(phase, 0)
         self.seconds = record.get("seconds") or self.seconds + took
@@ -146,34 +161,66 @@ class Live(Callback):
 
     def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
         self._out = sys.stdout if isinstance(sys.stdout, Outlived) else sys.stdout and Outlived(sys.stdout)
-        self.console = console or Console(file=cast(Any, self._out))
+        self._notebook = console is None and Console().is_jupyter
+        self.console = console or Console(file=cast(Any, self._out), force_jupyter=False if self._notebook else None)
         self._say: Say | None = None
+        self._run: RunView | None = None
+        self._lock, self._end = threading.RLock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._quiet, self._said = QUIET, ""
         self.progress = LiveState(recipe)
         self.sample: dict[str, Any] | None = None
         self._live: RichLive | None = None
-        self._wanted = self.console.is_terminal and not self.console.is_jupyter
-        self._stepped = time.monotonic()
+        self._wanted = self.console.is_terminal and not self.console.is_jupyter and not self._notebook
+        self._stepped = self._told = time.monotonic()
         self._next = 0.0
 
+    def start(self) -> None:
+        """Show in a terminal that the run is on its way, before there is anything to tell."""
+        if self._wanted:
+            self._draw(Text("starting: loading torch, model and data", "dim"))
+
     def on_run_start(self, run: RunView) -> None:
-        """Use the run's log from now on."""
-        self._say = run.say
+        """Use the run's log from now on, and show what it does between its steps."""
+        self._say, self._run = run.say, run
         self._note_loss()
+        self._thread = threading.Thread(target=self._follow, name="live", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        """Show how far the running step is, until the view ends."""
+        while not self._end.wait(FASTEST):
+            with self._lock:
+                if not self._lost and not self._end.is_set():
+                    self._tick(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        assert self._run is not None
+        self.progress.see(self._run.directory.progress.now)
+        if (self._wanted or self._notebook) and now >= self._next:
+            self._show()
+        elif not self._wanted and now - self._told >= self._quiet:
+            self._quiet *= 2
+            self._print(between(self.progress))
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Draw, if enough time has passed."""
-        now = time.monotonic()
-        self.progress.take(metrics, now - self._stepped)
-        self._stepped = now
-        self.sample = run.sample or self.sample
-        if now >= self._next and not self._lost:
-            self._show()
-            self._note_loss()
+        with self._lock:
+            now = time.monotonic()
+            self.progress.take(metrics, now - self._stepped)
+            self._stepped = now
+            self.sample = run.sample or self.sample
+            self.progress.doing = Doing()
+            if now >= self._next and not self._lost:
+                self._show()
+        self._note_loss()
 
     def on_message(self, text: str) -> None:
         """Print a line above the view."""
-        self.console.print(Text(text), soft_wrap=True)
-        self._stepped = time.monotonic()
+        with self._lock:
+            self._write(text)
+            self._stepped = self._told = time.monotonic()
+            self._quiet = QUIET
         self._note_loss()
 
     @property
@@ -187,30 +234,59 @@ class Live(Callback):
 
     def on_run_end(self, run: RunView, summary: dict[str, Any]) -> None:
         """Draw the last picture, which stays; restore the terminal."""
-        if self.progress.record:
-            self._show()
+        with self._lock:
+            if self.progress.record:
+                self._show()
         self.stop()
 
     def stop(self) -> None:
         """Restore the terminal; a second call does nothing."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if self._live is not None:
+            if not self.progress.phase:
+                self._live.update(Text(), refresh=True)
             self._live.stop()
             self._live = None
             atexit.unregister(self.stop)
+        elif self._notebook and self._said:
+            self._write(self._said)
+            self._said = ""
+
+    def _print(self, text: str) -> None:
+        """Print a plain line, unless it is that of before; in a notebook the next one takes its place."""
+        self._told = time.monotonic()
+        if text != self._said:
+            self._write(text, end="\r" if self._notebook else "\n")
+        self._said = text
+
+    def _write(self, text: str, end: str = "\n") -> None:
+        padded = text.ljust(len(self._said)) if self._notebook else text
+        self.console.print(Text(padded), soft_wrap=True, end=end)
 
     def _show(self) -> None:
         began = time.monotonic()
-        if not self._wanted:
-            self.console.print(Text(line(self.progress)), soft_wrap=True)
-            self._next = began + PLAIN_EVERY
+        if self._notebook:
+            told = line(self.progress) if self.progress.record else between(self.progress)
+            self._print(f"{told}  {self.progress.doing}" if self.progress.record else told)
+            self._next = began + EVERY
             return
+        if not self._wanted:
+            self._print(line(self.progress))
+            self._next, self._quiet = began + PLAIN_EVERY, QUIET
+            return
+        self._draw(picture(self.progress, self.sample, self.console.width))
+        took = time.monotonic() - began
+        self._next = began + max(FASTEST, took / COST)
+
+    def _draw(self, shown: RenderableType) -> None:
         if self._live is None:
             self._live = RichLive(console=self.console, auto_refresh=False, vertical_overflow="crop")
             self._live.start()
             atexit.register(self.stop)
-        self._live.update(picture(self.progress, self.sample, self.console.width), refresh=True)
-        took = time.monotonic() - began
-        self._next = began + max(FASTEST, took / COST)
+        self._live.update(shown, refresh=True)
 
 
 def line(p: LiveState) -> str:
@@ -229,10 +305,18 @@ def line(p: LiveState) -> str:
     return "  ".join(parts) + f"  {format.duration(p.seconds)}{left}"
 
 
+def between(p: LiveState) -> str:
+    """Return what the running step does in one plain line."""
+    step = f"{format.phase_name(p.phase)} step {p.doing.step:,} of {p.steps:,}"
+    step = step if p.doing.step else "before the first step"
+    return f"{step}: {str(p.doing) or 'working'}"
+
+
 def picture(p: LiveState, sample: dict[str, Any] | None, width: int, *, times: bool = True) -> RenderableType:
     """Draw the whole view for a terminal of this width. times: with the time of the recent step."""
     width = min(width, 110)
-    parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), Text(), _curves(p, width), Text()]
+    doing = Text(str(p.doing), "dim")
+    parts: list[RenderableType] = [Text(), _head(p, width), _bar(p, width), doing, _curves(p, width), Text()]
     parts += [_rates(p), _times(p, width)] if times else [_rates(p)]
     if sample is not None:
         parts += [Text(), _sample(sample, width)]
@@ -348,7 +432,7 @@ def _sample(sample: dict[str, Any], width: int) -> RenderableType:
     mark, colour = VERDICTS[kind]
     reward = "reward missing" if kind == "missing" else f"reward {format.number(sample['reward'])}"
     text = Text(no_wrap=width >= NARROW, overflow="ellipsis")
-    text.append("a sampled answer  ", "dim").append(_one_line(sample.get("prompt"), width // 2))
+    text.append("a sampled answer  ", "dim").append(_one_line(sample.get("prompt"), width // 2)).append(" → ", "dim")
     text.append(_one_line(sample.get("text"), width // 2), f"bold {colour}")
     text.append(f"  {mark} {reward}", colour)
     if kind != "right" and sample.get("answer"):

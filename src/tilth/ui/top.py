@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEER
 from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.guard.health import read_health
+from tilth.runs.progress import Doing, read_progress
 from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, spread, supervised
 from tilth.ui import format
 from tilth.ui.live import LiveState, divided, picture, split_bar
@@ -33,6 +34,7 @@ LOG = 1 << 12
 WARNED = 4  # newest warnings shown
 LATE = 2.0  # seconds without a sign of life that are worth a colour
 LIVING = ("running", "sleeping", "disk-sleep", "idle")  # states of a process that need no word
+IDLE = Doing()
 FIXED = {
     COMMUNICATION: "blue", PAUSE: "red", PROFILE: "bright_black", STAGES: "cyan", PEERS: "grey39", CONTROLLER: "grey23",
 }  # fmt: skip
@@ -89,6 +91,7 @@ class Look:
     silent: float | None
     recoveries: Sequence[Mapping[str, Any]] = ()
     warnings: Sequence[Mapping[str, Any]] = ()
+    doing: Doing = IDLE
     workers: Sequence[Mapping[str, Any]] = ()
     """Health of each rank at this moment, if they run on this machine."""
 
@@ -122,13 +125,16 @@ class RunWatcher:
             self._progress.take(record, max(took, 0.0))
             self._before = now
         self._events()
+        running = state["state"] == "running"
+        doing = (read_progress(self.run) if running else None) or Doing()
+        self._progress.see(doing)
         written = (self.run / "metrics.jsonl").stat().st_mtime if self._progress.record else None
         silent = None if written is None else max(time.time() - written, 0.0)
         message, survived = last_line(self.run / "log.txt"), read_recoveries(self.run)
-        running = state["state"] == "running" and state.get("host") == os.uname().nodename
-        found = read_health(state["session"]) if running and state.get("session") else None
+        here = running and state.get("host") == os.uname().nodename
+        found = read_health(state["session"]) if here and state.get("session") else None
         workers, warned = found["ranks"] if found else (), read_warnings(self.run)
-        return Look(self.run, state, self._progress, self._recent, message, silent, survived, warned, workers)
+        return Look(self.run, state, self._progress, self._recent, message, silent, survived, warned, doing, workers)
 
     def _events(self) -> None:
         folder = self.run / "events"
@@ -161,7 +167,7 @@ def as_dict(look: Look) -> dict[str, Any]:
     return {
         "run": str(look.run), "state": look.state["state"], "attempt": look.state.get("attempt"),
         "step": record.get("step", 0), "phase": p.phase, "phase_step": p.done, "phase_steps": p.steps,
-        "seconds": p.seconds, "left": p.left, "silent": look.silent,
+        "seconds": p.seconds, "left": p.left, "silent": look.silent, "doing": asdict(look.doing),
         "loss": record.get("loss"), "reward": record.get("reward/mean"), "accuracy": p.latest.get(ACCURACY),
         "reward_heldout": p.latest.get(REWARD), "heldout_range": spread(p.latest, REWARD),
         "tokens_per_second": {n: record.get(f"tokens_per_second/{n}") for n in ("generate", "train")},
@@ -209,7 +215,7 @@ def drawn(look: Look, width: int) -> RenderableType:
     """Draw the whole view for a terminal of this width."""
     width = min(width, 110)
     parts: list[RenderableType] = [_title(look)]
-    if look.progress.record:
+    if look.progress.record or look.doing.phase:
         parts.append(picture(look.progress, None, width, times=look.recent is None))
     if look.recent is not None:
         found = look.recent

@@ -1,0 +1,108 @@
+"""Progress inside a step: what a run does now, for the live view, and in a small file for ``tilth top``."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tilth.core.errors import TilthError
+
+PROGRESS = "progress.json"
+"""File of a running run: ``Doing`` as JSON."""
+EVERY = 1.0
+"""Seconds between two looks."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A part of a step. done, of: samples, updates ...; of = 0: not counted. since: seconds since 1970."""
+
+    phase: str = ""
+    step: int = 0
+    steps: int = 0
+    what: str = ""
+    done: int = 0
+    of: int = 0
+    since: float = 0.0
+
+    def __str__(self) -> str:
+        """``generating 31 of 64``; empty between two parts."""
+        return f"{self.what} {min(self.done, self.of):,} of {self.of:,}" if self.of > 1 and self.what else self.what
+
+
+class StepProgress:
+    """Notes of the run's thread on what it does. A thread of this context manager looks at them and at the counters of
+    the present part, and writes what it sees to the file, which is removed at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = self._doing = Doing()
+        """``now`` is what the thread has seen last."""
+        self._file, self._count = folder / PROGRESS, lambda: 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def begin(self, phase: str, step: int, steps: int) -> None:
+        """Begin a step: its number in its phase, and the steps of the phase."""
+        self._doing = Doing(phase, step, steps, since=time.time())
+
+    def at(self, what: str, done: int = 0, of: int = 0) -> None:
+        """Go on to another part of the step, or count on in the same."""
+        since = self._doing.since if what == self._doing.what else time.time()
+        self._doing = replace(self._doing, what=what, done=done, of=of, since=since)
+
+    @contextmanager
+    def counted(self, count: Callable[[], int]) -> Iterator[None]:
+        """Let others count what is done of the present part, while the run's thread waits for it."""
+        self._count = count
+        try:
+            yield
+        finally:
+            self._count = lambda: 0
+
+    def look(self) -> Doing:
+        """Ask the counter how much is done, and return ``now``."""
+        seen, done = self._doing, 0
+        with suppress(TilthError):  # a worker that cannot be asked: the call in flight reports it
+            done = self._count()
+        if self._doing is seen:  # else the count may be of another part
+            self.now = replace(seen, done=done or seen.done)
+        return self.now
+
+    def __enter__(self) -> "StepProgress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
+        self._thread.join()
+        self._file.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        written = Doing()
+        while not self._end.wait(EVERY):
+            now = self.look()
+            if now != written:
+                self._write(now)
+                written = now
+
+    def _write(self, now: Doing) -> None:
+        """Replace the file; it is not durable, and a full disk, which the run's log reports, loses it."""
+        new = self._file.with_suffix(".new")
+        with suppress(OSError):
+            new.write_text(json.dumps(asdict(now)))
+            os.replace(new, self._file)
+
+
+def read_progress(run: Path) -> Doing | None:
+    """Return what a running run does now; None if it does not say so."""
+    try:
+        found: dict[str, Any] = json.loads((run / PROGRESS).read_text())
+        return Doing(**found)
+    except (OSError, ValueError, TypeError):
+        return None
