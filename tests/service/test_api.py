@@ -132,6 +132,17 @@ def test_a_custom_loss_is_forward_and_weights(client):
     )
 
 
+def test_log_probs_of_several_targets_for_a_token_come_in_their_shape(client):
+    trained = client.create_lora_training_client("Org/small", rank=4, seed=3).result()
+    (row,) = rows(1, (6,))
+    targets, weights = np.stack([row[1:], row[:-1]], 1), np.ones((6, 2), np.float32)
+    soft = types.Datum(types.ModelInput.from_ints(row[:-1].tolist()), {"target_tokens": targets, "weights": weights})
+    found = trained.forward_backward([soft, soft], "cross_entropy").result().loss_fn_outputs
+    plain = trained.forward([datum(row)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert [one["logprobs"].shape for one in found] == [[6, 2]] * 2
+    np.testing.assert_allclose(found[1]["logprobs"].to_numpy().reshape(6, 2)[:, 0], plain, atol=1e-5)
+
+
 def test_samples_come_from_the_weights_that_were_saved(client):
     trained, _ = run(client, steps=8, rank=8, seed=1)
     old = client.create_sampling_client(base_model="Org/small").result()

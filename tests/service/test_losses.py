@@ -121,6 +121,31 @@ def test_loss_logprobs_and_gradients_are_those_of_the_documentation_in_float64(l
         torch.testing.assert_close(grad.double(), grads[name], rtol=2e-3, atol=3e-4 * scale)
 
 
+def test_several_targets_for_a_token_are_cross_entropy_with_their_weights_in_float64():
+    shared, model = base()
+    trained, rng = TrainedModel(shared, FULL), np.random.default_rng(5)
+    rows = []
+    for n in LENGTHS:
+        columns = {"target_tokens": rng.integers(0, 50, (n, 3)), "weights": rng.random((n, 3)).astype(np.float32)}
+        rows.append(Datum(rng.integers(0, 50, n), columns))
+    check_data("cross_entropy", rows, 50, 32)
+    wide = copy.deepcopy(model).double()
+    wide.dtype, total = torch.float64, 0.0
+    found, metrics = trained.forward_backward(rows, "cross_entropy", {}, forward_only=False)
+    for row, mine in zip(rows, found):
+        p = torch.log_softmax(wide.logits(wide(torch.from_numpy(row.tokens), PackedContext([len(row.tokens)]))), -1)
+        p = p.gather(1, torch.from_numpy(row.columns["target_tokens"]))
+        total = total - (p * torch.from_numpy(row.columns["weights"])).sum()
+        np.testing.assert_allclose(mine, p.detach().numpy(), atol=3e-5)
+    total.backward()
+    assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
+    for name, parameter in wide.named_parameters():
+        torch.testing.assert_close(trained.gradients[name].double(), parameter.grad, rtol=2e-3, atol=1e-4)
+    rows[1].columns["weights"] = rows[1].columns["weights"][:, :2]
+    with raises(DataError, "data[1].loss_fn_inputs.weights.shape"):
+        check_data("cross_entropy", rows, 50, 32)
+
+
 def test_gradients_of_several_requests_add_up_and_a_step_is_torch_adamw():
     shared, model = base()
     rows = data("cross_entropy", model.config.vocab_size)
@@ -256,8 +281,8 @@ TOKENS5, NUMBERS5 = np.arange(5), np.zeros(5, np.float32)
         ([], "data"),
         (data("cross_entropy", 50), "data[0].loss_fn_inputs"),
         (changed(mask=NUMBERS5), "data[0].loss_fn_inputs"),
-        (changed(advantages=np.zeros(4, np.float32)), "data[0].loss_fn_inputs.advantages.length"),
-        (changed(target_tokens=np.zeros((5, 2), np.int64)), "data[0].loss_fn_inputs.target_tokens.rank"),
+        (changed(advantages=np.zeros(4, np.float32)), "data[0].loss_fn_inputs.advantages.shape"),
+        (changed(target_tokens=np.zeros((5, 2), np.int64)), "data[0].loss_fn_inputs.target_tokens.shape"),
         (changed(target_tokens=NUMBERS5), "data[0].loss_fn_inputs.target_tokens.dtype"),
         (changed(logprobs=TOKENS5), "data[0].loss_fn_inputs.logprobs.dtype"),
         (changed(logprobs=np.full(5, np.nan, np.float32)), "data[0].loss_fn_inputs.logprobs.finite"),

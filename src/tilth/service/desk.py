@@ -19,7 +19,7 @@ from tilth.serve.completion import RoomError
 from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.bodies import CreateBody, LoadBody, OptimizerKind, SampleBody
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
-from tilth.service.losses import check_data, loss_named, options_of
+from tilth.service.losses import TOKENS, check_data, loss_named, options_of
 from tilth.service.provenance import check_provenance
 from tilth.service.queues import BusyError, Operation, StoredAnswer
 from tilth.service.room import TrainRoom
@@ -210,7 +210,7 @@ class TrainingDesk:
         self.client(request.model)
         if request.seq < 1:
             raise DataError(f"seq_id={request.seq}; it must be at least 1", key="seq_id")
-        cost = sum(len(datum.tokens) for datum in request.data) * (1 if request.forward_only else 3)
+        cost = sum(datum.columns[TOKENS].size for datum in request.data) * (1 if request.forward_only else 3)
         return request.model, self.submit(request.model, request.seq, "data", body, request, cost)
 
     def _read_data(self, body: bytes) -> TrainRequest:

@@ -137,9 +137,22 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     return found
 
 
+def targets_of(datum: Datum) -> int:
+    """Return the number of targets for each token."""
+    return int(np.prod(datum.columns[TOKENS].shape[1:]))
+
+
+def apart(datum: Datum) -> list[Datum]:
+    """Return a datum of K targets for each token as K of one target: cross-entropy is a sum over targets."""
+    if datum.columns[TOKENS].ndim == 1:
+        return [datum]
+    turned = {name: np.ascontiguousarray(values.T) for name, values in datum.columns.items()}
+    return [Datum(datum.tokens, {name: rows[k] for name, rows in turned.items()}) for k in range(targets_of(datum))]
+
+
 def check_data(name: str, data: Sequence[Datum], vocabulary: int, longest: int) -> None:
-    """Raise DataError unless every sequence has the columns of the loss, each with one value for each token of input,
-    tokens of the vocabulary and at most ``longest`` of them."""
+    """Raise DataError unless every sequence has the columns of the loss, each with one value for each token of input
+    (``cross_entropy``: or K in all of them), tokens of the vocabulary and at most ``longest`` of them."""
     if not data:
         raise DataError("data is empty; it must have at least one datum", key="data")
     wanted = {TOKENS, *loss_named(name).needs}
@@ -152,8 +165,9 @@ def check_data(name: str, data: Sequence[Datum], vocabulary: int, longest: int) 
             have = ", ".join(sorted(datum.columns)) or "none"
             message = f"{where}.loss_fn_inputs are {have}; those of {name} are {', '.join(sorted(wanted))}"
             raise DataError(message, key=f"{where}.loss_fn_inputs")
+        shape = (size, *data[0].columns[TOKENS].shape[1:]) if name == "cross_entropy" else (size,)
         for column, values in datum.columns.items():
-            _check_column(f"{where}.loss_fn_inputs.{column}", column, values, size)
+            _check_column(f"{where}.loss_fn_inputs.{column}", column, values, shape)
         if RATIO_MASK in wanted and not datum.columns[RATIO_MASK].any():
             message = f"{where}.loss_fn_inputs.{RATIO_MASK} is 0 everywhere; mark the tokens that were sampled"
             raise DataError(message, key=f"{where}.loss_fn_inputs.{RATIO_MASK}.empty")
@@ -164,13 +178,10 @@ def check_data(name: str, data: Sequence[Datum], vocabulary: int, longest: int) 
                 raise DataError(message, key=f"{where}.{column}.vocabulary")
 
 
-def _check_column(where: str, column: str, values: np.ndarray, size: int) -> None:
-    if values.ndim != 1:
-        message = f"{where} has the shape {list(values.shape)}; this server takes one target for each token, [{size}]"
-        raise DataError(message, key=f"{where}.rank")
-    if len(values) != size:
-        message = f"{where} has {len(values)} values for {size} tokens of model_input"
-        raise DataError(message, key=f"{where}.length")
+def _check_column(where: str, column: str, values: np.ndarray, shape: tuple[int, ...]) -> None:
+    if len(shape) > 2 or 0 in shape or values.shape != shape:
+        message = f"{where} has the shape {list(values.shape)}; it must be {list(shape)}: one value for each token, or"
+        raise DataError(f"{message} for cross_entropy K, the same for all data of a request", key=f"{where}.shape")
     if (values.dtype.kind == "i") != (column == TOKENS):
         message = f"{where} is {values.dtype}; it must be {'int64' if column == TOKENS else 'float32'}"
         raise DataError(message, key=f"{where}.dtype")

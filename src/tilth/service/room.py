@@ -13,6 +13,7 @@ from tilth.core.errors import CheckpointError
 from tilth.core.layout import Mesh
 from tilth.plan.packing import divide
 from tilth.serve.room import EngineRoom
+from tilth.service.losses import TOKENS
 from tilth.service.trained import SequenceScores
 from tilth.service.wire import Datum
 
@@ -47,7 +48,7 @@ class TrainRoom(EngineRoom):
         """Run passes over data, dealt over the workers by tokens; return log-probs of each datum, float32, and sums."""
         ranks, found, sums = self.learners.world_size, dict[int, np.ndarray](), dict[str, float]()
         mesh = self.learners.mesh
-        parts = divide([len(datum.tokens) for datum in data], None, mesh.count("rows"))
+        parts = divide([datum.columns[TOKENS].size for datum in data], None, mesh.count("rows"))
         place = [mesh.index(rank, *mesh.over("rows")) for rank in mesh.ranks]  # ranks along tp have the same rows
         alike = [[one] * ranks for one in (model, loss, dict(options), forward_only)]
         answers = await self.call("forward_backward", [[data[row] for row in parts[own]] for own in place], *alike)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, buckets, shard
 from tilth.plan.lora import is_adapter
 from tilth.rl.metrics import Metric
-from tilth.service.losses import LENGTHS, SAMPLED, TOKENS, TokenLoss, loss_named, options_of
+from tilth.service.losses import LENGTHS, SAMPLED, TOKENS, TokenLoss, apart, loss_named, options_of, targets_of
 from tilth.service.wire import Datum, Topk
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import TARGETS, MicroBatch, packed_targets, score_targets
@@ -130,9 +131,10 @@ class TrainedModel:
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float | str], *, forward_only: bool
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Return log-probs of the targets, float32 of each sequence, and sums; add to the gradients unless
+        """Return log-probs of the targets, float32 in their shape, and sums; add to the gradients unless
         ``forward_only``."""
-        batch = _Packed.of(data, loss)
+        flat = [part for datum in data for part in apart(datum)]
+        batch = _Packed.of(flat, loss)
         spent = _LossSum(loss_named(loss), options_of(loss, options), np.zeros(len(batch.mask), np.float32))
         if forward_only:
             targets = batch.columns[TARGETS]
@@ -145,8 +147,9 @@ class TrainedModel:
             self.engine.accumulate(batch.tokens, batch.mask, batch.columns, spent, **given)
             for name, added in self.engine.gradients().items():
                 self.gradients[name] = added if name not in self.gradients else self.gradients[name].add_(added)
-        rows = [found[a + 1 : b] for a, b in zip(batch.tokens.offsets, batch.tokens.offsets[1:])]
-        return rows, {"loss:sum": spent.total}
+        parts = iter(found[a + 1 : b] for a, b in zip(batch.tokens.offsets, batch.tokens.offsets[1:]))
+        rows = [np.stack(list(islice(parts, targets_of(datum))), -1) for datum in data]
+        return [row.reshape(datum.columns[TOKENS].shape) for row, datum in zip(rows, data)], {"loss:sum": spent.total}
 
     def step(self, how: AdamStep) -> dict[str, float]:
         """Run one optimizer step and drop the gradients. Raises DataError without any, NonFiniteError."""

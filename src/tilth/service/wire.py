@@ -295,13 +295,14 @@ def _numbers(raw: bytes, kind: np.dtype[Any], where: str) -> np.ndarray:
 
 
 def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Return the body of the answer to a ``TrainRequest``. logprobs: float32, of each sequence."""
+    """Return the body of the answer to a ``TrainRequest``. logprobs: float32 [N] of each sequence, or [N, K]."""
     out: Any = _CLASS["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
     record = out.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     sizes = [one.size * 4 for one in logprobs]
     field = record.fields["logprobs"]
     field.data, field.dtype = b"".join(one.astype("<f4").tobytes() for one in logprobs), FLOAT32
     field.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype("<i8").tobytes()
+    field.trailing_shape.extend(logprobs[0].shape[1:])
     return bytes(out.SerializeToString(deterministic=True))
 
 
