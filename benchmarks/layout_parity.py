@@ -3,7 +3,7 @@
     python benchmarks/layout_parity.py [--quick] [--json PATH] [--rows 1,dp2,fsdp2] [--steps 20]
 
 A decoder (grouped query attention, a vocabulary that no number of ranks divides, dropout 0.1) is initialised from one
-seed and trained with AdamW on one batch of sequences of unequal lengths, in micro-batches of a token budget, on
+seed and trained with AdamW or Muon on one batch of sequences of unequal lengths, in micro-batches of a token budget, on
 processes of this machine (backend local, gloo): as one rank, and spread by each layout. The columns:
 
 - weights: whether the initial weights, put together from all ranks, have the bits of one rank's.
@@ -102,8 +102,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "moe dp2xfsdp2xep2": {"experts": True, "dp": 2, "fsdp": 2, "ep": 2},
     "moe ep2xtp2xfsdp2": {"experts": True, "fsdp": 2, "ep": 2, "tp": 2},
     "moe pp2xep2xfsdp2": {"experts": True, "pp": 2, "fsdp": 2, "ep": 2},
+    "muon 1 rank": {"muon": True},
+    "muon fsdp2xtp2": {"muon": True, "fsdp": 2, "tp": 2},
+    "muon cp2xpp2": {"muon": True, "cp": 2, "pp": 2},
+    "moe muon 1 rank": {"muon": True, "experts": True},
+    "moe muon ep2xfsdp2": {"muon": True, "experts": True, "ep": 2, "fsdp": 2},
+    "moe muon pp2xep2": {"muon": True, "experts": True, "pp": 2, "ep": 2},
 }
-"""Row -> its layout, as in a recipe; experts: of a model with experts in all layers but the first."""
+"""Row -> its layout, as in a recipe; experts: of a model with experts in all layers but the first; muon: trained with
+Muon, whose gathered momentum no formula of bytes knows, the others with AdamW."""
+KINDS = ("experts", "muon")
 QUICK = (
     "fsdp2xtp2",
     "dp2xcp2",
@@ -114,11 +122,13 @@ QUICK = (
     "fsdp2xpp2",
     "moe ep2xfsdp2",
     "moe pp2xep2",
+    "muon fsdp2xtp2",
+    "moe muon ep2xfsdp2",
 )
 """Rows of the quick form: each axis, each kind of product, dense and with experts."""
 EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "qk_norm": True}
-ALONE = ("1 rank", "moe 1 rank")
-"""Rows with which the others, without and with experts, are compared."""
+ALONE = ("1 rank", "moe 1 rank", "muon 1 rank", "moe muon 1 rank")
+"""Rows with which the others of their kind are compared."""
 CLOSE = 0.1
 """Part of an axis's bytes that its formula may leave out."""
 GOALS = {"first_relative": 1e-5, "last_relative": 1e-4, "double_relative": 1e-11}
@@ -132,6 +142,11 @@ DOUBLE_STEPS = 5
 """Steps in float64, at most."""
 
 
+def kind_of(name: str) -> tuple[bool, ...]:
+    """Whether a row has each of ``KINDS``."""
+    return tuple(kind in ROWS[name] for kind in KINDS)
+
+
 @dataclass(frozen=True)
 class Task:
     """One training run. layout: sizes of axes and modes, as in a recipe."""
@@ -140,12 +155,13 @@ class Task:
     steps: int
     double: bool = False
     experts: bool = False
+    muon: bool = False
     layout: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, size: str, steps: int, double: bool = False) -> "Task":
-        layout = {key: value for key, value in ROWS[name].items() if key != "experts"}
-        return cls(size, steps, double, "experts" in ROWS[name], layout)
+        layout = {key: value for key, value in ROWS[name].items() if key not in KINDS}
+        return cls(size, steps, double, **dict(zip(KINDS, kind_of(name))), layout=layout)
 
     @property
     def modes(self) -> dict[str, Any]:
@@ -207,7 +223,7 @@ def run(task: Task, grid: ParallelDims) -> Found:
     sharded.init_(0)
     weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.layouts)).items()}
     fresh_peak()  # whole weights are no part of training
-    section = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
+    section = OptimizerConfig(name="muon" if task.muon else "adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
     rows, _, budget = BATCHES[task.size]
     engine = TrainEngine(sharded, section, total_steps=task.steps, micro_tokens=budget, seed=1)
     tokens, mask = batch(task.size)
@@ -332,18 +348,19 @@ def by_axes(ranks: list[Found]) -> dict[str, dict[str, float]]:
     }
 
 
-def row(cluster: Cluster, name: str, size: str, steps: int, ones: dict[tuple[bool, bool], Found]) -> dict[str, Any]:
+def row(cluster: Cluster, name: str, size: str, steps: int, ones: dict[tuple[bool, ...], Found]) -> dict[str, Any]:
     """One line of the table."""
     tasks = [Task.of(name, size, steps), Task.of(name, size, min(steps, DOUBLE_STEPS), True)]
     group = cluster.group(name, "layout_parity:Trial", {}, mesh=tasks[0].mesh)
     double, single = (group.train(asdict(task)) for task in reversed(tasks))  # the first run loads code
     if name in ALONE:
-        ones |= {(tasks[0].experts, False): single[0], (tasks[0].experts, True): double[0]}
-    alone, precise = (ones[tasks[0].experts, double] for double in (False, True))
+        ones |= {(*kind_of(name), False): single[0], (*kind_of(name), True): double[0]}
+    alone, precise = (ones[*kind_of(name), double] for double in (False, True))
     found, exact = compare(single, alone), compare(double, precise)
     tokens = len(batch(size)[0].values)
     return {
         "layout": name,
+        "optimizer": "muon" if tasks[0].muon else "adamw",
         "axes": {axis: ranks for axis, ranks in tasks[0].layout.items() if axis in AXES},
         "initial_weights_equal": found["weights"] and exact["weights"],
         "ranks_agree": found["agree"] and exact["agree"],
@@ -370,7 +387,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     sent = found["bytes_by_axes"]
     moved = {axis for axes, both in sent.items() if both["bytes"] for axis in axes.split("+")}
     missed += [f"{axis} moved no byte" for axis in found["axes"] if axis not in moved]
-    for axes, both in sent.items():
+    for axes, both in sent.items() if found["optimizer"] == "adamw" else ():
         if both["formula"] and abs(both["bytes"] / both["formula"] - 1) > CLOSE:
             missed.append(f"{axes} moved {both['bytes'] / both['formula']:.2f} of its formula")
         elif not both["formula"] and both["bytes"] > CLOSE * sum(each["bytes"] for each in sent.values()):
@@ -402,13 +419,13 @@ def main() -> int:
     names = [name for name in chosen if name not in ("1", *ALONE)]
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows {unknown[0]}: unknown; use {', '.join(ROWS)}")
-    kinds = {"experts" in ROWS[name] for name in names} or {False}
-    names = [name for name in ALONE if ("experts" in ROWS[name]) in kinds] + names
+    kinds = {kind_of(name) for name in names} or {kind_of(ALONE[0])}
+    names = [name for name in ALONE if kind_of(name) in kinds] + names
     size, workers = "quick" if options.quick else "full", max(len(Task.of(name, "", 1).mesh) for name in names)
     head = f"{'layout':18} weights     first      last    double   flips  MB/step {'of the formula':38} tokens/s"
     print(f"{head} peak MiB predicted")
     table: list[dict[str, Any]] = []
-    ones: dict[tuple[bool, bool], Found] = {}
+    ones: dict[tuple[bool, ...], Found] = {}
     about = {"size": size, "steps": options.steps, "torch": torch.__version__}
     with open_cluster("local" if workers > 1 else "inline", workers) as cluster:
         for name in names:

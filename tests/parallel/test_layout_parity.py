@@ -19,6 +19,7 @@ from tilth.parallel.dims import ParallelDims
 FILE = SCRIPTS / "layout_parity.py"
 GOOD = {
     "layout": "fsdp2xep2",
+    "optimizer": "adamw",
     "axes": {"fsdp": 2, "ep": 2},
     "initial_weights_equal": True,
     "ranks_agree": True,

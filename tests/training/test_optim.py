@@ -1,13 +1,17 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tilth.config.schema import OptimizerConfig
+from tilth.config.schema import ModelConfig, OptimizerConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError
-from tilth.models.family import family_of
-from tilth.training.optim import Optimizers
+from tilth.models.decoder import Decoder
+from tilth.models.family import family_of, new_config
+from tilth.training.engine import TrainEngine, negative_log_likelihood
+from tilth.training.optim import Optimizers, orthogonal
 
 TABLE = family_of("llama").table
 
@@ -81,7 +85,9 @@ def test_biases_of_experts_do_not_decay_though_they_are_stacked():
 
 def test_muon_takes_the_block_matrices_and_adamw_the_rest():
     ours, theirs = Toy(), Toy()
-    optimizers = Optimizers(ours.names(), OptimizerConfig(name="muon", lr=0.01, muon_lr_ratio=3.0), TABLE)
+    optimizers = Optimizers(
+        ours.names(), OptimizerConfig(name="muon", lr=0.01, muon_lr_ratio=3.0, muon_precision="bf16"), TABLE
+    )
     block = theirs.layers[0].mlp.up_proj.weight
     rest = [p for p in theirs.parameters() if p is not block]
     muon = torch.optim.Muon([block], lr=0.03, weight_decay=0.0)
@@ -94,6 +100,49 @@ def test_muon_takes_the_block_matrices_and_adamw_the_rest():
         adamw.step()
     for a, b in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (8, 8), (1, 6)])
+def test_a_step_of_muon_is_the_iteration_in_float64(shape):
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = torch.linalg.svd(update)[1] / update.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    left, _, right = torch.linalg.svd(update, full_matrices=False)
+    wanted = left @ torch.diag(values) @ right
+    torch.testing.assert_close(orthogonal(update), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(orthogonal(update.float()).double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(orthogonal(update.float(), bf16=True).double(), wanted, rtol=0.1, atol=0.1)
+
+
+def weights_after(precision, micro_tokens):
+    """Weights after three steps in fp32: of experts with few tokens, whose gradients have low ranks."""
+    shape = {
+        "hidden": 32,
+        "layers": 2,
+        "heads": 4,
+        "context": 48,
+        "experts": 8,
+        "experts_per_token": 2,
+        "expert_ffn": 16,
+    }
+    model = Decoder(new_config(ModelConfig(family="mixtral", **shape), 40))
+    model.init_weights_(0)
+    section = OptimizerConfig(name="muon", lr=1e-3, muon_precision=precision)
+    engine, rng = TrainEngine(model, section, total_steps=3, micro_tokens=micro_tokens), np.random.default_rng(0)
+    mask = np.tile(np.arange(8) >= 4, 9).astype(np.uint8)
+    for _ in range(3):
+        tokens = Jagged.of([rng.integers(0, 40, 8) for _ in range(9)])
+        engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_the_size_of_micro_batches_changes_no_model_under_muon():
+    apart = {}
+    for precision in ("fp32", "bf16"):
+        few, many = weights_after(precision, 30), weights_after(precision, 1000)
+        apart[precision] = max(float((few[n] - w).abs().max() / w.abs().max()) for n, w in many.items())
+    assert apart["fp32"] < 1e-3 < 3e-3 < apart["bf16"], apart
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -330,6 +330,9 @@ class OptimizerConfig(Section):
     )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="muon: learning rate of block matrices divided by lr")
+    muon_precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="muon: dtype of orthogonalisation; bf16 turns last bits of gradients into 1e-2 of a step"
+    )
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay rates of both moments")
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(

@@ -37,8 +37,8 @@ MOVING = 2
 """Layers whose activations are on the device while those of all move to the host or come back."""
 BACKWARD = 0.15
 """Share of a layer's activations that their gradients need in its backward pass (measured)."""
-MATMUL_WORK = 3
-"""Copies of the largest matrix in Muon's step."""
+MATMUL_WORK = {"fp32": 4, "bf16": 3}
+"""Copies of the largest matrix in Muon's step, in fp32, by its precision."""
 TREES_PAY = 0.9
 """Maximum share of the tokens left by prompt sharing for which samples share their prompt."""
 PROMPT_CHUNK = 512
@@ -299,7 +299,7 @@ def _moments(
     last = own + (flying if shape.tie_embeddings else 0) + (table if micro.several else 0)
     yield Item("gradients", last), Item("activations", int(BACKWARD * layer)), *inside
     largest = max(shape.hidden_size, shape.num_heads * shape.head_dim) * max(shape.intermediate_size, shape.hidden_size)
-    scratch = MATMUL_WORK * FP32 * largest if recipe.optimizer.name == "muon" else 0
+    scratch = MATMUL_WORK[recipe.optimizer.muon_precision] * FP32 * largest if recipe.optimizer.name == "muon" else 0
     yield Item("gradients", own), Item("scratch of the optimizer", scratch), *inside
 
 

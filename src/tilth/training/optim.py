@@ -1,4 +1,4 @@
-"""Optimizers (torch's own AdamW, or Muon for the matrices of the blocks), learning rate, averages and norms of weights.
+"""Optimizers (torch's AdamW, or Muon for the matrices of the blocks), learning rate, averages and norms of weights.
 
 Parameters are fp32 masters whatever the compute dtype, so no second copy is kept. All state is materialised at
 construction as named tensors: a checkpoint can be restored in place before the first step.
@@ -21,35 +21,50 @@ from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets
 from tilth.plan.rules import Table, rule_of
 
+NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
+"""Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
 
-class ShardedMuon(torch.optim.Optimizer):
-    """Muon on this rank's parts of matrices: momentum stays sharded, whole matrices are orthogonalised bucket by
-    bucket, those of experts each for itself.
 
-    Every rank orthogonalises all of them with torch's Muon and applies its part of the result. Of stacks that are
-    divided by experts alone it orthogonalises its own experts, and nothing is sent.
+class Muon(torch.optim.Optimizer):
+    """Muon on matrices or on this rank's parts of them: momentum stays sharded, whole matrices are orthogonalised
+    bucket by bucket, those of experts each for itself.
+
+    ``torch.optim.Muon`` iterates in bf16, which turns a gradient's last bits into 1e-2 of the step where its rank is
+    low: another size of micro-batches, or another layout, would train another model. Every rank orthogonalises all
+    matrices and applies its part of the result. Of stacks that are divided by experts alone it orthogonalises its own
+    experts, and nothing is sent.
     """
 
-    def __init__(self, sharded: ShardedModel, names: Sequence[str], lr: float, weight_decay: float) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95}  # torch's momentum
-        super().__init__([sharded.parameters[n] for n in names], defaults)
-        self.sharded = sharded
-        self.local = [n for n in names if _by_experts(sharded.layouts[n])]
-        self.names = [n for n in names if n not in self.local]
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        sharded: ShardedModel | None,
+        section: OptimizerSection,
+    ) -> None:
+        """sharded: the model whose parts these are; None: they are whole."""
+        defaults = {"lr": section.lr * section.muon_lr_ratio, "weight_decay": section.weight_decay, "momentum": 0.95}
+        super().__init__(list(parameters.values()), defaults)  # torch's momentum
+        self.parameters, self.sharded = dict(parameters), sharded
+        self.bf16 = section.muon_precision == "bf16"
+        self.local = [n for n in parameters if sharded is None or _by_experts(sharded.layouts[n])]
+        self.names = [n for n in parameters if n not in self.local]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run one update; a collective call of the replica."""
-        group, shapes = self.param_groups[0], {n: self.sharded.layouts[n].shape for n in self.names}
+        group = self.param_groups[0]
+        lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
         for name in self.local:
-            p = self.sharded.parameters[name]
-            moved = _orthogonal_step(self._momentum(p, group["momentum"]), group["lr"])
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(moved)
-        for names in buckets(shapes):
-            wanted = {n: self._momentum(self.sharded.parameters[n], group["momentum"]) for n in names}
+            p = self.parameters[name]
+            moved = _orthogonal_step(self._momentum(p, group["momentum"]), lr, self.bf16)
+            p.mul_(decay).add_(moved)
+        if self.sharded is None:
+            return
+        for names in buckets({n: self.sharded.layouts[n].shape for n in self.names}):
+            wanted = {n: self._momentum(self.parameters[n], group["momentum"]) for n in names}
             for name, update in self.sharded.assemble(names, wanted, stage=True).items():
-                p, moved = self.sharded.parameters[name], _orthogonal_step(update, group["lr"])
-                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p, moved = self.parameters[name], _orthogonal_step(update, lr, self.bf16)
+                p.mul_(decay)
                 for box in self.sharded.boxes(name):
                     p.add_(moved[box.slices])
 
@@ -67,14 +82,26 @@ def _by_experts(layout: Layout) -> bool:
     return len(layout.shape) > 2 and dims <= {0}
 
 
-def _orthogonal_step(update: Tensor, lr: float) -> Tensor:
-    """Return the change that Muon without momentum makes to a matrix, or to each of a stack, for this update."""
+def _orthogonal_step(update: Tensor, lr: float, bf16: bool) -> Tensor:
+    """Return the change that Muon makes to a matrix, or to each of a stack, for a gradient with momentum."""
     if update.ndim > 2:
-        return torch.stack([_orthogonal_step(one, lr) for one in update]) if len(update) else update
-    moved = nn.Parameter(torch.zeros_like(update))
-    moved.grad = update
-    torch.optim.Muon([moved], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-    return moved.detach()
+        return torch.stack([_orthogonal_step(one, lr, bf16) for one in update]) if len(update) else update
+    rows, columns = update.shape
+    return orthogonal(update, bf16).to(update.dtype).mul_(-lr * math.sqrt(max(1.0, rows / columns)))
+
+
+def orthogonal(update: Tensor, bf16: bool = False) -> Tensor:
+    """Return about U V^T of a matrix [out, in] with the singular vectors U and V, by Newton-Schulz iterations; its
+    singular values are about 0.7 to 1.2. bf16: iterate in bf16, as ``torch.optim.Muon``, not in the matrix's dtype."""
+    count, (a, b, c) = NEWTON_SCHULZ
+    tall = update.shape[0] > update.shape[1]
+    x = update.bfloat16() if bf16 else update
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(count):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def _declared(own: Declaration, parameters: list[nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
@@ -114,7 +141,7 @@ class Optimizers:
         rest = {n: p for n, p in parameters.items() if n not in blocks}
         self._parts = [(self._adamw(rest), 1.0)] if rest else []  # adapters are matrices alone
         if blocks:
-            self._parts.append((self._muon(blocks), section.muon_lr_ratio))
+            self._parts.append((Muon(blocks, sharded, section), section.muon_lr_ratio))
         self._materialise()
 
     def _by_muon(self, name: str) -> bool:
@@ -135,12 +162,6 @@ class Optimizers:
             [g for g in groups if g["params"]], lr=self.section.lr, betas=self.section.betas, fused=True
         )
 
-    def _muon(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        lr = self.section.lr * self.section.muon_lr_ratio
-        if self.sharded is not None:
-            return ShardedMuon(self.sharded, list(parameters), lr, self.section.weight_decay)
-        return torch.optim.Muon(list(parameters.values()), lr=lr, weight_decay=self.section.weight_decay)
-
     def _kinds(self, *, muon: bool) -> tuple[str, ...]:
         """Return the kinds of state of a parameter; muon: one that Muon updates."""
         return OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
@@ -156,7 +177,7 @@ class Optimizers:
 
     def _materialise(self) -> None:
         for optimizer, _ in self._parts:
-            muon = isinstance(optimizer, (torch.optim.Muon, ShardedMuon))
+            muon = isinstance(optimizer, Muon)
             keys = self._kinds(muon=muon)
             for group in optimizer.param_groups:
                 for p in group["params"]:
