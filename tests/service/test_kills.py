@@ -79,6 +79,12 @@ def undisturbed(model, tmp_path_factory):
     return outcome(model, tmp_path_factory.mktemp("calm"), "never", 3)[0]
 
 
+@pytest.fixture(scope="module")
+def undisturbed_worker(model, tmp_path_factory):
+    """Of a worker in a process of its own, where matrix products may round otherwise than here."""
+    return outcome(model, tmp_path_factory.mktemp("calm"), "never", 3, backend="local")[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
 def test_weights_are_those_of_an_undisturbed_server(model, tmp_path, monkeypatch, undisturbed, phase):
@@ -103,7 +109,7 @@ def test_weights_of_two_workers_are_those_of_an_undisturbed_server_of_two(model,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["snapshot", "sample", "passes", "step", "save"])
-def test_a_killed_worker_changes_no_bit(model, tmp_path, undisturbed, phase):
+def test_a_killed_worker_changes_no_bit(model, tmp_path, undisturbed_worker, phase):
     """The server lives on and starts its worker again; requests that ran, run again."""
     with serving(model, tmp_path, name="Org/small", backend="local") as server:
 
@@ -114,8 +120,8 @@ def test_a_killed_worker_changes_no_bit(model, tmp_path, undisturbed, phase):
         path = loop(server, 3, strike)
         assert server.desk.room.restarts >= 1
         found = read_state(server.desk.folder.checkpoint(CheckpointPath.read(path)))[0]
-    assert found.keys() == undisturbed.keys()
-    assert all(torch.equal(found[name], undisturbed[name]) for name in found)
+    assert found.keys() == undisturbed_worker.keys()
+    assert all(torch.equal(found[name], undisturbed_worker[name]) for name in found)
 
 
 @pytest.mark.slow
