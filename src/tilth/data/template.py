@@ -493,12 +493,15 @@ def _example(row: Row) -> Example:
 
 
 def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[..., str]:
-    """Compile a template in the sandbox of transformers, to (messages, add generation prompt, tools) -> text."""
+    """Compile a template as transformers does, but with limits, to (messages, add generation prompt, tools) -> text."""
     from jinja2 import TemplateError as JinjaError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
+    from tilth.data.rendering import LimitedEnvironment, OverrunError
+
     try:
-        compiled = _compile_jinja_template(source)
+        environment = LimitedEnvironment(_compile_jinja_template("").environment)  # compiling computes constants
+        compiled = environment.compiled(source)
     except JinjaError as error:
         raise TemplateError(f"template {name} is not Jinja: {error}", key="template.syntax") from None
 
@@ -510,9 +513,12 @@ def _renderer(source: str, special: Mapping[str, str], name: str) -> Callable[..
             "strftime_now": TODAY.strftime,
             **special,
         }
+        environment.begin()
         try:
             return str(compiled.render(messages=[dict(m) for m in messages], add_generation_prompt=generate, **known))
-        except (JinjaError, TypeError, ValueError, LookupError) as error:
+        except OverrunError as error:
+            raise TemplateError(f"template {name} is not rendered: {error}", key="template.limits") from None
+        except (JinjaError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             roles = ", ".join(m["role"] for m in messages) or "none"
             message = f"template {name} cannot render a conversation of roles {roles}: {error}"
             raise TemplateError(message, key="template.render") from None
