@@ -147,9 +147,9 @@ class ParamsBody(ClientBody):
 
 
 class TargetsBody(ClientBody):
-    """Tokens whose log-probs are asked for, [prompt - 1, K]."""
+    """Tokens whose log-probs are asked for, [prompt - 1, K]; -1: none."""
 
-    data: TokenIds
+    data: list[Annotated[int, Field(ge=-1, lt=INT64)]]
     dtype: Literal["int64"]
     shape: list[Number] | None = None
     sparse_crow_indices: list[int] | None = None
