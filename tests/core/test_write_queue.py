@@ -110,6 +110,30 @@ def test_nobody_waits_for_a_slow_disk_unless_memory_demands_it(queue, tmp_path, 
     assert disk.wrote[:2] == ["slow", "next"]
 
 
+def test_a_reader_in_the_process_that_writes_waits_for_what_is_put_below_its_path_and_for_nothing_else(
+    queue, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(write_queue, "PROMPT", 0.0)
+    disk, going = Disk(tmp_path), threading.Event()
+    queue.put(tmp_path / "run" / "run.json", lambda: going.wait(60) and disk.wrote.append("late"))
+    write_queue.settle(tmp_path / "other", 60)
+    write_queue.settle(tmp_path / "run" / "metrics.jsonl", 60)
+    write_queue.settle(tmp_path / "ru", 60)
+    assert disk.wrote == []
+    threading.Timer(0.05, going.set).start()
+    monkeypatch.chdir(tmp_path)
+    write_queue.settle("run", 60)
+    assert disk.wrote == ["late"]
+
+
+def test_a_reader_does_not_wait_for_a_disk_that_refuses(queue, tmp_path):
+    disk = Disk(tmp_path)
+    disk.refuses = errno.ENOSPC
+    queue.put(disk.path, disk.write(0))
+    write_queue.settle(disk.path, 60)
+    assert queue.status() and disk.wrote == []
+
+
 def test_a_bug_is_no_trouble_of_the_disk(queue, tmp_path):
     with pytest.raises(ZeroDivisionError):
         queue.put(tmp_path, lambda: 1 / 0)

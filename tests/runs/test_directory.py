@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from tests import forked
 from tests.errors import raises
 from tilth.config.load import from_dict, load_recipe
+from tilth.core import write_queue
 from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
 from tilth.data import trajectories as trajectories_module
 from tilth.runs import directory as directory_module
 from tilth.runs import files
 from tilth.runs.directory import RunDir, read_metrics, read_state, read_trajectories, summarise
 from tilth.runs.files import Lines, Lock, read_lines, replace, to_json
-from tilth.runs.readers import curve, steps_of
+from tilth.runs.readers import curve, read_recoveries, read_warnings, steps_of
 from tilth.runs.signals import Interrupted
 
 
@@ -510,6 +511,22 @@ def test_readers_import_no_torch():
 def log_of(run):
     """Lines of the log without their times."""
     return [line.partition(" ")[2] for line in (run.path / "log.txt").read_text().splitlines()]
+
+
+def test_readers_in_the_process_that_writes_see_what_a_busy_disk_has_still_to_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_queue, "PROMPT", 0.0)
+    taken = write_queue.WriteQueue._try
+    monkeypatch.setattr(write_queue.WriteQueue, "_try", lambda queue, write: (time.sleep(0.02), taken(queue, write))[1])
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        assert read_state(run.path)["state"] == "running"
+        commit(run, 1)
+        assert summarise(run.path)["steps"] == 1
+        run.recover({"step": 1, "kind": "crash", "ranks": [], "evidence": "", "seconds": 0.0})
+        assert [one["kind"] for one in read_recoveries(run.path)] == ["crash"]
+        run.note_finding({"step": 1, "kind": "leak"})
+        assert [one["kind"] for one in read_warnings(run.path)] == ["leak"]
+        run.trajectories._queue.put(run.path / "trajectories", run.trajectories._write_committed)
+        assert steps_of(run.path) == [(1, 1)]
 
 
 class OwnFault(TilthError):

@@ -4,6 +4,8 @@ A thread makes the writes one after another and repeats the first one until it s
 moment, as long as the disk is well, and goes on without it otherwise.
 """
 
+import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -64,7 +66,7 @@ class WriteQueue:
         self._bug: BaseException | None = None
         self._news: list[str] = []
         self._slow = self._closed = False
-        self._thread: Thread | None = None
+        self._thread: _Writer | None = None
 
     def put(self, path: Path, work: Callable[[], None], nbytes: int = 0, *, newest: bool = False) -> None:
         """Add a write of these bytes and wait for it if the disk is well. newest: it replaces those that wait for the
@@ -78,7 +80,7 @@ class WriteQueue:
             alone, write = not self._waiting and not self._slow, _Write(path, work, nbytes)
             self._waiting.append(write)
             if self._thread is None:
-                self._thread = Thread(target=self._run, name="tilth-writes", daemon=True)
+                self._thread = _Writer(self, self._run)
                 self._thread.start()
             self._changed.notify_all()
             if alone:
@@ -91,6 +93,16 @@ class WriteQueue:
             self._changed.wait_for(lambda: not self._waiting or self._bug or self._failing, seconds)
             self._check()
             return self._trouble("it takes longer than expected")
+
+    def wait(self, path: str, seconds: float) -> None:
+        """Wait until no write of this absolute path, or of one below it, waits: at most so long, or until the disk
+        refuses."""
+
+        def there() -> bool:
+            return any(os.path.commonpath([path, os.path.abspath(w.path)]) == path for w in self._waiting)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not there() or self._bug or self._failing or self._closed, seconds)
 
     def status(self) -> Trouble:
         """Return what cannot be written now."""
@@ -206,6 +218,25 @@ class WriteQueue:
             took = time.monotonic() - failing.began
             if failing.reported:
                 self._news.append(f"{failing.path} can be written again, {took:.1f} s later: nothing is missing")
+
+
+class _Writer(Thread):
+    """Thread of a queue. The queues of this process are found by their threads, of which a fork has none."""
+
+    def __init__(self, queue: WriteQueue, run: Callable[[], None]) -> None:
+        super().__init__(target=run, name="tilth-writes", daemon=True)
+        self.queue = queue
+
+
+def settle(path: str | Path, seconds: float = SLOW) -> None:
+    """Wait, before this process reads a file or a folder, until it has written what waits for it.
+
+    Who puts a write waits for ``PROMPT`` seconds only, so the file may be older, or not there yet. A disk that refuses
+    is not waited for.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _Writer):
+            thread.queue.wait(os.path.abspath(path), seconds)
 
 
 def describe(trouble: Trouble) -> str:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import atomic_write, make_folder, rename, writing
-from tilth.core.write_queue import SLOW, Trouble, WriteQueue
+from tilth.core.write_queue import SLOW, Trouble, WriteQueue, settle
 
 COLUMNS = pa.schema(
     [
@@ -215,7 +215,7 @@ def read_part(path: Path) -> pa.Table:
 def read_trajectories(run: str | Path, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
     """Read the trajectories of a run's folder, of one step or of all, in order; also while the run writes."""
     tables = [COLUMNS.empty_table()]
-    for first, last, path in _parts(Path(run) / TRAJECTORIES):
+    for first, last, path in _settled(Path(run) / TRAJECTORIES):
         if step is not None and not first <= step <= last:
             continue
         if not path.exists():  # a resume has just dropped it
@@ -232,4 +232,9 @@ def read_trajectories(run: str | Path, step: int | None = None, columns: Sequenc
 
 def steps_of(run: str | Path) -> list[tuple[int, int]]:
     """Return the ranges of steps whose trajectories are on disk."""
-    return [(first, last) for first, last, _ in _parts(Path(run) / TRAJECTORIES)]
+    return [(first, last) for first, last, _ in _settled(Path(run) / TRAJECTORIES)]
+
+
+def _settled(folder: Path) -> list[tuple[int, int, Path]]:
+    settle(folder)
+    return _parts(folder)

@@ -19,6 +19,7 @@ from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.files import atomic_write, make_folder, writing
+from tilth.core.write_queue import settle
 from tilth.rewards.fingerprint import Imports, files_fingerprint
 
 UPDATES = "updates"
@@ -116,6 +117,7 @@ def path_of(run: Path, number: int) -> Path:
 
 def read_updates(run: str | Path) -> list[Update]:
     """Return the updates of a run, oldest first."""
+    settle(Path(run) / UPDATES)
     files = sorted((Path(run) / UPDATES).glob("[0-9]*.json"))
     return [Update.of(json.loads(file.read_bytes())) for file in files]
 

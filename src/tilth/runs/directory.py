@@ -39,7 +39,6 @@ from tilth.runs.progress import StepProgress
 from tilth.runs.readers import (
     RECOVERIES,
     WARNINGS,
-    checkpoints_of,
     read_metrics,
     read_state,
     read_trajectories,
@@ -52,9 +51,9 @@ __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories",
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
 OBSERVATIONS = "observations"
+"""Folder of what environments said in the newest calls."""
 PARTIAL = "partial"
 """Folder of trajectories that the next step goes on with."""
-"""Folder of what environments said in the newest calls."""
 RECENT = 8
 """Steps that a recovery in this process goes back at most, unless to a checkpoint."""
 REWARD_LOG = "reward.log"
@@ -125,7 +124,7 @@ class RunDir:
     @property
     def checkpoints(self) -> str:
         """Absolute path or URL of its checkpoints."""
-        return checkpoints_of(self.path)
+        return self._state["checkpoints"] or str((self.path / "checkpoints").resolve())
 
     @property
     def digests(self) -> list[str]:

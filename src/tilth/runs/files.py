@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import atomic_write, sync, writing
-from tilth.core.write_queue import WriteQueue
+from tilth.core.write_queue import WriteQueue, settle
 
 
 def replace(path: Path, data: bytes, queue: WriteQueue | None = None) -> None:
@@ -167,7 +167,8 @@ def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file: see ``iterate_lines``."""
+    """Return the objects of a JSONL file, with what this process has still to write: see ``iterate_lines``."""
+    settle(path)
     return list(iterate_lines(path))
 
 

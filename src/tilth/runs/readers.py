@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from tilth.core.errors import DataError
+from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of
 from tilth.guard.updates import Update, read_updates
 from tilth.runs.files import read_lines
@@ -54,6 +55,7 @@ def read_metrics(run: str | Path) -> list[Record]:
 def read_state(run: str | Path) -> Record:
     """Return run.json; its state is "interrupted" if it is "running" without a process. DataError: not a run."""
     path = Path(run) / "run.json"
+    settle(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -72,14 +74,12 @@ def read_recoveries(run: str | Path) -> list[Record]:
 
     lost: seconds of work that was done again; seconds: until the workers were ready to go on.
     """
-    path = Path(run) / RECOVERIES
-    return [record for record in read_lines(path) if isinstance(record, dict)] if path.exists() else []
+    return [record for record in read_lines(Path(run) / RECOVERIES) if isinstance(record, dict)]
 
 
 def read_warnings(run: str | Path) -> list[Record]:
     """Return what the watches of a run have warned of, in order: time, step, kind, ranks, evidence, details."""
-    path = Path(run) / WARNINGS
-    return [record for record in read_lines(path) if isinstance(record, dict)] if path.exists() else []
+    return [record for record in read_lines(Path(run) / WARNINGS) if isinstance(record, dict)]
 
 
 def ettr(
