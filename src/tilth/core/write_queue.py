@@ -66,7 +66,7 @@ class WriteQueue:
         self._bug: BaseException | None = None
         self._news: list[str] = []
         self._slow = self._closed = False
-        self._thread: _Writer | None = None
+        self._thread: _QueueThread | None = None
 
     def put(self, path: Path, work: Callable[[], None], nbytes: int = 0, *, newest: bool = False) -> None:
         """Add a write of these bytes and wait for it if the disk is well. newest: it replaces those that wait for the
@@ -80,7 +80,7 @@ class WriteQueue:
             alone, write = not self._waiting and not self._slow, _Write(path, work, nbytes)
             self._waiting.append(write)
             if self._thread is None:
-                self._thread = _Writer(self, self._run)
+                self._thread = _QueueThread(self, self._run)
                 self._thread.start()
             self._changed.notify_all()
             if alone:
@@ -220,7 +220,7 @@ class WriteQueue:
                 self._news.append(f"{failing.path} can be written again, {took:.1f} s later: nothing is missing")
 
 
-class _Writer(Thread):
+class _QueueThread(Thread):
     """Thread of a queue. The queues of this process are found by their threads, of which a fork has none."""
 
     def __init__(self, queue: WriteQueue, run: Callable[[], None]) -> None:
@@ -235,7 +235,7 @@ def settle(path: str | Path, seconds: float = SLOW) -> None:
     is not waited for.
     """
     for thread in threading.enumerate():
-        if isinstance(thread, _Writer):
+        if isinstance(thread, _QueueThread):
             thread.queue.wait(os.path.abspath(path), seconds)
 
 
