@@ -1,13 +1,32 @@
 """A plugin for runs whose controller dies: ``DEATHS`` is a file with the steps after which it kills itself, in turn.
 
-"end" is after the end of the run; "N:stop" stops it after step N, "N:asked" lets it be asked to end before.
+"end" is after the end of the run; "N:stop" stops it after step N, "N:asked" lets it be asked to end before,
+"N:server" kills the fork server alone, "N:all" the fork server too, and a worker of the next controller: the first one
+that finds the file ``doomed`` dies.
 """
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 import tilth
+
+DOOMED = Path(os.environ["DEATHS"]).with_name("doomed")
+if sys.argv[0] == "tilth.cluster.worker.local_worker":
+    with suppress(FileNotFoundError):
+        DOOMED.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_server():
+    supervisor = psutil.Process(os.getppid())
+    (server,) = [one for one in supervisor.children() if "tilth.cluster.worker.fork_server" in " ".join(one.cmdline())
+                 and one.pid != os.getpid()]  # fmt: skip
+    server.kill()
 
 
 @tilth.callback("dies")
@@ -21,6 +40,12 @@ class Dies(tilth.Callback):
         at, _, how = left[0].partition(":")
         if step >= int(at):
             deaths.write_text(" ".join(left[1:]))
+            if how in ("server", "all"):
+                kill_server()
+            if how == "server":
+                return
+            if how == "all":
+                DOOMED.touch()
             if how == "asked":
                 os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)

@@ -295,6 +295,34 @@ def test_a_torn_last_line_is_left_out_and_dropped(tmp_path):
     assert [m["step"] for m in read_metrics(run.path)] == [1, 2]
 
 
+@pytest.mark.parametrize("tail", [b'\x00\xffgarbage{"step":\n', b"[1]\n[1]\n"])
+def test_lines_after_the_last_record_that_are_none_are_dropped_on_resume_and_told(tmp_path, tail):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        commit(run, 1)
+    with open(run.path / "metrics.jsonl", "ab") as file:
+        file.write(tail)
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        assert f"{len(tail.splitlines())} lines at the end of metrics.jsonl" in run.before
+        commit(run, 2)
+    assert [m["step"] for m in read_metrics(run.path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "{}", '{"time": "", "step": "1", "kind": "crash"}', "[" * 100_000])
+def test_a_line_of_a_record_beside_the_run_that_cannot_be_read_does_not_hide_the_run(tmp_path, line):
+    with RunDir.create(recipe(tmp_path), "demo") as run:
+        commit(run, 1)
+        run.recover({"step": 1, "kind": "crash", "ranks": [], "evidence": "", "seconds": 0.0})
+        for name in ("recoveries.jsonl", "warnings.jsonl"):
+            with open(run.path / name, "a") as file:
+                file.write(f"{line}\n")
+        run.recover({"step": 1, "kind": "hang", "ranks": [], "evidence": "", "seconds": 0.0})
+        run.end("finished")
+    found = summarise(run.path)
+    assert [one["kind"] for one in found["recoveries"]] == ["crash", "hang"]
+    text = " ".join(one["text"] for one in found["warnings"])
+    assert "line 1 of warnings.jsonl" in text
+
+
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
@@ -523,7 +551,7 @@ def test_readers_in_the_process_that_writes_see_what_a_busy_disk_has_still_to_ta
         assert summarise(run.path)["steps"] == 1
         run.recover({"step": 1, "kind": "crash", "ranks": [], "evidence": "", "seconds": 0.0})
         assert [one["kind"] for one in read_recoveries(run.path)] == ["crash"]
-        run.note_finding({"step": 1, "kind": "leak"})
+        run.note_finding({"step": 1, "kind": "leak", "evidence": ""})
         assert [one["kind"] for one in read_warnings(run.path)] == ["leak"]
         run.trajectories._queue.put(run.path / "trajectories", run.trajectories._write_committed)
         assert steps_of(run.path) == [(1, 1)]

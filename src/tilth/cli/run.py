@@ -19,6 +19,7 @@ from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, given, load_recipe, recipe_name
 from tilth.config.schema import GuardConfig, Recipe
+from tilth.core.errors import CallTimeout, WorkerLost
 from tilth.guard.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
 from tilth.runs.signals import HandOver, Interrupted, ends
 from tilth.ui import format
@@ -99,7 +100,13 @@ def _supervisor(name: str, overrides: Sequence[str]) -> Supervisor | None:
         checked = GuardConfig.model_validate(guard)
     except ValidationError:
         return None
-    return Supervisor(checked.restarts, checked.hang_after) if checked.restarts else None
+    return Supervisor(checked.restarts, checked.hang_after, _note_failed) if checked.restarts else None
+
+
+def _note_failed(run: str, record: Mapping[str, Any]) -> None:
+    from tilth.runs.directory import note_failed  # a supervisor is small
+
+    note_failed(Path(run), record)
 
 
 def _supervised(supervisor: Supervisor, check: Callable[[], object]) -> int:
@@ -136,6 +143,10 @@ def _watched(
         return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback, handed=handed)
     except HandOver:
         raise typer.Exit(LEFT) from None
+    except (CallTimeout, WorkerLost) as error:
+        if handed is None or not handed.fall(error):
+            raise
+        raise typer.Exit(1) from None  # the supervisor tells of it
     except Interrupted as stopped:
         live.stop()
         typer.echo(str(stopped), err=True)

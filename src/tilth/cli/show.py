@@ -43,7 +43,7 @@ def table(s: Mapping[str, Any]) -> Lines:
         ("run", f"{s['run']} ({s['recipe']})"),
         ("state", str(s["state"]) + (f": {s['error']}" if s.get("error") else "")),
         *[("warning", f"after step {one['step']:,}: {one['text']}") for one in s.get("warnings") or []],
-        *[("survived", format.survived(one)) for one in s.get("recoveries") or []],
+        *[(format.outcome(one), format.survived(one)) for one in s.get("recoveries") or []],
         *[("updated", format.updated(one)) for one in s.get("updates") or []],
         ("effective time", f"{s['ettr']:.1%} of the wall time" if s.get("recoveries") and s.get("ettr") else ""),
         ("steps", f"{s['steps']} in {format.duration(s['seconds'])}"),

@@ -209,8 +209,10 @@ def _train(
         run = _watched(make(survival.snapshots), updates)
         _announce(run, parts)
         _restore(run, survival.remake, fallback=fallback)
-        if handed is not None and handed.death is not None:
-            survival.note(handed.death)
+        if handed is not None:
+            if handed.death is not None:
+                survival.note(handed.death)
+            handed.begin()
         if updates is not None:
             updates.begin(run.state.step)
         notify(run.callbacks, "on_run_start", run)

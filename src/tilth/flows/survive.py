@@ -200,10 +200,9 @@ class Survival(Callback):
 
     def note(self, death: Death) -> None:
         """Record that the run has survived the death of its former controller."""
-        seconds = round(time.monotonic() - death.at, 3)
-        facts = {"kind": "controller", "ranks": [], "evidence": death.evidence, "action": "replace", "replaced": []}
-        self.directory.survive({"step": death.step, **facts, "seconds": seconds, "lost": round(death.lost, 3)})
-        self.say(f"going on after step {death.step} with a new controller, {seconds:.1f} s later")
+        record = death.record()
+        self.directory.survive(record)
+        self.say(f"going on after step {death.step} with a new controller, {record['seconds']:.1f} s later")
 
     def trace(self) -> None:
         """Record the spans of the workers in this attempt."""

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,10 +27,11 @@ from typing import Any
 
 import psutil
 
-from tilth.cluster.backends.fork_server import ServerProcess
+from tilth.cluster.backends.capacity import patience
+from tilth.cluster.backends.fork_server import START, ServerProcess
 from tilth.cluster.backends.local import environment, how_ended
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.core.errors import WorkerLost
+from tilth.core.errors import TilthError, WorkerLost
 from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
 from tilth.guard.updates import NONE, RecipeChange, Undone, Update, put_back, read_updates, waiting
@@ -46,6 +47,10 @@ LEFT = 75
 """Exit code of a controller that leaves its run to the next one, which has an update (EX_TEMPFAIL)."""
 PULSE = "pulse"
 """File of the handover with a number that grows while the controller runs Python."""
+BEGUN = "begun"
+"""File of the handover with the ``time.monotonic`` from which the controller recovers from failures by itself."""
+FELL = "fell"
+"""File of the handover with the error of a worker that was lost before: ``key`` and ``evidence``."""
 ASKED = "asked"
 """File of the handover with the name of the signal that has asked the controller to end."""
 BEAT = 0.25
@@ -63,12 +68,19 @@ _FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.
 
 @dataclass(frozen=True)
 class Death:
-    """Death of a controller. at: ``time.monotonic`` of this machine; step: last committed; lost: seconds since then."""
+    """Death of a controller. at: ``time.monotonic`` of this machine; step: last committed; lost: seconds since then,
+    or since the recovery from an earlier death."""
 
     at: float
     step: int
     lost: float
     evidence: str
+
+    def record(self, action: str = "replace") -> dict[str, Any]:
+        """Return the line of a recovery from it, as of now; action "stop": there is none."""
+        seconds = 0.0 if action == "stop" else round(time.monotonic() - self.at, 3)
+        facts = {"kind": "controller", "ranks": [], "evidence": self.evidence, "action": action, "replaced": []}
+        return {"step": self.step, **facts, "seconds": seconds, "lost": round(self.lost, 3)}
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,18 @@ class Inherited:
         new.write_text(str(self.change.number))
         os.replace(new, new.with_suffix(""))
         os.kill(os.getppid(), signal.SIGIO)
+
+    def begin(self) -> None:
+        """Let the supervisor know that the run goes on: whatever fails now, this process recovers from it."""
+        (Path(self.folder) / BEGUN).write_text(str(time.monotonic()))
+
+    def fall(self, error: TilthError) -> bool:
+        """Leave a failure to the supervisor, if it came before the run went on and nobody has asked it to end."""
+        folder = Path(self.folder)
+        if (folder / BEGUN).exists() or (folder / ASKED).exists():
+            return False
+        (folder / FELL).write_text(json.dumps({"key": error.key, "evidence": str(error)}))
+        return True
 
     def ask(self, number: int) -> None:
         """Let the supervisor know, in the handler of a signal, that it has asked this process to end."""
@@ -169,10 +193,10 @@ def _subreaper() -> Iterator[None]:
 
 class Supervisor:
     """Supervise one run. restarts: most restarts within an hour (``guard.restarts``); hang_after: seconds for which the
-    controller may stand still, at least ``LEAST``."""
+    controller may stand still, at least ``LEAST``; note: adds a recovery that has failed to the record of a run."""
 
-    def __init__(self, restarts: int, hang_after: float) -> None:
-        self._recovery, self._hang_after = Recovery(restarts), hang_after
+    def __init__(self, restarts: int, hang_after: float, note: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._recovery, self._hang_after, self._note = Recovery(restarts), hang_after, note
         self._still: PulseWatch | None = None
         self._hung = ""
         """What held the controller that this process has killed for it."""
@@ -186,6 +210,12 @@ class Supervisor:
         self._kills = oom_kills()
         self._child = 0
         """Process that does the work now: the check of the recipe, or the controller; 0: none."""
+        self._served: ServerProcess | None = None
+        """Fork server that has made a controller."""
+        self._requested = 0.0
+        """When a controller was asked for."""
+        self._death: Death | None = None
+        """Death that the controller recovers from."""
 
     @_subreaper()
     def run(self, check: int) -> int:
@@ -209,12 +239,12 @@ class Supervisor:
                 if self._trying is not None and asked:
                     put_back(Path(self._run()))
                 elif self._trying is not None and code:
-                    handover = self._undo(self._trying, why or _last_words(self._run(), code))
+                    handover = self._undo(self._trying, why or self._fallen()[0] or _last_words(self._run(), code))
                     continue
                 if code == LEFT and not asked:
                     self._inherit()
                     handover = self._with_updates(Inherited(str(self._scratch), self._run()))
-                elif code >= 0 or self._asked or -code not in _FATAL:
+                elif self._asked or not (self._fallen()[0] if code >= 0 else -code in _FATAL):
                     return _exit_code(code)
                 elif (ended := self._ended(code)) is not None:
                     return ended
@@ -227,13 +257,17 @@ class Supervisor:
 
     def _control(self, handover: Inherited) -> tuple[int, str]:
         """Start a controller and wait for its end; return its exit code, and why new code cannot be imported."""
-        try:
-            self._request(handover)
-            return self._wait(), ""
-        except WorkerLost as error:
-            if self._trying is None:
-                raise
-            return 1, str(error)
+        for again in (True, False):
+            try:
+                self._request(handover)
+                return self._wait(), ""
+            except WorkerLost as error:
+                if self._trying is not None:
+                    return 1, str(error)
+                if not again:
+                    raise
+                self._server = self._serve()
+        raise AssertionError("it has returned or raised")
 
     # ---- updates ----
 
@@ -243,7 +277,7 @@ class Supervisor:
         if not run or not (found := waiting(run)):
             return replace(handover, change=self._change)
         self._trying, self._former, self._server = found[-1], self._server, self._serve()
-        kept = json.loads((Path(run) / "run.json").read_bytes()).get("plugins")
+        kept = _state(run).get("plugins")
         plugins = (f"plugins={json.dumps(kept)}",) if kept else ()
         self._kept = replace(self._change, overrides=(*self._change.overrides, *plugins))
         return replace(handover, change=self._trying.change)
@@ -251,7 +285,7 @@ class Supervisor:
     def _inherit(self) -> None:
         """Take over the updates that the run has had under another supervisor."""
         run = self._run()
-        now, past = RecipeChange.of(json.loads((Path(run) / "run.json").read_bytes())["change"]), read_updates(run)
+        now, past = RecipeChange.of(_state(run)["change"]), read_updates(run)
         if now.number < self._change.number:
             return
         allow = dict.fromkeys(key for one in past for key in one.change.allow)
@@ -299,8 +333,9 @@ class Supervisor:
 
     def _request(self, handover: Inherited) -> None:
         """Ask for a controller."""
-        self._still, self._hung = None, ""
-        (self._scratch / PULSE).unlink(missing_ok=True)
+        self._still, self._hung, self._requested = None, "", time.monotonic()
+        for name in (PULSE, BEGUN, FELL):
+            (self._scratch / name).unlink(missing_ok=True)
         streams = [number for number in range(3) if _is_open(number)]
         request = {
             "owner": os.getpid(),
@@ -324,20 +359,22 @@ class Supervisor:
         while True:
             info = signal.sigtimedwait({*_ENDS, signal.SIGCHLD, signal.SIGIO}, TICK)
             if info is None:
-                self._hear()  # a thread may have taken the signal
+                self._hear()  # a thread may have taken the signal, of a child too
                 self._look()
+            if info is None or info.si_signo == signal.SIGCHLD:
+                if (code := self._reap()) is not None:
+                    return code
             elif info.si_signo == signal.SIGIO:
                 self._hear()
                 self._note_taken()
-            elif info.si_signo == signal.SIGCHLD:
-                if (code := self._reap()) is not None:
-                    return code
             else:
                 self._asked = info.si_signo
                 self._end(from_process=info.si_code <= 0)
 
     def _look(self) -> None:
-        """Kill a controller that stands still."""
+        """Kill a controller that stands still, and a fork server that does not make one."""
+        if not self._child and time.monotonic() - self._requested > patience(START):
+            self._server.process.kill()
         if self._still is None:
             return
         self._still.look()
@@ -349,14 +386,18 @@ class Supervisor:
 
     def _hear(self) -> None:
         """Read which process the controller is. WorkerLost if the fork server ended before it made one."""
-        with suppress(BlockingIOError):
+        try:
             data = self._server.socket.recv(1 << 16, socket.MSG_DONTWAIT)
-            for line in data.splitlines():
-                self._child = json.loads(line)["controller"]
-                with suppress(psutil.NoSuchProcess):  # it has ended already
-                    self._still = PulseWatch(self._scratch / PULSE, psutil.Process(self._child))
-            if not data and not self._child:
-                raise WorkerLost(self._server.ending(), key="guard.supervisor")
+        except BlockingIOError:
+            return
+        except ConnectionError:  # it ended before it had read all that was asked of it
+            data = b""
+        for line in data.splitlines():
+            self._child, self._served = json.loads(line)["controller"], self._server
+            with suppress(psutil.NoSuchProcess):  # it has ended already
+                self._still = PulseWatch(self._scratch / PULSE, psutil.Process(self._child))
+        if not data and not self._child:
+            raise WorkerLost(self._server.ending(), key="guard.supervisor")
 
     def _reap(self) -> int | None:
         """Return how the child ended; None while it runs. Orphans of a controller end here too."""
@@ -368,7 +409,21 @@ class Supervisor:
                 self._hear()  # it may have ended before it was heard of
                 if ended[0] == self._child:
                     found, self._child, self._still = os.waitstatus_to_exitcode(ended[1]), 0, None
+        if self._server is self._served and self._server.process.returncode is not None and found is None:
+            self._serve_again()
         return found
+
+    def _serve_again(self) -> None:
+        """Start another fork server beside a controller whose own has ended, so that the next one begins at once.
+
+        One that ends before it has made a controller is not replaced before one is needed.
+        """
+        print(f"tilth: {self._server.ending().partition(';')[0]}; another one is started", file=sys.stderr)
+        self._served = None
+        try:
+            self._server = self._serve()
+        except OSError as error:
+            print(f"tilth: it cannot be started now: {error}", file=sys.stderr)
 
     def _end(self, *, from_process: bool) -> None:
         """Pass a signal on that was sent to this process alone; a terminal sends it to the child too."""
@@ -381,13 +436,22 @@ class Supervisor:
         signal.raise_signal(self._asked)
 
     def _how(self, code: int) -> str:
-        return f"the controller {self._hung or how_ended(code, self._kills)}"
+        fell = self._fallen()[0]
+        ended = f"could not begin: {fell}" if fell else self._hung or how_ended(code, self._kills)
+        return f"the controller {ended}"
+
+    def _fallen(self) -> tuple[str, str]:
+        """Return the error of a worker that was lost before the controller could go on, and its key; "", "": none."""
+        with suppress(FileNotFoundError, ValueError):  # it was killed while it wrote this
+            found = json.loads((self._scratch / FELL).read_bytes())
+            return found["evidence"].partition("\n")[0], found["key"]
+        return "", ""
 
     def _ended(self, code: int) -> int | None:
         """Return the exit code of the command if the controller's death ends it: the run is finished, or it was asked
         to end. None otherwise."""
         run, asked = self._run(), self._scratch / ASKED
-        if run and json.loads((Path(run) / "run.json").read_bytes())["state"] == "finished":
+        if _state(run).get("state") == "finished":
             print(f"tilth: {self._how(code)} after the run had finished; tilth show {run}", file=sys.stderr)
             return 0
         if asked.exists():
@@ -399,14 +463,37 @@ class Supervisor:
     def _after(self, code: int) -> Inherited:
         """Decide what follows from the controller's death. WorkerLost if the run ends with it."""
         now, run = time.monotonic(), self._run()
-        step, lost = _progress(run)
+        step, silent = _progress(run)
         evidence, self._kills = self._how(code), oom_kills()
-        action = self._recovery.decide(Verdict("controller", (), evidence), step, now)
+        begun = self._begun()
+        if begun is None and self._death is not None:  # nothing was computed since
+            self._note_failed(run, self._death.record())
+            lost = 0.0
+        else:
+            lost = max(min(silent, now - (begun or self._requested)), 0.0)
+        self._death = Death(now, step, lost, evidence)
+        action = self._recovery.decide(Verdict("controller", (), evidence, {"key": self._fallen()[1]}), step, now)
         if action.step == "stop":
+            self._note_failed(run, self._death.record("stop"))
             where = f"; the same command continues in {run}" if run else ""
             raise WorkerLost(f"{evidence} after step {step}: {action.why}{where}", key="guard.controller")
         print(f"tilth: {evidence} after step {step}; another one goes on", file=sys.stderr)
-        return Inherited(str(self._scratch), run, Death(now, step, lost, evidence))
+        return Inherited(str(self._scratch), run, self._death)
+
+    def _begun(self) -> float | None:
+        """Return when the controller went on with the run; None if it did not."""
+        with suppress(FileNotFoundError, ValueError):  # it was killed while it wrote this
+            return float((self._scratch / BEGUN).read_text())
+        return None
+
+    def _note_failed(self, run: str, record: Mapping[str, Any]) -> None:
+        """Record a recovery that its controller could not record."""
+        if not run:
+            return
+        try:
+            self._note(run, record)
+        except TilthError as error:
+            print(f"tilth: the death of a controller is not on record: {error}", file=sys.stderr)
 
     def _run(self) -> str:
         with suppress(FileNotFoundError):
@@ -434,18 +521,33 @@ def unblock() -> None:
 
 
 def _progress(run: str) -> tuple[int, float]:
-    """Return the last committed step of a run, and the seconds since."""
+    """Return the last committed step of a run, and the seconds since, by the wall clock."""
     path = Path(run) / "metrics.jsonl"
     if not run or not path.exists():
         return 0, 0.0
     lines = path.read_bytes().rpartition(b"\n")[0].splitlines()  # the last one may be torn
-    return json.loads(lines[-1])["step"] if lines else 0, max(time.time() - path.stat().st_mtime, 0.0)
+    steps = (_json_object(line).get("step") for line in reversed(lines))
+    return next((step for step in steps if isinstance(step, int)), 0), max(time.time() - path.stat().st_mtime, 0.0)
+
+
+def _state(run: str) -> dict[str, Any]:
+    """Return run.json; {} if there is none that can be read, of which the next controller tells."""
+    with suppress(OSError):
+        return _json_object((Path(run) / "run.json").read_bytes()) if run else {}
+    return {}
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    """Return the object that a file or a line holds; {} if it holds something else."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _last_words(run: str, code: int) -> str:
     """Return why a controller with this exit code has failed, by the run's own record."""
-    path = Path(run) / "run.json"
-    last = json.loads(path.read_bytes())["attempts"][-1] if path.exists() else {}
+    last = (_state(run).get("attempts") or [{}])[-1]
     ended = f"the controller ended by signal {-code}" if code < 0 else f"the controller ended with exit code {code}"
     return str(last["why"]) if last.get("state") == "failed" else f"{ended} before its first commit"
 

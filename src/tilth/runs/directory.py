@@ -75,9 +75,6 @@ class RunDir:
         """Key -> message for each difference from the recipe that the run began with."""
         self.attempt: int = before.get("attempt", 0) + 1
         self._began = self._committed = time.monotonic()
-        self._last = _last_step(path) if self.resumed else 0
-        self.before = _ending(before, self._last)
-        """How the previous attempt ended; "" if there was none."""
         self._earlier = 0.0
         """Seconds of earlier attempts, up to the step that this one resumes from."""
         self._spent: dict[int, float] = {}
@@ -87,8 +84,14 @@ class RunDir:
             make_folder(path / TRAJECTORIES)
         self._queue = queue = WriteQueue()
         self._metrics = Lines(path / "metrics.jsonl", queue)
+        self._last = _last_step(path) if self.resumed else 0
+        self.before = _ending(before, self._last)
+        """How the previous attempt ended; "" if there was none."""
+        if lines := self._metrics.dropped.count(b"\n"):
+            dropped = f"{lines} lines at the end of metrics.jsonl are no record of a step, and are dropped"
+            self.before = "; ".join(filter(None, (self.before, dropped)))
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"), queue=queue)
-        self._log = Lines(path / "log.txt", queue)
+        self._log = Lines(path / "log.txt", queue, text=True)
         self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
         """Writer of the trajectories: a worker once the roles are built."""
         self.say: Callable[[str], None] = self.log
@@ -273,9 +276,10 @@ class RunDir:
     def survive(self, record: Mapping[str, Any]) -> None:
         """Record that this attempt goes on where the former one's controller was killed. record: as of
         ``recover``, with ``lost``."""
-        *earlier, before, current = self._state["attempts"]
-        self._survived({"attempt": before["attempt"], **record})
-        self.update(attempts=[*earlier, before | _recovered(record, current["started"]), current])
+        *earlier, current = self._state["attempts"]
+        former = [one | _recovered(record, current["started"]) for one in earlier[-1:]]  # none: it had made no run yet
+        self._survived({"attempt": (former or [current])[0]["attempt"], **record})
+        self.update(attempts=[*earlier[:-1], *former, current])
 
     def _survived(self, record: Mapping[str, Any]) -> None:
         line = to_json({"time": utc_now(), **record})
@@ -404,6 +408,12 @@ class RunDir:
         replace(self.path / "metrics_schema.json", (to_json(schema()) + "\n").encode())
         self.update()
         self.log(f"attempt {self.attempt} {'continues' if self.resumed else 'starts'}, process {os.getpid()}")
+
+
+def note_failed(run: Path, record: Mapping[str, Any]) -> None:
+    """Record a recovery that has failed, of a run that no process writes. record: as of ``RunDir.recover``, with
+    ``lost``. Raises StorageError and DataError."""
+    _append_line(run / RECOVERIES, to_json({"time": utc_now(), "attempt": read_state(run)["attempt"], **record}))
 
 
 def _recovered(record: Mapping[str, Any], ended: str) -> dict[str, Any]:

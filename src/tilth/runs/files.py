@@ -42,15 +42,21 @@ def _finite(value: Any) -> Any:
 
 
 class Lines:
-    """An append-only file of lines. Opening it drops an incomplete last line."""
+    """An append-only file of JSON objects, one a line. Opening it drops what follows the last of them: a line that is
+    not complete, or that something else wrote."""
 
-    def __init__(self, path: Path, queue: WriteQueue | None = None) -> None:
-        """queue: where writes wait while the disk refuses them; None: they are errors."""
+    def __init__(self, path: Path, queue: WriteQueue | None = None, *, text: bool = False) -> None:
+        """queue: where writes wait while the disk refuses them; None: they are errors. text: any line is one of it."""
         self.path, self._queue = path, queue
+        self.dropped = b""
         if there := path.exists():
-            whole = path.read_bytes()
-            if whole and not whole.endswith(b"\n"):
-                replace(path, whole[: whole.rfind(b"\n") + 1])
+            found = path.read_bytes()
+            end = found.rfind(b"\n") + 1
+            while not text and end and not _is_object(found[(start := found.rfind(b"\n", 0, end - 1) + 1) : end]):
+                end = start
+            self.dropped = found[end:]
+            if self.dropped:
+                replace(path, found[:end])
         with writing(path):
             self._open(os.O_CREAT)
             if not there:
@@ -145,10 +151,17 @@ class Lines:
         self._durable = 0
 
 
-def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def iterate_lines(path: Path, *, lenient: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file, none if it does not exist. An incomplete last line is skipped.
 
-    DataError for any other line that is not JSON.
+    DataError for any other line that is not JSON; lenient: {} in its place.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
@@ -161,6 +174,9 @@ def iterate_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
+                if lenient:
+                    yield {}
+                    continue
                 raise DataError(
                     f"{path} line {number} is not JSON: {line[:60].rstrip()!r}", key=f"{path.name}.{number}"
                 ) from error

@@ -15,7 +15,7 @@ from tilth.core.errors import DataError
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of
 from tilth.guard.updates import Update, read_updates
-from tilth.runs.files import read_lines
+from tilth.runs.files import iterate_lines, read_lines
 
 __all__ = [
     "checkpoints_of",
@@ -34,9 +34,15 @@ Record = dict[str, Any]
 
 
 RECOVERIES = "recoveries.jsonl"
+"""File of a run with a line for each recovery from a failure, also one that has failed."""
 WARNINGS = "warnings.jsonl"
-"""File of a run with a line for each failure that it has survived."""
-_BRIEF = ("step", "kind", "ranks", "replaced", "lost", "seconds")
+"""File of a run with a line for each warning of a watch."""
+_NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    RECOVERIES: {"time": str, "step": int, "kind": str, "evidence": str, "lost": (int, float), "seconds": (int, float)},
+    WARNINGS: {"time": str, "step": int, "kind": str, "evidence": str},
+}
+"""File -> what each of its lines has."""
+_BRIEF = ("step", "kind", "ranks", "action", "replaced", "lost", "seconds")
 HOUR = 3600.0
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
@@ -70,16 +76,30 @@ def read_state(run: str | Path) -> Record:
 
 
 def read_recoveries(run: str | Path) -> list[Record]:
-    """Return the failures that a run has survived, in order: time, step, kind, ranks, evidence, who was replaced.
+    """Return the failures of a run and its recoveries, in order: time, step, kind, ranks, evidence, who was replaced.
 
-    lost: seconds of work that was done again; seconds: until the workers were ready to go on.
+    lost: seconds of work that was done again; seconds: until the workers were ready to go on. action: "stop" if the run
+    did not go on.
     """
-    return [record for record in read_lines(Path(run) / RECOVERIES) if isinstance(record, dict)]
+    return _read(run, RECOVERIES)[0]
 
 
 def read_warnings(run: str | Path) -> list[Record]:
     """Return what the watches of a run have warned of, in order: time, step, kind, ranks, evidence, details."""
-    return [record for record in read_lines(Path(run) / WARNINGS) if isinstance(record, dict)]
+    return _read(run, WARNINGS)[0]
+
+
+def _read(run: str | Path, name: str) -> tuple[list[Record], list[str]]:
+    """Return the records of a file that is beside the run, and which lines are none: they do not hide the run."""
+    path, found, left_out = Path(run) / name, list[Record](), list[str]()
+    settle(path)
+    for number, record in enumerate(iterate_lines(path, lenient=True), 1):
+        needed = _NEEDED[name].items()
+        if isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in needed):
+            found.append(record)
+        else:
+            left_out.append(f"line {number} of {name} cannot be read, and is left out")
+    return found, left_out
 
 
 def ettr(
@@ -231,13 +251,14 @@ def summarise(run: str | Path) -> Record:
     """
     state, records, survived = read_state(run), read_metrics(run), read_recoveries(run)
     last = records[-1] if records else {}
+    unread = [{"step": last.get("step", 0), "text": text} for name in _NEEDED for text in _read(run, name)[1]]
     end = datetime.now(UTC) if state["state"] == "running" else datetime.fromisoformat(state.get("ended") or _LONG_AGO)
     return {
         "run": str(run),
         "recipe": state.get("recipe"),
         "state": state["state"],
         "error": state.get("error"),
-        "warnings": state.get("warnings", []),
+        "warnings": [*state.get("warnings", []), *unread],
         "attempts": state.get("attempt"),
         "recoveries": [{name: one[name] for name in _BRIEF if name in one} for one in survived],
         "ettr": ettr(state, survived, end),

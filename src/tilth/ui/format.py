@@ -148,6 +148,11 @@ def survived(recovery: Mapping[str, Any]) -> str:
     return f"{recovery['kind']}{who} after step {recovery['step']:,}, {recovery['lost'] + recovery['seconds']:.1f} s"
 
 
+def outcome(recovery: Mapping[str, Any]) -> str:
+    """Return in a word if the run went on after a failure."""
+    return "ended by" if recovery.get("action") == "stop" else "survived"
+
+
 def updated(update: Mapping[str, Any]) -> str:
     """Return an update of a run as text: "1 of ann@host, in force after step 12: optimizer.lr was 0.1 and is 0.2"."""
     state, why = update["state"], update["why"].partition("\n")[0]

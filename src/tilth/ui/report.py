@@ -95,7 +95,8 @@ def page(seen: Seen) -> str:
 
 def _findings(run: Path, summary: Record) -> list[Record]:
     """Return what the run has survived, with verdict and price, what its watches warned of, and its updates."""
-    survived = [(one, f"survived: {format.survived(one)}: {first_line(one)}") for one in read_recoveries(run)]
+    failures = read_recoveries(run)
+    survived = [(one, f"{format.outcome(one)}: {format.survived(one)}: {first_line(one)}") for one in failures]
     warned = [(one, f"warning: {one['kind']}: {first_line(one)}") for one in read_warnings(run)]
     updates = [(one, f"update {format.updated(one)}") for one in summary["updates"]]
     return [{"step": one["step"], "text": text} for one, text in [*survived, *warned, *updates]]
