@@ -12,6 +12,7 @@ from tests.patience import patience
 from tests.rollout.reference import make_model
 from tests.rollout.test_episodes import TEXTS
 from tests.serve.game import STOPS
+from tests.serve.servers import WEATHER
 from tilth.config.errors import RecipeError
 from tilth.core.errors import PluginError
 from tilth.core.random import stream_id
@@ -25,7 +26,7 @@ from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Played, Player, Wanted, parted
 from tilth.rollout.request import SamplingParams
 from tilth.serve.agent_server import _called
-from tilth.serve.conversation import AgentConversations
+from tilth.serve.conversation import MODEL, AgentConversations
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 
@@ -354,3 +355,13 @@ def test_only_the_native_engine_follows_schemas_of_tools(tmp_path):
     with pytest.raises(RecipeError) as caught:
         tiny.recipe(tmp_path, rollout={"environment": file("Odd"), "engine": "vllm", "tool_schemas": True})
     assert "rollout.tool_schemas.engine" in caught.value.key
+
+
+def test_an_agent_without_parallel_calls_gets_the_first_one():
+    talk = AgentConversations({})
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "go"}], "tools": [WEATHER]}
+    turn = talk.call(ChatBody.model_validate({**asked, "parallel_tool_calls": False}), False)
+    calls = [{"name": "weather", "arguments": {"city": city}, "problem": ""} for city in ("Oslo", "Rome")]
+    talk.answer({"role": "assistant", "content": "", "tool_calls": calls})
+    (only,) = turn.result().message["tool_calls"]
+    assert "Oslo" in only["function"]["arguments"]

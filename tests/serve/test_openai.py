@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.serve.servers import TOOLS, WEATHER, client_of, model_folder, raw, running
 from tilth.cli.generate import GenerateOptions, complete
 from tilth.data.tokenizer import Tokenizer
+from tilth.envs.calls import ToolCall
 from tilth.serve.model import ServedModel
 from tilth.serve.openai import LONG
 
@@ -386,3 +387,15 @@ def test_more_completions_than_the_room_has_are_refused_before_any_is_made(addre
     for more in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True}):
         status, said = raw(address, "/v1/completions", model=model, prompt=["a"] * 1024, n=128, **more)
         assert (status, said["error"]["param"], made) == (400, "n", [])
+
+
+@pytest.mark.parametrize("parallel, count", [(None, 2), (True, 2), (False, 1)])
+def test_without_parallel_calls_the_first_one_is_returned(client, model, monkeypatch, parallel, count):
+    two = [ToolCall("weather", {"city": city}) for city in ("Oslo", "Rome")]
+    monkeypatch.setattr("tilth.serve.chat.parse_calls", lambda text: ("", two))
+    asked = {"model": model, "messages": HELLO, "tools": [WEATHER], "max_tokens": 2}
+    asked |= {} if parallel is None else {"parallel_tool_calls": parallel}
+    calls = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert [json.loads(one.function.arguments)["city"] for one in calls] == ["Oslo", "Rome"][:count]
+    parts = [part.choices[0].delta.tool_calls or [] for part in client.chat.completions.create(**asked, stream=True)]
+    assert [one.index for part in parts for one in part] == [*range(count)]

@@ -87,6 +87,8 @@ class ChatChoice:
         ids = trajectory.tokens[trajectory.mask == 1].tolist()
         ended = bool(ids) and ids[-1] in self.request.params.stop_tokens
         content, calls = parse_calls(self.tokenizer.decode(ids[:-1] if ended else ids, special=True))
+        if self.body.parallel_tool_calls is False:
+            calls = calls[:1]
         return (content, calls) if calls and not any(call.problem for call in calls) else (trajectory.text, [])
 
     def _details(self, ids: list[int], logprobs: list[float], top: Likeliest | None) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class _Talk:
         self.asked: list[dict[str, Any]] = []
         """Messages of the newest call."""
         self.limits: dict[str, Any] = {}
+        self.most_calls: int | None = None
+        """Most calls of tools in the answer to the newest call; None: any number."""
         self.turn: Future[Turn | HttpError] = Future()
         """Answer to the newest call."""
         self.left = False
@@ -145,7 +147,7 @@ class AgentConversations:
             talk = self._find(messages, [listed(one) for one in body.tools or ()])
             new = messages[len(talk.said) :]
             talk.said, talk.asked, talk.limits, talk.left = list(messages), messages, limits, False
-            talk.turn = Future()
+            talk.turn, talk.most_calls = Future(), 1 if body.parallel_tool_calls is False else None
             self._at = self._talks.index(talk)
             self._events.put(new)
             return talk.turn
@@ -204,7 +206,7 @@ class AgentConversations:
     def answer(self, turn: Message) -> None:
         """Answer the call with the policy's turn. Calls in it that cannot be made are text like any other."""
         talk = self._talks[self._at]
-        calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()]
+        calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()][: talk.most_calls]
         if not talk.tools or any(call.problem for call in calls):
             calls = []
         content = turn["content"] if calls else turn.get("text", turn["content"])

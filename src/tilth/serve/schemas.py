@@ -21,7 +21,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,),
     "continue_final_message": (False,), "function_call": (), "functions": (), "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0), "modalities": (["text"],), "parallel_tool_calls": (True,), "prediction": (),
+    "length_penalty": (1, 1.0), "modalities": (["text"],), "prediction": (),
     "priority": (0,), "prompt_logprobs": (), "repetition_penalty": (1, 1.0), "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "store": (False,), "suffix": ("",),
     "truncate_prompt_tokens": (), "use_beam_search": (False,), "web_search_options": (),
@@ -233,6 +233,7 @@ class ChatBody(SampledBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     tools: Annotated[list[ToolSchema], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Words | None = None
 
