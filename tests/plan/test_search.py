@@ -35,7 +35,7 @@ def test_it_equals_brute_force_over_all_layouts(kind, devices):
 def test_the_recipe_that_it_gives_has_the_pools_and_passes_the_checks():
     given = asked(4, kind="cpu")
     for mapping in filter(None, (find_mapping(given).best, find_mapping(given).second)):
-        recipe = applied(given.recipe, mapping)
+        recipe = applied(given.recipe, mapping, given.device.per_node)
         check_cluster(recipe)
         assert not recipe.cluster.search and recipe.cluster.workers == mapping.devices
         assert sorted(recipe.cluster.pools.values()) in ([], sorted(pool.devices for pool in mapping.pools))

@@ -16,6 +16,7 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
+from tilth.core.errors import RecipeError
 from tilth.flows.fitting import judged, resolved, rooms
 from tilth.flows.planning import HERE, described, described_models, generating, with_found_layouts
 from tilth.plan.fit import MemoryUse, places
@@ -58,6 +59,10 @@ def show(
     device_type: str = HERE,
 ) -> None:
     recipe = load_recipe(name, list(overrides))
+    if not search and (devices is not None or device_type != HERE):
+        option = f"--devices {devices}" if devices is not None else f"--device-type {device_type}"
+        message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
+        raise RecipeError(message, key="--search")
     if search:
         show_mapping(recipe, device_type, devices or recipe.cluster.workers, as_json=as_json)
         return

@@ -88,7 +88,8 @@ def tables(found: SearchResult) -> list[Table | str]:
     given, device = found.given, found.given.device
     head = [
         f"model: {parameters(given.shape):,} parameters; sequences of at most {given.longest:,} tokens",
-        f"device type {device.name}: {size(device.memory)} each; {device.source}",
+        f"device type {device.name}: {size(device.memory)} each, {device.per_node} to a machine; {device.source}",
+        "all seconds and bytes are predicted, not measured",
     ]
     parts: list[Table | str] = [*head, "", f"best: {_title(found, found.best)}", _table(found, found.best)]
     if found.second is not None:

@@ -100,7 +100,7 @@ class SearchResult:
     @property
     def recipe(self) -> Recipe:
         """The recipe with pools and layouts."""
-        return applied(self.given.recipe, self.best)
+        return applied(self.given.recipe, self.best, self.given.device.per_node)
 
     @property
     def why(self) -> str:
@@ -146,12 +146,15 @@ def _nothing(given: SearchInput) -> str:
     return f"no placement of the roles fits on {where}; alone they need at least {each}; use more devices"
 
 
-def applied(recipe: Recipe, mapping: RoleMapping) -> Recipe:
-    """Return the recipe with these pools and layouts. A pool has the name of its first role; the policy's is first."""
+def applied(recipe: Recipe, mapping: RoleMapping, per_node: int) -> Recipe:
+    """Return the recipe with these pools and layouts. A pool has the name of its first role; the policy's is first.
+
+    per_node: devices of a machine.
+    """
     pools = sorted(mapping.pools, key=lambda pool: ("policy" not in pool.roles, -pool.devices))
     several = len(pools) > 1
     named = {pool.roles[0]: pool.devices for pool in pools} if several else {}
-    backend = _backend(recipe, mapping.devices)
+    backend = _backend(recipe, mapping.devices, per_node)
     recipe = recipe.replaced("cluster", backend=backend, pools=named, workers=mapping.devices, search=False)
     for pool in pools:
         for role, option in zip(pool.roles, pool.options):
@@ -230,16 +233,20 @@ def _part(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: 
 def _alone(given: SearchInput, devices: int) -> Recipe:
     """Return the recipe with all roles in one pool of this size, undivided, on the device type."""
     recipe, gpu = given.recipe, given.device.gpu
-    recipe = recipe.replaced("cluster", backend=_backend(recipe, devices), workers=devices, pools={}, search=False)
+    backend = _backend(recipe, devices, given.device.per_node)
+    recipe = recipe.replaced("cluster", backend=backend, workers=devices, pools={}, search=False)
     recipe = recipe.replaced("train", device="cuda" if gpu else "cpu")
     for spec in given.roles.values():
         recipe = recipe.replaced(spec.key, pool="", layout=LayoutConfig())
     return recipe
 
 
-def _backend(recipe: Recipe, devices: int) -> str:
-    """Return the backend of the recipe, or local if that has one process and there are several devices."""
-    return "local" if recipe.cluster.backend == "inline" and devices > 1 else recipe.cluster.backend
+def _backend(recipe: Recipe, devices: int, per_node: int) -> str:
+    """Return the backend of the recipe, or one that has these devices: local on one machine, ray on several."""
+    backend = recipe.cluster.backend
+    if devices > per_node and backend in ("inline", "local"):
+        return "ray"
+    return "local" if backend == "inline" and devices > 1 else backend
 
 
 def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[LayoutConfig]:
