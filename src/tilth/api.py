@@ -44,6 +44,7 @@ def run_recipe(
     Interrupted.
     """
     from tilth.analysis.slow_rank import SlowRankWatch
+    from tilth.data.prompts import PromptSet, with_holdout
     from tilth.flows.callbacks import checked
     from tilth.rewards.fingerprint import fingerprint
     from tilth.ui.track import tracking
@@ -51,16 +52,20 @@ def run_recipe(
     callbacks = checked(callbacks, recipe.plugins)
     function = chosen_reward(recipe, prompts, reward)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
+        # mistakes in the data and the reward are found without torch, whose import takes seconds
+        material, digest = _material(recipe, prompts, function), fingerprint(function) if function else ""
+        if isinstance(material, PromptSet):
+            recipe = with_holdout(recipe, material)
         with uncollected():  # the pool's processes start while this one imports torch
             from tilth.flows.launch import launch
 
         result = launch(
             recipe,
             name,
-            _material(recipe, prompts, function),
+            material,
             pool,
             [*callbacks, *trackers, SlowRankWatch()],
-            reward=fingerprint(function) if function else "",
+            reward=digest,
             allow=allow,
             fallback=fallback,
             handed=handed,
@@ -98,13 +103,14 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) -> "Dataset":
     """Return the training data; DataError for answers that the reward cannot verify."""
     from tilth.data.pairs import recipe_prompts
-    from tilth.data.prompts import load_texts
-    from tilth.flows.build import PretrainTexts
+    from tilth.data.prompts import PromptSet, load_texts
     from tilth.rewards.functions import check_answers
 
-    if isinstance(prompts, PretrainTexts):
+    if prompts is not None and not isinstance(prompts, PromptSet):
         return prompts
     if recipe.flow_spec.learns == "documents":
+        from tilth.flows.build import PretrainTexts
+
         if prompts is None:
             return PretrainTexts(*load_texts(recipe.data))
         return PretrainTexts.of(prompts, recipe.data.holdout)

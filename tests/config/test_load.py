@@ -489,3 +489,33 @@ def test_what_may_differ_is_named_by_a_key_a_section_or_a_part_of_a_name():
         with raises(RecipeError, "--allow") as caught:
             check_allowed(names)
         assert hint in str(caught.value)
+
+
+# ---- defaults fit what is given ----
+
+
+def test_lengths_that_nobody_set_fit_the_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 128}')
+    found = load_recipe("sft", [f"model.path={tmp_path}"])
+    assert (found.model.context, found.rollout.max_tokens) == (128, 64)
+    assert [line.partition(",")[0] for line in found.told] == ["model.context = 128", "rollout.max_tokens = 64"]
+    assert load_recipe("addition-grpo", [f"model.path={tmp_path}"]).told == ()
+    chosen = load_recipe("sft", [f"model.path={tmp_path}", "model.context=200"])
+    assert chosen.model.context == 200 and chosen.rollout.max_tokens == 100
+    with raises(RecipeError, "rollout.max_tokens"):
+        load_recipe("addition-grpo", ["model.context=16", "rollout.max_tokens=16"])
+    (tmp_path / "mine.toml").write_text("[model]\ncontext = 16\n[rollout]\nmax_tokens = 32\n")
+    with raises(RecipeError, "rollout.max_tokens"):
+        load_recipe(str(tmp_path / "mine.toml"))
+    assert from_dict({"model": {"context": 16}}).rollout.max_tokens == 8
+
+
+def test_data_is_read_without_torch():
+    line = "import sys, tilth.api, tilth.data.pairs, tilth.data.prompts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", line], check=True)
+
+
+def test_a_recipe_whose_name_is_begun():
+    with raises(RecipeError, "recipe") as caught:
+        load_recipe("addition")
+    assert "addition-grpo" in str(caught.value)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tilth.config.load import load_recipe
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.core.random import stream
-from tilth.data.prompts import PromptSet, load_source, load_texts
+from tilth.data.prompts import PromptSet, load_source, load_texts, with_holdout
 
 
 @pytest.fixture(scope="module")
@@ -400,3 +401,16 @@ def test_common_prompts_are_those_of_equal_text_whatever_the_white_space():
     mine = PromptSet.of(["1+1=", "2+2=\n", "3+3=", "3+3="])
     assert mine.common(PromptSet.of([" 2+2=", "3+3=", "9+9="])) == 3
     assert mine.common(PromptSet.of(["4+4="])) == 0
+
+
+def test_a_share_that_nobody_set_holds_prompts_out():
+    prompts = PromptSet.of([{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(16)])
+    least = float(prompts.source.hashes.min()) / 2**32
+    recipe = load_recipe("sft")
+    found = with_holdout(recipe.replaced("data"), prompts)
+    if least < 0.02:
+        assert found.told == ()
+    else:
+        assert 0 < len(prompts.split(found.data.holdout)[1]) < 16 and len(found.told) == 1
+    chosen = load_recipe("sft", ["data.holdout=0.0001"])
+    assert with_holdout(chosen, prompts) is chosen

@@ -22,7 +22,7 @@ from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
 from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
-from tilth.data.prompts import Prompt, PromptSet, load_texts
+from tilth.data.prompts import Prompt, PromptSet, load_texts, with_holdout
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools
@@ -125,12 +125,13 @@ def look(recipe: Recipe, n: int) -> View:
 
 def _prompts(recipe: Recipe, n: int) -> View:
     prompts = recipe_prompts(recipe)
+    recipe = with_holdout(recipe, prompts)
     train, heldout = prompts.split(recipe.data.holdout)
     tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
     template = make_template(recipe.data.template, tokenizer, listed_tools(recipe.rollout.environment))
     some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
-    view.template = template.name
+    view.template, view.notes = template.name, [*view.notes, *recipe.told]
     view.stops = [tokenizer.token(i) for i in template.stops]
     if not recipe.data.template:  # a chat template writes every token itself
         view.notes += _left_out(tokenizer)

@@ -67,7 +67,7 @@ class Commands(TyperGroup):
         except TilthError as error:
             _end("error: " + " ".join(str(error).split()), 2)
         except USAGE as error:
-            _end(f"error: {' '.join(error.format_message().split())} (tilth --help)", 2)
+            _end(f"error: {' '.join(error.format_message().split())}{_usage_hint(error)} (tilth --help)", 2)
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
@@ -93,6 +93,18 @@ def _command(declaration: Declaration) -> Any:
     made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     made.command(declaration.name)(declaration.value)
     return typer.main.get_command(made)
+
+
+def _usage_hint(error: Any) -> str:
+    """Return what would be right, for a key written as an option and for a recipe that is not named."""
+    option = str(getattr(error, "option_name", ""))
+    if "." in option:
+        return f"; keys of a recipe have no dashes: {option.lstrip('-')}=VALUE"
+    if "RECIPE" in error.format_message() and "Missing" in error.format_message():
+        from tilth.config.load import names
+
+        return f"; recipes are {', '.join(names())}, or a TOML file"
+    return ""
 
 
 def _end(line: str, code: int) -> NoReturn:

@@ -75,6 +75,9 @@ def _lengths(recipe: Recipe) -> _Errors:
     context, r = recipe.model.context, recipe.rollout
     if recipe.flow_spec.learns == "documents":  # generates nothing
         return
+    scored = recipe.reward.function or recipe.reward.model or r.environment or recipe.data.source in task_names()
+    if not recipe.flow_spec.samples and not scored:
+        return
     if r.max_tokens >= context:
         message = f"rollout.max_tokens = {r.max_tokens} leaves no room for a prompt in model.context = {context}"
         yield RecipeError(message, key="rollout.max_tokens")

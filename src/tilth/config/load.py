@@ -21,9 +21,10 @@ from pydantic import ValidationError
 from tilth.config.checks import check
 from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import PluginError, RecipeError, nearest
+from tilth.config.flows import FLOWS
 from tilth.config.keys import Key, all_names, find, keys, sections, table_entry
 from tilth.config.plugins import absolute, load_plugins
-from tilth.config.schema import ModelConfig, Recipe, Section
+from tilth.config.schema import ModelConfig, Recipe, RolloutConfig, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -69,7 +70,11 @@ def _checked(path: Path, data: Mapping[str, Any], over: Mapping[str, Any], launc
         _check_no_shape(_model(over), model_path)
         if "path" not in _model(over) and not (path.parent / "run.json").is_file():
             _check_no_shape(_chosen_model_keys(data), model_path)
-    return _validate(_add_launched_workers(merged, launched))
+    shipped = path.parent == SHIPPED
+    recipe = _validate(_add_launched_workers(merged, launched), over if shipped else merged)
+    if shipped and "holdout" not in _section(over, "data"):
+        recipe.data.model_fields_set.discard("holdout")
+    return recipe
 
 
 def _sets(over: Mapping[str, Any], key: str) -> bool:
@@ -84,10 +89,51 @@ def _sets(over: Mapping[str, Any], key: str) -> bool:
     return True
 
 
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section, or {} if its value is no table."""
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
 def _model(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section [model], or {} if its value is no table."""
-    model = data.get("model")
-    return model if isinstance(model, Mapping) else {}
+    return _section(data, "model")
+
+
+def _fitted(data: dict[str, Any], chosen: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the data with lengths that fit the model and each other, and a line on each that this has changed.
+
+    chosen: what a person has set, which is never changed.
+    """
+    told: list[str] = []
+    path = _model(data).get("path")
+    context = _model(data).get("context", ModelConfig.model_fields["context"].default)
+    positions = _positions(path) if isinstance(path, str) and "context" not in _model(chosen) else 0
+    if positions and isinstance(context, int) and context > positions:
+        told.append(f"model.context = {positions}, not {context}: {path} has {positions} positions")
+        context, data = positions, _merge(data, {"model": {"context": positions}})
+    most = _section(data, "rollout").get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
+    lengths = isinstance(context, int) and isinstance(most, int) and 1 < context <= most
+    if lengths and "max_tokens" not in _section(chosen, "rollout") and data.get("flow") in (None, *_sampling()):
+        told.append(f"rollout.max_tokens = {context // 2}, not {most}: half of model.context = {context}")
+        data = _merge(data, {"rollout": {"max_tokens": context // 2}})
+    return data, told
+
+
+def _sampling() -> list[str]:
+    return [name for name, flow in FLOWS.items() if flow.learns != "documents"]
+
+
+def _positions(path: str) -> int:
+    """Return the positions of a model's directory or of a run; 0 if unknown here, so that loading it finds out."""
+    for folder in (Path(path), Path(path.rpartition("@")[0] or path) / "model"):
+        try:
+            found = json.loads((folder / "config.json").read_text("utf-8"))
+            positions = found.get("text_config", found).get("max_position_embeddings", 0)
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(positions, int) and positions > 0:
+            return positions
+    return 0
 
 
 def _chosen_model_keys(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,6 +167,8 @@ def recipe_path(name_or_path: str) -> Path:
             message = f"no recipe file {name_or_path!r}; shipped recipes: {', '.join(names())}"
             raise RecipeError(message, key="recipe.path")
         return Path(name_or_path)
+    if begun := [name for name in names() if name.startswith(f"{name_or_path}-")]:
+        raise RecipeError(f"no recipe {name_or_path!r}; did you mean {' or '.join(begun)}?", key="recipe")
     if name_or_path not in names():
         raise RecipeError(f"no recipe {name_or_path!r}; {nearest(name_or_path, names())}", key="recipe")
     return SHIPPED / f"{name_or_path}.toml"
@@ -139,11 +187,12 @@ def from_dict(data: Mapping[str, Any], *, complete: bool = True) -> Recipe:
     """
     if model_path := _model(data).get("path"):
         _check_no_shape(_chosen_model_keys(data), model_path)
-    return _validate(data, complete=complete)
+    return _validate(data, data, complete=complete)
 
 
-def _validate(data: Mapping[str, Any], *, complete: bool = True) -> Recipe:
+def _validate(given: Mapping[str, Any], chosen: Mapping[str, Any], *, complete: bool = True) -> Recipe:
     """Import the plugins, which add values that other keys may name; then check every key."""
+    data, told = _fitted(dict(given), chosen)
     frozen = {name: _frozen(value) for name, value in data.items()}
     plugins = frozen.get("plugins", ())
     if isinstance(plugins, tuple):
@@ -155,6 +204,7 @@ def _validate(data: Mapping[str, Any], *, complete: bool = True) -> Recipe:
         recipe = Recipe.model_validate(frozen)
     except ValidationError as error:
         raise _explain(error) from None
+    recipe = recipe.telling(*told)
     if complete:
         check(recipe)
     return recipe

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from tilth.config.flows import FLOWS, REFERENCE_FREE, Flow, below, own_defaults
 from tilth.config.open_sets import OPTIMIZERS, TRACKERS, OneOf
@@ -528,6 +528,18 @@ class Recipe(Section):
     cluster: ClusterConfig = ClusterConfig()
     guard: GuardConfig = GuardConfig()
     run: RunConfig = RunConfig()
+    _told: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Lines on keys that nobody set, and that were made to fit the model or the data."""
+        return self._told
+
+    def telling(self, *lines: str) -> "Recipe":
+        """Return a copy with further lines on such keys."""
+        copy = self.model_copy()
+        copy._told = (*self._told, *lines)
+        return copy
 
     @model_validator(mode="wrap")
     @classmethod

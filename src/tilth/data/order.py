@@ -1,8 +1,13 @@
 """The order in which rows are drawn: endless, and a pure function of seed and position, so nothing is saved."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from tilth.core.random import Stream, stream
+if TYPE_CHECKING:
+    from tilth.core.random import Stream
 
 
 class Order:
@@ -25,6 +30,8 @@ class Order:
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _order(self, base: Stream, epoch: int) -> np.ndarray:
+        from tilth.core.random import stream  # imports torch, which mistakes in the data need not wait for
+
         if (base, epoch) not in self._orders:
             self._orders = dict(list(self._orders.items())[-3:])  # few are in use at a time; any can be computed again
             permutation = stream(base.seed, base.id, "epoch", epoch).permutation(len(self))

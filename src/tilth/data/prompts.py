@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tilth.config.plugins import task_names
-from tilth.config.schema import DataConfig
+from tilth.config.schema import DataConfig, Recipe
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Document, Prompt, to_document
@@ -113,6 +113,20 @@ class PromptSet(Order):
         """Return the ``count`` longest prompts in bytes, and the shortest; the set must have more than ``count``."""
         order = np.argsort(-self.source.sizes()[self.rows], kind="stable")
         return [self[i] for i in self.rows[[*order[:count], order[-1]]]]
+
+
+def with_holdout(recipe: Recipe, prompts: PromptSet) -> Recipe:
+    """Return the recipe with a share that holds prompts out, where its own holds none out and nobody has set it."""
+    data, tried = recipe.data, [step / 10 for step in range(1, 10)]
+    if apart(data, {}) or isinstance(prompts.source, Joined) or not data.holdout or "holdout" in data.model_fields_set:
+        return recipe
+    hashes = prompts.source.hashes[prompts.rows]
+    counts = {share: int((hashes < np.uint64(round(share * 2**32))).sum()) for share in (data.holdout, *tried)}
+    share = next((share for share, count in counts.items() if 0 < count < len(prompts)), data.holdout)
+    if share == data.holdout:
+        return recipe
+    line = f"data.holdout = {share}, not {data.holdout}, which holds out none of {len(prompts)} prompts"
+    return recipe.replaced("data", holdout=share).telling(line)
 
 
 def load_source(

@@ -126,6 +126,12 @@ def build(
         data = _documents(recipe, material, tokenizer)
     else:
         data = _prompts(recipe, material, tokenizer, generates=generates)
+    chats = loaded is not None and loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
+    if chats and not recipe.data.template and recipe.flow_spec.learns != "documents":
+        data.notes.append(
+            "model.path has a chat template, but data.template is empty: prompts and answers are joined as they stand; "
+            "data.template=model writes conversations"
+        )
     planned = partial(
         plan_run,
         shape=config,
@@ -146,7 +152,9 @@ def build(
     else:
         places.pop("reward", None)  # only a reward model scores
     roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
-    return RunParts(recipe, config, tokenizer, data.train, data.heldout, plan, roles, data.notes, adopt)
+    return RunParts(
+        recipe, config, tokenizer, data.train, data.heldout, plan, roles, [*recipe.told, *data.notes], adopt
+    )
 
 
 def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
