@@ -1,5 +1,7 @@
 """An exported directory loads in transformers and says there what the model says here."""
 
+import json
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -42,6 +44,21 @@ def test_transformers_loads_it_with_equal_logits(model, tmp_path):
         assert (theirs(ids[None]).logits[0] - ours).abs().max() < 1e-5
     assert theirs.generation_config.eos_token_id == tokenizer.eos_id
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("12+34=")["input_ids"] == ids[:6].tolist()
+
+
+@pytest.mark.parametrize("change", [{"model_type": "barley"}, {"architectures": ["BarleyForCausalLM"]}])
+def test_what_transformers_cannot_load_is_not_said_to_load(model, tmp_path, monkeypatch, change):
+    write = export.save_pretrained
+
+    def changed(folder, *rest, **more):
+        write(folder, *rest, **more)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+
+    monkeypatch.setattr(export, "save_pretrained", changed)
+    result = call("run", tmp_path / "out")
+    assert result.exit_code == 0 and "from_pretrained" not in result.stdout
+    assert "Barley" in result.stdout or "barley" in result.stdout
 
 
 def test_it_loads_here_again_bit_for_bit(model, tmp_path):

@@ -55,7 +55,21 @@ def write_model(
         _tell(out, model.step)
         return
     loader = "AutoModelForTokenClassification" if models().get(group, False) else "AutoModelForCausalLM"
-    typer.echo(f"wrote {out}: transformers.{loader}.from_pretrained({str(out)!r}) loads it")
+    typer.echo(f"wrote {out}: {_loads(out, loader)}")
+
+
+def _loads(out: Path, loader: str) -> str:
+    """Return how transformers loads the directory, or what transformers lacks for it; reads its configuration only."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(out)
+    except (ValueError, KeyError) as error:
+        return f"transformers {transformers.__version__} cannot read its config.json: {str(error).splitlines()[0]}"
+    wanted = (config.architectures or ["no architecture"])[0]
+    if not hasattr(transformers, wanted):
+        return f"transformers {transformers.__version__} has no {wanted}, so only Tilth loads it"
+    return f"transformers.{loader}.from_pretrained({str(out)!r}) loads it, by its configuration; no weights were read"
 
 
 def _write_adapter(model: LoadedModel, spec: str, out: Path, *, as_json: bool) -> None:
