@@ -57,6 +57,7 @@ def recipe(folder, text=PLUGIN, **sections):
 
 def test_episodes_are_trained_on(tmp_path, capfd):
     recorder, text = tiny.Recorder(), PLUGIN.replace("self.said, self", 'print("begun")\n        self.said, self')
+    text = text.replace('info["prompt"]', '"9+9="')
     result = tiny.run(recipe(tmp_path, text), reward=None, callbacks=[recorder])
     assert "begun" in (result.directory / "environments-0.log").read_text()
     assert "begun" not in "".join(capfd.readouterr())
@@ -66,6 +67,8 @@ def test_episodes_are_trained_on(tmp_path, capfd):
     assert {(one["outcome"]["status"], one["outcome"]["reason"].partition(" at ")[0]) for one in lines} == {
         ("error", "ValueError: as asked")
     }
+    for row in read_trajectories(result.directory).to_pylist():  # what the policy saw, not the record's prompt
+        assert row["prompt_text"] == "9+9=" and len(row["text"]) >= sum(row["mask"])  # of one character each
     missing = {row["id"] for row in read_trajectories(result.directory).to_pylist() if row["reward"] is None}
     assert len(missing) == sum(record["reward/missing"] for record in seen) > 0
     assert {one["trajectory"] for one in lines if one["trajectory"] >= 0} == missing

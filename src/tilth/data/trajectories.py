@@ -23,8 +23,8 @@ COLUMNS = pa.schema(
         ("id", pa.int64()),
         ("group", pa.int64()),
         ("prompt", pa.int64()),  # index in the data
-        ("prompt_text", pa.string()),
-        ("text", pa.string()),  # the completion, decoded
+        ("prompt_text", pa.string()),  # of an episode: as the policy saw it
+        ("text", pa.string()),  # the completion, decoded; of an episode: what the policy chose, with special tokens
         ("answer", pa.string()),  # the right answer, where the data has one
         ("tokens", pa.list_(pa.int32())),  # of the whole episode
         ("mask", pa.list_(pa.uint8())),  # 1 where the policy chose the token

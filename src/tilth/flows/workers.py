@@ -163,9 +163,10 @@ def reward(context: Context, pool: RewardPool) -> RewardWorker:
     return RewardWorker(pool, _prompts(context), context.store)
 
 
-def writer(context: Context) -> TrajectoryWriter:
+def writer(context: Context, recipe: Recipe, tokenizer: Tokenizer | None) -> TrajectoryWriter:
     """Make the role that writes trajectories, on the loader's worker."""
-    return TrajectoryWriter(_prompts(context), context.store)
+    decoder = tokenizer if recipe.rollout.environment else None
+    return TrajectoryWriter(_prompts(context), context.store, decoder)
 
 
 def _prompts(context: Context) -> PromptSet:

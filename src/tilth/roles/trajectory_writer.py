@@ -13,6 +13,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.trajectory import Segment
 from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
+from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import COLUMNS, TrajectoryFiles
 from tilth.roles.experience import FINISHES, TURN_REWARDS, decoded_segments, texts
 from tilth.training.packed import prompt_lengths
@@ -24,11 +25,13 @@ SHOWN = 1000
 class TrajectoryWriter:
     """Reads the payload of a step's trajectories and writes it to files; the controller sees neither.
 
-    The controller commits a step by its number. What was added and not committed is never written.
+    The controller commits a step by its number. What was added and not committed is never written. tokenizer: of
+    episodes, whose prompt and text are then what the policy saw and chose, special tokens included: the environment and
+    its tools write the prompt, and a broken call has no other text.
     """
 
-    def __init__(self, prompts: PromptSet, store: Store) -> None:
-        self.prompts, self.store = prompts, store
+    def __init__(self, prompts: PromptSet, store: Store, tokenizer: Tokenizer | None = None) -> None:
+        self.prompts, self.store, self.tokenizer = prompts, store, tokenizer
         self.files: TrajectoryFiles | None = None
 
     @transfer(split="all", gather="first")
@@ -74,6 +77,9 @@ class TrajectoryWriter:
         turns = [_of_turns(columns, i) for i in range(len(batch))]
         completions = texts(columns["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
+        begun = [p.text for p in asked]
+        if self.tokenizer is not None:
+            begun, completions = _as_seen(self.tokenizer, columns)
         rewards = [None if np.isnan(r) else float(r) for r in batch["reward"]]
         return pa.table(
             {
@@ -81,7 +87,7 @@ class TrajectoryWriter:
                 "id": pa.array(batch["id"]),
                 "group": pa.array(batch["group"]),
                 "prompt": pa.array(batch["prompt"]),
-                "prompt_text": pa.array([p.text for p in asked], pa.string()),
+                "prompt_text": pa.array(begun, pa.string()),
                 "text": pa.array(completions, pa.string()),
                 "answer": pa.array([p.answer for p in asked], pa.string()),
                 "tokens": _lists(columns["tokens"], np.int32),
@@ -100,6 +106,16 @@ class TrajectoryWriter:
                 "version": pa.array(batch["version"]),
             }
         )
+
+
+def _as_seen(tokenizer: Tokenizer, columns: Mapping[str, Jagged]) -> tuple[list[str], list[str]]:
+    """Return the prompt of each row, and what the policy chose in it, both with special tokens."""
+    prompts, chosen = [], []
+    for row, length in enumerate(prompt_lengths(columns["mask"]).tolist()):
+        tokens, mask = columns["tokens"].row(row), columns["mask"].row(row)
+        prompts.append(tokenizer.decode(tokens[:length].tolist(), special=True))
+        chosen.append(tokenizer.decode(tokens[mask > 0].tolist(), special=True))
+    return prompts, chosen
 
 
 def _parts(batch: Batch) -> list[list[tuple[str, float]]]:
