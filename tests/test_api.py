@@ -298,7 +298,7 @@ def test_public_names_are_listed_without_loading_them():
     code = "import sys, tilth; print(*dir(tilth)); assert not {'torch', 'pyarrow', 'numpy'} & set(sys.modules)"
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"train", "rl", "__version__"} <= set(listed)
-    assert set(tilth.__all__) <= set(dir(tilth)) and all(hasattr(tilth, name) for name in tilth.__all__)
+    assert set(tilth.__all__) == set(dir(tilth)) and all(hasattr(tilth, name) for name in tilth.__all__)
 
 
 USER = """

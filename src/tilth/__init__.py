@@ -83,4 +83,4 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
