@@ -257,7 +257,7 @@ def test_an_end_without_a_step():
 
 
 def test_time_left_is_that_of_the_phase():
-    p = LiveState(RECIPE)
+    p = LiveState(RECIPE.dump())
     for step in range(1, 5):
         p.take(record(step, "warmup"), 2.0)
     assert p.left == pytest.approx(32.0) and "at most 0:32 left of it" in line(p)
@@ -268,7 +268,7 @@ def test_time_left_is_that_of_the_phase():
 
 
 def test_an_unknown_phase_and_empty_records():
-    p = LiveState(RECIPE)
+    p = LiveState(RECIPE.dump())
     p.take({"step": 1, "phase": "other"}, 1.0)
     console = Console(file=io.StringIO(), width=80)
     console.print(picture(p, None, 80))
@@ -323,7 +323,7 @@ def test_supervised_flows_have_one_phase_of_as_many_steps_as_the_record_says():
     from tilth.config.load import from_dict
 
     recipe = from_dict({"flow": "pretrain", "supervised": {"epochs": 2.0}})
-    progress = LiveState(recipe)
+    progress = LiveState(recipe.dump())
     assert progress.planned == {"pretrain": 0}  # how many pieces there are is not known to the recipe
     record = {"step": 3, "phase": "pretrain", "phase_step": 3, "phase_steps": 40, "loss/heldout": 5.25, "loss": 5.5}
     progress.take(record, 2.0)

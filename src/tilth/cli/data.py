@@ -16,7 +16,6 @@ from tilth.api import chosen_reward
 from tilth.cli.layout import generating
 from tilth.cli.tables import Terminal
 from tilth.cli.tables import show as show_parts
-from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, TilthError
 from tilth.core.random import stream
@@ -30,6 +29,7 @@ from tilth.flows.build import CACHE, prompt_checks
 from tilth.flows.model import choose_tokenizer, load_model
 from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
+from tilth.runs.trust import load_named
 
 MOST = 20_000  # most records that are tokenised, spread evenly over a larger source
 CHUNK = 256
@@ -105,7 +105,7 @@ class View:
 
 def show(name: str, overrides: Sequence[str] = (), *, n: int, as_json: bool) -> None:
     """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
-    view = look(load_recipe(name, list(overrides)), n)
+    view = look(load_named(name, list(overrides)), n)
     if as_json:
         typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:

@@ -32,8 +32,13 @@ def options(
         list[str] | None,
         Option("--plugins", metavar="FILE.py", is_eager=True, help="your code that adds commands; repeatable"),
     ] = None,
+    trust: Annotated[bool, Option("--trust", help="import the code of the run that a command opens")] = False,
 ) -> None:
     """Train language models by reinforcement learning."""
+    if trust:
+        from tilth.runs.trust import trust_all
+
+        trust_all()
 
 
 app = typer.Typer(

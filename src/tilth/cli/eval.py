@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from tilth.cli.reward import columns_of, own_option
-from tilth.config.load import from_dict, load_recipe
-from tilth.config.plugins import load_plugins, task_names
+from tilth.config.load import from_dict
+from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
@@ -35,6 +35,7 @@ from tilth.rl.passk import Interval
 from tilth.rollout.request import SamplingParams
 from tilth.runs.files import to_json
 from tilth.runs.readers import read_state
+from tilth.runs.trust import load_code, load_recipe_of
 from tilth.ui import format
 
 MAX_TOKENS = 512
@@ -94,7 +95,7 @@ def judge(**given: Any) -> None:
 def _episodes(options: EvalOptions, loaded: LoadedModel, how: EvalSettings) -> tuple[Evaluation, str, int | None]:
     """Play episodes of the run's environment; return the evaluation, what gave the rewards, and ``trained_on``."""
     rollout, spec = loaded.settings["rollout"], environment_of(options, loaded)
-    load_plugins(loaded.settings.get("plugins", ()))  # which may declare the task
+    load_code(loaded.run, loaded.settings)  # a plugin may declare the task
     prompts = prompts_of(options, loaded)
     seen = trained_on(options, loaded, prompts)
     plugins = loaded.settings.get("plugins", ())
@@ -146,8 +147,7 @@ def plan(options: EvalOptions, loaded: LoadedModel) -> EvalSettings:
 
 def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
     """Return the reward: the given one, else the task's, else the run's."""
-    if loaded.run is not None:
-        load_plugins(loaded.settings.get("plugins", ()))  # which may declare rewards
+    load_code(loaded.run, loaded.settings)  # a plugin may declare rewards
     if options.reward:
         return of_plugins(options.reward[0] if len(options.reward) == 1 else dict.fromkeys(options.reward, 1.0))
     if options.data in task_names():
@@ -201,7 +201,7 @@ def trained_on(options: EvalOptions, loaded: LoadedModel, prompts: PromptSet) ->
 
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     """Return a run's training and held-out prompts by its recipe; None if its data has changed since."""
-    recipe = load_recipe(str(run / "recipe.toml"))
+    recipe = load_recipe_of(run)
     if recipe.flow == "pretrain" or not recipe.data.source:  # documents, or data without a name
         return None
     prompts, state = recipe_prompts(recipe), read_state(run)

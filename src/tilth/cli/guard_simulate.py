@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tilth.cli.tables import new_table, show
-from tilth.config.load import load_recipe
 from tilth.core.errors import RecipeError
 from tilth.plan.faults import DAY, FaultTrace, read_trace, scaled
 from tilth.plan.survival import MECHANISMS, SurvivalPolicy, Survived, measured, standby, switched_off
 from tilth.plan.survival import simulate as survive
+from tilth.runs.trust import load_named
 
 INTERVALS = (1, 6, 60)
 """Checkpoints on disk beside the recipe's, in minutes."""
@@ -35,7 +35,7 @@ def simulate(
     **seconds: Any,
 ) -> None:
     """Print the table, or JSON. seconds: those options that are fields of ``SurvivalPolicy`` by the same name."""
-    recipe = load_recipe(name, overrides)
+    recipe = load_named(name, overrides)
     if without not in ("wait", "shrink"):
         raise RecipeError(f"--without {without!r}: use wait or shrink", key="without")
     faults = scaled(read_trace(trace, trace_nodes), nodes or trace_nodes, seed)

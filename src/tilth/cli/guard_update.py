@@ -23,6 +23,7 @@ from tilth.guard.updates import (
     request,
 )
 from tilth.runs.readers import read_state, supervised
+from tilth.runs.trust import check_trust
 
 
 def update(
@@ -67,6 +68,7 @@ def _update(
     plugins = _plugins(run, given(recipe, base.overrides).get("plugins", ()), files)
     brought = (f"plugins={dump_value(plugins)}",) if files else ()
     own = (*overrides, *brought)
+    check_trust(run, given(recipe, base.overrides))
     after = load_recipe(recipe, [*base.overrides, *own])
     before = load_recipe(recipe, [*base.overrides, f"plugins={dump_value(plugins)}"])
     changes = all_differences(before, after)

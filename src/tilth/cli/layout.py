@@ -14,7 +14,6 @@ from tilth.cli.mapping import show as show_mapping
 from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
-from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.flows.fitting import judged, resolved, rooms
@@ -25,6 +24,7 @@ from tilth.plan.shape import DecoderShape, parameters
 from tilth.plan.steps import size
 from tilth.plan.traffic import GroupTraffic, tokens_of_rank, traffic, work
 from tilth.plan.working import total
+from tilth.runs.trust import load_named
 from tilth.ui import format
 
 SHOWN = 32  # most workers in the tables; ``--json`` has all
@@ -58,7 +58,7 @@ def show(
     devices: int | None = None,
     device_type: str = HERE,
 ) -> None:
-    recipe = load_recipe(name, list(overrides))
+    recipe = load_named(name, list(overrides))
     if not search and (devices is not None or device_type != HERE):
         option = f"--devices {devices}" if devices is not None else f"--device-type {device_type}"
         message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"

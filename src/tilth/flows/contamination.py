@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from tilth.config.load import load_recipe
 from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_documents
 from tilth.runs.model_refs import split_spec
+from tilth.runs.trust import load_recipe_of
 
 _MOST = 2**28
 """Largest file, in bytes, that is read again for this check."""
@@ -23,7 +23,7 @@ def count_seen(recipe: Recipe, heldout: PromptSet) -> list[str]:
     if not recipe.model.path or not len(heldout) or not (folder / "recipe.toml").is_file():
         return []
     try:
-        earlier = load_recipe(str(folder / "recipe.toml"))
+        earlier = load_recipe_of(folder)
         if not earlier.data.source:
             return [f"not compared with what {folder} was trained on: tilth.train was given its data"]
         if not _readable(earlier.data.source):

@@ -62,6 +62,7 @@ from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
 from tilth.runs.readers import checkpoints_of
 from tilth.runs.signals import HandOver, Interrupted, StopRequest
+from tilth.runs.trust import remember
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder
 
@@ -140,6 +141,7 @@ def launch(
     data = material.fingerprint()
     folder = Path(handed.run) if handed and handed.run else None
     who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow), folder)
+    remember(recipe.dump())
     if handed is not None:
         leave_for_updated(handed, who, name)
     who.check_name()

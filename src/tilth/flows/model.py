@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.storage import is_url
-from tilth.config.plugins import load_plugins
 from tilth.config.roles import ROLES
 from tilth.config.schema import LoraConfig, Recipe
 from tilth.core.errors import DataError, ModelError, RecipeError
@@ -34,6 +33,7 @@ from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
 from tilth.rollout.protocol import GenerationEngine
 from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
+from tilth.runs.trust import check_trust, load_code
 
 MODEL_FOLDER = "model"
 """Folder of a run with config.json and tokenizer; the weights are in the checkpoints."""
@@ -181,7 +181,7 @@ def _from_checkpoint(named: Named) -> LoadedModel:
         )
     fields, settings = read_config(source), run_settings(run)
     if not is_known(fields):
-        load_plugins(settings.get("plugins", ()))  # one may declare the family
+        load_code(run, settings)  # a plugin may declare the family
     config = DecoderConfig.from_hf(fields)
     with explained(named):
         checkpoint = open_checkpoint(named.path)
@@ -314,6 +314,8 @@ def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: in
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
     section = loaded.settings.get("rollout", {})
+    if section.get("engine", "native") != "native" and loaded.run is not None:
+        check_trust(loaded.run, loaded.settings)
     engine = protocol.make_engine(
         section.get("engine", "native"),
         loaded.config,

@@ -20,7 +20,6 @@ from typing import Any
 
 from tilth.cluster.controller.cluster import Cluster
 from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
-from tilth.config.load import load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import writing
@@ -28,6 +27,7 @@ from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.files import Lines, read_lines, to_json
 from tilth.runs.readers import read_state
 from tilth.runs.signals import StopRequest
+from tilth.runs.trust import load_recipe_of
 
 FOLDER = "profiles"
 REQUEST = ".request.json"
@@ -217,7 +217,7 @@ def ask(run: Path, steps: int, ranks: Sequence[int], memory: bool = False) -> Pr
     """
     attempt = running_attempt(run)
     request = ProfileRequest(uuid.uuid4().hex[:12], steps, tuple(dict.fromkeys(ranks)), memory, attempt)
-    request.check(load_recipe(str(run / "recipe.toml")))
+    request.check(load_recipe_of(run))
     folder = run / FOLDER
     mine = folder / f".{request.id}.json"
     with writing(folder):

@@ -23,7 +23,7 @@ from tilth.checkpoint.directory import step_of
 from tilth.checkpoint.storage import is_url
 from tilth.config.axes import AXES, MODEL, over
 from tilth.config.checks import pools
-from tilth.config.load import from_dict, load_recipe
+from tilth.config.load import from_dict
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, NonFiniteError, TilthError
 from tilth.flows.callbacks import Callback, RunView
@@ -32,6 +32,7 @@ from tilth.guard.replay import DualPhase, GroupResult, judge
 from tilth.guard.verdict import Verdict
 from tilth.runs.readers import checkpoints_of, read_metrics, read_state
 from tilth.runs.signals import Interrupted
+from tilth.runs.trust import load_recipe_of
 
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
 """Beginnings of metrics that differ between equal runs."""
@@ -98,7 +99,7 @@ def replay(
 def _recipe(run: Path) -> Recipe:
     """Return the recipe of a run. DataError for one that cannot be replayed, or for a folder that is no run."""
     read_state(run)
-    recipe = load_recipe(str(run / "recipe.toml"))
+    recipe = load_recipe_of(run)
     if recipe.cluster.backend not in ("local", "inline"):
         raise DataError(
             f"cluster.backend={recipe.cluster.backend}: a replay chooses workers of this machine; only runs of local "

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tilth.config.flows import FLOWS
 from tilth.config.schema import Recipe
 from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.metrics import KEYS
@@ -85,14 +86,16 @@ def sparkline(values: list[float], width: int) -> str:
 class LiveState:
     """State of a run by its records: phase, steps in it, time, and the history of each metric."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.planned: dict[str, int] = {recipe.flow: recipe.supervised.steps}
-        if recipe.flow_spec.samples:
-            self.planned = {"warmup": recipe.supervised.steps}
-            if recipe.flow_spec.critic:
-                self.planned["values"] = recipe.critic.steps
-            self.planned[recipe.flow] = recipe.algorithm.steps
-        self.until = recipe.supervised.until
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """settings: the recipe as plain data; it may be of a flow or version that this process does not know."""
+        flow, supervised = settings.get("flow", "grpo"), settings.get("supervised", {})
+        self.planned: dict[str, int] = {flow: supervised.get("steps", 0)}
+        if flow in FLOWS and FLOWS[flow].samples:
+            self.planned = {"warmup": supervised.get("steps", 0)}
+            if FLOWS[flow].critic:
+                self.planned["values"] = settings.get("critic", {}).get("steps", 0)
+            self.planned[flow] = settings.get("algorithm", {}).get("steps", 0)
+        self.until = supervised.get("until", 0.0)
         self.phase = ""
         self.done = 0
         self.seconds = 0.0
@@ -168,7 +171,7 @@ class Live(Callback):
         self._lock, self._end = threading.RLock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._quiet, self._said = QUIET, ""
-        self.progress = LiveState(recipe)
+        self.progress = LiveState(recipe.dump())
         self.sample: dict[str, Any] | None = None
         self._live: RichLive | None = None
         self._wanted = self.console.is_terminal and not self.console.is_jupyter and not self._notebook

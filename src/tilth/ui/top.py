@@ -19,9 +19,9 @@ from rich.text import Text
 
 from tilth.analysis.recent import recent
 from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, PAUSE, PEERS, PROFILE, STAGES, Account, account
-from tilth.config.load import load_recipe
 from tilth.core.errors import DataError
 from tilth.guard.health import read_health
+from tilth.runs.model_refs import run_settings
 from tilth.runs.progress import Doing, read_progress
 from tilth.runs.readers import ACCURACY, REWARD, ettr, read_recoveries, read_state, read_warnings, spread, supervised
 from tilth.ui import format
@@ -107,8 +107,8 @@ class RunWatcher:
         self.run = run
         self._tail = Tail(run / "metrics.jsonl")
         read_state(run)
-        self._recipe = load_recipe(str(run / "recipe.toml"))
-        self._progress, self._before = LiveState(self._recipe), 0.0
+        self._settings = run_settings(run)
+        self._progress, self._before = LiveState(self._settings), 0.0
         self._files: frozenset[str] = frozenset()
         self._recent: Account | None = None
 
@@ -118,7 +118,7 @@ class RunWatcher:
             state["state"] = "restarting"  # between two controllers
         records, again = self._tail.new()
         if again:
-            self._progress, self._before = LiveState(self._recipe), 0.0
+            self._progress, self._before = LiveState(self._settings), 0.0
         for record in records:
             now = float(record.get("seconds") or 0.0)
             took = now - self._before if self._before else float(record.get("time/step") or 0.0)
