@@ -1,31 +1,28 @@
 """A small cached context: one query per row and step over a bucketed cache. What the rollout engine does, by hand."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.models.attention import matmul_attention, query_rows
+from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
-from tilth.plan.kernels import spare_rows
 
 
 class CachedContext:
-    """Row r of the batch holds a sequence of ``self.length[r]`` tokens; rows are padded by ``spare_rows``, queries to
-    ``query_rows`` (0: as the engine does)."""
+    """Row r of the batch holds a sequence of ``self.length[r]`` tokens."""
 
     dropout, experts = None, ExpertContext(parity=True)
 
-    def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype, query_rows: int = 0) -> None:
-        self.rows, self.bucket, self.query_rows = rows + spare_rows(rows), bucket, query_rows
+    def __init__(self, config: DecoderConfig, rows: int, bucket: int, dtype: torch.dtype) -> None:
+        self.rows, self.bucket = rows, bucket
         shape = (self.rows, config.num_kv_heads, bucket, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
         self.positions = torch.zeros(self.rows, dtype=torch.int64)
 
     def at(self, positions: Tensor) -> "CachedContext":
-        self.positions = F.pad(positions, (0, self.rows - len(positions)))
+        self.positions = positions
         return self
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -35,21 +32,19 @@ class CachedContext:
         b, heads, hd = q.shape
         kv_heads = k.shape[1]
         grouped = q.view(b, kv_heads, heads // kv_heads, 1, hd)
-        queries = self.query_rows or query_rows(heads // kv_heads, hd)
-        grouped = F.pad(grouped, (0, 0, 0, queries - 1))
         place = torch.arange(self.bucket)
         visible = place <= self.positions[:, None]
         if window is not None:
             visible &= place > self.positions[:, None] - window
-        mask = visible.view(b, 1, 1, 1, self.bucket).expand(-1, -1, -1, queries, -1)
+        mask = visible.view(b, 1, 1, 1, self.bucket)
         out = matmul_attention(grouped, self.k[layer], self.v[layer], mask, parity=True)
         return out[..., 0, :].reshape(q.shape)
 
 
 @torch.no_grad()
-def decode_hidden(model: Decoder, sequences: list[Tensor], bucket: int, query_rows: int = 0) -> list[Tensor]:
+def decode_hidden(model: Decoder, sequences: list[Tensor], bucket: int) -> list[Tensor]:
     """Teacher-forced, token by token, all sequences as one batch: hidden [T, width] of each."""
-    ctx = CachedContext(model.config, len(sequences), bucket, model.dtype, query_rows)
+    ctx = CachedContext(model.config, len(sequences), bucket, model.dtype)
     hidden = []
     for t in range(max(len(s) for s in sequences)):
         ids = torch.stack([s[min(t, len(s) - 1)] for s in sequences])

@@ -206,7 +206,6 @@ def test_positions_and_extents() -> None:
     ctx = PackedContext(torch.tensor([2, 3]))
     assert ctx.positions.tolist() == [0, 1, 0, 1, 2]
     assert ctx.extents.tolist() == [2, 2, 3, 3, 3]
-    assert PackedContext([2, 3], parity=True).positions.tolist() == [0, 1, 0, 1, 2, *range(11)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 50, 400])

@@ -35,8 +35,8 @@ def watched(engine, requests):
 def test_what_is_seen_is_a_beginning_of_the_result_and_changes_nothing(options):
     # few rows: some wait; few blocks: some are preempted; long answers: some move to a larger lane
     requests = [*make_requests(12), *(Request(100 + i, [7, i], LONG) for i in range(3))]
-    expected = make_engine(MODEL, **options).generate(requests)
-    found, seen = watched(make_engine(MODEL, **options), requests)
+    expected = make_engine(MODEL, parity=True, **options).generate(requests)
+    found, seen = watched(make_engine(MODEL, parity=True, **options), requests)
     for plain, looked, parts in zip(expected, found, seen.values()):
         assert np.array_equal(plain.tokens, looked.tokens) and np.array_equal(plain.logprobs, looked.logprobs)
         completion = looked.tokens[looked.mask == 1]
@@ -68,8 +68,8 @@ def test_nothing_is_seen_of_what_is_not_in_flight():
 
 def test_progress_is_what_was_chosen_since():
     requests = [*make_requests(12), *(Request(100 + i, [7, i], LONG) for i in range(3))]
-    expected = {t.id: t for t in make_engine(MODEL).generate(requests)}
-    engine = make_engine(MODEL, max_rows=16, kv_tokens=320)
+    expected = {t.id: t for t in make_engine(MODEL, parity=True).generate(requests)}
+    engine = make_engine(MODEL, parity=True, max_rows=16, kv_tokens=320)
     engine.submit(requests)
     parts, found = {r.id: [] for r in requests}, {}
     while engine.pending:

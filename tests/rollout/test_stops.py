@@ -185,7 +185,7 @@ WRITES = Tokenizer.characters("abcdefghijklmnopqrstuvwxyz" + "".join(map(chr, ra
 def test_a_stop_string_that_is_a_special_token_ends_as_that_stop_token_does(options):
     ends = {"<eos>": 1, "<pad>": 0}
     by_string, by_token = (
-        make_engine(MODEL, tokenizer=WRITES, **options).generate(
+        make_engine(MODEL, tokenizer=WRITES, parity=True, **options).generate(
             [Request(i, [i, 1, 2], SamplingParams(max_tokens=60, **stop)) for i in range(20)]
         )
         for stop in ({"stop": tuple(ends)}, {"stop_tokens": tuple(ends.values())})

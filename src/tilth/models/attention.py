@@ -2,9 +2,8 @@
 
 A decoder sees flat tokens; the context decides which tokens attend to which. ``PackedContext`` holds whole sequences
 (training, scoring); the rollout engine has another over its KV cache. Both use ``matmul_attention`` for short sequences
-on a CPU, so that they agree bit for bit in parity mode. This needs, measured with MKL, products in fp32 (oneDNN's in
-bf16 take other kernels by the number of keys, at 48 for one), ``query_rows``, and key lengths in multiples of 16; of
-linear layers see ``models.steady``.
+on a CPU, and in parity mode at any length, with the products of ``models.steady`` in fp32 (oneDNN's in bf16 take other
+kernels by the number of keys) and key lengths in multiples of 16, so that they agree bit for bit.
 """
 
 from collections.abc import Sequence
@@ -21,14 +20,9 @@ from tilth.core.random import dropout_mask, stream
 from tilth.models.logprobs import wide
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows, take_rows
-from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO, round_up, spare_rows
+from tilth.models.steady import steady_scores, steady_values
+from tilth.plan.kernels import CAUSAL_UP_TO, KEYS, MASKED_UP_TO
 
-PARITY_KEYS = 256
-"""Keys over which a row of attention sums at a time in parity mode: MKL on AVX-512 divides a sum of more than 384 terms
-in fp32 into parts whose size depends on their number, and with it the bits."""
-QUERIES = 16, 4, range(8, 96)
-"""Query rows of a key head that a product of scores needs in parity mode: the second for these widths of heads, since
-MKL takes another kernel for 4 rows from a width of 96 on, for 8 from 192 on, for 12 from 288 on, and below 8."""
 _GROUP_TOKENS = 2048
 """Padding tokens that cost as much as one more group of sequences (a dozen kernels per layer)."""
 
@@ -84,13 +78,6 @@ class AttentionContext(Protocol):
         """
 
 
-def query_rows(heads: int, width: int) -> int:
-    """Return the multiple of rows that queries need in parity mode, in each of ``heads`` heads that share a key's, of a
-    width."""
-    most, least, narrow = QUERIES
-    return round_up(-(-(least if width in narrow else most) // heads), least)
-
-
 def matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None, *, parity: bool = False
 ) -> Tensor:
@@ -111,22 +98,18 @@ def matmul_attention(
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     # Scaled before the product: MKL applies a factor before or after it by shape, so bits would depend on the rows.
     rows = (q * hd**-0.5).reshape(b * kv_heads, g * tq, hd)
-    keys = k.reshape(b * kv_heads, tk, hd).transpose(1, 2)
-    if mask is not None and mask.shape[0] == 1:
+    keys, values = k.reshape(b * kv_heads, tk, hd), v.reshape(b * kv_heads, tk, width)
+    if mask is not None and mask.shape[0] == 1 and not parity:
         base = mask.expand(1, 1, g, tq, tk).reshape(1, g * tq, tk).expand(b * kv_heads, -1, -1)
-        scores = torch.baddbmm(base, rows, keys)
+        scores = torch.baddbmm(base, rows, keys.transpose(1, 2))
     else:
-        scores = torch.bmm(rows, keys)
+        scores = steady_scores(rows, keys) if parity else torch.bmm(rows, keys.transpose(1, 2))
         if mask is not None:  # out of place: autograd answers an addition into a view with copies of the gradient
             scores = (scores.view(b, kv_heads, g, tq, tk) + mask).view(b * kv_heads, g * tq, tk)
     # Sinks as the engine holds them, in the compute dtype; a trainer's are fp32.
     weights = torch.softmax(scores, -1) if sinks is None else _softmax_with(scores, sinks.to(dtype), b, tq)
-    values, step = v.reshape(b * kv_heads, tk, width), PARITY_KEYS if parity else tk
-    mixed = torch.bmm(weights[..., :step], values[:, :step])
-    for start in range(step, tk, max(step, 1)):
-        some = slice(start, start + step)
-        mixed = mixed + torch.bmm(weights[..., some], values[:, some])
-    return mixed.view(b, kv_heads, g, tq, width).to(dtype)
+    mixed = (steady_values if parity else torch.bmm)(weights, values)
+    return mixed.reshape(b, kv_heads, g, tq, width).to(dtype)
 
 
 def _softmax_with(scores: Tensor, sinks: Tensor, b: int, tq: int) -> Tensor:
@@ -221,9 +204,8 @@ class _PaddedGroup:
 class PackedContext:
     """Whole sequences, packed one after another; a token sees only its own sequence.
 
-    lengths: int64 [n] (any integer sequence). parity: use the shapes that agree bit for bit with cached decoding on a
-    CPU: plain matmuls at any length, padded keys and queries, rows padded by ``spare_rows`` (``positions`` is then
-    longer than the tokens; the decoder pads and drops).
+    lengths: int64 [n] (any integer sequence). parity: agree bit for bit with cached decoding on a CPU, by plain matmuls
+    at any length.
     """
 
     def __init__(
@@ -239,11 +221,9 @@ class PackedContext:
         self.device = torch.device(device)
         table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
         self.tokens = int(table.sum())
-        spare = spare_rows(self.tokens) if parity else 0
-        table = np.append(table, spare)
         self._lengths = table[table > 0]
         starts = np.cumsum(self._lengths) - self._lengths
-        place = np.arange(self.tokens + spare) - np.repeat(starts, self._lengths)
+        place = np.arange(self.tokens) - np.repeat(starts, self._lengths)
         self.positions = self._tensor(place)
         self.extents = self._tensor(np.repeat(self._lengths, self._lengths))
         self._masks: dict[tuple[_PaddedGroup, int | None, torch.dtype], Tensor] = {}

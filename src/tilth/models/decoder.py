@@ -7,6 +7,7 @@ fp32 parameters (trainer) and parameters stored in the compute dtype (engine) do
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wi
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
 from tilth.models.rope import Rope, Tables, rotate, tables_of
-from tilth.models.steady import linear, steady
+from tilth.models.steady import elementwise, linear, steady
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
@@ -185,9 +186,9 @@ class Attention(nn.Module):
 def activate(name: str, x: Tensor) -> Tensor:
     """Apply an activation function by its name in transformers. Raises ModelError if it is not known."""
     if name == "silu":
-        return F.silu(x)
+        return elementwise(F.silu, x)
     if name == "gelu_pytorch_tanh":
-        return F.gelu(x, approximate="tanh")
+        return elementwise(partial(F.gelu, approximate="tanh"), x)
     raise ModelError(f"activation {name!r} is unknown to models.decoder.MLP; give the layer its own", key="activation")
 
 

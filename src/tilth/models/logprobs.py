@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilth.models.steady import steady_linear
 from tilth.plan import kernels
-from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows, spare_rows
+from tilth.plan.kernels import CACHED_ELEMENTS, chunk_rows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -90,13 +89,9 @@ def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return logits float32 [N, V] (float64 of float64) of hidden [N, d] and weight [V, d]; pads rows on a CPU."""
-    n = hidden.shape[0]
-    # Compiled code has no parity mode, and rows with and without padding would be two graphs.
-    spare = spare_rows(n) if hidden.device.type == "cpu" and not torch.compiler.is_compiling() else 0
-    padded = F.pad(hidden, (0, 0, 0, spare)) if spare else hidden
-    logits = steady_linear(padded, weight.to(hidden.dtype)).to(wide(hidden.dtype))
-    return logits[:n] if spare else logits
+    """Return logits float32 [N, V] (float64 of float64) of hidden [N, d] and weight [V, d]; on a CPU a row has the
+    same bits for every N."""
+    return steady_linear(hidden, weight.to(hidden.dtype)).to(wide(hidden.dtype))
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -22,8 +22,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
 from tilth.models.lora import Adapter
 from tilth.models.rows import pad_rows, spread_rows
-from tilth.models.steady import linear
-from tilth.plan.kernels import spare_rows
+from tilth.models.steady import elementwise, linear
 
 
 class Routing(NamedTuple):
@@ -146,7 +145,7 @@ class ExpertContext:
 
     dispatch: ExpertDispatch = dispatch_here
     parity: bool = False
-    """Pad each expert's rows, so that a row has the same bits in any company (CPU)."""
+    """A row has the same bits in any company (CPU)."""
     replay: Tensor | None = None
     """int64 [N, layers with experts, k]: choices to follow instead of the router's; below 0: the router's. Weights are
     always the router's own for the experts that are followed."""
@@ -216,7 +215,7 @@ class Router(nn.Module):
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the score of each expert, [N, experts]."""
-        return logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
+        return logits.softmax(-1) if self.config.router_score == "softmax" else elementwise(torch.sigmoid, logits)
 
     @torch.no_grad()
     def choose(self, scores: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -316,21 +315,19 @@ class Experts(nn.Module):
         """Return the inner activations [M, ffn]."""
         return F.silu(gate) * up
 
-    def forward(self, rows: Tensor, counts: Tensor, parity: bool = False) -> Tensor:
-        """rows: [M, hidden], counts: int64 [experts] -> [M, hidden]; see ``RunExperts``. parity: pad rows."""
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [M, hidden], counts: int64 [experts] -> [M, hidden]; see ``RunExperts``."""
         if len(rows) and grouped_matmul_serves(rows) and self.down_proj.weight.shape[2] % 8 == 0:
             ends = counts.cumsum(0).to(torch.int32)
             gate, up = (part.grouped(rows, ends, counts) for part in (self.gate_proj, self.up_proj))
             return self.down_proj.grouped(self.act(gate, up), ends, counts)
         layers = list(zip(self.gate_proj.apart(), self.up_proj.apart(), self.down_proj.apart()))
-        found = [self._one(x, *own, parity) for x, own in zip(rows.split(counts.tolist()), layers) if len(x)]
+        found = [self._one(x, *own) for x, own in zip(rows.split(counts.tolist()), layers) if len(x)]
         # Without any row the result still depends on the weights, so that they have a gradient as on other ranks.
-        return torch.cat(found) if found else self._one(rows, *layers[0], parity=False)
+        return torch.cat(found) if found else self._one(rows, *layers[0])
 
-    def _one(self, x: Tensor, gate: _Layer, up: _Layer, down: _Layer, parity: bool) -> Tensor:
-        n, spare = len(x), spare_rows(len(x)) if parity else 0
-        x = F.pad(x, (0, 0, 0, spare)) if spare else x
-        return down(self.act(gate(x), up(x)))[:n]
+    def _one(self, x: Tensor, gate: _Layer, up: _Layer, down: _Layer) -> Tensor:
+        return down(elementwise(self.act, gate(x), up(x)))
 
 
 class MoE(nn.Module):
@@ -349,7 +346,7 @@ class MoE(nn.Module):
         scores = self.gate.scores(ctx.charge(self.number, self.gate.logits(x), self.gate.scores))
         experts = ctx.note(self.layer, self.number, self.gate.choose(scores, x.dtype), self.num_experts)
         routing = Routing(experts, self.gate.weigh(scores, experts).to(x.dtype))
-        found = ctx.dispatch(x, routing, lambda rows, counts: self.experts(rows, counts, ctx.parity), self.num_experts)
+        found = ctx.dispatch(x, routing, self.experts, self.num_experts)
         return found if self.shared_experts is None else found + self.shared_experts(x)
 
 

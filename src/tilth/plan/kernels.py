@@ -14,13 +14,9 @@ CACHED_ELEMENTS = 1 << 21
 KEPT_ELEMENTS = 1 << 26
 """Most log-probs that are kept for the backward pass: 256 MiB. Computing them twice costs 5 % of a step and more."""
 ROW_MULTIPLE = 16
-"""Row counts of a linear in parity mode on a CPU are multiples of this: ``models.steady`` computes each row as among so
-many. Fewer take other kernels (MKL on AVX-512: 8 rows differ from 16 where a sum has 252 terms)."""
-
-
-def spare_rows(rows: int) -> int:
-    """Return the padding rows with which a linear on a CPU gives each row the same bits in any batch."""
-    return -rows % ROW_MULTIPLE
+"""Rows of the block whose bits each row of a linear layer has in parity mode on a CPU (``models.steady``)."""
+TAIL = 4
+"""Rows of the smallest block, where it has these bits; passes of the engine in parity mode have a multiple."""
 
 
 def chunk_rows(vocab: int, wanted: int | None = None) -> int:

@@ -24,7 +24,6 @@ from tilth.plan.kernels import (
     layouts_until,
     round_up,
     slots_for,
-    spare_rows,
 )
 from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, routing_bytes
 
@@ -440,12 +439,11 @@ def generation(recipe: Recipe, shape: DecoderShape, asked: EngineDemand, element
 def _choice(recipe: Recipe, vocab: int, asked: EngineDemand) -> int:
     """Return bytes of logits during sampling, of decoding rows or of first tokens beside those of their prompts.
 
-    Counts logits and log-probs, padded to groups of rows; one more copy on a GPU (probabilities of all rows), one for a
-    filter, five if top-p sorts the vocabulary.
+    Counts logits and log-probs, those of decoding rows padded to groups; one more copy on a GPU (probabilities of all
+    rows), one for a filter, five if top-p sorts the vocabulary.
     """
     r = recipe.rollout
     more = 5 if r.top_p < 1 and not r.top_k else int(bool(r.top_k or r.min_p or r.top_p < 1))
     first = min(asked.rows, max(1, CHOICE_ELEMENTS // vocab))
     decoding = round_up(asked.rows, ROWS) * (2 + on_gpu(recipe) + (more or r.temperature not in (0, 1)))
-    prompts = asked.computed + spare_rows(asked.computed)
-    return max(decoding, prompts + first * (3 + more)) * vocab * FP32
+    return max(decoding, asked.computed + first * (3 + more)) * vocab * FP32

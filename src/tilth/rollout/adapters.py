@@ -2,8 +2,7 @@
 
 Rows of an adapter are gathered, and the adapters of a pass are stacked: two batched products per layer, whatever their
 number, and no other row is touched; those of experts are applied expert by expert. Ranks are padded to a multiple of 8
-and stacked with their like, and rows of parity mode are padded as those of experts, so that neither the ranks nor the
-rows of others change a bit.
+and stacked with their like, so that the ranks of others change no bit; nor do their rows, in parity mode.
 """
 
 import itertools
@@ -23,8 +22,9 @@ from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.models.lora import LinearChange
 from tilth.models.moe import ExpertContext, MoE, Routing, RunExperts, combine_pairs, gather_pairs, sort_by_expert
 from tilth.models.peft import check_adapter
+from tilth.models.steady import linear, stacked_linear
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.kernels import round_up, spare_rows
+from tilth.plan.kernels import round_up
 from tilth.plan.lora import adapter_rows, blocks_of, pair_of, scale_of, weight_of
 from tilth.plan.shape import sized_names
 
@@ -69,8 +69,8 @@ class _RowGroup(NamedTuple):
         if path not in self.stacks:
             return
         a, b = self.stacks[path]
-        inner = torch.bmm(x.index_select(0, self.source).view(len(a), -1, x.shape[1]), a.mT)
-        change = torch.bmm(inner, b.mT).flatten(0, 1)
+        inner = stacked_linear(x.index_select(0, self.source).view(len(a), -1, x.shape[1]), a)
+        change = stacked_linear(inner, b).flatten(0, 1)
         found.index_add_(0, self.rows, change if self.real is None else change.index_select(0, self.real))
 
 
@@ -119,9 +119,8 @@ class _ExpertChange(nn.Module):
 class AdapterBank:
     """Adapters by name, beside the weights of one engine."""
 
-    def __init__(self, sharded: ShardedModel, parity: bool) -> None:
-        """parity: pad the rows of each adapter, as ``plan.kernels.spare_rows`` says."""
-        self._sharded, self._parity, self._sends = sharded, parity, False
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded, self._sends = sharded, False
         self._modules: dict[str, nn.Module] = dict(sharded.model.named_modules())
         self._held: dict[str, LoadedAdapter] = {}
         self._serials = itertools.count(1)
@@ -245,9 +244,7 @@ class AdapterBank:
             if path not in own.experts or not len(rows):
                 continue
             a, b = (half[expert] for half in own.experts[path])
-            spare = spare_rows(len(rows)) if self._parity else 0
-            change = F.linear(F.linear(F.pad(x.index_select(0, rows), (0, 0, 0, spare)), a), b)
-            found.index_add_(0, rows, change[: len(rows)])
+            found.index_add_(0, rows, linear(linear(x.index_select(0, rows), a, None), b, None))
 
     def _grouped(self, owners: Sequence[LoadedAdapter | None], width: int) -> list[_RowGroup]:
         rows = dict[LoadedAdapter, list[int]]()
@@ -261,7 +258,6 @@ class AdapterBank:
 
     def _group(self, adapters: Sequence[LoadedAdapter], rows: Sequence[Sequence[int]]) -> _RowGroup:
         most = max(map(len, rows))
-        most += spare_rows(most) if self._parity else 0
         source = torch.zeros(len(adapters), most, dtype=torch.int64)
         for own, some in zip(source, rows):
             own[: len(some)] = torch.tensor(some)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilth.models.attention import matmul_attention, query_rows
+from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.moe import ExpertContext
-from tilth.plan.kernels import ROWS, grown, spare_rows
+from tilth.plan.kernels import ROWS, TAIL, grown
 
 
 class _Buffers:
@@ -244,7 +244,8 @@ class CachedContext:
         self._parity, self._fused = parity, fused
         self._place = start[:, None] + torch.arange(width, device=start.device)
         self._tokens = self._rows * width
-        self.spare = spare_rows(self._tokens) if parity else -self._tokens % ROWS if padded and width == 1 else 0
+        multiple = TAIL if parity else ROWS if padded and width == 1 else 1
+        self.spare = -self._tokens % multiple
         """Rows of padding behind the tokens, which attention leaves out."""
         self.positions = F.pad(self._place.flatten(), (0, self.spare)) if self.spare else self._place.flatten()
         self._masks: dict[int | None, Tensor] = {}
@@ -281,11 +282,6 @@ class CachedContext:
             return fused_attention(q, k, v, mask, sinks)
         if q.device.type != "cpu" and sinks is None:
             return shared_attention(q, k, v, mask)
-        spare = -self._width % query_rows(q.shape[2], q.shape[4]) if self._parity else 0
-        if spare:
-            mask = F.pad(mask, (0, 0, 0, spare))
-            padded = F.pad(q, (0, 0, 0, spare))
-            return matmul_attention(padded, k, v, mask, sinks, parity=True)[..., : self._width, :]
         return matmul_attention(q, k, v, mask, sinks, parity=self._parity)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

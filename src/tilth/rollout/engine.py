@@ -16,9 +16,10 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
+from tilth.models.parity import check_parity
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, PROMPT_WIDTH, ROW_MULTIPLE, limit_for, round_up
+from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
@@ -84,6 +85,8 @@ class Engine(GenerationEngine):
     ) -> None:
         dims = dims or ParallelDims.alone()
         check_divided(dims, compile=compile, parity=parity)
+        if parity:
+            check_parity(config, dtype)
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self._special = () if tokenizer is None else tuple(tokenizer.special())
         self._grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
@@ -100,7 +103,7 @@ class Engine(GenerationEngine):
             device=str(self.device),
         )
         self.model = self.sharded.model
-        self._adapters, self._based = AdapterBank(self.sharded, parity), False
+        self._adapters, self._based = AdapterBank(self.sharded), False
         self._held = part_of(config, dims.size("tp"))
         self._lock = LockStep(dims.group("ep", "tp"), dims.ranks("ep", "tp"))
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
@@ -370,7 +373,7 @@ class Engine(GenerationEngine):
                 return 0
             for prompt in prompts:
                 self._take_tail(prompt)
-            scheduler.batch = PrefillBatch(prompts, self._staging, ROW_MULTIPLE if self._parity else PROMPT_WIDTH)
+            scheduler.batch = PrefillBatch(prompts, self._staging)
             self._load_prefixes(prompts)
         return self._prefill_chunk(scheduler.batch, budget)
 

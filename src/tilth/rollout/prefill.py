@@ -45,10 +45,10 @@ class PrefillJob:
 class PrefillBatch:
     """Prompts of similar length that are computed together, a row each; one above the budget is alone."""
 
-    def __init__(self, prompts: list[PrefillJob], slab: KVCache, multiple: int = PROMPT_WIDTH) -> None:
-        self.prompts, self.slab, self._multiple = prompts, slab, multiple
+    def __init__(self, prompts: list[PrefillJob], slab: KVCache) -> None:
+        self.prompts, self.slab = prompts, slab
         # A row is padded to the widest chunk, so it may reach beyond its own end.
-        reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + multiple
+        reach = max(p.computed for p in prompts) + max(p.remaining for p in prompts) + PROMPT_WIDTH
         slab.layout(len(prompts), round_up(reach, KEYS))
         for row, prompt in enumerate(prompts):
             prompt.row = row
@@ -66,7 +66,7 @@ class PrefillBatch:
 
     def inputs(self, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Return (ids int64 [rows, width] padded with 0, start int64 [rows], slots to read) of the forward pass."""
-        width = round_up(int(chunk.max()), self._multiple)
+        width = round_up(int(chunk.max()), PROMPT_WIDTH)
         ids = np.zeros((len(self.prompts), width), np.int64)
         for row, (prompt, count) in enumerate(zip(self.prompts, chunk)):
             ids[row, :count] = prompt.tokens[prompt.computed : prompt.computed + count]
