@@ -166,6 +166,13 @@ def test_every_parameter_has_one_stage_but_the_tied_embedding(tied, value, sched
     assert len(other) == (2 if schedule == "interleaved" else 1)
 
 
+def test_a_parameter_that_no_stage_claims_is_refused():
+    config = shape("qwen3", num_layers=4)
+    assert stages_of(config, 1, "1f1b").holders("model.memory.weight") == (0,)
+    with raises(ScheduleError, "model.memory.weight"):
+        stages_of(config, 2, "1f1b").holders("model.memory.weight")
+
+
 def test_more_parts_than_layers_name_the_stages_that_work():
     with raises(ScheduleError, "layout.pp") as error:
         stages_of(shape("llama", num_layers=4), 3, "interleaved")

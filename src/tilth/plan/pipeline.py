@@ -242,6 +242,8 @@ def waiting(name: str, stages: int, stage: int, micro_batches: int) -> int:
 
 ON_STAGES: dict[str, Placement] = {"pp": Replicate()}
 """Placement of a parameter along pp, on the mesh of the stages that hold it."""
+_LAST = ("model.norm.", "lm_head.", "score.")
+"""Parameters on the last stage."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,9 @@ class Stages:
             return (next(k for k, own in enumerate(self.layers) if layer in own) % self.count,)
         if name.startswith("model.embed_tokens."):
             return (0, last) if self.tied and last else (0,)
+        if last and not name.startswith(_LAST):
+            message = f"no stage of a pipeline holds {name}; its last one holds {', '.join(_LAST)} alone: use pp = 1"
+            raise ScheduleError(message, key=name)
         return (last,)
 
     def holds(self, part: int, name: str) -> bool:
