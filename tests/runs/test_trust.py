@@ -98,3 +98,17 @@ def test_all_that_executes_code_counts(run, named):
 def test_what_names_no_code_needs_no_trust(run):
     check_trust(run, {"plugins": [], "reward": {"function": "countdown:0.1"}, "rollout": {"environment": "calculator"}})
     assert load_named("addition-grpo").flow == "grpo"
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m"
+
+
+@pytest.mark.parametrize("command", ["show {}", "ls {}/..", "top {} --once"])
+def test_no_text_of_a_run_controls_the_terminal(run, command):
+    state = json.loads((run / "run.json").read_text())
+    state |= {"state": "failed", "recipe": f"x{HOSTILE}", "error": HOSTILE}
+    (run / "run.json").write_text(json.dumps(state))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "phase": f"p{HOSTILE}", "seconds": 1.0}) + "\n")
+    result = CliRunner().invoke(app, command.format(run).split())
+    assert result.exit_code == 0 and not set(result.output) & {"\x1b", "\x07", "\x9b"}, repr(result.output)
+    assert "\ufffd" in result.output

@@ -19,6 +19,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
+from tilth.ui.format import plain
 
 HELP = """/reset   begin anew
 /quit    end, as Ctrl-D does
@@ -185,8 +186,7 @@ class Voice:
     def _write(self, text: str) -> None:
         if len(text) > len(self._written) and text.startswith(self._written):
             new, self._written = text[len(self._written) :], text
-            # A model's text must not control the terminal.
-            sys.stdout.write("".join(c if c.isprintable() or c in "\n\t" else _OPEN for c in new))
+            sys.stdout.write(plain(new))
             sys.stdout.flush()
 
     def close(self, text: str) -> None:

@@ -308,5 +308,5 @@ def examples(found: Evaluation) -> list[str]:
 
 def _short(text: str) -> str:
     """Return one printable line: a model's text must not control the terminal."""
-    plain = "".join(c if c.isprintable() else "�" for c in text.replace("\n", "⏎"))
+    plain = format.plain(text, "⏎").replace("\t", " ")
     return plain if len(plain) <= _WIDTH else f"{plain[: _WIDTH // 2]} … {plain[-_WIDTH // 2 :]}"

@@ -1,6 +1,7 @@
 """``tilth generate``: continue a text by a trained model."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import load_model, make_engine, wants_tokenizer
 from tilth.rollout.request import Request, SamplingParams
+from tilth.ui.format import plain
 
 MAX_TOKENS = 64
 
@@ -43,7 +45,7 @@ def speak(model: str, prompt: str, *, logprobs: bool, as_json: bool, **options: 
         if as_json:
             lines.append(json.dumps(as_object(trajectory, tokenizer, logprobs=logprobs), ensure_ascii=False))
         else:
-            lines.append(trajectory.text)
+            lines.append(plain(trajectory.text) if sys.stdout.isatty() else trajectory.text)
             lines += [f"  {p:8.4f}  {token!r}" for token, p in pairs(trajectory, tokenizer) if logprobs]
     typer.echo("\n".join(lines))
 

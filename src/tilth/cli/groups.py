@@ -109,8 +109,10 @@ def _usage_hint(error: Any) -> str:
 
 def _end(line: str, code: int) -> NoReturn:
     """Print a line, if stderr takes it, and exit."""
+    from tilth.ui.format import plain  # imports numpy
+
     with suppress(OSError):
-        typer.echo(line, err=True)
+        typer.echo(plain(line), err=True)
     raise typer.Exit(code) from None
 
 

@@ -1,13 +1,16 @@
 """Output of commands: tables and lines, written to standard output at once."""
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from tilth.ui.format import plain
 
 WIDTH = 100  # columns where there is no terminal
 GAP = 3  # columns between two columns of a table
@@ -19,6 +22,11 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         """Raise the error again; rich calls this where it caught it."""
         raise
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a drawing, whose texts come from files and control nothing."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
 
 def new_table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
@@ -75,4 +83,4 @@ def labelled(rows: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
     """Lines of a name, padded to one width, and a value; rows without a value are left out."""
     rows = [(name, value) for name, value in rows if value]
     width = width or max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
+    return [f"{plain(name):<{width}}  {plain(value)}" for name, value in rows]

@@ -1,4 +1,4 @@
-"""Numbers as text, the same in terminal and report."""
+"""Numbers as text, the same in terminal and report; text of files and models made safe for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -8,6 +8,11 @@ from tilth.config.flows import FLOWS
 from tilth.plan.steps import size as plan_size
 
 PHASES = {"warmup": "warm-up", "values": "critic"}  # phases that are not flows
+
+
+def plain(text: str, newline: str = "\n") -> str:
+    """Replace control characters, by which a text of a file or a model would control the terminal."""
+    return "".join(c if c.isprintable() or c == "\t" else newline if c == "\n" else "\ufffd" for c in text)
 
 
 def duration(seconds: float) -> str:

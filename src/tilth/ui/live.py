@@ -445,5 +445,5 @@ def _sample(sample: dict[str, Any], width: int) -> RenderableType:
 
 def _one_line(text: Any, limit: int) -> str:
     """Make a model's text safe for the terminal: one line, no control characters, only its end if it is long."""
-    plain = "".join(c if c.isprintable() else "⏎" if c == "\n" else "·" for c in str(text or ""))
+    plain = format.plain(str(text or ""), "⏎").replace("\t", " ")
     return plain if len(plain) <= limit else "…" + plain[-limit + 1 :]
