@@ -59,8 +59,13 @@ quick-tests: $(VENV)/.dev
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 2 lint quick-tests
 
+# Numbers under other instruction sets too: a library chooses the order of a sum by them.
+NUMERIC := tests/models tests/training tests/rollout/test_parity.py -m "not slow and not gpu"
+
 test-all: lint
 	$(PYTEST) --hypothesis-profile=long
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) $(NUMERIC)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(NUMERIC)
 
 DEVICE ?= cuda
 gpu: $(VENV)/.dev
