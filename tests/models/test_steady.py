@@ -10,7 +10,7 @@ from tests.models.tiny import FAMILIES
 from tilth.core.errors import RecipeError
 from tilth.models import parity, steady
 from tilth.models.parity import check_parity
-from tilth.models.steady import Block, Product, elementwise, steady_linear, steady_scores, steady_values
+from tilth.models.steady import PaddedBlock, ProductShape, elementwise, steady_linear, steady_scores, steady_values
 
 CACHED = (
     steady.reference, steady.keeps_bits, steady.row_blocks, steady.key_blocks, steady.of_heads,
@@ -64,15 +64,15 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def linear_of(out: int, width: int) -> Product:
-    return Product("linear", out, width, torch.float32, torch.get_num_threads())
+def linear_of(out: int, width: int) -> ProductShape:
+    return ProductShape("linear", out, width, torch.float32, torch.get_num_threads())
 
 
 @pytest.mark.parametrize("least", [4, 8, 12, 16])
 def test_the_smallest_block_whose_rows_keep_their_bits_is_taken(machine, least: int) -> None:
     machine(lambda n, rows, width, out: 1e-3 * (rows < least))
     x, weight = random(64, 24), random(40, 24)
-    assert steady.row_blocks(linear_of(40, 24), 1) == (Block(0, 1, least),)
+    assert steady.row_blocks(linear_of(40, 24), 1) == (PaddedBlock(0, 1, least),)
     whole = steady_linear(x, weight)
     assert all(torch.equal(steady_linear(x[:rows], weight), whole[:rows]) for rows in (1, 4, 9, 15, 16, 50))
     check_parity(FAMILIES["qwen3"], torch.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tilth.models.attention import matmul_attention
 from tilth.models.config import DecoderConfig
 from tilth.models.logprobs import wide
-from tilth.models.steady import Product, of_heads, reference, refusal
+from tilth.models.steady import ProductShape, of_heads, reference, refusal
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
 
@@ -31,7 +31,7 @@ def check_parity(config: DecoderConfig, dtype: torch.dtype) -> None:
         raise refusal("; ".join(wrong), threads)
 
 
-def products(config: DecoderConfig, dtype: torch.dtype, threads: int) -> Iterator[Product]:
+def products(config: DecoderConfig, dtype: torch.dtype, threads: int) -> Iterator[ProductShape]:
     """Yield the products of a pass through a model, each once or several times."""
     shapes = parameter_shapes(config)
     for name, sizes in shapes.items():
@@ -40,7 +40,7 @@ def products(config: DecoderConfig, dtype: torch.dtype, threads: int) -> Iterato
             continue
         biased = f"{name.removesuffix('weight')}bias" in shapes
         own = wide(dtype) if kind == "router" else dtype
-        yield Product("linear", sizes[-2], sizes[-1], own, threads, biased)
+        yield ProductShape("linear", sizes[-2], sizes[-1], own, threads, biased)
     yield of_heads("scores", config.head_dim, wide(dtype), threads)
     yield of_heads("values", config.value_dim, wide(dtype), threads)
 

@@ -63,7 +63,7 @@ def steady() -> Iterator[None]:
 # ---- trials ----
 
 
-class Product(NamedTuple):
+class ProductShape(NamedTuple):
     """Rows [n, width] times one matrix [width, out]: a linear layer, or attention's scores or values of a head."""
 
     kind: str
@@ -93,7 +93,7 @@ def bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[2]))
 
 
-def _terms(shape: Product) -> tuple[Tensor, Tensor, Tensor | None]:
+def _terms(shape: ProductShape) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows [SAMPLES, width], a weight [out, width] and a bias, with random terms whose sum is 0: what comes out
     is rounding alone, so that another order shows in bf16 too."""
     some, half, columns = torch.Generator().manual_seed(0), shape.width // 2, min(shape.out, COLUMNS)
@@ -112,7 +112,7 @@ def _terms(shape: Product) -> tuple[Tensor, Tensor, Tensor | None]:
 class _Tried:
     """Rows of a trial in blocks of any size; ``keys`` of attention are seen."""
 
-    def __init__(self, shape: Product, keys: int) -> None:
+    def __init__(self, shape: ProductShape, keys: int) -> None:
         self.shape, (self.rows, self.weight, self.bias) = shape, _terms(shape)
         if shape.kind == "values":
             self.rows[:, keys:] = 0
@@ -133,7 +133,7 @@ class _Tried:
 
 
 @lru_cache(4096)
-def reference(shape: Product, keys: int = KEY_BLOCK) -> tuple[int, Tensor] | None:
+def reference(shape: ProductShape, keys: int = KEY_BLOCK) -> tuple[int, Tensor] | None:
     """Return the rows of the reference block and the results [SAMPLES, out] of a trial's rows in it, of which the first
     ``keys`` are seen in attention; None if in every block rows depend on their place or on the blocks beside it."""
     tried = _Tried(shape, keys)
@@ -144,12 +144,12 @@ def reference(shape: Product, keys: int = KEY_BLOCK) -> tuple[int, Tensor] | Non
     return None
 
 
-def _reference(shape: Product, keys: int) -> tuple[int, Tensor] | None:
+def _reference(shape: ProductShape, keys: int) -> tuple[int, Tensor] | None:
     return reference(shape, keys) if shape.kind == "values" else reference(shape)
 
 
 @lru_cache(4096)
-def keeps_bits(shape: Product, rows: int, keys: int = KEY_BLOCK) -> bool:
+def keeps_bits(shape: ProductShape, rows: int, keys: int = KEY_BLOCK) -> bool:
     """Return True if rows have in a block of this size the bits that they have in the reference block.
 
     Tried on ``shape.threads`` threads, which this thread has now.
@@ -163,7 +163,7 @@ def keeps_bits(shape: Product, rows: int, keys: int = KEY_BLOCK) -> bool:
     return all(torch.equal(some, expected.repeat(len(some) // SAMPLES, 1)) for some in found)
 
 
-class Block(NamedTuple):
+class PaddedBlock(NamedTuple):
     start: int
     stop: int
     size: int
@@ -171,36 +171,36 @@ class Block(NamedTuple):
 
 
 @lru_cache(4096)
-def row_blocks(shape: Product, rows: int, keys: int = KEY_BLOCK) -> tuple[Block, ...]:
+def row_blocks(shape: ProductShape, rows: int, keys: int = KEY_BLOCK) -> tuple[PaddedBlock, ...]:
     """Divide rows into blocks that keep bits. Raises RecipeError if there is no reference block."""
     known = _reference(shape, keys)
     if known is None:
         raise refusal(str(shape), shape.threads)
-    found, at = list[Block](), 0
+    found, at = list[PaddedBlock](), 0
     for size in SIZES:
         while rows - at >= size and (size == known[0] or keeps_bits(shape, size, keys)):
-            found.append(Block(at, at + size, size))
+            found.append(PaddedBlock(at, at + size, size))
             at += size
     while at < rows:
         least = (size for size in TAILS if size >= rows - at and keeps_bits(shape, size, keys))
         size = next(least, known[0])
-        found.append(Block(at, min(at + size, rows), size))
+        found.append(PaddedBlock(at, min(at + size, rows), size))
         at += size
     return tuple(found)
 
 
 @lru_cache(4096)
-def key_blocks(shape: Product, keys: int) -> tuple[Block, ...]:
+def key_blocks(shape: ProductShape, keys: int) -> tuple[PaddedBlock, ...]:
     """Divide keys into blocks of ``KEY_BLOCK`` and a last one, the smallest whose products keep bits."""
-    found = [Block(at, at + KEY_BLOCK, KEY_BLOCK) for at in range(0, keys - KEY_BLOCK + 1, KEY_BLOCK)]
+    found = [PaddedBlock(at, at + KEY_BLOCK, KEY_BLOCK) for at in range(0, keys - KEY_BLOCK + 1, KEY_BLOCK)]
     if rest := keys % KEY_BLOCK:
         known = reference(shape)
         fits = (size for size in range(round_up(rest, KEYS), KEY_BLOCK, KEYS) if known and _fits(shape, size))
-        found.append(Block(keys - rest, keys, next(fits, KEY_BLOCK)))
+        found.append(PaddedBlock(keys - rest, keys, next(fits, KEY_BLOCK)))
     return tuple(found)
 
 
-def _fits(shape: Product, keys: int) -> bool:
+def _fits(shape: ProductShape, keys: int) -> bool:
     known = _reference(shape, keys)
     return known is not None and keeps_bits(shape, known[0], keys)
 
@@ -232,7 +232,7 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code has no parity mode
         return F.linear(x, weight, bias)
     out, width = weight.shape
-    shape = Product("linear", out, width, x.dtype, torch.get_num_threads(), bias is not None)
+    shape = ProductShape("linear", out, width, x.dtype, torch.get_num_threads(), bias is not None)
     if not _mode.on and reference(shape) is None:  # the head of an engine or trainer without parity
         return F.linear(x, weight, bias)
     blocks = row_blocks(shape, len(x))
@@ -243,7 +243,7 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return _Linear.apply(x, weight, bias, blocks)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...]) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[PaddedBlock, ...]) -> Tensor:
     found = x.new_empty(len(x), len(weight))
     for start, stop, size in blocks:
         if size == stop - start:
@@ -265,7 +265,7 @@ def _cat(parts: list[Tensor], dim: int, none: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[PaddedBlock, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _linear(x, weight, bias, blocks)
 
@@ -285,12 +285,12 @@ class _Linear(torch.autograd.Function):
 
 
 @lru_cache(4096)
-def of_heads(kind: str, width: int, dtype: torch.dtype, threads: int) -> Product:
+def of_heads(kind: str, width: int, dtype: torch.dtype, threads: int) -> ProductShape:
     """Return the product of heads of a width, or of the next multiple of 4, 8 or 16 that has a reference block: a head
     is padded with zeros to it."""
     widths = dict.fromkeys([width, *(round_up(width, multiple) for multiple in (4, 8, 16))])
     sizes = [(KEY_BLOCK, some) if kind == "scores" else (some, KEY_BLOCK) for some in widths]
-    shapes = [Product(kind, *size, dtype, threads) for size in sizes]
+    shapes = [ProductShape(kind, *size, dtype, threads) for size in sizes]
     return next((shape for shape in shapes if reference(shape) is not None), shapes[0])
 
 
@@ -323,19 +323,19 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if width > x.shape[-1] else x
 
 
-def _over_keys(left: Tensor, right: Tensor, shape: Product) -> Tensor:
+def _over_keys(left: Tensor, right: Tensor, shape: ProductShape) -> Tensor:
     if _whole_block(shape, left.shape[1], right.shape[2 if shape.kind == "scores" else 1]):
         return torch.bmm(left, right)
     return _Attend.apply(left, right, shape) if torch.is_grad_enabled() else _attend(left, right, shape)
 
 
 @lru_cache(4096)
-def _whole_block(shape: Product, rows: int, keys: int) -> bool:
+def _whole_block(shape: ProductShape, rows: int, keys: int) -> bool:
     of_keys, of_rows = key_blocks(shape, keys), row_blocks(shape, rows, keys)
     return [block.size for block in of_keys] == [keys] and [block.size for block in of_rows] == [rows]
 
 
-def _attend(left: Tensor, right: Tensor, shape: Product) -> Tensor:
+def _attend(left: Tensor, right: Tensor, shape: ProductShape) -> Tensor:
     if shape.kind == "scores":
         keys = key_blocks(shape, right.shape[2])
         return _cat([_scores(left, right, shape, block) for block in keys], 2, left.new_empty(*left.shape[:2], 0))
@@ -345,18 +345,18 @@ def _attend(left: Tensor, right: Tensor, shape: Product) -> Tensor:
     return total
 
 
-def _scores(q: Tensor, keys: Tensor, shape: Product, block: Block) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, shape: ProductShape, block: PaddedBlock) -> Tensor:
     part = _filled(keys.mT[:, block.start : block.stop], block.size).mT
     return _by_rows(q, part, shape, block.size)[:, :, : block.stop - block.start]
 
 
-def _values(weights: Tensor, v: Tensor, shape: Product, block: Block) -> Tensor:
+def _values(weights: Tensor, v: Tensor, shape: ProductShape, block: PaddedBlock) -> Tensor:
     some = slice(block.start, block.stop)
     seen = F.pad(weights[:, :, some], (0, block.size - (block.stop - block.start)))
     return _by_rows(seen, _filled(v[:, some], block.size), shape, block.size)
 
 
-def _by_rows(left: Tensor, right: Tensor, shape: Product, keys: int) -> Tensor:
+def _by_rows(left: Tensor, right: Tensor, shape: ProductShape, keys: int) -> Tensor:
     blocks = row_blocks(shape, left.shape[1], keys)
     found = [bmm(_filled(left[:, at:stop], size), right)[:, : stop - at] for at, stop, size in blocks]
     return _cat(found, 1, left.new_empty(len(left), 0, right.shape[2]))
@@ -364,7 +364,7 @@ def _by_rows(left: Tensor, right: Tensor, shape: Product, keys: int) -> Tensor:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, shape: Product) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, shape: ProductShape) -> Tensor:
         ctx.save_for_backward(left, right)
         return _attend(left, right, shape)
 

@@ -172,14 +172,11 @@ class TrainEngine:
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self.norms = LayerNorms(list(self.sharded.layouts)) if "layer_norms" in watch else None
-        self.peak_lr = optimizer.lr
-        self.total_steps, self.micro_tokens = total_steps, micro_tokens
+        self.peak_lr, self.total_steps, self.micro_tokens = optimizer.lr, total_steps, micro_tokens
         self.parity, self.on_nan, self.seed = parity, on_nan, seed
         self.troubles = list[str]()
         """Steps that were left out since someone took this list: what was not finite, and which rows."""
-        self._left_out = 0
-        self.steps = 0
-        self.updates = 0
+        self._left_out = self.steps = self.updates = 0
         self.before_update: Callable[[], None] = lambda: None
         self.after_update: Callable[[UpdateResult], None] = lambda _: None
         """Called before each optimizer step, and after it."""
