@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from work import UnequalWork
 
 from tests.scripts import SCRIPTS, script
 
@@ -18,7 +19,15 @@ def scripts(monkeypatch):
 
 def found(**changes):
     """What two ranks may report."""
-    one = {"same": True, "first": 1.0, "read": 50, "peak": 7, "calls": [1.0, 2.0, 3.0], "durable": [4.0, 5.0, 6.0]}
+    one = {
+        "same": True,
+        "first": 1.0,
+        "stored": 60,
+        "read": 50,
+        "peak": 7,
+        "calls": [1.0, 2.0, 3.0],
+        "durable": [4.0, 5.0, 6.0],
+    }
     one |= {"cpu": [1.0, 1.0, 1.0], "without": [10.0, 11.0, 12.0], "beside": [10.5, 11.5, 12.5], "warm": [1.0] * 3}
     return {**one, "cold": [2.0] * 3, **changes}
 
@@ -44,8 +53,9 @@ def test_the_stall_is_of_pairs_and_comes_with_an_interval():
 
 def rows(**times):
     """A row of each way, all of whose times are one number."""
+    work = {"stored_bytes": 100, "same": True}
     columns = script("checkpoint.py").GOALS
-    return {name.replace("_", " "): dict.fromkeys(columns, seconds) for name, seconds in times.items()}
+    return {name.replace("_", " "): dict.fromkeys(columns, seconds) | work for name, seconds in times.items()}
 
 
 def test_ratios_are_beside_the_best_of_those_that_are_meant():
@@ -57,6 +67,14 @@ def test_ratios_are_beside_the_best_of_those_that_are_meant():
 def test_ratios_of_ways_that_were_not_run_are_left_out():
     assert script("checkpoint.py").ratios(rows(tilth=1.0, DCP_save=8.0))["stall_s"] == {"DCP save": 0.125}
     assert script("checkpoint.py").ratios(rows(tilth=1.0))["durable_s"] == {}
+
+
+@pytest.mark.parametrize("wrong", [{"stored_bytes": 80}, {"same": False}])
+def test_ways_that_store_something_else_have_no_ratios(wrong):
+    made = rows(tilth=1.0, DCP_save=8.0)
+    made["DCP save"] |= wrong
+    with pytest.raises(UnequalWork):
+        script("checkpoint.py").ratios(made)
 
 
 def test_a_missed_goal_is_said():

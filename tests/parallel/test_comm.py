@@ -19,7 +19,7 @@ import tilth
 from tests.parallel.layouts import Case, train
 from tilth.analysis.read import read_events
 from tilth.core.layout import Mesh
-from tilth.parallel import comm
+from tilth.parallel import comm, fsdp
 from tilth.parallel.dims import ParallelDims
 from tilth.trace import recorder, span
 
@@ -61,8 +61,8 @@ class Operators(TorchDispatchMode):
 
 def traced(rank: int, case: Case, folder: str | None, blind: bool = False) -> dict:
     """Two steps, recorded if there is a folder; blind: FSDP is left as torch has it."""
-    watch = (lambda module, copies, given: None) if blind else comm.watch
-    with unittest.mock.patch("tilth.parallel.sharded.watch", watch), Operators() as operators:
+    watch = (lambda modules, copies, given: None) if blind else fsdp.watch
+    with unittest.mock.patch("tilth.parallel.fsdp.watch", watch), Operators() as operators:
         if folder is None:
             found = train(rank, case, 2)
         else:
