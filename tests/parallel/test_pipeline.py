@@ -187,6 +187,20 @@ def state(rank, case, name, ema):
     return shared, copied(sharded.assemble(list(sharded.layouts)))
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_layers_with_norms_are_those_that_one_process_learns(pool, lora):
+    """Beside adapters, the embedding, the final norm and the head are frozen."""
+    case, watch = Case(pp=2, double=True, lora=lora, layers=3, tied=False), ("layer_norms",)
+    one = norms_of(train(0, case.alone, watch=watch))
+    assert len(one) == (6 if lora else 12)
+    for got in pool.run(2, TRAIN, case=case, watch=watch):
+        assert norms_of(got) == pytest.approx(one, rel=1e-6)
+
+
+def norms_of(found):
+    return {name: float(m) for name, m in found["results"][0].metrics.items() if name.startswith("norm/")}
+
+
 def test_without_the_sum_over_both_ends_the_tied_embedding_would_learn_otherwise(pool):
     case = Case(pp=2, double=True)
     one = train(0, case.alone)["gradients"]["model.embed_tokens.weight"]

@@ -6,9 +6,10 @@ import torch
 from tests.training.test_engine import CONFIG, batch, model, nan_loss, weights
 from tilth.config.schema import OptimizerConfig
 from tilth.models.config import DecoderConfig
+from tilth.parallel.sharded import ShardedModel
 from tilth.runs.metrics import Metrics
 from tilth.training.engine import TrainEngine, negative_log_likelihood
-from tilth.training.optim import LayerNorms, layer_of
+from tilth.training.optim import layer_norms, layer_of
 
 TIED = CONFIG
 UNTIED = DecoderConfig(**{**CONFIG.__dict__, "tie_embeddings": False, "num_layers": 11, "qkv_bias": True})
@@ -88,9 +89,9 @@ def test_a_skipped_step_reports_none():
 
 
 def test_layers_without_a_gradient_are_left_out():
-    norms = LayerNorms(["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
-    assert norms.measure({}) == {}
-    assert norms.measure({"model.layers.0.mlp.up_proj.weight": torch.full((2, 2), 2.0)}) == {"0": 4.0}
+    sharded = ShardedModel.of(model(TIED))
+    assert layer_norms(*sharded.squares({})) == {}
+    assert layer_norms(*sharded.squares({"model.layers.0.mlp.up_proj.weight": torch.full((2, 2), 2.0)})) == {"0": 4.0}
 
 
 def test_they_are_declared():

@@ -507,22 +507,25 @@ class ShardedModel:
         assert len(grads) == len(names)  # since ``reduce_grads``
         return exact_sum(grads)
 
-    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the squared L2 norm of each whole tensor, from every rank's part: float64 [len(tensors)], of a
-        pipeline float64 [len(layouts)].
+    def squares(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
+        """Return the squared L2 norm of each whole tensor, from every rank's part, float64, and before it their names:
+        those of ``tensors``, of a pipeline all that are learned.
 
-        tensors: by parameter name, with the parameters' layouts, all of this stage. Replicas count once.
+        tensors: by parameter name, with the parameters' layouts, all of this stage that are learned. Replicas count
+        once.
         """
-        norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        names, norms = list(tensors), torch.zeros(0, dtype=torch.float64, device=self.device)
+        if tensors:
+            norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
         if self.grid.mesh.count(*MODEL) == 1:
-            return norms
-        counts = torch.tensor([self._counts(name) for name in tensors], dtype=torch.float64, device=norms.device)
+            return names, norms
+        counts = torch.tensor([self._counts(name) for name in names], dtype=torch.float64, device=norms.device)
         if self.pipeline is not None:
-            places = {name: i for i, name in enumerate(self.layouts)}
-            slots = torch.tensor([places[name] for name in tensors], device=norms.device)
+            places = {name: i for i, name in enumerate(self.learned)}
+            slots = torch.tensor([places[name] for name in names], dtype=torch.int64, device=norms.device)
             every = torch.zeros(len(places), dtype=torch.float64, device=norms.device)
-            return self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
-        return self.grid.sum(norms * counts, *MODEL)
+            return list(places), self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
+        return names, self.grid.sum(norms * counts, *MODEL)
 
     @property
     def _late(self) -> Set[str]:
@@ -531,7 +534,7 @@ class ShardedModel:
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the L2 norm of all whole tensors together, from every rank's part."""
-        return float(self.squares(tensors).sum().sqrt())
+        return float(self.squares(tensors)[1].sum().sqrt())
 
     def _counts(self, name: str) -> bool:
         """True if this rank, of those that hold the same elements in one replica, counts them."""

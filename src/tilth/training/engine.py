@@ -32,7 +32,7 @@ from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
 from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
 from tilth.training.noise import WEIGHT, NoiseScale
-from tilth.training.optim import Average, LayerNorms, Optimizers, lr_factor
+from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor
 from tilth.training.packed import (
     ROUTING,
     MicroBatch,
@@ -171,7 +171,7 @@ class TrainEngine:
         self.optimizers = Optimizers(learned, optimizer, model.table, parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
-        self.norms = LayerNorms(list(self.sharded.layouts)) if "layer_norms" in watch else None
+        self._watches_layers = "layer_norms" in watch
         self.peak_lr, self.total_steps, self.micro_tokens = optimizer.lr, total_steps, micro_tokens
         self.parity, self.on_nan, self.seed = parity, on_nan, seed
         self.troubles = list[str]()
@@ -506,13 +506,12 @@ class TrainEngine:
 
     def _layer_norms(self) -> dict[str, float]:
         """Return norms of the weights at which the gradient was taken, and of the gradient before clipping."""
-        if self.norms is None:
+        if not self._watches_layers:
             return {}
         weights = {name: p.detach() for name, p in self.optimizers.parameters.items()}
         grads = {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
-        squares = self.sharded.squares if self._measure is not None else None
-        measured = {"weight": self.norms.measure(weights, squares), "grad": self.norms.measure(grads, squares)}
-        return {f"norm/{kind}/{layer}": norm for kind, found in measured.items() for layer, norm in found.items()}
+        norms = {kind: layer_norms(*self.sharded.squares(of)) for kind, of in (("weight", weights), ("grad", grads))}
+        return {f"norm/{kind}/{layer}": norm for kind, found in norms.items() for layer, norm in found.items()}
 
     def _dropout(self, index: np.ndarray) -> DropoutContext:
         """index: positions of the tokens in the whole batch, which number the dropout masks."""
@@ -533,14 +532,10 @@ def _places(tokens: Jagged, starts: np.ndarray | None) -> np.ndarray:
 
 def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
     """Raise RecipeError for options that need whole gradients where a rank has parts of them."""
-    if grid.mesh.count("tokens", *MODEL) == 1:
-        return
-    sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over("tokens", *MODEL))
-    layout = f"with {sizes} no rank has one: use dp alone"
-    if "noise_scale" in watch:
-        raise RecipeError(
-            f"train.watch=noise_scale needs whole gradients of a micro-batch, and {layout}", key="train.watch"
-        )
+    if "noise_scale" in watch and grid.mesh.count("tokens", *MODEL) > 1:
+        sizes = " and ".join(f"{name}={grid.size(name)}" for name in grid.mesh.over("tokens", *MODEL))
+        message = f"train.watch=noise_scale needs whole gradients of a micro-batch, and with {sizes} no rank has one"
+        raise RecipeError(f"{message}: use dp alone", key="train.watch")
 
 
 def suspects(

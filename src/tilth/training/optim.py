@@ -312,30 +312,10 @@ def layer_of(parameter: str) -> str:
     return _NAMES.get(module, module)
 
 
-class LayerNorms:
-    """L2 norms by layer: one pass over the tensors, one wait for the device."""
-
-    def __init__(self, parameters: Sequence[str]) -> None:
-        layers = [layer_of(name) for name in parameters]
-        self.names = list(dict.fromkeys(layers))
-        self._slot = dict(zip(parameters, map(self.names.index, layers)))
-
-    def measure(
-        self, tensors: Mapping[str, Tensor], squares_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None
-    ) -> dict[str, float]:
-        """Return layer -> norm of all of its tensors together; a layer without any is left out.
-
-        squares_of: squared norms float64 of the whole tensors, where these are this rank's part of them; see
-        ``ShardedModel.squares``.
-        """
-        if not tensors:
-            return {}
-        if squares_of is None:
-            squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
-        else:
-            squares = squares_of(tensors)
-        names = list(tensors) if len(squares) == len(tensors) else list(self._slot)  # of all stages of a pipeline
-        slots = torch.tensor([self._slot[name] for name in names], device=squares.device)
-        found = torch.zeros(len(self.names), dtype=torch.float64, device=squares.device)
-        norms = found.index_add_(0, slots, squares).sqrt().tolist()
-        return {self.names[slot]: norms[slot] for slot in sorted({self._slot[name] for name in names})}
+def layer_norms(names: Sequence[str], squares: Tensor) -> dict[str, float]:
+    """Return layer -> L2 norm of all of its tensors together. squares: float64 [len(names)], of ``ShardedModel``."""
+    layers = [layer_of(name) for name in names]
+    slots = {layer: slot for slot, layer in enumerate(dict.fromkeys(layers))}
+    index = torch.tensor([slots[layer] for layer in layers], dtype=torch.int64, device=squares.device)
+    found = torch.zeros(len(slots), dtype=torch.float64, device=squares.device).index_add_(0, index, squares)
+    return dict(zip(slots, found.sqrt().tolist()))
