@@ -13,6 +13,7 @@ from tests.errors import raises
 from tilth.config import load
 from tilth.config.checks import profiled
 from tilth.config.errors import PluginError, RecipeError, TilthError
+from tilth.config.flows import FLOWS
 from tilth.config.keys import entries, keys
 from tilth.config.load import _work, check_allowed, digest, dump_toml, from_dict, load_recipe, parse_overrides
 from tilth.config.schema import Recipe
@@ -259,6 +260,15 @@ def test_a_recipe_cannot_be_changed():
 )
 def test_contradictions(overrides, part):
     assert part in problem(*overrides)
+
+
+@pytest.mark.parametrize("flow", [name for name, flow in FLOWS.items() if not flow.samples])
+def test_choices_of_experts_are_replayed_only_in_a_flow_that_samples(flow):
+    keys = {"flow": flow, "supervised": {"steps": 1}}
+    assert from_dict({**keys, "train": {"routing": "own"}}).flow == flow
+    with raises(RecipeError, "train.routing.unused"):
+        from_dict({**keys, "train": {"routing": "replay"}})
+    assert from_dict({"flow": "grpo", "train": {"routing": "replay"}}).train.routing == "replay"
 
 
 @pytest.mark.parametrize("value", ["nan", "[1.0, nan]", "{a = nan}"])

@@ -168,6 +168,9 @@ def _learning(recipe: Recipe) -> _Errors:
             "policy gradients run without dropout, as rollouts do; set it to 0, or supervised.steps"
         )
         yield RecipeError(message, key="model.dropout.unused")
+    if recipe.train.routing == "replay" and not recipe.flow_spec.samples:
+        message = f"train.routing = replay has no use in flow = {recipe.flow}, which samples nothing to replay"
+        yield RecipeError(f"{message}; set it to own", key="train.routing.unused")
     if supervised and w.until < 1 and d.holdout == 0 and not d.heldout:
         message = f"supervised.until = {w.until} needs held-out prompts; data.holdout is 0 and data.heldout empty"
         yield RecipeError(message, key="supervised.until")
