@@ -173,6 +173,14 @@ def test_a_parameter_that_no_stage_claims_is_refused():
         stages_of(config, 2, "1f1b").holders("model.memory.weight")
 
 
+@pytest.mark.parametrize(("count", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "interleaved")])
+def test_a_layer_beyond_all_parts_is_refused(count, schedule):
+    stages = stages_of(shape("qwen3", num_layers=4), count, schedule)
+    assert stages.holders("model.layers.3.mlp.up_proj.weight") == (count - 1,)
+    with raises(ScheduleError, "model.layers.4.mlp.up_proj.weight"):
+        stages.holders("model.layers.4.mlp.up_proj.weight")
+
+
 def test_more_parts_than_layers_name_the_stages_that_work():
     with raises(ScheduleError, "layout.pp") as error:
         stages_of(shape("llama", num_layers=4), 3, "interleaved")
