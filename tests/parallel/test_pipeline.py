@@ -25,9 +25,11 @@ from tests.parallel.layouts import (
 from tests.parallel.test_training import apart, check_double, check_floats, slow
 from tilth.config.errors import RecipeError
 from tilth.config.load import load_recipe
+from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError, NonFiniteError
 from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
+from tilth.models.converters import LowRank, converted
 from tilth.parallel import comm
 from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
@@ -263,6 +265,20 @@ def test_more_stages_than_layers_are_refused(pool):
 def refused(rank):
     with pytest.raises(ModelError) as error:
         spread(Case(pp=2, schedule="interleaved"), rank)  # four parts of two layers
+    return error.value.key
+
+
+def test_a_part_without_an_adapter_is_refused_on_all_ranks(pool):
+    """Of two layers the second one alone has experts."""
+    assert pool.run(2, HERE + "idle") == ["layout.pp.learned"] * 2
+
+
+def idle(rank):
+    lora = LoraConfig(rank=3, targets=("*.experts.up_proj",))
+    grid = ParallelDims.of(Mesh.of({"pp": 2}), rank)
+    with pytest.raises(ModelError) as error:
+        shard(lambda: converted(build(Case(experts=True)), [LowRank(lora)]), grid)
+    shard(lambda: converted(build(Case(experts=True)), ["frozen"]), grid)  # which learns nothing anywhere
     return error.value.key
 
 

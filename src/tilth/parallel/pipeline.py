@@ -7,7 +7,7 @@ pass before its result is needed (MegaScale, 2402.15627, section 2).
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilth.core.errors import ModelError
 from tilth.models.attention import AttentionContext
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
@@ -25,6 +26,17 @@ from tilth.plan.pipeline import Direction, Orders, Pass, Stages, needed
 Shared = TypeVar("Shared")
 AHEAD = 2
 """Hidden states for each stage that a pass without gradients may send before the first ones have arrived."""
+
+
+def check_learned(stages: Stages, learned: Collection[str]) -> None:
+    """Raise ModelError if adapters leave a part of a pipeline without a parameter to learn: it has no backward pass."""
+    idle = (part for part in range(len(stages.layers)) if not any(stages.holds(part, name) for name in learned))
+    if learned and (part := next(idle, None)) is not None:
+        layers = f"layers {stages.layers[part].start} to {stages.layers[part].stop - 1}"
+        message = f"layout.pp = {stages.count}: no adapter is in {layers}, a part of the pipeline without a gradient"
+        raise ModelError(
+            f"{message}; name matrices of every layer in lora.targets, or use pp = 1", key="layout.pp.learned"
+        )
 
 
 def keep_part(model: Decoder, stages: Stages, part: int) -> Decoder:

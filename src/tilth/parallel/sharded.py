@@ -30,7 +30,16 @@ from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.experts import apply_experts
 from tilth.parallel.gradients import GradientDigests
-from tilth.parallel.pipeline import Handover, Pipe, PipelinePlan, Shared, keep_part, share, share_object
+from tilth.parallel.pipeline import (
+    Handover,
+    Pipe,
+    PipelinePlan,
+    Shared,
+    check_learned,
+    keep_part,
+    share,
+    share_object,
+)
 from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
 from tilth.plan.lora import has_adapters, is_adapter
@@ -72,6 +81,7 @@ def shard(
 
     model = made()
     stages, value = _stages(model, grid, schedule), isinstance(model, ValueModel)
+    check_learned(stages, {name for name, p in model.named_parameters() if p.requires_grad})
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     own: dict[str, Any] = {"table": model.table, "sizes": sizes, "value": value}  # with what converters added
     table = layouts(model.config, grid.mesh, schedule=schedule, engine=engine, **own)
