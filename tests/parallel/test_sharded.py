@@ -164,7 +164,7 @@ def test_the_norm_counts_each_element_once(pool, case):
     whole = weights(case)
     expected = {name: float(t.float().double().square().sum()) for name, t in whole.items()}
     for squares, norm in pool.run(case.ranks, HERE + "norms", case=case):
-        assert squares == pytest.approx(list(expected.values()), rel=1e-5)
+        assert squares == pytest.approx(expected, rel=1e-5)
         assert norm == pytest.approx(sum(expected.values()) ** 0.5, rel=1e-6)
 
 
@@ -172,7 +172,8 @@ def norms(rank, case):
     sharded = spread(case, rank)
     sharded.load_(weights(case))
     ordered = {name: sharded.parameters[name].detach() for name in weights(case)}
-    return sharded.squares(ordered).tolist(), sharded.norm(ordered)
+    names, squares = sharded.squares(ordered)
+    return dict(zip(names, squares.tolist(), strict=True)), sharded.norm(ordered)
 
 
 @pytest.mark.parametrize("case", [Case(fsdp=2), Case(fsdp=2, value=True), Case(dp=2, fsdp=2)], ids=str)
