@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tilth.config.imports import uncollected
 from tilth.config.load import check_allowed, from_dict
 from tilth.config.plugins import absolute, forget
+from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
-from tilth.core.errors import RecipeError, RewardError
+from tilth.core.errors import ModelError, RecipeError, RewardError
 
 if TYPE_CHECKING:
     from tilth.data.given import Given
@@ -51,6 +52,7 @@ def run_recipe(
 
     callbacks = checked(callbacks, recipe.plugins)
     function = chosen_reward(recipe, prompts, reward)
+    _check_places(recipe, function)
     with tracking(recipe) as trackers, _pool(recipe, function) as pool:
         # mistakes in the data and the reward are found without torch, whose import takes seconds
         material, digest = _material(recipe, prompts, function), fingerprint(function) if function else ""
@@ -88,6 +90,22 @@ def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec 
     function = of_plugins(given or recipe.reward.function or task)
     silent = not recipe.flow_spec.samples or model
     return function or (None if silent else _no_reward(recipe, prompts))
+
+
+def _check_places(recipe: Recipe, function: Spec | None) -> None:
+    """Raise ModelError or RewardError for models and functions that do not exist, and import none of them."""
+    from tilth.models.hub import check_place
+    from tilth.rewards.functions import check_place as check_reward
+
+    paths = {spec.loads: spec.path(recipe) for spec in roles_of(recipe).values() if spec.loads}
+    for key, path in {"model.path": recipe.model.path, **paths}.items():
+        try:
+            if path:
+                check_place(path)
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}", key=key) from None
+    for spec in [function] if isinstance(function, str) else function if isinstance(function, Mapping) else ():
+        check_reward(spec)
 
 
 def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[RewardPool | None]":

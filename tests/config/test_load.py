@@ -529,3 +529,50 @@ def test_a_recipe_whose_name_is_begun():
     with raises(RecipeError, "recipe") as caught:
         load_recipe("addition")
     assert "addition-grpo" in str(caught.value)
+
+
+# ---- names are checked before torch is imported ----
+
+LATE = """import sys
+from tilth.api import run_recipe
+from tilth.config.load import load_recipe
+try:
+    run_recipe(load_recipe("sft", sys.argv[1:]), name="x")
+except Exception as error:
+    print(error.key, "torch" in sys.modules, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "keys, key, hint",
+    [
+        (["algorithm.advantage=grop"], "algorithm.advantage", "did you mean grpo?"),
+        (["algorithm.loss=gpso"], "algorithm.loss", "did you mean gspo?"),
+        (["algorithm.aggregation=token-men"], "algorithm.aggregation", "did you mean token-mean?"),
+        (["algorithm.correction=decoupled_seq_mi"], "algorithm.correction", "did you mean decoupled_seq_mis?"),
+        (["preference.loss=sigmiod"], "preference.loss", "did you mean sigmoid?"),
+        (["model.path=mymodell"], "model.path", "did you mean 'mymodel'?"),
+        (["reward.function=mine.py"], "mine.py", "mine.py:score"),
+        (["reward.function=mine.py:scor"], "mine.py:scor", "did you mean 'score'?"),
+        (["reward.function=mne.py:score"], "mne.py", "did you mean 'mine.py'?"),
+        (["reward.function=no_package.x:score"], "no_package.x", "no_package"),
+    ],
+)
+def test_a_mistyped_name_is_refused_without_torch(tmp_path, keys, key, hint):
+    (tmp_path / "mymodel").mkdir()
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, info):\n    return 1.0\n")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    line = [sys.executable, "-c", LATE, *keys, "data.source=d.jsonl"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{key} False ") and hint in done.stdout, done
+
+
+def test_names_read_from_the_sources_are_those_that_are_registered():
+    code = """
+from tilth.config.open_sets import ALGORITHMS, algorithm_names
+read = {kind: algorithm_names(kind) for kind in ("advantages", "losses", "aggregations", "preferences", "corrections")}
+from tilth.rl import algorithm
+for kind, names in read.items():
+    assert sorted(names) == sorted(ALGORITHMS[kind]) != [], kind
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

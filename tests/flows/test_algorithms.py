@@ -283,9 +283,9 @@ def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
         ("grpo", {"advantage": "vapo"}, "flow.critic"),
         ("ppo", {"advantage": "grpo"}, "algorithm.advantage.values"),
         ("grpo", {"advantage": "distill"}, "ref_logprobs"),
-        ("grpo", {"correction": "decoupled_token_iss"}, "corrections"),
-        ("grpo", {"loss": "gspoo"}, "losses"),
-        ("grpo", {"aggregation": "token-men"}, "aggregations"),
+        ("grpo", {"correction": "decoupled_token_iss"}, "algorithm.correction"),
+        ("grpo", {"loss": "gspoo"}, "algorithm.loss"),
+        ("grpo", {"aggregation": "token-men"}, "algorithm.aggregation"),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_starts(tmp_path, flow, algorithm, key):

@@ -294,7 +294,7 @@ def test_a_reward_model_in_a_pool_of_its_own(tmp_path, shared, made):
     "flow, sections, key",
     [
         ("dpo", {"preference": {"loss": "ipo", "smoothing": 0.1}}, "ipo.smoothing"),
-        ("dpo", {"preference": {"loss": "sigmoidd"}}, "preferences"),
+        ("dpo", {"preference": {"loss": "sigmoidd"}}, "preference.loss"),
         ("dpo", {"preference": {"loss": "bradley_terry"}}, "preference.loss"),
         ("dpo", {"preference": {"centring": 0.1}}, "sigmoid.centring"),
         ("reward_model", {"preference": {"loss": "sigmoid"}}, "preference.loss"),

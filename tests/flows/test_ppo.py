@@ -274,7 +274,7 @@ def test_the_right_ones_pass(tmp_path):
     check_algorithm(recipe(tmp_path))
     check_algorithm(tiny.recipe(tmp_path))
     check_algorithm(tiny.recipe(tmp_path, flow="sft", algorithm={"advantage": "gae"}))
-    with raises(RecipeError, "advantages"):
+    with raises(RecipeError, "algorithm.advantage"):
         check_algorithm(recipe(tmp_path, algorithm={"advantage": "gea"}))
 
 

@@ -157,10 +157,9 @@ def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, f
     default = source if source in task_names() else ""
     found: str | dict[str, float] = settings.get("reward", {}).get("function") or default
     if not found:
-        raise RewardError(
-            f"these prompts have no reward; name one: --reward FILE.py:function, or {', '.join(verifier_specs())}",
-            key="--reward",
-        )
+        known = ", ".join(verifier_specs())
+        message = f"{options.data or options.model} has no reward of its own; name one: --reward FILE.py:function"
+        raise RewardError(f"{message}, or {known}", key="--reward")
     return of_plugins(found)
 
 

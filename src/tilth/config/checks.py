@@ -12,6 +12,7 @@ from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
 from tilth.config.errors import RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
+from tilth.config.open_sets import algorithm_names
 from tilth.config.plugins import SERVED, declared, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe, RewardConfig
@@ -35,6 +36,7 @@ def check(recipe: Recipe) -> None:
         _learning,
         _adapters,
         _other_models,
+        _names,
         _algorithm,
         _places,
         _tasks,
@@ -176,6 +178,20 @@ def _learning(recipe: Recipe) -> _Errors:
         yield RecipeError(message, key="supervised.until")
     if d.holdout == 1 and not d.heldout:
         yield RecipeError("data.holdout = 1 leaves no prompt to train on", key="data.holdout")
+
+
+def _names(recipe: Recipe) -> _Errors:
+    """Check names of algorithms before ``tilth.rl``, which builds them, and with it torch are imported."""
+    a = recipe.algorithm
+    for key, name, known in (
+        ("algorithm.advantage", a.advantage, [*algorithm_names("advantages"), *declared("advantage")]),
+        ("algorithm.loss", a.loss, [*algorithm_names("losses"), *declared("policy_loss")]),
+        ("algorithm.aggregation", a.aggregation, ["", *algorithm_names("aggregations")]),
+        ("algorithm.correction", a.correction, ["", *algorithm_names("corrections")]),
+        ("preference.loss", recipe.preference.loss, algorithm_names("preferences")),
+    ):
+        if name not in known:
+            yield RecipeError(f"{key} = {name!r} is not known; {nearest(name, filter(None, known))}", key=key)
 
 
 def _algorithm(recipe: Recipe) -> _Errors:

@@ -1,7 +1,10 @@
 """Open sets: keys whose values are names that plugins can add."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the command line names these sets before anything is checked
@@ -13,6 +16,21 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "m
 block matrices; the other parameters have AdamW's."""
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
+ALGORITHMS: dict[str, dict[str, Any]] = {}
+"""Kind (losses, corrections ...) -> name -> class, which ``tilth.rl.registry.register`` fills."""
+
+
+def algorithm_names(kind: str) -> list[str]:
+    """Return the names of one kind: those that come with Tilth, then those registered in this process."""
+    return list(dict.fromkeys([*(name for of, name in _shipped_algorithms() if of == kind), *ALGORITHMS.get(kind, ())]))
+
+
+@cache
+def _shipped_algorithms() -> list[tuple[str, str]]:
+    """Return kind and name of every ``register`` in the sources of ``tilth.rl``: their import is that of torch."""
+    sources = sorted((Path(__file__).parents[1] / "rl").glob("*.py"))
+    text = "".join(source.read_text(encoding="utf-8") for source in sources)
+    return re.findall(r'^(?:@| *)register\("(\w+)", "([\w-]+)"\)', text, re.MULTILINE)
 
 
 @dataclass(frozen=True)

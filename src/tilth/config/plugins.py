@@ -443,16 +443,22 @@ def absolute(plugins: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in plugins)
 
 
-def import_file(path: Path) -> ModuleType:
-    """Import a file by its path, once, and append its folder to the import path.
-
-    Raises PluginError if there is no such file (with the nearest name) or if importing it fails (with the line).
-    """
+def existing(path: Path) -> Path:
+    """Return the absolute path of a file. PluginError, with the nearest name, if there is none."""
     path = path.expanduser().resolve()
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, 1, 0.5)
         raise PluginError(f"no file {path}{f'; did you mean {near[0]!r}?' if near else ''}", key=path.name)
+    return path
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file by its path, once, and append its folder to the import path.
+
+    Raises PluginError if there is no such file (with the nearest name) or if importing it fails (with the line).
+    """
+    path = existing(path)
     name, source = module_name(path), path.read_bytes()
     if name in sys.modules:
         if _SOURCES.get(name) != source:  # workers would import the new text

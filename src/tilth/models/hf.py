@@ -18,6 +18,7 @@ from tilth.core.names import name_problem
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import is_known
+from tilth.models.hub import missing
 from tilth.plan.shape import Fused, hf_experts, hf_fused, hf_names, parameter_shapes
 
 WEIGHTS = "model.safetensors"
@@ -205,7 +206,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return ``config.json`` of a directory. Raises ModelError if there is none or it is not JSON."""
     folder = Path(directory)
     if not folder.is_dir():
-        raise ModelError(f"no model directory {str(folder)!r}", key=folder.name)
+        raise missing(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{str(folder)!r} is not a model directory: it has no config.json", key="config.json")
     return _read_json(folder / "config.json")

@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub, downloaded by id, ORG/NAME, into the hub's cache."""
 
+import difflib
 import re
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,21 @@ def is_hub_id(spec: str) -> bool:
     of runs, so that a mistyped run is not requested over the network."""
     first = spec.partition("/")[0]
     return bool(_ID.fullmatch(spec)) and first != RunConfig().dir and not Path(first).exists()
+
+
+def check_place(spec: str) -> None:
+    """Raise ModelError, with the nearest name, for a model whose place is no folder, no URL and no id of the hub."""
+    place = Path(spec) if Path(spec).exists() else Path(spec.rpartition("@")[0] or spec)
+    if "://" not in spec and not is_hub_id(spec) and not place.is_dir():
+        raise missing(place)
+
+
+def missing(place: Path) -> ModelError:
+    """Return the error for a folder that is not there, with the nearest name."""
+    beside = [found.name for found in place.parent.iterdir() if found.is_dir()] if place.parent.is_dir() else []
+    near = difflib.get_close_matches(place.name, beside, 1)
+    hint = f"; did you mean {str(place.with_name(near[0]))!r}?" if near else ""
+    return ModelError(f"no model directory {str(place)!r}{hint}", key=place.name)
 
 
 @cache

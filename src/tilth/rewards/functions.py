@@ -7,9 +7,11 @@ A reward is a plain callable ``(prompt: str, completion: str, info: dict) -> flo
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import math
 import numbers
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from tilth.config.code import describe, is_missing
-from tilth.config.plugins import Declaration, declared, import_file
+from tilth.config.plugins import Declaration, declared, existing, import_file
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs
@@ -148,19 +150,46 @@ def load_reward(spec: str | Mapping[str, float] | Reward) -> Reward:
     verifier = builtin(spec)
     if verifier is not None:
         return verifier
-    where, _, name = spec.rpartition(":")
-    if not where or not name or where in verifier_names():
-        raise RewardError(f"reward {spec!r}: {_alternatives(spec)}", key=_key(spec))
+    where, name = _split(spec)
     module = _load_file(Path(where), spec) if where.endswith(".py") else _load_module(where, spec)
     if (by_name := _declared().get(name)) and by_name.value.__module__ == module.__name__:
         return _checked(_value(by_name), spec)
     found: Any = module
     for attribute in name.split("."):
         if not hasattr(found, attribute):
-            message = f"reward {spec!r}: {where} has no {name!r}{_functions_hint(name, module)}"
-            raise RewardError(message, key=_key(spec))
+            functions = [k for k, v in vars(module).items() if not k.startswith("_") and inspect.isfunction(v)]
+            raise _no_function(spec, where, name, functions)
         found = getattr(found, attribute)
     return _checked(found, spec)
+
+
+def check_place(spec: str) -> None:
+    """Raise RewardError for a specification whose file, package or function is not there; import no code of it."""
+    if builtin(spec) is not None:
+        return
+    where, name = _split(spec)
+    if not where.endswith(".py"):
+        _check_package(where, spec)
+        return
+    text = _existing(Path(where), spec).read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{re.escape(name.partition('.')[0])}\b", text) and not _MADE_NAMES.search(text):
+        raise _no_function(spec, where, name, _functions(text))
+
+
+_MADE_NAMES = re.compile(r"import \*|__getattr__|globals\(|setattr\(|exec\(")
+"""Code that may define names which are not written out."""
+
+
+def _functions(text: str) -> list[str]:
+    return re.findall(r"^(?:async +)?def +([^\W_]\w*)", text, re.MULTILINE)
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """Return file or module, and the function in it. RewardError if one is not named."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name or where in verifier_names():
+        raise RewardError(f"reward {spec!r}: {_alternatives(spec)}", key=_key(spec))
+    return where, name
 
 
 def _declared() -> dict[str, Declaration]:
@@ -202,6 +231,9 @@ def _key(spec: str) -> str:
 
 
 def _alternatives(spec: str) -> str:
+    if spec.endswith(".py"):
+        found = _functions(_existing(Path(spec), spec).read_text(encoding="utf-8", errors="replace"))
+        return f"name its function too, as in {spec}:{found[0] if found else 'FUNCTION'}"
     known = [*verifier_specs(), *_declared()]
     return f"give FILE.py:function or module:function, or one of {', '.join(known)}{_verifier_hint(spec)}"
 
@@ -228,6 +260,8 @@ def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[Pr
         for wrong in filter(None, (check(info) for check in checks)):
             answer = info.get("answer")
             shown = "" if answer is None else f"; its answer begins {str(answer)[:60]!r}"
+            if answer is None and (columns := [name for name in info if name != "prompt"]):
+                shown = f"; data.columns.answer={columns[0]} takes it from a column, of {', '.join(columns[:9])}"
             where = getattr(prompt, "where", "") or f"record {prompt.index + 1} of the data"
             raise DataError(f"{where} (prompt {prompt.text[:60]!r}): {wrong}{shown}", key="answer")
 
@@ -293,15 +327,32 @@ def _unusable(value: float) -> str:
     return f"{value:.3g}, more than a reward may be ({LARGEST:g})" if abs(value) > LARGEST else ""
 
 
-def _load_module(name: str, spec: str) -> ModuleType:
-    if not {"", str(Path.cwd())} & set(sys.path):  # a console script does not see its working directory
+def _see_here() -> None:
+    """Add the working directory to the import path, where a console script does not see it."""
+    if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))
+
+
+def _check_package(name: str, spec: str) -> None:
+    """Raise RewardError if the outermost package of a module is not there."""
+    _see_here()
+    root = name.partition(".")[0]
+    if root not in sys.modules and importlib.util.find_spec(root) is None:
+        raise _no_module(root, spec)
+
+
+def _no_module(name: str | None, spec: str) -> RewardError:
+    message = f"reward {spec!r}: no module {name!r} on the import path{_verifier_hint(spec)}"
+    return RewardError(message, key=spec.rpartition(":")[0])
+
+
+def _load_module(name: str, spec: str) -> ModuleType:
+    _see_here()
     try:
         return importlib.import_module(name)
     except Exception as error:
         if is_missing(name, error):
-            message = f"reward {spec!r}: no module {error.name!r} on the import path{_verifier_hint(spec)}"  # type: ignore[attr-defined]
-            raise RewardError(message, key=name) from None
+            raise _no_module(getattr(error, "name", None), spec) from None
         message = f"reward {spec!r}: importing {name} failed: {describe(error)}"
         raise RewardError(message, key=f"{name}.import") from error
 
@@ -315,6 +366,13 @@ def is_importable(module: str) -> bool:
 def _load_file(path: Path, spec: str) -> ModuleType:
     try:
         return import_file(path)
+    except PluginError as error:
+        raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
+
+
+def _existing(path: Path, spec: str) -> Path:
+    try:
+        return existing(path)
     except PluginError as error:
         raise RewardError(f"reward {spec!r}: {error}", key=error.key) from error
 
@@ -333,6 +391,7 @@ def _checked(function: Any, spec: str) -> Reward:
     return function
 
 
-def _functions_hint(name: str, module: ModuleType) -> str:
-    known = sorted(k for k, v in vars(module).items() if not k.startswith("_") and inspect.isfunction(v))
-    return _hint(name, known) or (f"; there are {', '.join(known[:20])}" if known else "; it has no function")
+def _no_function(spec: str, where: str, name: str, functions: Iterable[str]) -> RewardError:
+    known = sorted(functions)
+    hint = _hint(name, known) or (f"; there are {', '.join(known[:20])}" if known else "; it has no function")
+    return RewardError(f"reward {spec!r}: {where} has no {name!r}{hint}", key=_key(spec))

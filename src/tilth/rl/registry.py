@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tilth.config import plugins
+from tilth.config.open_sets import ALGORITHMS
 from tilth.core.errors import ArgumentError, PluginError, RecipeError
 
 Kind = Literal["advantages", "losses", "aggregations", "kl", "preferences", "corrections"]
@@ -42,7 +43,7 @@ class Entry(BaseModel):
 
 
 E = TypeVar("E", bound=Entry)
-_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {kind: {} for kind in get_args(Kind)}
+_ENTRIES: dict[Kind, dict[str, type[Entry]]] = {kind: ALGORITHMS.setdefault(kind, {}) for kind in get_args(Kind)}
 
 
 def register(kind: Kind, name: str) -> Callable[[type[E]], type[E]]:

@@ -264,54 +264,80 @@ _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
 _ICEPOP = {"level": "token", "min_weight": 0.5, "max_weight": 5.0, "beyond": "zero"}
 _GEO, _K3 = {"reject": {"seq_mean_k1": (0.999, 1.001)}}, {"reject": {"seq_mean_k3": 0.01}}
 _CLIP, _PG = {"bypass": True, "made_for": "ppo_clip"}, {"bypass": True, "made_for": "reinforce"}
-_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
-    "custom": ({}, "Nothing but what its options say."),
-    "decoupled_token_is": (_TOKEN, "Truncated weights of tokens (TIS)."),
-    "decoupled_seq_is": (_SEQUENCE, "Truncated weights of sequences."),
-    "decoupled_token_icepop": (_ICEPOP, "Weights of tokens, 0 outside of an interval (IcePop)."),
-    "decoupled_seq_is_rs": (
-        _SEQUENCE | {"reject": {"seq_sum_k1": (0.5, 2.0)}},
-        "Truncated weights of sequences; those whose product is outside of an interval are left out.",
-    ),
-    "decoupled_geo_rs": (_GEO, "Sequences whose geometric mean of mu / old is outside of an interval are left out."),
-    "decoupled_geo_rs_seq_tis": (_GEO | _SEQUENCE, "decoupled_geo_rs with truncated weights of sequences."),
-    "decoupled_geo_rs_token_tis": (_GEO | _TOKEN, "decoupled_geo_rs with truncated weights of tokens."),
-    "decoupled_k3_rs": (_K3, "Sequences whose mean k3 is above a bound are left out."),
-    "decoupled_k3_rs_seq_tis": (_K3 | _SEQUENCE, "decoupled_k3_rs with truncated weights of sequences."),
-    "decoupled_k3_rs_token_tis": (_K3 | _TOKEN, "decoupled_k3_rs with truncated weights of tokens."),
-    "decoupled_seq_mis": (
-        _SEQUENCE | {"beyond": "reject"},
-        "Weights of sequences; those above the bound are left out (masked importance sampling, MIS). Not in verl.",
-    ),
-    "decoupled_negative": (
-        {"reject_negative": 0.5},
-        "Sequences of negative advantage that mu finds far likelier than old are left out (after DeepSeek-V3.2, whose "
-        "mask compares mu with the policy that moves; the same at the first step on a batch). Not in verl.",
-    ),
-    "bypass_ppo_clip": (_CLIP, "Two policies: the clipped ratio is taken to mu."),
-    "bypass_ppo_clip_geo_rs": (_CLIP | _GEO, "bypass_ppo_clip without the sequences that decoupled_geo_rs leaves out."),
-    "bypass_ppo_clip_k3_rs": (_CLIP | _K3, "bypass_ppo_clip without the sequences that decoupled_k3_rs leaves out."),
-    "bypass_pg_is": (_PG | _SEQUENCE, "REINFORCE with truncated weights of sequences."),
-    "bypass_pg_token_icepop": (_PG | _ICEPOP, "REINFORCE with weights of tokens, 0 outside of an interval."),
-    "bypass_pg_geo_rs": (_PG | _GEO, "REINFORCE without the sequences that decoupled_geo_rs leaves out."),
-    "bypass_pg_geo_rs_seq_tis": (_PG | _GEO | _SEQUENCE, "bypass_pg_geo_rs with truncated weights of sequences."),
-    "bypass_pg_geo_rs_token_tis": (_PG | _GEO | _TOKEN, "bypass_pg_geo_rs with truncated weights of tokens."),
-}
-"""Name -> defaults and description. All but three are verl's, with its names and thresholds."""
 
 
-def _preset(name: str, defaults: dict[str, Any], description: str) -> type[Corrector]:
+def _preset(defaults: dict[str, Any], description: str) -> type[Corrector]:
     """Return a subclass of ``Corrector`` with these defaults; types of fields stay."""
     fields: dict[str, Any] = {}
     for field, value in defaults.items():
         info = copy(Corrector.model_fields[field])
         info.default = value
         fields[field] = info.annotation, info
-    return create_model(name, __base__=Corrector, __module__=__name__, __doc__=description, **fields)
+    return create_model("Preset", __base__=Corrector, __module__=__name__, __doc__=description, **fields)
 
 
-for _name, _what in _PRESETS.items():
-    register("corrections", _name)(_preset(_name, *_what))
+# All but three are verl's, with its names and thresholds.
+register("corrections", "custom")(_preset({}, "Nothing but what its options say."))
+register("corrections", "decoupled_token_is")(_preset(_TOKEN, "Truncated weights of tokens (TIS)."))
+register("corrections", "decoupled_seq_is")(_preset(_SEQUENCE, "Truncated weights of sequences."))
+register("corrections", "decoupled_token_icepop")(
+    _preset(_ICEPOP, "Weights of tokens, 0 outside of an interval (IcePop).")
+)
+register("corrections", "decoupled_seq_is_rs")(
+    _preset(
+        _SEQUENCE | {"reject": {"seq_sum_k1": (0.5, 2.0)}},
+        "Truncated weights of sequences; those whose product is outside of an interval are left out.",
+    )
+)
+register("corrections", "decoupled_geo_rs")(
+    _preset(_GEO, "Sequences whose geometric mean of mu / old is outside of an interval are left out.")
+)
+register("corrections", "decoupled_geo_rs_seq_tis")(
+    _preset(_GEO | _SEQUENCE, "decoupled_geo_rs with truncated weights of sequences.")
+)
+register("corrections", "decoupled_geo_rs_token_tis")(
+    _preset(_GEO | _TOKEN, "decoupled_geo_rs with truncated weights of tokens.")
+)
+register("corrections", "decoupled_k3_rs")(_preset(_K3, "Sequences whose mean k3 is above a bound are left out."))
+register("corrections", "decoupled_k3_rs_seq_tis")(
+    _preset(_K3 | _SEQUENCE, "decoupled_k3_rs with truncated weights of sequences.")
+)
+register("corrections", "decoupled_k3_rs_token_tis")(
+    _preset(_K3 | _TOKEN, "decoupled_k3_rs with truncated weights of tokens.")
+)
+register("corrections", "decoupled_seq_mis")(
+    _preset(
+        _SEQUENCE | {"beyond": "reject"},
+        "Weights of sequences; those above the bound are left out (masked importance sampling, MIS). Not in verl.",
+    )
+)
+register("corrections", "decoupled_negative")(
+    _preset(
+        {"reject_negative": 0.5},
+        "Sequences of negative advantage that mu finds far likelier than old are left out (after DeepSeek-V3.2, whose "
+        "mask compares mu with the policy that moves; the same at the first step on a batch). Not in verl.",
+    )
+)
+register("corrections", "bypass_ppo_clip")(_preset(_CLIP, "Two policies: the clipped ratio is taken to mu."))
+register("corrections", "bypass_ppo_clip_geo_rs")(
+    _preset(_CLIP | _GEO, "bypass_ppo_clip without the sequences that decoupled_geo_rs leaves out.")
+)
+register("corrections", "bypass_ppo_clip_k3_rs")(
+    _preset(_CLIP | _K3, "bypass_ppo_clip without the sequences that decoupled_k3_rs leaves out.")
+)
+register("corrections", "bypass_pg_is")(_preset(_PG | _SEQUENCE, "REINFORCE with truncated weights of sequences."))
+register("corrections", "bypass_pg_token_icepop")(
+    _preset(_PG | _ICEPOP, "REINFORCE with weights of tokens, 0 outside of an interval.")
+)
+register("corrections", "bypass_pg_geo_rs")(
+    _preset(_PG | _GEO, "REINFORCE without the sequences that decoupled_geo_rs leaves out.")
+)
+register("corrections", "bypass_pg_geo_rs_seq_tis")(
+    _preset(_PG | _GEO | _SEQUENCE, "bypass_pg_geo_rs with truncated weights of sequences.")
+)
+register("corrections", "bypass_pg_geo_rs_token_tis")(
+    _preset(_PG | _GEO | _TOKEN, "bypass_pg_geo_rs with truncated weights of tokens.")
+)
 
 
 def bypasses(name: str, **options: Any) -> bool:
