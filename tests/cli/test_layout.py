@@ -199,6 +199,11 @@ def test_the_search_on_this_machine_measures_its_rates():
     assert found["device_type"] == "here" and "measured" in found["source"] and found["best"]["seconds"] > 0
 
 
+@pytest.mark.parametrize("option", [("--devices", "4"), ("--device-type", "h100")])
+def test_an_option_of_the_search_alone_is_refused(option):
+    assert " ".join(option) in refused("addition-grpo", *SMALL, *option)
+
+
 def test_what_the_search_cannot_do_is_named():
     assert "no device type 'h1000'" in refused("addition-grpo", *SMALL, "--search", "--device-type", "h1000")
     big = ["model.hidden=8192", "model.layers=80", "model.heads=64"]

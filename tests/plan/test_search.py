@@ -53,6 +53,13 @@ def test_its_memory_is_that_of_the_plan():
     assert max(pool.memory for pool in found.best.pools) + given.problem.base == planned
 
 
+def test_more_devices_than_one_machine_has_take_ray():
+    given = asked(2)
+    assert find_mapping(given).recipe.cluster.backend == "local"
+    small = replace(given, device=replace(given.device, per_node=1), whole=True)
+    assert find_mapping(small).recipe.cluster.backend == "ray"
+
+
 def test_more_devices_are_not_slower_and_memory_is_kept():
     totals = [find_mapping(asked(n)).best.total for n in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True)
