@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import tilth
 from tilth.runs.environment import DISTRIBUTION, environment, namesake
@@ -134,3 +135,11 @@ def test_make_mends_an_environment_in_which_the_package_has_its_former_name(tmp_
     assert {d.name for d in distributions(path=there)} >= {DISTRIBUTION}
     ran = subprocess.run([clone / ".venv/bin/tilth"], env=PLAIN, capture_output=True, text=True)
     assert ran.stdout == f"{tilth.__version__}\n", ran.stderr
+
+
+def test_the_extras_that_are_asked_for_exist_in_what_is_installed():
+    asked = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
+    there = {found.name.lower(): found.metadata.get_all("Provides-Extra") or () for found in distributions()}
+    assert any(one.extras for one in asked)
+    for one in asked:
+        assert one.name.lower() not in there or one.extras <= set(there[one.name.lower()]), one

@@ -169,3 +169,23 @@ def test_ctrl_c():
 
 def test_a_bug_is_not_hidden():
     assert isinstance(failing(ZeroDivisionError()).exception, ZeroDivisionError)
+
+
+def test_help_is_a_command_too():
+    result = call("help")
+    assert result.exit_code == 0 and result.stdout == call("--help").stdout
+
+
+def test_a_missing_name_is_answered_with_those_that_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "addition-grpo" in call("run").stderr
+    assert "has none" in call("show").stderr
+    (tmp_path / "runs" / "mine-001").mkdir(parents=True)
+    (tmp_path / "runs" / "mine-001" / "run.json").write_text("{}")
+    result = call("show")
+    assert result.exit_code == 2 and "runs/mine-001" in result.stderr
+
+
+def test_a_key_whose_values_plugins_add_says_how():
+    assert "@tilth.tracker" in call("run", "addition-grpo", 'run.track=["mlflow"]').stderr
+    assert "@tilth" not in call("run", "addition-grpo", "optimizer.name=adma").stderr

@@ -16,7 +16,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError, RewardError
 from tilth.rewards import functions
-from tilth.rewards.functions import LARGEST, Score, Weighted, check_answers, load_reward, normalise
+from tilth.rewards.functions import LARGEST, Score, Weighted, check_answers, check_place, load_reward, normalise
 from tilth.rewards.verifiers import verifier_specs
 
 
@@ -435,3 +435,19 @@ def test_a_weighted_sum_that_is_too_large_is_missing(weight):
     value, parts, reason = load_reward({"regex:b": weight})("a", "b", {})
     assert (value, parts) == ((2.0, {"regex": 1.0}) if weight == 2.0 else (None, {}))
     assert bool(reason) == (value is None) and (not reason or "weighted sum" in reason)
+
+
+def test_a_missing_answer_names_the_column_to_take_it_from():
+    with raises(DataError, "answer") as caught:
+        check_answers("exact", [Record(0, "1+1=", target="2")])
+    assert "data.columns.answer=target" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["from other import *", "def __getattr__(name): ...", "globals()['sc' + 'ore'] = len"])
+def test_a_function_that_code_may_make_is_left_to_its_import(tmp_path, text):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    check_place(f"{file}:score")
+    file.write_text("def other(prompt, completion, info): ...")
+    with raises(RewardError, "mine.py:score"):
+        check_place(f"{file}:score")

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -41,6 +42,9 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a command of Tilth or of the plugins that ``--plugins`` names. PluginError: both have the name."""
+        if name == "help" and ctx.parent is None:
+            typer.echo(ctx.get_help())
+            raise typer.Exit
         own, shipped = _declared(ctx).get(name), super().get_command(ctx, name)
         if own is None or shipped is None:
             return shipped if own is None else _command(own)
@@ -100,11 +104,22 @@ def _usage_hint(error: Any) -> str:
     option = str(getattr(error, "option_name", ""))
     if "." in option:
         return f"; keys of a recipe have no dashes: {option.lstrip('-')}=VALUE"
-    if "RECIPE" in error.format_message() and "Missing" in error.format_message():
+    missing = str(getattr(getattr(error, "param", None), "metavar", ""))
+    if missing == "RECIPE":
         from tilth.config.load import names
 
         return f"; recipes are {', '.join(names())}, or a TOML file"
+    if missing == "RUN":
+        return f"; runs are {', '.join(runs[-9:]) if (runs := _runs()) else 'in runs, which has none'}"
     return ""
+
+
+def _runs() -> list[str]:
+    """Return the runs of the default folder, oldest first."""
+    from tilth.config.schema import RunConfig
+
+    found = Path(RunConfig().dir).glob("*/run.json")
+    return [str(file.parent) for file in sorted(found, key=lambda file: file.stat().st_mtime)]
 
 
 def _end(line: str, code: int) -> NoReturn:

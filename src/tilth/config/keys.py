@@ -116,6 +116,13 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return """a list of texts, written '["a", "b"]'""" if items[0] is str else f"a list of {len(items)} numbers"
 
 
+def declared_as(key: Key) -> str:
+    """Return the kind of declaration by which a plugin adds a value of a key, or of an item of its list; "": none."""
+    items: tuple[Any, ...] = get_args(key.field.annotation)
+    marks = [*key.field.metadata, *(mark for item in items for mark in getattr(item, "__metadata__", ()))]
+    return next((mark.kind for mark in marks if isinstance(mark, OneOf)), "")
+
+
 def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
     """Return the names of a choice; [] for an annotation that is no choice."""
     if get_origin(annotation) is Literal:

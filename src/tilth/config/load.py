@@ -22,7 +22,7 @@ from tilth.config.checks import check
 from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import PluginError, RecipeError, nearest
 from tilth.config.flows import FLOWS
-from tilth.config.keys import Key, all_names, find, keys, sections, table_entry
+from tilth.config.keys import Key, all_names, declared_as, find, keys, sections, table_entry
 from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import ModelConfig, Recipe, RolloutConfig, Section
 
@@ -395,6 +395,8 @@ def _explain_value(key: Key, problem: Any) -> str:
     value = problem["input"]
     guess = difflib.get_close_matches(str(value), key.values.removeprefix("one of ").split(", "), 1)
     hint = f"; did you mean {guess[0]!r}?" if problem["type"] == "literal_error" and guess else ""
+    if not hint and (kind := declared_as(key)):
+        hint = f"; a plugin declares another with @tilth.{kind}"
     return f"{key.name} = {list(value) if isinstance(value, tuple) else value!r} is not {key.values}{hint}"
 
 

@@ -38,6 +38,8 @@ class OneOf:
     """Annotation of a text key: its value is one of the names that exist when a recipe is read."""
 
     names: Callable[[], Iterable[str]]
+    kind: str = ""
+    """The decorator of ``tilth`` with which a plugin adds a name; "": none does."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: "GetCoreSchemaHandler") -> "CoreSchema":
         from pydantic_core import core_schema

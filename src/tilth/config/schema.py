@@ -47,7 +47,7 @@ class ModelConfig(Section):
         "merged into the weights",
     )
     optimizer: bool = Field(False, description="with a run in model.path: load its optimizer state too")
-    family: Annotated[str, OneOf(family_names)] = Field("qwen3", description="architecture of a new model")
+    family: Annotated[str, OneOf(family_names, "family")] = Field("qwen3", description="architecture of a new model")
     hidden: Positive = Field(128, description="width of the residual stream")
     layers: Positive = Field(4, description="number of decoder layers")
     heads: Positive = Field(4, description="query heads")
@@ -149,7 +149,7 @@ class RolloutConfig(RoleSection):
         8192, description="token budget of one engine step, decode first, then prefill chunks"
     )
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
-    engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")])] = Field(
+    engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"
     )
     adapters: Literal["merged", "adapter"] = Field(
@@ -325,8 +325,8 @@ class BroughtRole(RoleSection):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Annotated[str, OneOf(lambda: OPTIMIZERS), Fixed("its optimizer's state is of this kind")] = Field(
-        "adamw", description="muon: block matrices by Muon, the rest by AdamW"
+    name: Annotated[str, OneOf(lambda: OPTIMIZERS, "optimizer"), Fixed("its optimizer's state is of this kind")] = (
+        Field("adamw", description="muon: block matrices by Muon, the rest by AdamW")
     )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="muon: learning rate of block matrices divided by lr")
@@ -418,7 +418,7 @@ class RunConfig(Section):
     collect_every: Count = Field(
         0, description="steps between two garbage collections of Python on all ranks at once; 0: left to Python"
     )
-    track: tuple[Annotated[str, OneOf(lambda: (*TRACKERS, *declared("tracker")))], ...] = Field(
+    track: tuple[Annotated[str, OneOf(lambda: (*TRACKERS, *declared("tracker")), "tracker")], ...] = Field(
         (), description="trackers that log every metric too (wandb: offline unless WANDB_MODE is set)"
     )
     prometheus: int = Field(
@@ -435,7 +435,7 @@ class ClusterConfig(Section):
 
     backend: Annotated[
         str,
-        OneOf(lambda: [*BACKENDS, *declared("backend")]),
+        OneOf(lambda: [*BACKENDS, *declared("backend")], "backend"),
         Fixed("its state is in the memory of these workers"),
     ] = Field(
         "inline",
@@ -495,12 +495,12 @@ def _chosen(value: Any) -> Any:
 class Recipe(Section):
     """All keys of a run, in sections."""
 
-    flow: Annotated[str, OneOf(lambda: FLOWS), Fixed("the roles and what they have learned are those of its flow")] = (
-        Field(
-            "grpo",
-            description="training loop: an algorithm of reinforcement learning, or [supervised] alone: sft on answers, "
-            "pretrain on whole texts, dpo and reward_model on pairs of answers",
-        )
+    flow: Annotated[
+        str, OneOf(lambda: FLOWS, "flow"), Fixed("the roles and what they have learned are those of its flow")
+    ] = Field(
+        "grpo",
+        description="training loop: an algorithm of reinforcement learning, or [supervised] alone: sft on answers, "
+        "pretrain on whole texts, dpo and reward_model on pairs of answers",
     )
     seed: Annotated[int, Fixed("its random numbers and the order of its data come from it")] = Field(
         0, ge=0, lt=2**63, description="seed of every random number of the run"
