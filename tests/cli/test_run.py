@@ -164,9 +164,12 @@ def behind(monkeypatch, tmp_path):
             raise seen.outcome
         return seen.outcome
 
+    def live(recipe):
+        return SimpleNamespace(recipe=recipe, start=lambda: None, stop=lambda: seen.stops.append(1))
+
     for name, content in {
         "tilth.api": {"run_recipe": run_recipe},
-        "tilth.ui.live": {"Live": lambda recipe: SimpleNamespace(recipe=recipe, stop=lambda: seen.stops.append(1))},
+        "tilth.ui.live": {"Live": live},
     }.items():
         module = ModuleType(name)
         module.__dict__.update(content)
@@ -248,7 +251,7 @@ def run_recipe(*_, **__):
     with open_cluster("local", 2):
         raise AssertionError("it has started")
 api, live = ModuleType("tilth.api"), ModuleType("tilth.ui.live")
-api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(stop=lambda: None)
+api.run_recipe, live.Live = run_recipe, lambda recipe: SimpleNamespace(start=lambda: None, stop=lambda: None)
 sys.modules |= {"tilth.api": api, "tilth.ui.live": live}
 from tilth.cluster.backends.local import LocalBackend
 def accept(self, door, timeout):
