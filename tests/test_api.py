@@ -19,7 +19,7 @@ from tilth import api
 from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.data.prompts import load_source
 from tilth.runs.progress import StepProgress
-from tilth.runs.readers import read_trajectories
+from tilth.runs.readers import read_state, read_trajectories
 from tilth.runs.signals import Interrupted
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -278,6 +278,29 @@ def test_an_interrupted_run_goes_on_with_the_same_rows_of_a_new_iterator(tmp_pat
     assert {r["prompt_text"] for r in read_trajectories(tmp_path / "sums-001").to_pylist()} <= {
         record["prompt"] for record in generated(range(5))
     }
+
+
+class Signals(tiny.Recorder):
+    """Get SIGINT at the end of a run."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def on_run_end(self, run, summary):
+        for _ in range(self.times):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("times, reported", [(1, True), (2, False)])
+def test_a_finished_run_has_its_report_before_ctrl_c_ends_the_program(tmp_path, capfd, times, reported):
+    made = tiny.recipe(tmp_path, supervised={"steps": 0}, algorithm={"steps": 1}, run={"dir": str(tmp_path)})
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run(made, callbacks=[Signals(times)], report=True)
+    assert read_state(tmp_path / "tiny-001")["state"] == "finished"
+    assert (tmp_path / "tiny-001" / "report.html").exists() is reported
+    assert "tilth report RUN" in capfd.readouterr().err and signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tilth.data.prompts import Key, RecordsByValue
     from tilth.flows.build import Dataset
     from tilth.flows.callbacks import Callback
-    from tilth.flows.launch import RunResult
     from tilth.guard.supervisor import Inherited
     from tilth.rewards.process_pool import RewardPool
+    from tilth.ui.result import RunResult
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 Spec = Reward | str | Mapping[str, float]
@@ -48,34 +48,38 @@ def run_recipe(
     from tilth.data.prompts import PromptSet, with_holdout
     from tilth.flows.callbacks import checked
     from tilth.rewards.fingerprint import fingerprint
+    from tilth.runs.signals import HeldSignals
     from tilth.ui.track import tracking
 
     callbacks = checked(callbacks, recipe.plugins)
     function = chosen_reward(recipe, prompts, reward)
     _check_places(recipe, function)
-    with tracking(recipe) as trackers, _pool(recipe, function) as pool:
-        # mistakes in the data and the reward are found without torch, whose import takes seconds
-        material, digest = _material(recipe, prompts, function), fingerprint(function) if function else ""
-        if isinstance(material, PromptSet):
-            recipe = with_holdout(recipe, material)
-        with uncollected():  # the pool's processes start while this one imports torch
-            from tilth.flows.launch import launch
+    with HeldSignals() as held:
+        with tracking(recipe) as trackers, _pool(recipe, function) as pool:
+            # mistakes in the data and the reward are found without torch, whose import takes seconds
+            material, digest = _material(recipe, prompts, function), fingerprint(function) if function else ""
+            if isinstance(material, PromptSet):
+                recipe = with_holdout(recipe, material)
+            with uncollected():  # the pool's processes start while this one imports torch
+                from tilth.flows.launch import launch
 
-        result = launch(
-            recipe,
-            name,
-            material,
-            pool,
-            [*callbacks, *trackers, SlowRankWatch()],
-            reward=digest,
-            allow=allow,
-            fallback=fallback,
-            handed=handed,
-        )
-    from tilth.ui.report import write_report
+            directory, summary = launch(
+                recipe,
+                name,
+                material,
+                pool,
+                [*callbacks, *trackers, SlowRankWatch()],
+                reward=digest,
+                allow=allow,
+                fallback=fallback,
+                handed=handed,
+                finished=held.begin,
+            )
+        from tilth.ui.report import write_report
+        from tilth.ui.result import RunResult
 
-    write_report(result.directory)
-    return result
+        write_report(directory)
+    return RunResult(directory, summary)
 
 
 def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec | None = None) -> Spec | None:

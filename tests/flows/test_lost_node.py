@@ -25,9 +25,9 @@ from tests.flows.test_survive import assert_same_run, recoveries
 from tests.guard.test_supervisor import RECIPE
 from tilth.cluster.backends.capacity import patience
 from tilth.config.load import load_recipe
-from tilth.flows.launch import RunResult
 from tilth.guard.updates import read_updates
 from tilth.runs.readers import read_metrics
+from tilth.ui.result import RunResult
 
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 """Runs a command with a /dev/shm of its own, which is gone when its processes are."""

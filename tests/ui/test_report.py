@@ -17,7 +17,8 @@ from tilth.core.errors import DataError, StorageError
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_metrics, summarise
 from tilth.ui.html import embed, render, text_of
-from tilth.ui.report import _workers, headline, write_report
+from tilth.ui.report import _workers, write_report
+from tilth.ui.result import headline
 from tilth.ui.samples import BOUNDS, TOKENS, groups_of, moments_of
 
 VOID = {"meta", "br", "link", "img"}

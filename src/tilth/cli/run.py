@@ -22,12 +22,11 @@ from tilth.config.schema import GuardConfig, Recipe
 from tilth.core.errors import CallTimeout, WorkerLost
 from tilth.guard.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
 from tilth.runs.signals import HandOver, Interrupted, ends
-from tilth.ui import format
 from tilth.ui.output import outlived
 
 if TYPE_CHECKING:
     from tilth.data.prompts import PromptSet
-    from tilth.flows.launch import RunResult
+    from tilth.ui.result import RunResult
 
 
 WORDS = 5  # words of a document's beginning that the suggested prompt has
@@ -40,7 +39,7 @@ def train(
     """Run to the end; where workers can be replaced, as the supervisor of the process that does.
 
     Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a line on how to resume;
-    143 and 129 after SIGTERM and SIGHUP before and after the steps.
+    143 and 129 after SIGTERM and SIGHUP before and after the steps; after them the report is written first.
     """
     handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
     with outlived(), _terminable(handed):
@@ -157,8 +156,9 @@ def _watched(
 
 def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Path, report: Path) -> list[str]:
     """Return lines on results, cost, the report and further commands. name: of the recipe on the command line."""
-    best = format.best(summary.get("best"))
-    lines = [*_learned(summary), *([best] if best else []), _took(summary), f"report: {report}", "", "next:"]
+    from tilth.ui.result import outcome
+
+    lines = [*outcome(summary), f"report: {report}", "", "next:"]
     run = shlex.quote(str(directory))
     held = None if recipe.flow_spec.value or recipe.flow == "pretrain" else _heldout(recipe)
     question = "" if recipe.flow_spec.value else _question(recipe, held)
@@ -177,44 +177,6 @@ def closing(recipe: Recipe, name: str, summary: Mapping[str, Any], directory: Pa
     if recipe.data.source == "addition":
         lines.append(f"  tilth run {shlex.quote(name)} data.digits={recipe.data.digits + 1} model.context=64")
     return lines
-
-
-def _learned(s: Mapping[str, Any]) -> list[str]:
-    """Return the result of each phase; of a run without evaluated answers, one sentence."""
-    if not s.get("phases"):
-        from tilth.ui.report import headline
-
-        return [str(headline(s).striptags())]
-    first = s["phases"][0]
-    metric = first["metric"]
-    rows = [("before the first step", first["first"], first.get("range_first"), "")]
-    rows = [] if first["first"] is None else rows
-    for phase in s["phases"]:
-        took = f"{format.count(phase['steps'], 'step')}, {format.timed(phase['seconds'])}"
-        name = f"after {format.phase_name(phase['phase'])} ({took})"
-        rows.append((name, phase["last"], phase.get("range"), format.unclear(phase)))
-    width = max(len(name) for name, *_ in rows)
-    results = [
-        f"  {name:<{width}}  {format.ranged(metric, value, ends)}" + (f": {unclear}" if unclear else "")
-        for name, value, ends, unclear in rows
-    ]
-    known = any(ends for _, _, ends, _ in rows)
-    title = f"{format.MEASURES[metric].capitalize()} on problems it never trained on"
-    return [f"{title} (95 % intervals):" if known else f"{title}:", *results]
-
-
-def _took(s: Mapping[str, Any]) -> str:
-    parts = [f"{format.count(s['steps'], 'step')} in {format.timed(s['seconds'])}"] if s.get("phases") else []
-    if s.get("tokens_per_second_generate"):
-        parts.append(f"{s['tokens_per_second_generate']:,.0f} tokens/s generated")
-    if s.get("tokens_per_second_train"):
-        parts.append(f"{s['tokens_per_second_train']:,.0f} tokens/s trained on")
-    if s.get("memory_peak"):
-        predicted = f" (predicted {format.size(s['memory_predicted'])})" if s.get("memory_predicted") else ""
-        parts.append(f"memory at most {format.size(s['memory_peak'])}{predicted}")
-    if s.get("mismatch_max") is not None:
-        parts.append(f"log-prob mismatch at most {s['mismatch_max']:.1e}")
-    return "; ".join(parts)
 
 
 def _heldout(recipe: Recipe) -> "PromptSet":

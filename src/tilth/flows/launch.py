@@ -5,7 +5,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,31 +77,6 @@ class _Clocks(Callback):
         self._cluster.compare_clocks()
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run. summary: as printed by ``tilth show RUN --json``."""
-
-    directory: Path
-    summary: dict[str, Any]
-
-    @property
-    def report(self) -> Path:
-        """The HTML report of the run."""
-        return self.directory / "report.html"
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of right greedy answers to held-out prompts at the end; None if some outcome was neither 0 nor 1."""
-        found: float | None = self.summary.get("accuracy_last")
-        return found
-
-    @property
-    def reward(self) -> float | None:
-        """Mean reward of greedy answers to held-out prompts at the end."""
-        found: float | None = self.summary.get("reward_heldout_last")
-        return found
-
-
 @contextmanager
 def machine(recipe: Recipe) -> Iterator[None]:
     """Set threads and matmul precision of this process for the time of a run."""
@@ -127,12 +101,14 @@ def launch(
     allow: Sequence[str] = (),
     fallback: bool = False,
     handed: Inherited | None = None,
-) -> RunResult:
-    """Run a recipe to its end, in a new directory or resuming its newest unfinished run.
+    finished: Callable[[], None] = lambda: None,
+) -> tuple[Path, dict[str, Any]]:
+    """Run a recipe to its end, in a new directory or resuming its newest unfinished run; return directory and summary.
 
     pool: None if nothing is generated. reward: fingerprint of the reward function; a run resumes only with the same
     reward, data and template. allow: keys whose values may have changed. fallback: resume from the newest valid
-    checkpoint if the newest one is damaged. handed: what a supervisor hands to this process.
+    checkpoint if the newest one is damaged. handed: what a supervisor hands to this process. finished: called before
+    the run is recorded as finished.
     """
     check_algorithm(recipe)
     note = ""
@@ -169,13 +145,14 @@ def launch(
                 directory.log(text)
             directory.update(data=data)
             run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
+            finished()
             directory.end("finished")
             late = close(cluster, directory, run.state.step)
             summary = summarise(directory.path)
             for line in late:
                 _log_late(directory, callbacks, line)
     notify(run.callbacks, "on_run_end", run, summary)
-    return RunResult(directory.path, summary)
+    return directory.path, summary
 
 
 def _train(

@@ -1,4 +1,4 @@
-"""Stop a run on Ctrl-C, SIGTERM or SIGHUP at its next step boundary with everything saved."""
+"""Stop a run on Ctrl-C, SIGTERM or SIGHUP, at a step boundary with everything saved; hold signals for a report."""
 
 import contextlib
 import os
@@ -52,11 +52,7 @@ class StopRequest:
         if number != signal.SIGINT:
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             limit = f", {self.grace:g} s at most"
-        # Written without a lock: the handler may interrupt any other code.
-        text = f"\nstopping after this step, then everything is saved{limit}; Ctrl-C: stop now\n"
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            if sys.stderr is not None:
-                os.write(sys.stderr.fileno(), text.encode())
+        _write(f"stopping after this step, then everything is saved{limit}; Ctrl-C: stop now")
 
     def _expire(self, number: int, frame: FrameType | None) -> NoReturn:
         raise Interrupted(
@@ -78,3 +74,45 @@ class StopRequest:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+class HeldSignals:
+    """Hold back the first SIGINT, SIGTERM or SIGHUP from ``begin`` to the end of the block, and raise it there.
+
+    So a finished run has its report, whenever somebody wants it to end. A second SIGINT interrupts at once. Outside the
+    main thread signals cannot be handled, and this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, object] = {}
+        self._held: int | None = None
+
+    def begin(self) -> None:
+        """Hold signals back from now on."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._hold) for n in (signal.SIGINT, *ends())}
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._held is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._held is None:
+            self._held = number
+            _write("the run is finished; its report comes first; Ctrl-C: stop now (tilth report RUN writes it later)")
+
+    def __enter__(self) -> "HeldSignals":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._held is not None and error is None:
+            signal.raise_signal(self._held)
+
+
+def _write(text: str) -> None:
+    """Write to stderr in a signal's handler, without a lock: it may interrupt any other code."""
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        if sys.stderr is not None:
+            os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from tilth.runs.readers import (
 from tilth.ui import format
 from tilth.ui.charts import MEMORY, Chart, Curve, Phase, charts, curve, draw
 from tilth.ui.html import embed, render, text_of
+from tilth.ui.result import headline
 from tilth.ui.samples import samples
 from tilth.ui.timeline import HUES, LANES, chosen, divided, health, stack, timeline, typical
 from tilth.ui.top import first_line
@@ -107,11 +108,6 @@ def _workers(state: Record) -> list[tuple[str, str]]:
     rows = state.get("workers") or []
     used = [f"{format.size(row['memory'])} at most, {row['cores']:.2f} cores on average" for row in rows]
     return [(f"rank {row['rank']}", text) for row, text in zip(rows, used)]
-
-
-def headline(summary: Mapping[str, Any]) -> Markup:
-    """Return one sentence on what was learned."""
-    return render("headline.html", s=summary, measures=format.MEASURES)
 
 
 def _steps(seen: Seen) -> str:

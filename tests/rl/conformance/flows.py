@@ -225,7 +225,7 @@ class Runs:
         pairs = asked.flow_spec.learns == "pairs"
         material = load_pairs(asked.data) if pairs else load_source(asked.data)
         with _pool(asked, self._pool) as pool:
-            return launch.launch(asked, name, material, None if pairs else pool, []).directory
+            return launch.launch(asked, name, material, None if pairs else pool, [])[0]
 
 
 def _corrects(made: Mix) -> bool:
