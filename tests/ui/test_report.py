@@ -12,10 +12,16 @@ import pytest
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
+from tests.roles.test_experience import trajectory
 from tests.ui.fake import PLAN, fake_run, recipe
+from tilth.cluster.backends.inline import InlineStore
 from tilth.core.errors import DataError, StorageError
+from tilth.data.prompts import PromptSet
+from tilth.data.tokenizer import Tokenizer
+from tilth.roles.experience import to_batch
+from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.runs.directory import RunDir
-from tilth.runs.readers import read_metrics, summarise
+from tilth.runs.readers import read_metrics, read_trajectories, summarise
 from tilth.ui.html import embed, render, text_of
 from tilth.ui.report import _workers, write_report
 from tilth.ui.result import headline
@@ -164,6 +170,25 @@ def test_long_completions_are_cut(tmp_path):
         text = write_report(run.path).read_text()
     assert len(text) < 300_000
     assert f"{n - 10 - TOKENS:,} more tokens" in text and "cut off" in text
+
+
+def test_a_broken_call_is_shown_where_its_mark_is_a_special_token(tmp_path):
+    """Written as the role writes the episodes of a step: its text without special tokens would be empty."""
+    made = Tokenizer.characters('{"name:}')
+    made._core.add_special_tokens(["<tool_call>"])
+    store, call = InlineStore(), made.special()["<tool_call>"]
+    one = trajectory(0, [2, 3], [call, call, made.eos_id], "", 0.0)
+    with RunDir.create(recipe(tmp_path), "t") as run:
+        made.save(run.path / "model")
+        writer = TrajectoryWriter(PromptSet.of(["a", "b"] * 4), store, made)
+        writer.files = run.trajectories
+        writer.add(to_batch([one], store), 1)
+        run.commit_step({"step": 1, "phase": "grpo", "reward/mean": 0.0})
+        run.flush()
+        page = Page(write_report(run.path).read_text())
+    (row,) = read_trajectories(run.path).to_pylist()
+    assert row["text"] == f"<tool_call><tool_call>{made.decode([made.eos_id], special=True)}"
+    assert page.words.count("<tool_call>") == 2
 
 
 def test_a_disk_that_is_full_keeps_the_old_report(tmp_path, monkeypatch):
