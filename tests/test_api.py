@@ -367,7 +367,7 @@ def test_a_type_checker_sees_the_public_names(tmp_path):
     last = USER.count("\n")
     lines = [line.removeprefix("user.py:") for line in found.stdout.splitlines()]
     assert [line.partition(":")[0] for line in lines] == [str(last - n) for n in (6, 2, 1, 0)], found.stdout
-    assert "tilth.flows.launch.RunResult" in lines[0] and "str" in lines[1]
+    assert "tilth.ui.result.RunResult" in lines[0] and "str" in lines[1]
     assert "arg-type" in lines[2] and "attr-defined" in lines[3]
 
 

@@ -21,11 +21,11 @@ from tests.flows.test_survive import assert_same_run
 from tests.patience import patience
 from tilth.config.load import load_recipe
 from tilth.core.errors import WorkerLost
-from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
 from tilth.guard.supervisor import BEAT, PULSE, TICK, Death, Inherited, PulseWatch, Supervisor
 from tilth.runs.directory import RECOVERIES, note_failed
 from tilth.runs.readers import read_metrics, read_recoveries, read_state, summarise
+from tilth.ui.result import RunResult
 
 PLUGIN = str(Path(__file__).with_name("supervised.py"))
 RECIPE = [

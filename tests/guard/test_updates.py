@@ -25,7 +25,6 @@ from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, PluginError, RecipeError
 from tilth.flows.callbacks import Callback
 from tilth.flows.hot_update import HotUpdates
-from tilth.flows.launch import RunResult
 from tilth.guard import supervisor
 from tilth.guard.supervisor import LEFT, Inherited, Supervisor
 from tilth.guard.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, path_of, read_updates
@@ -33,6 +32,7 @@ from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_state, summarise
 from tilth.runs.signals import Interrupted
 from tilth.ui import format
+from tilth.ui.result import RunResult
 
 PLUGIN = str(Path(__file__).with_name("updated.py"))
 HERE = [word for word in RECIPE if not word.startswith("plugins")]
