@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
+from tilth.guard import flight_recorder, plain_pickle
 from tilth.guard.flight_recorder import dump, parse, read_dumps, with_groups
 from tilth.guard.plain_pickle import decode
 
@@ -143,11 +144,53 @@ def test_the_error_names_the_field(change, key):
         parse(pickle.dumps(GOOD | change), 0, "dump_0")
 
 
-def test_values_that_are_shared_too_often_are_refused():
+def test_values_that_are_shared_too_often_are_refused(monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_VALUES", 1 << 17)
     shape = list(range(10_000))
     entry = ENTRY | {"input_sizes": [shape] * 2_000}
     with raises(DataError, "dump_0"):
         parse(pickle.dumps(GOOD | {"entries": [entry] * 2_000}), 0, "dump_0")
+
+
+def sharing(**change):
+    """A dump whose pickle is small, and which refers to a large value many times."""
+    return pickle.dumps(GOOD | change, 4)
+
+
+TEXT, FRAME = "x" * 1_000_000, {"filename": "x" * 1_000_000, "line": 1, "name": "step"}
+BLANKS, RANKS = f"[{' ' * 1_000_000}]", f"[{'1,' * 400_000}1]"
+
+
+def described(ranks, groups):
+    """Groups whose ranks are one text."""
+    return {str(i): {"desc": "", "ranks": ranks} for i in range(groups)}
+
+
+BOMBS = {
+    "frames": (lambda: sharing(entries=[ENTRY | {"frames": [FRAME] * 50_000}]), "dump_0"),
+    "names": (lambda: sharing(entries=[ENTRY | {"process_group": ("3", TEXT)}] * 20_000), "dump_0"),
+    "ranks": (lambda: sharing(pg_config=described(RANKS, 50)), "dump_0"),
+    "blanks": (lambda: sharing(pg_config=described(BLANKS, 5_000)), "dump_0"),
+    "keys of one hash": (lambda: pickle.dumps({k * (2**61 - 1): 0 for k in range(8, 40)}), "dump_0"),
+    "a key of 10,000 digits": (lambda: sharing(pg_status={10**10_000: STATUS}), "dump_0"),
+    "no commas": (lambda: sharing(pg_config=described("[1 2]", 1)), "dump_0.pg_config.ranks"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_no_dump_takes_more_memory_or_time_than_its_values_may(bomb, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_VALUES", 1 << 17)
+    make, key = BOMBS[bomb]
+    with raises(DataError, key):
+        parse(make(), 0, "dump_0")
+
+
+def test_a_pickle_has_so_many_operations_and_no_more(monkeypatch):
+    data = pickle.dumps([[], []])
+    assert decode(data, "x") == [[], []]
+    monkeypatch.setattr(plain_pickle, "MOST", 4)
+    with raises(DataError, "x"):
+        decode(data, "x")
 
 
 def test_a_folder_of_dumps(tmp_path):

@@ -6,7 +6,8 @@ pickle is decoded without unpickling, and every field is checked: any file at al
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from typing import Any, NamedTuple
 from tilth.core.errors import DataError
 from tilth.guard.plain_pickle import decode
 
-LARGEST = 1 << 28
+LARGEST = 1 << 25
 """Bytes of a dump; the recorder's default of 2,000 operations with stacks takes about 2 MB."""
-_SHARED = 64
-"""Values read per byte: a pickle may refer to a stack frame of four values in two bytes, but not without limit."""
+_VALUES = 1 << 23
+"""Values of a dump, each use of a shared one counted: a pickle refers to a whole table in two bytes."""
+_CHARACTERS = 32
+"""Characters of a text that count as one value."""
 _NAME = re.compile(r"(\d+)(\.json|\.pkl|\.pickle)?$")
 _PEER = re.compile(r"(?:send \d+->|recv \d+<-)(\d+)$")
 _WRAPPERS = ("/torch/", "/typing_extensions.py", "/contextlib.py")
@@ -86,9 +89,9 @@ class FlightDump:
 class _Fields:
     """Reads checked fields of a decoded dump; DataError names source and field."""
 
-    def __init__(self, source: str, budget: int) -> None:
+    def __init__(self, source: str) -> None:
         self.source = source
-        self.budget = budget
+        self.budget = _VALUES
 
     def wrong(self, field: str, value: Any, wanted: str) -> DataError:
         plain = value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 1e300)
@@ -98,7 +101,7 @@ class _Fields:
     def _count(self, n: int) -> None:
         self.budget -= n
         if self.budget < 0:
-            raise DataError(f"{self.source}: refers to the same values too often", key=self.source)
+            raise DataError(f"{self.source}: has more than {_VALUES} values", key=self.source)
 
     def table(self, value: Any, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -123,6 +126,7 @@ class _Fields:
     def text(self, value: Any, field: str) -> str:
         if not isinstance(value, str):
             raise self.wrong(field, value, "a text")
+        self._count(len(value) // _CHARACTERS)
         return value
 
     def flag(self, value: Any, field: str) -> bool:
@@ -140,16 +144,18 @@ class _Fields:
         """Return the ranks of a group, which torch writes as text, "[0, 2]"."""
         if not isinstance(value, str):
             return self.numbers(value, field)
-        if not re.fullmatch(r"\[\s*(\d{1,9}(\s*,\s*\d{1,9})*)?\s*\]", value):
+        if not re.fullmatch(r"\[[\d\s,]*\]", self.text(value, field)):
             raise self.wrong(field, value, "a list of ranks")
-        return self.numbers([int(text) for text in re.findall(r"\d+", value)], field)
+        self._count(value.count(","))
+        inner = value[1:-1].strip()
+        return self.numbers([text.strip() for text in inner.split(",")] if inner else [], field)
 
 
 def parse(data: bytes, rank: int, source: str) -> FlightDump:
     """Return a dump, pickled or JSON, as a table; DataError names the source and the field. source: name in errors."""
     if len(data) > LARGEST:
         raise DataError(f"{source}: {len(data)} bytes; a dump has at most {LARGEST}", key=source)
-    fields = _Fields(source, 1000 + _SHARED * len(data))
+    fields = _Fields(source)
     value = decode(data, source) if data[:1] == b"\x80" else _json(data, source)
     top = fields.table(value, "dump")
     for name in ("version", "pg_config", "pg_status", "entries"):
@@ -161,7 +167,11 @@ def parse(data: bytes, rank: int, source: str) -> FlightDump:
     ops = [_operation(fields, entry, config, local) for entry in raw]
     groups, unnamed = _progress(fields, top["pg_status"], config, local)
     ops.sort(key=lambda op: op.number)
-    groups = {name: _by_entries(group, ops) for name, group in groups.items()}
+    gloo = defaultdict[str, list[RecordedOp]](list)
+    for op in ops:
+        if op.backend == "gloo" and not op.p2p:
+            gloo[op.group].append(op)
+    groups = {name: _by_entries(group, gloo.get(name, ())) for name, group in groups.items()}
     return FlightDump(rank, fields.text(top["version"], "version"), groups, tuple(ops), unnamed)
 
 
@@ -255,13 +265,15 @@ def _progress(
 _MARKS = ("enqueued", "started", "completed")
 
 
-def _by_entries(group: GroupProgress, ops: Iterable[RecordedOp]) -> GroupProgress:
-    """Return the state by the entries for gloo, whose status counts sends and receives among the collectives."""
-    mine = [op for op in ops if op.group == group.name and op.backend == "gloo" and not op.p2p]
-    if not mine:
+def _by_entries(group: GroupProgress, ops: Collection[RecordedOp]) -> GroupProgress:
+    """Return the state by the entries for gloo, whose status counts sends and receives among the collectives.
+
+    ops: the group's collectives by gloo.
+    """
+    if not ops:
         return group
-    last = max(op.seq for op in mine)
-    return group._replace(enqueued=last, completed=min((op.seq - 1 for op in mine if op.pending), default=last))
+    last = max(op.seq for op in ops)
+    return group._replace(enqueued=last, completed=min((op.seq - 1 for op in ops if op.pending), default=last))
 
 
 def read_dumps(folder: Path) -> dict[int, FlightDump]:
