@@ -2,14 +2,21 @@
 
 import json
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.errors import raises
+from tests.flows import tiny
+from tilth.cli.eval import EvalOptions, reward_of
 from tilth.cli.main import app
 from tilth.config.plugins import forget
 from tilth.core.errors import PluginError
+from tilth.flows import model, profiling
+from tilth.flows.model import LoadedModel, make_engine
+from tilth.runs.model_refs import Named
 from tilth.runs.trust import TRUST, check_trust, load_code, load_named, remember
 
 EVIL = "from pathlib import Path\nimport beside\nPath(__file__).with_name('executed').touch()\n"
@@ -52,6 +59,46 @@ def test_a_command_that_looks_at_a_run_executes_nothing_of_it(run, command, code
     assert result.exit_code == code, result.output
     assert code == 0 or "--trust" in result.stderr
     assert not (run.parent / "executed").exists()
+
+
+@pytest.fixture
+def trained(run, monkeypatch):
+    """The run of somebody else with a checkpoint and a model of a family that only its plugin knows."""
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text('{"model_type": "theirs"}')
+    monkeypatch.setattr(model, "find_checkpoint", lambda spec: Named(run / "checkpoints" / "1", "policy", run))
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["eval {}", "generate {} hello", "chat {}", "export {} {}/out", "serve {}",
+     "guard replay {} --step 1", "trace capture {}"],
+)  # fmt: skip
+def test_a_command_that_would_use_the_code_of_a_run_refuses_it(trained, command, monkeypatch):
+    monkeypatch.setattr(profiling, "running_attempt", lambda run: 1)
+    result = CliRunner().invoke(app, command.format(trained, trained).split())
+    assert result.exit_code == 2 and "--trust" in result.stderr, result.output
+    assert not (trained.parent / "executed").exists()
+
+
+@pytest.mark.parametrize("use", [lambda loaded: make_engine(loaded, seed=0, max_rows=1, max_length=8),
+                                 lambda loaded: reward_of(EvalOptions("run", reward=["exact"]), loaded)])  # fmt: skip
+def test_a_model_of_a_known_family_leads_to_none_of_its_runs_code(run, use):
+    named = settings(run) | {"rollout": {"engine": "vllm"}}
+    with raises(PluginError, "--trust"):
+        use(LoadedModel(None, {}, None, run, run, named))
+    assert not (run.parent / "executed").exists()
+
+
+def test_the_maker_of_a_run_is_not_asked(trained):
+    remember(settings(trained))
+    for command in ("layout {}/recipe.toml", "export {} {}/out"):
+        result = CliRunner().invoke(app, command.format(trained, trained).split())
+        assert "--trust" not in result.output
+        assert (trained.parent / "executed").exists()
+        (trained.parent / "executed").unlink()
+        forget([])
 
 
 def test_code_is_imported_when_its_user_says_so_and_then_always(run, monkeypatch):
@@ -98,6 +145,27 @@ def test_all_that_executes_code_counts(run, named):
 def test_what_names_no_code_needs_no_trust(run):
     check_trust(run, {"plugins": [], "reward": {"function": "countdown:0.1"}, "rollout": {"environment": "calculator"}})
     assert load_named("addition-grpo").flow == "grpo"
+
+
+@pytest.mark.parametrize("home", ["file", "none"])
+def test_a_home_that_cannot_be_written_to_is_a_warning_and_no_error(run, tmp_path, monkeypatch, home):
+    monkeypatch.delenv("XDG_STATE_HOME")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    if home == "none":
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))
+    assert "--trust" in remember(settings(run)) and not remember({"plugins": []})
+    with raises(PluginError, "--trust"):
+        check_trust(run, settings(run))
+
+
+def test_a_run_ends_with_that_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    (tmp_path / "mine.py").write_text("")
+    recipe = tiny.recipe(tmp_path, flow="sft", supervised={"steps": 1}, plugins=[str(tmp_path / "mine.py")])
+    lines = (tiny.run(recipe).directory / "log.txt").read_text().splitlines()
+    assert [number for number, line in enumerate(lines) if "--trust" in line] == [len(lines) - 1]
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m"

@@ -117,7 +117,7 @@ def launch(
     data = material.fingerprint()
     folder = Path(handed.run) if handed and handed.run else None
     who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow), folder)
-    remember(recipe.dump())
+    forgotten = remember(recipe.dump())
     if handed is not None:
         leave_for_updated(handed, who, name)
     who.check_name()
@@ -147,7 +147,7 @@ def launch(
             run = _train(parts, cluster, directory, callbacks, fallback=fallback, handed=handed)
             finished()
             directory.end("finished")
-            late = close(cluster, directory, run.state.step)
+            late = [*close(cluster, directory, run.state.step), *filter(None, [forgotten])]
             summary = summarise(directory.path)
             for line in late:
                 _log_late(directory, callbacks, line)

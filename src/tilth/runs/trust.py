@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,22 @@ def trust_all() -> None:
     os.environ[TRUST] = "1"
 
 
-def remember(settings: Mapping[str, Any]) -> None:
-    """Remember the code that a recipe names, as plain data, as trusted by this user."""
-    with suppress(OSError):  # a home that cannot be written to: looking at the run will ask for --trust
+def remember(settings: Mapping[str, Any]) -> str:
+    """Remember the code that a recipe names, as plain data, as trusted by this user; return a warning if that fails."""
+    try:
         for name in _code(settings):
             _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
             (_folder() / _digest(name)).touch()
+    except OSError as error:
+        return f"cannot remember that you trust the code of this run, so commands on it need --trust: {error}"
+    return ""
 
 
 def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
     """Raise PluginError if the recipe of a run names code that this user does not trust."""
     if os.environ.get(TRUST):
         remember(settings)
-    elif new := [name for name in _code(settings) if not (_folder() / _digest(name)).exists()]:
+    elif new := [name for name in _code(settings) if not os.path.exists(_folder() / _digest(name))]:
         raise PluginError(
             f"{run} names code that you have not trained with: {', '.join(new)}; read it, then: tilth --trust COMMAND",
             key="--trust",
@@ -70,7 +72,10 @@ def load_named(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:  # a user without a home: a folder that never is
+        state = os.devnull
     return Path(state) / "tilth" / "trusted"
 
 
