@@ -475,3 +475,41 @@ def test_a_chat_template_that_is_none(tmp_path):
     folder = write_model_tokenizer(tmp_path, tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "x"}]})
     with raises(DataError, "tokenizer_config.json.chat_template"):
         _ = Tokenizer.load(folder).chat_template
+
+
+def single(*parts):
+    """A post-processor of one text."""
+    return {"type": "TemplateProcessing", "single": [*parts], "pair": [WHOLE], "special_tokens": {}}
+
+
+WHOLE = {"Sequence": {"id": "A", "type_id": 0}}
+LONG = {"type": "Replace", "pattern": {"String": "l"}, "content": "l" * 60}
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("change, key", [
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "tokenizer.json"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [LONG] * 6}}, "tokenizer.json.normalizer"),
+    ({"decoder": {"type": "Sequence", "decoders": [LONG] * 6}}, "tokenizer.json.decoder"),
+    ({"post_processor": single(WHOLE, {"SpecialToken": {"id": "?", "type_id": 0}})}, "tokenizer.post_processor"),
+    ({"post_processor": single({"Sequence": {"id": "B", "type_id": 0}})}, "tokenizer.post_processor"),
+    ({"post_processor": single()}, "tokenizer.post_processor"),
+    ({"pre_tokenizer": SLOW}, "tokenizer"),
+    ({"model": {"type": "BPE", "vocab": {"a": 4294967296}, "merges": []}}, "tokenizer.json"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}, "tokenizer.json"),
+])  # fmt: skip
+def test_a_crafted_file_is_a_named_error_though_the_library_panics(tmp_path, change, key):
+    Tokenizer.train(["hello"], 270).save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with raises(DataError, key):
+        Tokenizer.load(tmp_path).encode("a" * 40 + "!")
+
+
+def test_a_normalizer_nested_100_000_deep_is_a_named_error(tmp_path):
+    Tokenizer.train(["hello"], 270).save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    deep = '{"type":"Sequence","normalizers":[' * 100_000 + "]}" * 100_000
+    file.write_text(file.read_text().replace('"normalizer": null', f'"normalizer": {deep}'))
+    with raises(DataError, "tokenizer.json"):
+        Tokenizer.load(tmp_path)

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ _WORDS = (
 """Word pattern of Qwen2, in which each digit is a word; tokens do not merge across words."""
 _PART = 1 << 20
 """Characters that a tokenizer is trained on at once: ``tokenizers`` needs about 200 bytes for each."""
+_GROWTH = 100
+"""Most characters that replacements one after another may make of one: three of a thousand each make a gigabyte."""
 _NO_TOKEN = 2**32 - 1
 """An id without a token."""
 
@@ -176,10 +180,8 @@ class Tokenizer:
         if self.most and self._widest and max(map(len, texts), default=0) > self.most * self._widest:
             message = f"a text of {max(map(len, texts))} characters has more than {self.most} tokens in any case"
             raise DataError(message, key="tokenizer.most")
-        try:
+        with _of_library(lambda error: self._unknown(texts, error)):
             rows = [e.ids for e in self._core.encode_batch_fast(list(texts), add_special_tokens=special)]
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a token it does not have
-            raise self._unknown(texts, error) from None
         behind = len(self.appended) if special else 0
         return [ids[: len(ids) - behind] for ids in rows] if behind else rows
 
@@ -199,7 +201,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids. special: include special tokens, such as the end token."""
-        return self._core.decode([int(i) for i in ids], skip_special_tokens=not special)
+        with _of_library(lambda error: DataError(f"the tokenizer cannot decode: {error}", key="tokenizer.decoder")):
+            return self._core.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def save(self, directory: str | Path) -> None:
         """Write ``tokenizer.json`` and the files beside it, so that ``transformers.AutoTokenizer`` loads them.
@@ -224,7 +227,7 @@ class Tokenizer:
             raise DataError(message, key=f"tokenizer.{token}")
         return int(found)
 
-    def _unknown(self, texts: Sequence[str], error: Exception) -> DataError:
+    def _unknown(self, texts: Sequence[str], error: BaseException) -> DataError:
         vocabulary = self.vocabulary()
         for text in texts:
             missing = sorted(set(text) - vocabulary.keys())
@@ -281,14 +284,37 @@ def _named(files: dict[str, str]) -> dict[str, str]:
 
 
 def _parse(file: Path) -> tokenizers.Tokenizer:
-    try:
+    with _of_library(lambda error: DataError(f"{file} is not a tokenizer: {error}", key=file.name)):
         core = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever it cannot parse
-        raise DataError(f"{file} is not a tokenizer: {error}", key=file.name) from None
+    for name, part in (("normalizer", core.normalizer), ("decoder", core.decoder)):
+        if part is not None and (most := _growth(json.loads(part.__getstate__()))) > _GROWTH:
+            message = f"{file}: replacements of {name} make {most} characters of one; at most {_GROWTH} may be"
+            raise DataError(message, key=f"{file.name}.{name}")
     if dropout := getattr(core.model, "dropout", None):
         message = f"{file} has model.dropout={dropout:.6g}: a text would have other tokens each time; set it to null"
         raise DataError(message, key=f"{file.name}.model.dropout")
     return core
+
+
+@contextmanager
+def _of_library(told: Callable[[BaseException], DataError]) -> Iterator[None]:
+    """Raise what ``told`` makes of an error of ``tokenizers``: a bare Exception, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise told(error) from None
+        raise
+
+
+def _growth(part: Any) -> int:
+    """Return the characters that a normalizer or decoder, as plain data, makes of one by its replacements."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    inner = math.prod(map(_growth, part.values()))
+    return inner * max(1, len(part["content"])) if part.get("type") == "Replace" else inner
 
 
 def _text(file: Path) -> str:
@@ -302,7 +328,12 @@ def _appended(core: tokenizers.Tokenizer) -> tuple[int, ...]:
     """Tokens that a tokenizer appends, found by post-processing one token that no tokenizer has."""
     probe = tokenizers.Encoding()
     probe.pad(1, pad_id=_NO_TOKEN)
-    ids = core.post_process(probe).ids
+    wrong = "the post-processor of the tokenizer fails at a text of one token"
+    with _of_library(lambda error: DataError(f"{wrong}: {error}", key="tokenizer.post_processor")):
+        ids = core.post_process(probe).ids
+    if _NO_TOKEN not in ids:
+        message = "the post-processor of the tokenizer leaves the text out; it must have the sequence A"
+        raise DataError(message, key="tokenizer.post_processor")
     return tuple(ids[len(ids) - ids[::-1].index(_NO_TOKEN) :])
 
 
