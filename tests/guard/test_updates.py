@@ -17,7 +17,7 @@ from tests.cli.test_whole import ENVIRONMENT, TILTH
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_survive import assert_same_run
-from tests.guard.test_supervisor import RECIPE
+from tests.guard.test_supervisor import RECIPE, supervisor_in
 from tests.patience import patience
 from tilth.cli import guard_update
 from tilth.config.load import all_differences, dump_toml, load_recipe
@@ -26,7 +26,7 @@ from tilth.core.errors import DataError, PluginError, RecipeError
 from tilth.flows.callbacks import Callback
 from tilth.flows.hot_update import HotUpdates
 from tilth.guard import supervisor
-from tilth.guard.supervisor import LEFT, Inherited, Supervisor
+from tilth.guard.supervisor import LEFT, Inherited
 from tilth.guard.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, path_of, read_updates
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_state, summarise
@@ -286,8 +286,8 @@ class Server:
 @pytest.fixture
 def supervised(active, monkeypatch):
     """A supervisor whose fork servers are none, of a run with an update that waits."""
-    one = Supervisor(8, 120.0)
-    one._scratch, one._server = active, Server()
+    one = supervisor_in(active)
+    one._server = Server()
     monkeypatch.setattr(one, "_serve", Server)
     Inherited(str(active)).enter(active)
     guard_update.update(active, ["optimizer.lr=0.5", "guard.restarts=3"], now=False)
@@ -367,7 +367,7 @@ def is_subreaper():
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(active, monkeypatch, asked):
     guard_update.update(active, ["optimizer.lr=0.5"], now=True)
-    one = Supervisor(8, 120.0)
+    one = supervisor_in(active)
     controllers = Asked(one, active, asked)
     for name, what in (("_serve", Server), ("_wait", lambda: 0), ("_control", controllers)):
         monkeypatch.setattr(one, name, what)
@@ -390,8 +390,7 @@ def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active,
     assert (supervised._recovery.restarts, supervised._hang_after) == (3, 33.0)
     state = json.loads((active / "run.json").read_text()) | {"change": asdict(handed.change)}
     (active / "run.json").write_text(json.dumps(state))
-    another = Supervisor(8, 120.0)
-    another._scratch = active
+    another = supervisor_in(active)
     another._inherit()  # the command that began the run, given again
     assert (another._recovery.restarts, another._hang_after) == (3, 33.0)
     assert another._change == handed.change
