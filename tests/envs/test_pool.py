@@ -1,5 +1,7 @@
 """Environments answer side by side; one that raises, hangs or dies costs its own episode only."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -206,11 +208,39 @@ def test_the_start_of_a_process_counts_in_no_episodes_limit(pool, monkeypatch):
     pool._children[0].retiring = True  # the next episode gets another process
     begin(pool, 1)
     wait_ready = _Child.wait_ready
-    monkeypatch.setattr(_Child, "wait_ready", lambda child: (wait_ready(child), time.sleep(1.2)))
+    monkeypatch.setattr(_Child, "wait_ready", lambda child: (wait_ready(child), time.sleep(1.2))[0])
     pool.step(0, {"role": "assistant", "content": "slow"})
     pool._episodes[0].deadline = time.monotonic() + 1.1
     pool._children[1]._process.kill()
     assert take(pool, 1)[0].status == "ok"
+
+
+def test_an_episode_alone_in_a_process_that_was_stopped_begins_again(pool):
+    begin(pool, 0)
+    say(pool, e0="a")
+    os.kill(pool._children[0]._process.pid, signal.SIGSTOP)
+    assert contents(say(pool, e0="b")[0]) == ["2 b"]
+    assert say(pool, e0="stop")[0].status == "timeout"  # it stops each of its processes
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_while_it_replaces_another_is_replaced_once(pool, monkeypatch, times):
+    begin(pool, 0)
+    wait_ready, left = _Child.wait_ready, [1] * times
+
+    def wait_killed(child):
+        if left:
+            left.pop()
+            child._process.kill()
+        return wait_ready(child)
+
+    monkeypatch.setattr(_Child, "wait_ready", wait_killed)
+    pool._children[0]._process.kill()
+    if times == 1:
+        assert contents(say(pool, e0="a")[0]) == ["1 a"]
+    else:
+        with raises(PluginError, "environment"):
+            say(pool, e0="a")
 
 
 def test_an_episode_goes_on_from_what_was_kept(pool):

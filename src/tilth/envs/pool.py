@@ -96,8 +96,8 @@ class EnvironmentPool:
         self._closed = weakref.finalize(self, _shut_down, self._children, self._prints, os.getpid())
         self._children += [self._child() for _ in range(workers)]
         try:
-            for child in self._children:
-                child.wait_ready()
+            for child in list(self._children):
+                self._await(child)
         except PluginError:
             self.close()  # which shows what they printed
             raise
@@ -108,11 +108,24 @@ class EnvironmentPool:
     def _start(self) -> "_Child":
         """Start a process besides. Meanwhile nobody is heard, so the time counts in no episode's limit."""
         fresh, begin = self._child(), time.monotonic()
-        fresh.wait_ready()
         self._children.append(fresh)
+        fresh = self._await(fresh)
         for episode in self._episodes.values():
             episode.deadline += time.monotonic() - begin
         return fresh
+
+    def _await(self, child: "_Child") -> "_Child":
+        """Wait for a process of the pool to be ready. One that a signal kills meanwhile is replaced once: a kernel that
+        needed memory may need more."""
+        if not child.wait_ready():
+            self._children.remove(child)
+            child = self._child()
+            self._children.append(child)
+            if not child.wait_ready():
+                raise PluginError(
+                    f"two processes of environments {death(child.kill())} at their start", key="environment"
+                )
+        return child
 
     def print_to(self, path: Path) -> None:
         """Append the environments' earlier and later output to this file."""
@@ -293,12 +306,13 @@ class EnvironmentPool:
         return [self._fail(episode, f"{episode.asked.op} took longer than {self.timeout:g} s", "timeout")]
 
     def _holder(self, child: "_Child", before: dict[int, float]) -> _Episode | None:
-        """Return the episode whose thread has computed most since ``before``; None if that is less than it could."""
+        """Return the episode whose thread has computed most since ``before``; None if that is less than it could, or if
+        the process is stopped for the first time under a single episode that waits."""
         after = child.computed()
         waiting = [e for i in child.episodes if (e := self._episodes[i]).asked is not None]
         spent = {e.id: after.get(t, 0.0) - before.get(t, 0.0) for e in waiting if (t := child.threads.get(e.id))}
         most = max(spent, key=lambda i: spent[i], default=-1)
-        if len(waiting) == 1:
+        if len(waiting) == 1 and (waiting[0].strikes or not child.stopped()):
             return waiting[0]
         return self._episodes[most] if spent.get(most, 0.0) > max(0.05 * PING, sum(spent.values()) / 2) else None
 
@@ -339,19 +353,21 @@ class _Child(PipedProcess):
         self.retiring = False
         self._pongs, self._kept = 0, list[dict[str, Any]]()
 
-    def wait_ready(self) -> None:
-        """Wait until it has loaded the environment; raises PluginError if it cannot."""
+    def wait_ready(self) -> bool:
+        """Wait until it has loaded the environment; raises PluginError if it cannot. False: a signal has killed it."""
         until = time.monotonic() + START
         while time.monotonic() < until:
             _ready([self], until - time.monotonic())
             alive = self.write() and self.read()
             for message in self.messages():
                 if "ready" in message:
-                    return
+                    return True
                 self.kill()
                 raise PluginError(message["failed"], key=message["key"])
+            if not alive and (code := self.kill()) < 0:
+                return False
             if not alive:
-                raise PluginError(f"a process of environments {death(self.kill())} at its start", key="environment")
+                raise PluginError(f"a process of environments {death(code)} at its start", key="environment")
         self.kill()
         raise PluginError(f"a process of environments has not started within {START:g} s", key="environment.start")
 
@@ -378,6 +394,10 @@ class _Child(PipedProcess):
                 return False
             self._kept = self.messages()
         return self._pongs > before
+
+    def stopped(self) -> bool:
+        """Return True for a process that SIGSTOP holds."""
+        return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
 
     def computed(self) -> dict[int, float]:
         """Return the processor seconds of each thread by its native id; none of a process that is gone."""
