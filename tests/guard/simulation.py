@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -379,7 +380,7 @@ class Folder:
     def __init__(self, world: World, owner: object) -> None:
         self.world, self.owner, self.resumed = world, owner, True
         self.path = self.events = Path("folder")
-        self.attempt, self.trajectories = 0, None
+        self.attempt, self.trajectories, self.progress = 0, None, nullcontext()
 
     @property
     def saved(self) -> int:
@@ -589,7 +590,7 @@ def simulate(seed: int, scratch: Path, world: World | None = None) -> World:
             return action
 
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
-    condition = SimpleNamespace(Condition=lambda: Waiting(world))
+    condition = SimpleNamespace(RLock=object, Condition=lambda lock: Waiting(world))
     nothing = SimpleNamespace(conclude=lambda: None, start=lambda *given: None)
     stop = mock.MagicMock()
     patches = [
