@@ -58,12 +58,12 @@ def test_a_flipped_bit_is_found_and_leaves_no_trace(tmp_path):
 class Drill(tiny.Recorder):
     """Flip a bit of one worker's weights before an update, and between another one and its snapshot."""
 
-    moments = {8: "policy.update", 10: "policy.snapshot"}  # noqa: RUF012 - taken out of it as they come
+    kind, moments = "flip", {8: "policy.update", 10: "policy.snapshot"}
 
     def on_step_end(self, run, step, metrics):
         super().on_step_end(run, step, metrics)
         if at := self.moments.pop(step, ""):
-            inject(run.policy._dispatch.backend.folder, "flip", 1, at=at)
+            inject(run.policy._dispatch.backend.folder, self.kind, 1, at=at)
 
 
 @pytest.mark.slow
@@ -77,3 +77,24 @@ def test_a_bit_that_flips_at_rest_is_found_without_any_copy_and_names_its_worker
         ("corruption", [1], "replace", 10),
     ]
     assert all("other bits" in one["evidence"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_one_rank_finds_wrong_holds_the_others_up_for_a_moment(tmp_path):
+    """All others wait for it in a collective, which no limit of a call or a hang has to end."""
+    sections = {
+        "cluster": {"backend": "local", "workers": 4},
+        "policy": {"layout": {"dp": 2, "fsdp": 2}},
+        "supervised": {"steps": 0},
+        "algorithm": {"steps": 3},
+        "guard": {"hang_after": 300.0},
+    }
+    plain = tiny.run(tiny.recipe(tmp_path / "plain", **sections))
+    drill = Drill()
+    drill.kind, drill.moments = "flip-gradient", {1: "optimizer"}
+    ours = tiny.run(tiny.recipe(tmp_path / "ours", **sections), callbacks=[drill])
+    assert_same_run(ours, plain)
+    (found,) = recoveries(ours.directory)
+    assert (found["kind"], found["ranks"], found["action"], found["step"]) == ("corruption", [1], "retry", 1)
+    assert "gradients changed" in found["evidence"] and set(found["replaced"]) <= {0, 2, 3}
+    assert found["lost"] < 60.0
