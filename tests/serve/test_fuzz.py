@@ -22,6 +22,12 @@ BODIES = {
         **COMMON, "messages": MESSAGES, "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1,
         "tools": [WEATHER], "tool_choice": "auto", "parallel_tool_calls": True, "store": False, "service_tier": "auto",
     },
+    "/v1/responses": {
+        "model": "", "input": MESSAGES, "instructions": "so", "max_output_tokens": 2, "temperature": 0.5,
+        "tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "auto", "store": False, "stream": False,
+        "text": {"format": {"type": "text"}}, "reasoning": {"summary": "auto"}, "metadata": {"a": "b"}, "user": "me",
+        "include": [], "top_logprobs": 1, "previous_response_id": None, "truncation": "disabled",
+    },
     "/v1/embeddings": {"model": "", "input": "what", "dimensions": 4, "encoding_format": "float", "user": "me"},
     "/tokenize": {"model": "", "prompt": "what", "tools": None, "add_special_tokens": True},
     "/detokenize": {"model": "", "tokens": [3, 4]},
@@ -44,14 +50,15 @@ def is_wrong(name, value):
             "seed",
             "max_tokens",
             "max_completion_tokens",
+            "max_output_tokens",
             "top_logprobs",
             "best_of",
             "dimensions",
         ),
         "flag": ("stream", "return_token_ids", "echo", "parallel_tool_calls", "store", "add_special_tokens"),
         "list": ("messages", "tools", "stop_token_ids", "tokens"),
-        "object": ("response_format", "metadata", "logit_bias"),
-        "text": ("model", "user", "service_tier", "suffix"),
+        "object": ("response_format", "metadata", "logit_bias", "reasoning"),
+        "text": ("model", "user", "service_tier", "suffix", "instructions", "truncation"),
     }
     if value is None:
         return name == "tokens"
@@ -82,6 +89,7 @@ def malformed(chance, model):
             "/v1/chat/completions": "messages",
             "/detokenize": "tokens",
             "/v1/embeddings": "input",
+            "/v1/responses": "input",
         }.get(path, "prompt")
         return path, json.dumps({k: v for k, v in body.items() if k != name}).encode(), name, True
     if way == 3:  # deep inside

@@ -140,9 +140,9 @@ def serve(
 ) -> None:
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 
-    /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/embeddings, /v1/models, /tokenize, /detokenize,
-    /health, /metrics. A request's model names MODEL or an adapter. Asked to end, it lets requests finish for 30
-    seconds.
+    /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/responses, /v1/embeddings, /v1/models, /tokenize,
+    /detokenize, /health, /metrics. A request's model names MODEL or an adapter. Asked to end, it lets requests finish
+    for 30 seconds.
     """
 
 

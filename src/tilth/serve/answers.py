@@ -4,8 +4,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,15 +110,17 @@ async def in_one(room: EngineRoom, answer: HttpAnswer, metrics: ServerMetrics) -
     return {**answer.head(answer.kind), "choices": choices, "usage": answer.counts(tokens), **answer.more}
 
 
-async def events(answer: HttpAnswer, completions: list[Completion], metrics: ServerMetrics) -> AsyncIterator[str]:
-    """Yield the events of a stream; closed, it ends its requests. An error is the last event."""
+async def chunks(
+    answer: HttpAnswer, completions: list[Completion], metrics: ServerMetrics
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the chunks of a stream; closed, it ends its requests. Raises HttpError."""
     kind = "chat.completion.chunk" if answer.prefix == "chatcmpl" else answer.kind
     head, tokens, begun = answer.head(kind), 0, False
     more = answer.more
     try:
         for choice in answer.choices:
             for found in choice.first():
-                yield _event({**head, "choices": [found], **more})
+                yield {**head, "choices": [found], **more}
                 more = {}
         async for index, delta in _merged(completions):
             tokens += len(delta.tokens)
@@ -128,18 +130,28 @@ async def events(answer: HttpAnswer, completions: list[Completion], metrics: Ser
             if delta.whole is not None:
                 check_sound(delta.whole)
             for found in answer.choices[index].delta(delta):
-                yield _event({**head, "choices": [found], **more})
+                yield {**head, "choices": [found], **more}
                 more = {}
         if answer.usage:
-            yield _event({**head, "choices": [], "usage": answer.counts(tokens)})
-        yield DONE
-    except Exception as error:  # noqa: BLE001 - the status has been sent
-        yield _event(http_error(error).body)
+            yield {**head, "choices": [], "usage": answer.counts(tokens)}
+    except Exception as error:  # as the stream's form has it
+        raise http_error(error) from error
     finally:
         metrics.prompt_tokens.inc(answer.prompts)
         metrics.completion_tokens.inc(tokens)
         for completion in completions:
             completion.close()
+
+
+async def events(parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
+    """Yield the events of a stream of chunks. An error is the last event, as the status has been sent."""
+    async with aclosing(parts):
+        try:
+            async for part in parts:
+                yield _event(part)
+            yield DONE
+        except HttpError as error:
+            yield _event(error.body)
 
 
 def _event(value: dict[str, Any]) -> str:

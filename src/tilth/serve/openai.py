@@ -1,4 +1,5 @@
-"""OpenAI's interface over an engine room: completions, chat completions, models; vLLM's tokenize and detokenize."""
+"""OpenAI's interface over an engine room: completions, chat completions, responses, models; vLLM's tokenize and
+detokenize."""
 
 import asyncio
 import base64
@@ -14,12 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from tilth.rollout.request import TextScores
-from tilth.serve.answers import HttpAnswer, admit, check_count, events, in_one
+from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, events, in_one
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.chat import ChatChoice, called_schema, hears_calls
 from tilth.serve.errors import HttpError, http_error, read
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
+from tilth.serve.response_body import ResponsesBody, renamed
+from tilth.serve.responses import ResponseForm
 from tilth.serve.room import EngineRoom
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
 from tilth.serve.text_choice import TextChoice
@@ -48,6 +51,7 @@ class OpenAI:
         """Add the routes."""
         app.post("/v1/completions")(self.completions)
         app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/responses")(self.responses)
         app.post("/v1/embeddings")(self.embeddings)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.one_model)
@@ -106,6 +110,22 @@ class OpenAI:
     async def chat(self, request: HttpRequest) -> Response:
         """Answer a conversation."""
         body = read(ChatBody, await request.body())
+        return await self._respond(request, await self._conversed(request, body), bool(body.stream))
+
+    async def responses(self, request: HttpRequest) -> Response:
+        """Answer a conversation in the form of responses, by the body of a chat completion."""
+        body = read(ResponsesBody, await request.body())
+        try:
+            answer = await self._conversed(request, body.chat())
+            form = ResponseForm(body, answer)
+            if body.stream:
+                return event_stream(form.events(chunks(answer, admit(self.room, answer), self.metrics)))
+            return JSONResponse(form.whole(await unless_gone(request, in_one(self.room, answer, self.metrics))))
+        except HttpError as error:
+            raise renamed(error) from None
+
+    async def _conversed(self, request: HttpRequest, body: ChatBody) -> HttpAnswer:
+        """Return the answer to a conversation, before it is admitted. Raises HttpError."""
         check_count(self.room, body.n or 1)
         self.model.adapter(body.model)
         shown = None if body.tool_choice == "none" else body.tools
@@ -123,14 +143,13 @@ class OpenAI:
         asked = self.model.requests(body, ids, params, top)
         choices = [ChatChoice(self.model.tokenizer, one, body, hears_calls(body)) for one in asked]
         more = {"prompt_token_ids": ids} if body.return_token_ids else {}
-        answer = HttpAnswer(
+        return HttpAnswer(
             "chat.completion", body.model, asked, [*choices], len(ids), "chatcmpl", _wants_usage(body), more
         )
-        return await self._respond(request, answer, bool(body.stream))
 
     async def _respond(self, request: HttpRequest, answer: HttpAnswer, stream: bool) -> Response:
         if stream:
-            return event_stream(events(answer, admit(self.room, answer), self.metrics))
+            return event_stream(events(chunks(answer, admit(self.room, answer), self.metrics)))
         return JSONResponse(await unless_gone(request, in_one(self.room, answer, self.metrics)))
 
     async def _encoded(self, request: HttpRequest, encode: Callable[..., T], *given: Any) -> T:

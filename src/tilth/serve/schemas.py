@@ -1,7 +1,7 @@
 """Bodies of requests: OpenAI's completions and chat completions, with the further fields that vLLM has."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -29,7 +29,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields of OpenAI and vLLM that are taken with these values or null, which leave the answer as it is without them."""
 
 
-def _only(*allowed: Any) -> Callable[[Any], Any]:
+def only(*allowed: Any) -> Callable[[Any], Any]:
     """Return a validator that refuses everything else, since it would change the result."""
 
     def check(value: Any) -> Any:
@@ -48,7 +48,7 @@ def _representable(value: float) -> float:
     return value
 
 
-def _wrong(field: str, message: str) -> PydanticCustomError:
+def wrong(field: str, message: str) -> PydanticCustomError:
     """Return the error of a field that does not fit the others."""
     return PydanticCustomError("combination", message.replace("{", "{{"), {"field": field})  # type: ignore[arg-type]
 
@@ -63,8 +63,8 @@ class StreamOptions(Body):
     """include_usage: a last chunk has the numbers of tokens."""
 
     include_usage: bool = False
-    continuous_usage_stats: Annotated[bool | None, AfterValidator(_only(None, False))] = None
-    include_obfuscation: Annotated[bool | None, AfterValidator(_only(None, False))] = None
+    continuous_usage_stats: Annotated[bool | None, AfterValidator(only(None, False))] = None
+    include_obfuscation: Annotated[bool | None, AfterValidator(only(None, False))] = None
 
 
 class SchemaFormat(Body):
@@ -85,16 +85,39 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _whole(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _wrong("json_schema", "json_schema goes with type='json_schema', and is needed there")
+            raise wrong("json_schema", "json_schema goes with type='json_schema', and is needed there")
         return self
 
 
-class SampledBody(Body):
-    """Fields that completions and chat completions share."""
+class TextBody(Body):
+    """Fields that all requests for text share."""
 
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    """Field that this server does not support -> values besides null with which it changes nothing."""
     model: Words
     temperature: Annotated[float, Field(ge=0), AfterValidator(_representable)] | None = None
     top_p: Annotated[float, Field(ge=TINY, le=1)] | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, body: Any) -> Any:
+        """Leave out fields that change nothing, and refuse them with other values, which would."""
+        for name, taken in cls.neutral.items() if isinstance(body, dict) else ():
+            value = body.get(name)
+            if value is not None and not any(type(value) is type(one) and value == one for one in taken):
+                names = " or ".join([*map(repr, taken), "null"])
+                raise wrong(name, f"this server supports only {names}, not {shortened(value)}")
+        return {k: v for k, v in body.items() if k not in cls.neutral} if isinstance(body, dict) else body
+
+
+class SampledBody(TextBody):
+    """Fields that completions and chat completions share."""
+
     top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -104,33 +127,17 @@ class SampledBody(Body):
     ignore_eos: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, body: Any) -> Any:
-        """Leave out fields that change nothing, and refuse them with other values, which would."""
-        for name, taken in NEUTRAL.items() if isinstance(body, dict) else ():
-            value = body.get(name)
-            if value is not None and not any(type(value) is type(one) and value == one for one in taken):
-                names = " or ".join([*map(repr, taken), "null"])
-                raise _wrong(name, f"this server supports only {names}, not {shortened(value)}")
-        return {k: v for k, v in body.items() if k not in NEUTRAL} if isinstance(body, dict) else body
-
     @model_validator(mode="after")
     def _streams(self) -> "SampledBody":
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "stream_options needs stream=true")
+            raise wrong("stream_options", "stream_options needs stream=true")
         return self
 
 
@@ -181,17 +188,17 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
-    refusal: Annotated[None, AfterValidator(_only(None))] = None
+    refusal: Annotated[None, AfterValidator(only(None))] = None
     annotations: Any = None
-    audio: Annotated[None, AfterValidator(_only(None))] = None
-    function_call: Annotated[None, AfterValidator(_only(None))] = None
+    audio: Annotated[None, AfterValidator(only(None))] = None
+    function_call: Annotated[None, AfterValidator(only(None))] = None
 
     @model_validator(mode="after")
     def _whole(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise _wrong("content", "content is needed, but in a message of the assistant with tool_calls")
+            raise wrong("content", "content is needed, but in a message of the assistant with tool_calls")
         if self.tool_calls and self.role != "assistant":
-            raise _wrong("tool_calls", "tool_calls belong to a message of the assistant")
+            raise wrong("tool_calls", "tool_calls belong to a message of the assistant")
         return self
 
 
@@ -240,11 +247,11 @@ class ChatBody(SampledBody):
     @model_validator(mode="after")
     def _whole(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs", "top_logprobs needs logprobs=true")
+            raise wrong("top_logprobs", "top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise _wrong("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+            raise wrong("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise _wrong("tool_choice", "tool_choice needs tools")
+            raise wrong("tool_choice", "tool_choice needs tools")
         return self
 
 
@@ -271,7 +278,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt", "give prompt or messages, one of them")
+            raise wrong("prompt", "give prompt or messages, one of them")
         return self
 
 
