@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ from tests.errors import raises
 from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
-from tilth.flows.serving import ServeOptions, open_server
+from tilth.flows.serving import ServeOptions, open_server, served_name
 from tilth.serve.app import BODY, AddressError, PatientProtocol, bare_app, check_address, listen
 from tilth.serve.completion import RoomError
 from tilth.serve.errors import http_error
@@ -68,8 +69,26 @@ def test_two_servers_that_start_at_once_do_not_share_a_port():
 
 
 def test_an_adapter_has_another_name_than_the_model(model):
-    with raises(DataError, "--adapter"):
-        open_server(model, ServeOptions(port=0, adapters={model: "somewhere"}))
+    for name in (model, Path(model).name):
+        with raises(DataError, "--adapter"):
+            open_server(model, ServeOptions(port=0, adapters={name: "somewhere"}))
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("runs/sorter", "sorter"),
+        ("runs/sorter@best", "sorter@best"),
+        ("/a/b/", "b"),
+        (".", Path.cwd().name),
+        ("s3://bucket/sorter", "sorter"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("tests/Qwen3-0.6B", "Qwen3-0.6B"),
+    ],
+)
+def test_the_name_of_a_model_has_no_slash_but_that_of_the_hub(model, name):
+    assert served_name(model, ServeOptions()) == name
+    assert served_name(model, ServeOptions(name="Org/named")) == "Org/named"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +102,7 @@ def test_a_wrong_token_is_refused(guarded, headers):
 
 def test_the_token_opens(guarded, model):
     with client_of(guarded, TOKEN) as client:
-        assert [one.id for one in client.models.list()] == [model]
+        assert [one.id for one in client.models.list()] == [Path(model).name]
     with pytest.raises(openai.AuthenticationError), client_of(guarded, "other") as client:
         client.models.list()
     base = guarded.removesuffix("/v1")

@@ -43,8 +43,10 @@ def client(address):
 
 
 def test_models_are_listed(client, model):
-    assert [one.id for one in client.models.list()] == [model]
-    assert client.models.retrieve(model).id == model
+    assert [one.id for one in client.models.list()] == [Path(model).name]
+    for name in (Path(model).name, model):
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="what", max_tokens=1).model == name
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
     assert caught.value.param == "model"

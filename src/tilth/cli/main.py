@@ -124,7 +124,10 @@ def serve(
     train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
     state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
     name: Annotated[
-        str, Option("--name", "--served-model-name", help="name by which clients call the model, besides MODEL")
+        str,
+        Option(
+            "--name", "--served-model-name", help="name by which clients call the model, besides MODEL [its last part]"
+        ),
     ] = "",
     fast: Annotated[
         bool, Option("--fast", help="on a CPU: faster, but company may change completions by rounding")
@@ -141,8 +144,8 @@ def serve(
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 
     /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/responses, /v1/embeddings, /v1/models, /tokenize,
-    /detokenize, /health, /metrics. A request's model names MODEL or an adapter. Asked to end, it lets requests finish
-    for 30 seconds.
+    /detokenize, /health, /metrics. A request's model names MODEL, its last part or an adapter. Asked to end, it lets
+    requests finish for 30 seconds.
     """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from tilth.core.errors import DataError
-from tilth.flows.serving import ServeOptions, open_server
+from tilth.flows.serving import ServeOptions, open_server, served_name
 from tilth.service.base import ServiceLimits
 from tilth.service.start import TrainOptions, open_training
 
@@ -53,7 +53,7 @@ def serve(
         opened.run_here()
         return
     server, address = open_server(model, options)
-    typer.echo(f"serving {', '.join([name or model, *adapters])} at {address}; Ctrl-C ends it", err=True)
+    typer.echo(f"serving {', '.join([served_name(model, options), *adapters])} at {address}; Ctrl-C ends it", err=True)
     server.run_here()
 
 

@@ -1,6 +1,7 @@
 """Serve a model: its engine in a worker of its own, its adapters, and OpenAI's interface in front of it."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from tilth.core.memory import host_memory
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
+from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
 from tilth.plan.shape import kv_bytes
 from tilth.rollout.protocol import GenerationEngine
@@ -34,7 +36,7 @@ SHARE = 0.5
 @dataclass(frozen=True)
 class ServeOptions:
     """Options of ``tilth serve``. adapters: name -> directory. template: None: the run's or the model's own.
-    address: of a Ray cluster. name: by which clients call the model, besides its reference.
+    address: of a Ray cluster. name: by which clients call the model, besides its reference; "": ``served_name``.
     pooling: of embeddings, "last" or "mean". fast: on a CPU completions may depend on their company, by rounding."""
 
     host: str = "127.0.0.1"
@@ -59,6 +61,12 @@ class OpenedApp(NamedTuple):
     address: str
 
 
+def served_name(model: str, options: ServeOptions) -> str:
+    """Return the name by which a server lists its model: the last part of a path, since clients read a slash as the
+    end of a provider's name; an id of the hub as it is."""
+    return options.name or (model if is_hub_id(model) else os.path.basename(os.path.abspath(model)))
+
+
 def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     """Return a server whose engine is ready (``HttpServer.run_here`` serves), and its address.
 
@@ -76,7 +84,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom],
     loaded = load_model(model)
     served = _served(model, loaded, options)
     for name, folder in options.adapters.items():
-        if name in (model, options.name):
+        if name in (model, served.name):
             raise DataError(f"--adapter {name}={folder}: this is the name of the model itself", key="--adapter")
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
     door = listen(options.host, options.port)
@@ -122,7 +130,7 @@ def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> Generation
 def _served(name: str, loaded: LoadedModel, options: ServeOptions) -> ServedModel:
     tokenizer, config = wants_tokenizer(loaded), loaded.config
     adapters = list(options.adapters)
-    called, length = options.name or name, config.max_positions
+    called, length = served_name(name, options), config.max_positions
     served = ServedModel(
         called, tokenizer, config.vocab_size, length, None, loaded.stop, adapters, name, options.pooling
     )
