@@ -145,9 +145,7 @@ class RolloutConfig(RoleSection):
     )
     max_rows: Positive = Field(512, description="maximum sequences decoded at once")
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
-    step_tokens: Positive = Field(
-        8192, description="token budget of one engine step, decode first, then prefill chunks"
-    )
+    step_tokens: Positive = Field(8192, description="token budget of an engine step: decode first, then prefill chunks")
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"
@@ -330,9 +328,7 @@ class OptimizerConfig(Section):
     )
     lr: Rate = Field(1e-4, description="peak learning rate")
     muon_lr_ratio: Rate = Field(10.0, description="muon: learning rate of block matrices divided by lr")
-    muon_precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="muon: dtype of orthogonalisation; bf16 turns last bits of gradients into 1e-2 of a step"
-    )
+    muon_precision: Literal["fp32", "bf16"] = Field("fp32", description="muon: dtype of its orthogonalisation")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW's decay rates of both moments")
     weight_decay: Rate = Field(0.0, description="decoupled weight decay of matrices")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
