@@ -185,13 +185,17 @@ def test_override_of_a_value_as_a_section():
         ("optimizer.lr=inf", "optimizer.lr = inf is not a number of at least 0"),
         ("data.digits=10", "data.digits = 10 is not an integer of at least 1 and at most 9"),
         ("optimizer.name=adam", "optimizer.name = 'adam' is not one of adamw, muon; did you mean 'adamw'?"),
-        ("optimizer.name=7", "optimizer.name = '7' is not one of adamw, muon"),
+        (
+            "optimizer.name=7",
+            "optimizer.name = '7' is not one of adamw, muon; a plugin declares another with @tilth.optimizer",
+        ),
         ("model.tied=1", "model.tied = 1 is not true or false"),
         ("rollout.stop=x", """rollout.stop = 'x' is not a list of texts, written '["a", "b"]'"""),
         ("rollout.stop=[1]", """rollout.stop = 1 is not a list of texts, written '["a", "b"]'"""),
         (
             "run.track=[wandb]",
-            """run.track = '[wandb]' is not a list of tensorboard, wandb, written '["tensorboard"]'""",
+            """run.track = '[wandb]' is not a list of tensorboard, wandb, written '["tensorboard"]'; """
+            "a plugin declares another with @tilth.tracker",
         ),
         ("model=3", "model = 3 is not a section; its keys are written model.KEY"),
         ("model.hidden.x=3", "model.hidden = {'x': 3} is not an integer above 0"),
