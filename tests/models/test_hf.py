@@ -444,3 +444,46 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     model = decoder(FAMILIES["qwen3"])
     with raises(ModelError, "dtype"):
         save_pretrained(tmp_path, model.config, model.state_dict(), dtype=torch.int8)
+
+
+def crafted(header: dict[str, Any] | str, body: bytes = b"\0" * 8) -> bytes:
+    """A safetensors file of this header."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+CRAFTED = {
+    "header of 2 GB": (2 << 30).to_bytes(8, "little") + b"{}",
+    "no JSON": crafted("hello"),
+    "deep": crafted('{"a":' + "[" * 100_000),
+    "overlap": crafted({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}),
+    "beyond the end": crafted({"a": entry([1], 10**12, 10**12 + 4)}),
+    "overflow": crafted({"a": entry([1 << 40, 1 << 40], 0, 8)}),
+    "unknown dtype": crafted({"a": entry([2], 0, 8, "X9")}),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_file_of_weights_is_a_named_error(exported: Path, case: str) -> None:
+    (exported / "model.safetensors").write_bytes(CRAFTED[case])
+    with raises(ModelError, "model.safetensors.header"):
+        load_pretrained(exported)
+
+
+@pytest.mark.parametrize("family, field, key", [
+    ("qwen3", "num_hidden_layers", "num_layers"), ("qwen3-moe", "num_experts", "num_experts"),
+])  # fmt: skip
+@pytest.mark.parametrize("read", [load_pretrained, open_tensors])
+def test_a_count_far_beyond_the_tensors_takes_no_memory(
+    tmp_path: Path, family: str, field: str, key: str, read: Any
+) -> None:
+    model = decoder(FAMILIES[family])
+    save_pretrained(tmp_path, model.config, model.state_dict())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: 10**8}))
+    with raises(ModelError, f"config.json.{key}"):
+        read(tmp_path)

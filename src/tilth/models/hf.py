@@ -38,6 +38,8 @@ TOKENIZER_FILES = (
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LOGITS, _VALUES = "ForCausalLM", "ForTokenClassification"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_EXPERTS = 1 << 16
+"""Experts that any model may have: one tensor of a layer may hold all of its own."""
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -163,6 +165,7 @@ class LazyTensors(Unread):
 
         further: layers behind the model's, which predict further tokens, and which are left out.
         """
+        self._check_counts(config)
         stored, last = hf_names(config), config.num_layers
         own, behind = (
             {there: name for name, there in stored.items()},
@@ -181,6 +184,14 @@ class LazyTensors(Unread):
         files = {name: file for name, file in files.items() if name not in inside}
         files |= {name: self._all[one.name] for name, one in fused.items()}
         return LazyTensors(self._directory, files, self._dtype, stored, there, fused)
+
+    def _check_counts(self, config: DecoderConfig) -> None:
+        """Raise ModelError for more layers and experts than there can be, before each of them gets a name."""
+        layers, experts = config.num_layers, max(config.num_experts, 1)
+        if layers * experts > (most := max(len(self._all), _EXPERTS)):
+            message = f"{self._directory}: config.json has {layers} layers of {experts} experts, with {len(self._all)}"
+            key = "num_layers" if layers > experts else "num_experts"
+            raise ModelError(f"{message} tensors; at most {most} experts can be", key=f"config.json.{key}")
 
     def _file(self, name: str) -> Any:
         file = self._all[name]
