@@ -109,3 +109,10 @@ def test_info_of_files_is_plain(tmp_path):
 def test_mistakes_in_records(records, key):
     with raises(DataError, key):
         from_records(records)
+
+
+@pytest.mark.parametrize("deep", ["[" * 900 + "]" * 900, '{"a":' * 800 + "1" + "}" * 800])
+def test_a_value_that_json_reads_and_nothing_else_follows_is_a_named_error(tmp_path, deep):
+    (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "answer": "b", "x": {deep}}}\n')
+    with raises(DataError, "depth"):
+        read_source(str(tmp_path / "d.jsonl"))

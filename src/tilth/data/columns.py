@@ -196,16 +196,24 @@ def _prompt_in_pattern(pattern: str, record: Mapping[str, Any], where: str, colu
 def plain(value: Any) -> Any:
     """Convert to JSON types: other sequences become lists, bytes base64, any other object its ``str``.
 
-    Return the same object if it is plain already, or is a mapping whose values are texts and numbers only.
+    Return the same object if it is plain already, or is a mapping whose values are texts and numbers only. Raises
+    DataError for a value that is nested too deep.
     """
+    try:
+        return _plain(value)
+    except RecursionError:
+        raise DataError("a value is nested hundreds of levels deep; make it a text", key="depth") from None
+
+
+def _plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
         if all(type(v) in _PLAIN for v in value.values()):
             return value
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [_plain(v) for v in value]
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
