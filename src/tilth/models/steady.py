@@ -229,8 +229,8 @@ def steady_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     A row has the same bits for every N, on the CPU and with the number of threads that it has now.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():  # compiled code has no parity mode
-        return F.linear(x, weight, bias)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not weight.numel():
+        return F.linear(x, weight, bias)  # compiled code has no parity mode, a rank without words no sums
     out, width = weight.shape
     shape = ProductShape("linear", out, width, x.dtype, torch.get_num_threads(), bias is not None)
     if not _mode.on and reference(shape) is None:  # the head of an engine or trainer without parity
