@@ -60,7 +60,7 @@ ELSEWHERE = {
 NO_COMMANDS = {
     "step-000120/": "files of a checkpoint",
     "for batch in run.experience(": "a page of the package, shortened",
-    "Accuracy on problems it never trained on:": "what the demo prints",
+    "Accuracy on problems it never trained on (95 % intervals):": "what the demo prints",
 }
 """Beginnings of blocks without a language that are no commands."""
 COSTLY = (
