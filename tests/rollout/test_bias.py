@@ -78,7 +78,8 @@ def test_engines_that_draw_elsewhere_refuse():
     "params, key",
     [
         ({"logit_bias": ((10**6, 1.0),)}, "request.bias.vocab_size"),
-        ({"min_tokens": 2, "stop_tokens": (-1,)}, "request.bias.vocab_size"),
+        ({"min_tokens": 2, "stop_tokens": (10**6,)}, "request.bias.vocab_size"),
+        ({"stop_tokens": (-1,)}, "stop_tokens"),
         ({"min_tokens": 2, "stop_tokens": tuple(range(100))}, "request.min_tokens"),
         ({"min_tokens": 21}, "min_tokens"),
         ({"min_tokens": 1, "schema": "{}"}, "min_tokens"),
