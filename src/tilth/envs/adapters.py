@@ -12,21 +12,35 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from tilth.core.errors import PluginError
 from tilth.envs.environment import Environment, EnvironmentFault, Message
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
-INSTALL = {"verifiers": "pip install 'verifiers<0.4'", "gymnasium": "pip install gymnasium"}
+INSTALL = {"verifiers": "pip install verifiers", "gymnasium": "pip install gymnasium"}
+TASKSET = "tilth.serve.taskset:VerifiersTaskset"
+"""Adapter of what ``verifiers`` is from 0.4 on: programs that call a model over HTTP."""
 
 
 def adapted(kind: str, name: str) -> type[Environment]:
     """Return the class for an environment of another package. kind: a key of ``ADAPTERS``."""
-    return type(f"_{kind}", (ADAPTERS[kind],), {"id": name})
+    base = resolve_name(TASKSET) if kind == "verifiers" and has_tasksets() else ADAPTERS[kind]
+    return type(f"_{kind}", (base,), {"id": name})
 
 
-def _missing(kind: str, error: Exception) -> PluginError:
+def has_tasksets() -> bool:
+    """Return True if the installed ``verifiers`` is 0.4 or newer."""
+    try:
+        return tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4)
+    except PackageNotFoundError:
+        return False  # its adapter says so
+
+
+def missing(kind: str, error: Exception) -> PluginError:
+    """Return the error of a package that cannot be imported."""
     message = f"rollout.environment={kind}:NAME needs a package that cannot be imported: {error}; {INSTALL[kind]}"
     return PluginError(message, key=f"environment.{kind}")
 
@@ -49,7 +63,7 @@ class VerifiersEnvironment(Environment, declares=False):
         try:
             _verifiers(cls)
         except ImportError as error:
-            raise _missing("verifiers", error) from error
+            raise missing("verifiers", error) from error
         except (ValueError, RuntimeError) as error:  # how the package reports a name that it cannot load
             raise PluginError(str(error), key="environment.verifiers.name") from error
 
@@ -240,7 +254,7 @@ class GymnasiumEnvironment(Environment, declares=False):
         try:
             import gymnasium
         except ImportError as error:
-            raise _missing("gymnasium", error) from error
+            raise missing("gymnasium", error) from error
         try:
             cls()._make().close()
         except gymnasium.error.Error as error:

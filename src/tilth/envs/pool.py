@@ -303,7 +303,11 @@ class EnvironmentPool:
 
     def _too_late(self, episode: _Episode) -> list[Answer]:
         assert episode.asked is not None
-        return [self._fail(episode, f"{episode.asked.op} took longer than {self.timeout:g} s", "timeout")]
+        return [
+            self._fail(
+                episode, f"{episode.asked.op} took longer than {self.timeout:g} s (rollout.turn_seconds)", "timeout"
+            )
+        ]
 
     def _holder(self, child: "_Child", before: dict[int, float]) -> _Episode | None:
         """Return the episode whose thread has computed most since ``before``; None if that is less than it could, or if
