@@ -122,9 +122,13 @@ def test_answers_that_take_long_are_bounds_all_the_same(tmp_path):
 
 
 def test_a_worker_that_is_lost_is_told_as_ever(tmp_path):
-    fleet = ByHand(1)
-    made = Clocks(Dispatch(fleet, 60), tmp_path, 0)
-    threading.Timer(0.05, lambda: fleet.sent[0].set_exception(WorkerLost("rank 0: gone", key="cluster.origin"))).start()
+    class Lost(ByHand):
+        def submit(self, rank, call):
+            future = super().submit(rank, call)
+            threading.Timer(0.05, future.set_exception, [WorkerLost("rank 0: gone", key="cluster.origin")]).start()
+            return future
+
+    made = Clocks(Dispatch(Lost(1), 60), tmp_path, 0)
     with raises(WorkerLost, "cluster.origin"):
         made.begin()
 
