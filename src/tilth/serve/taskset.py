@@ -102,11 +102,16 @@ def _environment(kind: type[VerifiersTaskset]) -> Any:
     return env
 
 
-@cache
+_LOADED: dict[type, Any] = {}
+
+
 def _loaded(kind: type[VerifiersTaskset]) -> Any:
-    env = _environment(kind)
-    asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), _loop()).result()
-    return env
+    """Return the environment of a class, loaded once in a process, with what its agents share."""
+    if kind not in _LOADED:
+        env = _environment(kind)
+        asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), _loop()).result()
+        _LOADED[kind] = env
+    return _LOADED[kind]
 
 
 @cache
