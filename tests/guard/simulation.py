@@ -192,7 +192,7 @@ class Policy:
         self.value, self.at = parts[str(self.rank)]
         self.world.done.append("load")
 
-    @transfer("all", "all", patient=True)
+    @transfer("all", "all", patient=True, reads=True)
     def snapshot(self, folder: str, slot: int) -> SimpleNamespace:
         if self.world.took("full"):
             raise StorageError("no room for a snapshot", key="snapshot")
@@ -200,15 +200,15 @@ class Policy:
         report = Told()
         return SimpleNamespace(reports=[report], position={}, copies={}, problem="")
 
-    @transfer("all", "all", patient=True)
+    @transfer("all", "all", patient=True, reads=True)
     def save(self) -> tuple[int, int]:
         return self.value, self.at
 
-    @transfer("all", "all", patient=True)
+    @transfer("all", "all", patient=True, reads=True)
     def saving(self, wait: bool) -> str:
         return ""
 
-    @transfer("all", "all")
+    @transfer("all", "all", reads=True)
     def logprobs(self) -> int:
         return self.value
 

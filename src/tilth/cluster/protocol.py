@@ -36,6 +36,8 @@ class Transfer:
     patient: bool = False
     """True: it waits for a disk or for other processes, so that nothing may progress for longer than
     ``guard.hang_after``."""
+    reads: bool = False
+    """True: it leaves the state of its role as it is, so that a recovery after it need not load the role again."""
 
 
 def control(method: Method) -> Method:
@@ -46,7 +48,7 @@ def control(method: Method) -> Method:
 
 
 def transfer(
-    split: Split, gather: Gather, over: tuple[str, ...] = (), *, patient: bool = False
+    split: Split, gather: Gather, over: tuple[str, ...] = (), *, patient: bool = False, reads: bool = False
 ) -> Callable[[Method], Method]:
     """Declare the transfer protocol of a role's method, which a call through a group needs.
 
@@ -55,7 +57,8 @@ def transfer(
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
     the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
     mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis. patient:
-    True for a method that waits for a disk or for other processes.
+    True for a method that waits for a disk or for other processes. reads: True for one that leaves the state of its
+    role, what a checkpoint holds of it, as it is.
     """
 
     for name, given, known in (("split", split, get_args(Split)), ("gather", gather, get_args(Gather))):
@@ -63,7 +66,7 @@ def transfer(
             raise ArgumentError(f"{name}={given!r} is not one of {', '.join(known)}", key=name)
 
     def mark(method: Method) -> Method:
-        setattr(method, ATTRIBUTE, Transfer(split, gather, over, patient=patient))
+        setattr(method, ATTRIBUTE, Transfer(split, gather, over, patient=patient, reads=reads))
         return method
 
     return mark

@@ -279,7 +279,7 @@ class Run:
             raise RecipeError(
                 f"flow={self.recipe.flow} has no {target} that could receive weights", key=f"roles.{target}"
             )
-        self.roles[target].called.add("receive")  # weight_sync changes its state
+        self.roles[target].changed_by.add("receive")  # weight_sync changes its state
         found = self.roles.weight_sync.sync(target, self.state.version)
         if self.recipe.policy.lora.rank:
             self.metrics.add("sync/bytes", float(sum(delivery.taken for delivery in found)))

@@ -34,9 +34,6 @@ from tilth.trace.spans import recorder
 SETTLE = 0.5
 """Seconds without the end of a call, after a failure, in which workers may still end theirs by themselves."""
 WEIGHT_SYNC = "weight_sync"
-_COPIES = ("copies", "kept", "position", "save", "saving", "snapshot")
-READS = frozenset((*_COPIES, "compile_seconds", "logprobs", "peak_flops", "troubles", "tune", "values"))
-"""Methods of roles with a state that leave it as it is. (A schedule's length is the recipe's.)"""
 
 
 class Survival(Callback):
@@ -275,12 +272,12 @@ def _first_line(verdict: Verdict, step: int) -> str:
 
 def unchanged(group: WorkerGroup, step: int) -> bool:
     """Return True if a role still has the state that it had after this step."""
-    return group.marked == step and group.called <= READS
+    return group.marked == step and not group.changed_by
 
 
 def is_new(group: WorkerGroup) -> bool:
     """Return True if a role has the state that it was made with."""
-    return group.marked is None and group.called <= READS
+    return group.marked is None and not group.changed_by
 
 
 def _has_weights(role: str) -> bool:

@@ -72,7 +72,7 @@ class CriticWorker(Learner):
         parts = self.engine.sharded.parameters
         return {n: checksum(tensor) for n, tensor in parts.items() if not n.startswith(HEAD) and not is_adapter(n)}
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", reads=True)
     def values(self, batch: Batch) -> Batch:
         """Add ``values``: of the state before each token of the mask, before any update on this batch."""
         return scored(batch, self.store, self.engine, packed_values, "values", op="values")

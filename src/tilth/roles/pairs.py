@@ -145,7 +145,7 @@ class PairLearner:
             check_weight(done.metrics, float(len(table) > 0), self.grid)
         return account(done, self.grid) | self._measured(found)
 
-    @transfer(split="rows", gather="merge")
+    @transfer(split="rows", gather="merge", reads=True)
     def pair_eval(self, batch: Batch, how: PreferenceConfig) -> Metrics:
         """Return the metrics of ``pair_step`` without learning from the pairs."""
         return self._measured(self._read(batch)[2].loss(how))
@@ -252,7 +252,7 @@ class RatingWorker:
         self.sharded, self.store = sharded, store
         self.weight, self.micro_tokens, self.parity = weight, micro_tokens, parity
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", reads=True)
     def rate(self, batch: Batch, *, alone: bool) -> Batch:
         """Add weight * score to the row column ``reward`` and the score as ``part/model``; NaN: missing.
 

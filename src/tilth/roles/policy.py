@@ -104,7 +104,7 @@ class PolicyWorker(Learner):
     def _sum_rows(self, vector: Tensor) -> Tensor:
         return self.grid.sum(vector, "rows")
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", reads=True)
     def logprobs(self, batch: Batch, *, squares: bool = False) -> Batch:
         """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once.
 
@@ -116,7 +116,7 @@ class PolicyWorker(Learner):
             given["routing"] = self._routing(batch)
         return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
-    @transfer(split="rows", gather="merge")
+    @transfer(split="rows", gather="merge", reads=True)
     def compare(self, batch: Batch) -> Metrics:
         """Return ``mismatch/max``: the greatest difference between the policy's log-probs and those of the samples."""
         columns = self.logprobs(batch).read(self.store, "old_logprobs", "rollout_logprobs", "mask")
@@ -254,7 +254,7 @@ class PolicyWorker(Learner):
             spent.set(flops=found.flops)
         return self._account(found)
 
-    @transfer(split="rows", gather="merge")
+    @transfer(split="rows", gather="merge", reads=True)
     def likelihood(self, batch: Batch) -> Metrics:
         """Return the negative log-likelihood (nats) of the tokens in the mask as ``loss``; no gradient."""
         columns = batch.read(self.store, "tokens", "mask")

@@ -34,7 +34,7 @@ class ReferenceWorker(Stateful):
         """Return the checksum of this rank's part of each tensor of the live storage."""
         return {name: checksum(tensor) for name, tensor in self.sharded.parameters.items()}
 
-    @transfer(split="rows", gather="rows")
+    @transfer(split="rows", gather="rows", reads=True)
     def logprobs(self, batch: Batch) -> Batch:
         """Add ``ref_logprobs``."""
         return scored(

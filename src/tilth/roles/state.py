@@ -60,17 +60,17 @@ class Stateful:
         """Return what of them a checkpoint holds."""
         return self.groups()
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def position(self) -> dict[str, float]:
         """Return everything but tensors that a resume must restore."""
         return {}
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def kept(self) -> list[str]:
         """Return the names of its groups."""
         return list(self.groups())
 
-    @transfer(split="all", gather="all", patient=True)
+    @transfer(split="all", gather="all", patient=True, reads=True)
     def save(self, folder: str, background: bool) -> str:
         """Copy this worker's part for a checkpoint; the copy is written while training continues.
 
@@ -83,7 +83,7 @@ class Stateful:
             return str(error)
         return ""
 
-    @transfer(split="all", gather="all", patient=True)
+    @transfer(split="all", gather="all", patient=True, reads=True)
     def snapshot(self, folder: str, slot: int) -> StateCopy:
         """Copy this worker's part into a slot of a folder in shared memory.
 
@@ -101,12 +101,12 @@ class Stateful:
             return StateCopy([], {}, str(error), digests)
         return StateCopy(reports, self.position(), "", digests)
 
-    @transfer(split="all", gather="all", patient=True)
+    @transfer(split="all", gather="all", patient=True, reads=True)
     def copies(self) -> dict[str, tuple[int, int]]:
         """Return the digests of tensors that other workers hold too: see ``Copies.tensors``."""
         return self._copies.tensors(self.groups())
 
-    @transfer(split="all", gather="all", patient=True)
+    @transfer(split="all", gather="all", patient=True, reads=True)
     def saving(self, wait: bool) -> str:
         """Return the error message of the running save, or "". wait: until it is written."""
         return self._saver.settle() if wait else self._saver.problem()
@@ -193,13 +193,13 @@ class Learner(Stateful):
         learned = set(self.sharded.learned)
         return {name: checksum(p.detach()) for name, p in self.sharded.parameters.items() if name not in learned}
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def troubles(self) -> list[str]:
         """Return the optimizer steps left out since the last call: what was not finite, and which rows."""
         found, self.engine.troubles = self.engine.troubles, []
         return found
 
-    @transfer(split="all", gather="all")
+    @transfer(split="all", gather="all", reads=True)
     def peak_flops(self) -> float:
         """Measure this worker's share of the machine's matmul rate, all workers at once: FLOP/s."""
         return measured_flops(self.engine.device, self.engine.model.dtype)
@@ -217,12 +217,15 @@ class Learner(Stateful):
         with self._changing():
             read_state(path, {name: self.groups()[name]}, self.sharded)
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def tune(self, lr: float, total_steps: int) -> None:
-        """Continue a phase with this peak learning rate and length of schedule; state and position stay."""
+        """Continue a phase with this peak learning rate and length of schedule; state and position stay.
+
+        It only reads: both are the recipe's, and are told again to a role that has loaded its state.
+        """
         self.engine.peak_lr, self.engine.total_steps = lr, total_steps
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def position(self) -> dict[str, float]:
         return self.engine.position()
 
@@ -235,7 +238,7 @@ class Learner(Stateful):
             raise ReplicaMismatch(message, key="base")
         self.engine.restore(position)
 
-    @transfer(split="all", gather="first")
+    @transfer(split="all", gather="first", reads=True)
     def compile_seconds(self) -> float:
         """Seconds that torch.compile and the first pass took; 0 if nothing was compiled."""
         return self.engine.compile_seconds

@@ -46,8 +46,8 @@ class WorkerGroup:
         self.methods: Mapping[str, Transfer] = {}
         self.marked: int | None = None
         """Step after which its state was last copied; None: not since it was made."""
-        self.called = set[str]()
-        """Methods called since then."""
+        self.changed_by = set[str]()
+        """Methods called since then that may change its state."""
         self._dispatch = dispatch
         self._divide = divide or evenly
         self._inline = isinstance(dispatch.backend, InlineBackend)
@@ -86,10 +86,11 @@ class WorkerGroup:
     def mark(self, step: int | None) -> None:
         """Note that its state is that after a step; None: that of a new role."""
         self.marked = step
-        self.called.clear()
+        self.changed_by.clear()
 
     def _call(self, method: str, how: Transfer, /, *args: Any, **kwargs: Any) -> Any:
-        self.called.add(method)
+        if not how.reads:
+            self.changed_by.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         dealt = deal(how, self.mesh, self._divide, *plain)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
