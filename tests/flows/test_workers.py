@@ -1,5 +1,7 @@
 """Factories of roles: each makes its role on the device of its own worker."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
 from tilth.flows import workers
+from tilth.models import parity
 from tilth.models.config import DecoderConfig
 
 CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2)
@@ -54,3 +57,14 @@ def test_activations_are_not_offloaded_from_a_cpu():
     recipe = from_dict({"train": {"device": "auto", "offload_activations": True}})
     with raises(RecipeError, "train.offload_activations.device"):
         workers.shard_model(Context("policy", MESH, 1, 1, InlineStore(), 0), recipe, CONFIG)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic", "reference", "reward_model"])
+def test_every_role_refuses_parity_that_this_machine_cannot_keep(monkeypatch, role):
+    """Before weights are loaded: the model of ``reward.model`` has a shape, and none."""
+    monkeypatch.setattr(parity, "reference", lambda shape: None)
+    monkeypatch.setattr(workers, "load_model", lambda *spec: SimpleNamespace(config=CONFIG))
+    recipe = from_dict({"train": {"parity": True}, "reward": {"model": "some"}})
+    shape = () if role == "reward_model" else (CONFIG,)
+    with raises(RecipeError, "train.parity"):
+        getattr(workers, role)(Context(role, MESH, 1, 1, InlineStore(), 0), recipe, *shape)

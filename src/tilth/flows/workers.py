@@ -23,6 +23,7 @@ from tilth.models.activations import HostActivations
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import Converter, LowRank
 from tilth.models.decoder import Decoder
+from tilth.models.parity import check_parity
 from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
@@ -289,13 +290,19 @@ def threads(recipe: Recipe, workers: int) -> int:
 def shard_model(
     context: Context, recipe: Recipe, config: DecoderConfig, *, converters: Sequence[str | Converter] = ()
 ) -> ShardedModel:
-    """Return this rank's shard of a decoder, converted by ``models.converters``, in the role's layout."""
+    """Return this rank's shard of a decoder, converted by ``models.converters``, in the role's layout.
+
+    RecipeError: ``train.parity`` of a model whose products have no bits of their own on this machine.
+    """
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
     if recipe.train.offload_activations and device.type == "cpu":
         message = (
             "train.offload_activations = true moves activations to host memory, where this device, a CPU, has them"
         )
         raise RecipeError(f"{message}; set it to false", key="train.offload_activations.device")
+
+    if recipe.train.parity:
+        check_parity(config, DTYPES[recipe.train.precision])
 
     def build() -> Decoder:
         model = Decoder(config, dtype=DTYPES[recipe.train.precision])

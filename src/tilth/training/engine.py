@@ -22,7 +22,6 @@ from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, Toke
 from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
-from tilth.models.parity import check_parity
 from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
@@ -187,8 +186,6 @@ class TrainEngine:
         self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
         modules = (module for part in self.sharded.parts for module in part.modules())
         self._drops = bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in modules)
-        if parity:
-            check_parity(model.config, model.dtype)
         self._shares = shares_prompts(model.config, parity, self.sharded.context is not None)
         self.device = next(iter(self.optimizers.parameters.values())).device
 
