@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tilth.config.imports import uncollected
@@ -97,15 +98,18 @@ def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec 
 
 
 def _check_places(recipe: Recipe, function: Spec | None) -> None:
-    """Raise ModelError or RewardError for models and functions that do not exist, and import none of them."""
+    """Raise ModelError or RewardError for models and functions that do not exist, and for an adapter of another kind
+    than W + s B A; import none of them."""
+    from tilth.models.adapter_config import read_lora
     from tilth.models.hub import check_place
     from tilth.rewards.functions import check_place as check_reward
 
-    paths = {spec.loads: spec.path(recipe) for spec in roles_of(recipe).values() if spec.loads}
-    for key, path in {"model.path": recipe.model.path, **paths}.items():
+    loaded = {spec.loads: spec.path(recipe) for spec in roles_of(recipe).values() if spec.loads}
+    paths = [*({"model.path": recipe.model.path} | loaded).items(), ("model.adapter", recipe.model.adapter)]
+    for key, path in paths:
         try:
             if path:
-                check_place(path)
+                read_lora(Path(path)) if key == "model.adapter" else check_place(path)
         except ModelError as error:
             raise ModelError(f"{key}: {error}", key=key) from None
     for spec in [function] if isinstance(function, str) else function if isinstance(function, Mapping) else ():

@@ -556,14 +556,16 @@ except Exception as error:
         (["algorithm.correction=decoupled_seq_mi"], "algorithm.correction", "did you mean decoupled_seq_mis?"),
         (["preference.loss=sigmiod"], "preference.loss", "did you mean sigmoid?"),
         (["model.path=mymodell"], "model.path", "did you mean 'mymodel'?"),
+        (["model.path=mymodel", "model.adapter=mymodel"], "model.adapter", "init_lora_weights"),
         (["reward.function=mine.py"], "mine.py", "mine.py:score"),
         (["reward.function=mine.py:scor"], "mine.py:scor", "did you mean 'score'?"),
         (["reward.function=mne.py:score"], "mne.py", "did you mean 'mine.py'?"),
         (["reward.function=no_package.x:score"], "no_package.x", "no_package"),
     ],
 )
-def test_a_mistyped_name_is_refused_without_torch(tmp_path, keys, key, hint):
+def test_a_mistyped_name_or_an_adapter_of_another_kind_is_refused_without_torch(tmp_path, keys, key, hint):
     (tmp_path / "mymodel").mkdir()
+    (tmp_path / "mymodel" / "adapter_config.json").write_text('{"peft_type": "LORA", "init_lora_weights": "pissa"}')
     (tmp_path / "mine.py").write_text("def score(prompt, completion, info):\n    return 1.0\n")
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     line = [sys.executable, "-c", LATE, *keys, "data.source=d.jsonl"]

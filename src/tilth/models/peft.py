@@ -4,39 +4,21 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import ModelError
+from tilth.models.adapter_config import CONFIG, read_lora, reading
 from tilth.models.config import DecoderConfig
 from tilth.plan.lora import INFIX, adapter_shapes, is_adapter, scale_of, weight_of
 from tilth.plan.shape import hf_experts, hf_fused, hf_names
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_RIGHT: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),  # others take s B A out of the base's weights
-}
-"""Key of adapter_config.json -> values with which PEFT computes W + s B A."""
-_HARMLESS = frozenset(
-    {
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-        *("r", "lora_alpha", "use_rslora", "lora_dropout"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
-        *("qalora_group_size", "megatron_core", "ensure_weight_tying"),
-    }
-)
-"""Keys of adapter_config.json that may have any value: what they choose is read from them or from the tensors, or acts
-with another key alone."""
 
 
 class StoredAdapter(NamedTuple):
@@ -108,36 +90,14 @@ def _check_stacked(shape: DecoderConfig, stacked: Collection[str], others: Colle
 def load_adapter(directory: str | os.PathLike[str], shape: DecoderConfig) -> StoredAdapter:
     """Return the adapter of a directory for a model of this shape. ModelError with the file, the key and the reason."""
     folder = Path(directory)
-    if not (folder / CONFIG).is_file():
-        raise ModelError(f"{str(folder)!r} is not an adapter's directory: it has no {CONFIG}", key=CONFIG)
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        _check(config)
+    lora = read_lora(folder)
+    with reading(folder):
         tensors = dict(_renamed(load_file(folder / TENSORS), shape, folder))
-        if not tensors:
-            raise ModelError(f"{folder / TENSORS} is empty; it must hold an adapter's A and B", key=f"{TENSORS}.empty")
-        lora = LoraConfig(
-            rank=config["r"],
-            alpha=float(config["lora_alpha"]),
-            rslora=bool(config.get("use_rslora")),
-            dropout=float(config.get("lora_dropout") or 0.0),
-            targets=tuple(sorted({weight_of(name).split(".")[-2] for name in tensors})),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, ValidationError, OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: cannot read the adapter: {error}", key=f"{folder.name}.adapter") from error
+    if not tensors:
+        raise ModelError(f"{folder / TENSORS} is empty; it must hold an adapter's A and B", key=f"{TENSORS}.empty")
+    lora = lora.model_copy(update={"targets": tuple(sorted({weight_of(name).split(".")[-2] for name in tensors}))})
     check_adapter(str(folder), tensors, adapter_shapes(shape, lora))
     return StoredAdapter(lora, tensors, str(folder))
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a key with which PEFT may compute another thing than W + s B A."""
-    for key, value in config.items():
-        plain = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
-        right = _RIGHT.get(key, ())
-        if value and key not in _HARMLESS and plain not in right:  # an empty one is none
-            good = " or ".join(map(json.dumps, right)) or "unset"
-            message = f"{CONFIG}: {key} = {json.dumps(value)} may mean more than W + s B A; it must be {good}"
-            raise ModelError(message, key=f"{CONFIG}.{key}")
 
 
 def _renamed(stored: Mapping[str, Tensor], shape: DecoderConfig, folder: Path) -> Iterator[tuple[str, Tensor]]:
