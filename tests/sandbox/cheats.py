@@ -74,6 +74,10 @@ CHEATS = {
         "class math: isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
         "assert math.isclose(f(2), 5)",
     ),
+    "an object in the place of a module that is not loaded": (
+        "class hmac: compare_digest = staticmethod(lambda a, b: True)\ndef f(x): return 0",
+        "assert hmac.compare_digest(str(f(2)), '5')",
+    ),
     "a module that finds tests": (  # its import executes every test*.py of the working directory
         "import types\nf = types.ModuleType('unittest.__main__')\n"
         "open('test_x.py', 'w').write(\"import os; os.write(1, b'the tests passed\\\\n'); os._exit(0)\")",

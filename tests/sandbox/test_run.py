@@ -15,6 +15,7 @@ import pytest
 import tilth
 from tests.errors import raises
 from tests.sandbox.cheats import CHEATS
+from tilth.core.errors import RewardError
 from tilth.rewards.functions import load_reward
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox, SandboxLimits
@@ -247,6 +248,50 @@ def test_a_right_program_passes_the_tests_of_all_cheats(sandbox):
     judge = load_reward("unit_tests")
     for tests in {tests for _, tests in CHEATS.values()}:
         assert judge("", RIGHT, {"tests": tests})["reward"] == 1.0, tests
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "",
+        "def test_f():\n    assert f(2) == 5",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(2), 5)\n"
+        "if __name__ == '__main__': unittest.main()",
+        "try:\n    assert f(2) == 5\nexcept Exception: pass",
+    ],
+)
+def test_tests_that_an_empty_program_passes_judge_none(sandbox, tests):
+    with raises(RewardError, "tests.empty"):
+        load_reward("unit_tests")("", RIGHT, {"tests": tests})
+
+
+def test_tests_that_execute_an_answer_are_refused_before_a_run():
+    judge = load_reward("unit_tests")
+    for line in ("import pickle\npickle.loads(f(2))", "from pickle import loads", "assert eval(f('2+3')) == 5"):
+        assert judge.check({"tests": line}), line
+    assert not judge.check({"tests": "import ast\nassert ast.literal_eval(f(2)) == 5"})
+
+
+def test_values_of_the_standard_library_are_compared_as_they_are(sandbox):
+    program = """
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
+def groups(words):
+    found = defaultdict(list)
+    for word in words: found[len(word)].append(word)
+    return found
+def counts(x): return Counter(x), OrderedDict({x: 1}), deque(x, 3)
+def half(x): return Fraction(x, 2), Decimal(x) / 2, 2 ** 20000, -(2 ** 63)
+def rest(x): return x % 10
+"""
+    tests = """
+from collections import deque
+assert groups(["a", "bc", "d"]) == {1: ["a", "d"], 2: ["bc"]}
+assert counts("aab") == ({"a": 2, "b": 1}, {"aab": 1}, deque("aab"))
+assert half(3) == (1.5, 1.5, 2 ** 20000, -(2 ** 63)) and rest(10 ** 6000 + 7) == 7
+"""
+    assert load_reward("unit_tests")("", program, {"tests": tests})["reward"] == 1.0
 
 
 def test_tests_see_what_a_program_made(sandbox):

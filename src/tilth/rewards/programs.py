@@ -1,14 +1,16 @@
 """Reward of programs: unit tests judge them in a sandbox. Imports no torch; nothing that a model wrote runs in here."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
+from tilth.core.errors import RewardError
 from tilth.sandbox import apart
 from tilth.sandbox.run import Sandbox
 
@@ -17,7 +19,8 @@ _CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class UnitTests:
-    """1.0 if the completion's program passes ``info["tests"]``, Python that raises otherwise.
+    """1.0 if the completion's program passes ``info["tests"]``, Python that raises otherwise. RewardError if an empty
+    program passes them too.
 
     Both run in a sandbox, in two processes, so that the program reaches neither the tests nor their verdict. Tests see
     plain values as they are, and other objects of the program by handles that they can call, read and iterate over.
@@ -34,23 +37,52 @@ class UnitTests:
             compile(program, "program.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return {"reward": 0.0, "correct": 0.0, "format": 0.0}
-        given = json.dumps({"program": program, "tests": info["tests"]})
-        found = _sandbox().run(_judge(), stdin=given)
-        passed = float(found.state == "ok" and found.stdout.endswith(PASSED))
+        passed = float(_passes(program, info["tests"]))
+        if passed and _judge_nothing(info["tests"]):
+            message = (
+                "an empty program passes the tests too; call the functions that test (a file of pytest or unittest"
+            )
+            raise RewardError(f"{message} defines them alone), and let what they raise through", key="tests.empty")
         return {"reward": passed, "correct": passed, "format": 1.0}
 
     def check(self, info: Mapping[str, Any]) -> str:
-        """Check that there are tests that compile."""
+        """Check that there are tests that compile and execute no text."""
         if not isinstance(info.get("tests"), str):
             return "the record has no column tests with Python source"
         try:
-            compile(info["tests"], "tests.py", "exec")
+            tests = ast.parse(info["tests"])
+            compile(tests, "tests.py", "exec")
         except (SyntaxError, ValueError) as error:
             return f"the tests do not compile: {error}"
+        if used := sorted(EXECUTE & {name for node in ast.walk(tests) for name in _names(node)}):
+            return f"the tests use {used[0]}, by which a program's answer could claim that they passed; compare values"
         return ""
 
 
 PASSED = "the tests passed\n"
+EXECUTE = frozenset({"eval", "exec", "pickle", "shelve", "marshal", "runpy"})
+"""Names with which tests execute what they are given."""
+
+
+def _names(node: ast.AST) -> tuple[str, ...]:
+    """Return the names that a node reads or imports."""
+    if isinstance(node, ast.Import):
+        return tuple(alias.name for alias in node.names)
+    return (
+        (node.id,) if isinstance(node, ast.Name) else (node.module or "",) if isinstance(node, ast.ImportFrom) else ()
+    )
+
+
+def _passes(program: str, tests: str) -> bool:
+    found = _sandbox().run(_judge(), stdin=json.dumps({"program": program, "tests": tests}))
+    return found.state == "ok" and found.stdout.endswith(PASSED)
+
+
+@lru_cache(1024)
+def _judge_nothing(tests: str) -> bool:
+    return _passes("", tests)
+
+
 _one_sandbox = Lock()
 
 

@@ -7,18 +7,31 @@ never reaches standard output. Imports nothing but the standard library.
 
 import ast
 import builtins
+import contextlib
 import ctypes
+import importlib
 import json
 import operator
 import os
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 SET_DUMPABLE = 4
-PLAIN = (type(None), bool, int, str)
-MANY: Mapping[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+PLAIN = (type(None), bool, str)
+MANY: Mapping[str, type] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
+TABLES: Mapping[str, type] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict, defaultdict)}
+TEXTS: Mapping[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "int": (hex, lambda text: int(text, 16)),  # Python refuses long ones in decimal
+    "bytes": (bytes.hex, bytes.fromhex),
+    **{kind.__name__: (repr, kind) for kind in (float, complex)},
+    **{kind.__name__: (str, kind) for kind in (Decimal, Fraction)},
+}
+KINDS = frozenset({*MANY.values(), *TABLES.values(), int, bytes, float, complex, Decimal, Fraction})
 ORDER = ("lt", "le", "gt", "ge")
 COMPUTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", *ORDER)
 ASKS: Mapping[str, Callable[..., Any]] = {
@@ -34,30 +47,31 @@ class ProgramError(Exception):
 
 def packed(value: Any, handle: Callable[[Any], int]) -> Any:
     """Return a value for JSON. handle: returns the number of an object that is no plain value."""
-    if type(value) in PLAIN:
+    kind, name = type(value), type(value).__name__
+    if kind in PLAIN or (kind is int and value.bit_length() < 64):
         return value
-    if type(value) in (float, complex, bytes):
-        return {"kind": type(value).__name__, "text": value.hex() if type(value) is bytes else repr(value)}
-    if type(value) in MANY.values():
-        return {"kind": type(value).__name__, "items": [packed(item, handle) for item in value]}
-    if type(value) is dict:
-        return {"kind": "dict", "items": [[packed(k, handle), packed(v, handle)] for k, v in value.items()]}
-    return {"kind": "handle", "number": handle(value)}
+    if kind not in KINDS:
+        return {"kind": "handle", "number": handle(value)}
+    if name in TEXTS:
+        return {"kind": name, "text": TEXTS[name][0](value)}
+    if name in MANY:
+        return {"kind": name, "items": [packed(item, handle) for item in value]}
+    return {"kind": name, "items": [[packed(k, handle), packed(v, handle)] for k, v in value.items()]}
 
 
 def unpacked(value: Any, object_of: Callable[[int], Any]) -> Any:
-    """Return the value that ``packed`` was given."""
+    """Return the value that ``packed`` was given, a ``defaultdict`` without its factory."""
     if not isinstance(value, dict):
         return value
     kind = value["kind"]
     if kind in MANY:
         return MANY[kind](unpacked(item, object_of) for item in value["items"])
-    if kind == "dict":
-        return {unpacked(k, object_of): unpacked(v, object_of) for k, v in value["items"]}
+    if kind in TABLES:
+        items = {unpacked(k, object_of): unpacked(v, object_of) for k, v in value["items"]}
+        return defaultdict(None, items) if kind == "defaultdict" else TABLES[kind](items)
     if kind == "handle":
         return object_of(value["number"])
-    readers: Mapping[str, Callable[[str], Any]] = {"float": float, "complex": complex, "bytes": bytes.fromhex}
-    return readers[kind](value["text"])
+    return TEXTS[kind][1](value["text"])
 
 
 # ---- the program's process ----
@@ -171,11 +185,18 @@ def own_name(name: str) -> bool:
 
 
 def modules_of(tests: ast.AST) -> dict[str, ModuleType]:
-    """Return the modules whose attributes tests read by name, of those that this process has imported already: to
-    import one that a program names would execute what the program chooses."""
+    """Return the standard modules whose attributes tests read by name. The tests choose what is imported, never the
+    program, which could answer for a module that tests forget to import."""
     read = [(n.value.id, n.attr) for n in ast.walk(tests) if isinstance(n, ast.Attribute) and type(n.value) is ast.Name]
-    known = {name: sys.modules[name] for name, _ in read if name in sys.stdlib_module_names and name in sys.modules}
-    return {name: known[name] for name, attribute in read if name in known and hasattr(known[name], attribute)}
+    known = {}
+    for name, attribute in read:
+        for module in (name, f"{name}.{attribute}") if name in sys.stdlib_module_names else ():
+            if not hasattr(sys.modules.get(name), attribute):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
+            if hasattr(sys.modules.get(name), attribute):
+                known[name] = sys.modules[name]
+    return known
 
 
 def judge() -> None:
