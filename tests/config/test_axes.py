@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.analysis.run_jobs import Job
 from tests.errors import raises
-from tests.parallel.layouts import Case, batch, build, engine_of, loss_of, weights
+from tests.parallel.layouts import CONFIG, Case, batch, build, engine_of, loss_of, weights
 from tilth.analysis.events import from_table
 from tilth.analysis.run_graph import read_steps
 from tilth.analysis.run_replay import RunModel
@@ -31,9 +31,12 @@ from tilth.config.axes import AXES, Axis
 from tilth.core.batch import Batch, Jagged
 from tilth.core.errors import AxisError
 from tilth.core.layout import Mesh, Shard
+from tilth.parallel import division
+from tilth.parallel.context import ContextParallel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.layout import nested
+from tilth.plan.pipeline import stages_of
 from tilth.rl import registry
 from tilth.rl.aggregation import Aggregation
 from tilth.roles.objective import gather_data_ranks, global_denominator, is_first_data_rank
@@ -42,10 +45,19 @@ ROOT = Path(__file__).parents[2]
 HERE = "tests.config.test_axes:"
 INVENTED = (
     Axis("island", ("rows",), "replicas far away"),
-    Axis("ring", ("tokens",), "ranks that divide the tokens of each row"),
+    Axis("ring", ("tokens",), "ranks that divide the tokens of each row", mechanism=HERE + "divide_tokens"),
     Axis("pipe", ("layers",), "ranks that divide the layers"),
 )
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+TRAPS = (Axis("seq", ("tokens",), "ranks that divide tokens"), Axis("hdp", ("rows", "tokens"), "ranks of any kind"))
+TRAPS += (Axis("etp", ("parameters",), "ranks that split experts"), Axis("pipe", ("layers",), "stages"))
+
+
+def divide_tokens(division):
+    group = division.grid.group("ring")
+    division.context = ContextParallel(group, "ring")
 
 
 def invented():
@@ -113,6 +125,34 @@ def test_an_axis_that_divides_the_model_must_say_how_parameters_lie(table):
     assert nested(Mesh.of({}), (4, 2), {}).boxes(0)[0].size == (4, 2)
 
 
+# ---- mechanisms ----
+
+
+@pytest.mark.parametrize("axis", TRAPS, ids=str)
+def test_an_axis_without_a_mechanism_has_one_rank(axis):
+    with patch.dict(AXES, {axis.name: axis}):
+        made = shard(lambda: build(Case()), ParallelDims.of(Mesh.of({axis.name: 1}), 0))
+        assert made.context is None
+        with raises(AxisError, f"layout.{axis.name}"):
+            shard(lambda: build(Case()), ParallelDims.of(Mesh.of({axis.name: 2}), 0))
+
+
+def test_every_axis_that_divides_more_than_rows_has_a_mechanism():
+    assert [axis.name for axis in AXES.values() if axis.undivided(2)] == []
+
+
+@pytest.mark.parametrize("name", ["pp", "ep", "cp", "tp"])
+def test_a_model_is_divided_by_the_mechanisms_of_the_table(name, monkeypatch):
+    """The table is the truth: without its entry an axis divides nothing."""
+    called = []
+    monkeypatch.setattr(division, "resolve", lambda mechanism: lambda _: called.append(mechanism))
+    stages = stages_of(CONFIG, 1, "1f1b")
+    grid = ParallelDims.of(Mesh.of({name: 2, "dp": 2}), 0)
+    how = {"sp": False, "zero": 3, "cp_style": "ring", "engine": False, "device": "cpu"}
+    division.Division(build(Case()), grid, stages, 0, **how).divide()
+    assert called == [AXES[name].mechanism]
+
+
 # ---- transfer protocols ----
 
 
@@ -176,8 +216,7 @@ def test_a_step_over_an_invented_axis_is_that_of_one_device(pool, sizes):
 
 
 def trained(rank, sizes):
-    """Two steps: rows are divided over what splits rows; of tokens each rank learns from its own, and all know the
-    loss of whole rows."""
+    """Two steps: rows are divided over what splits rows, tokens by the mechanism of the axis."""
     case = Case(double=True, micro_tokens=1000)
     with invented():
         sharded = (
@@ -188,13 +227,7 @@ def trained(rank, sizes):
         sharded.load_(weights(case))
         mesh, engine, (tokens, mask) = sharded.grid.mesh, engine_of(case, sharded), batch()
         rows = np.arange(len(tokens.lengths))[mesh.index(rank, *mesh.over("rows")) :: mesh.count("rows")]
-        own, every = Jagged(mask, tokens.offsets).take(rows).values, loss_of(case, mask)
-
-        def loss(micro):
-            theirs = torch.arange(len(micro.ids)) % mesh.count("tokens") != mesh.index(rank, *mesh.over("tokens"))
-            micro.logprobs = torch.where(theirs, micro.logprobs.detach(), micro.logprobs)
-            return every(micro)
-
+        own, loss = Jagged(mask, tokens.offsets).take(rows).values, loss_of(case, mask)
         for _ in range(2):
             done = engine.update(tokens.take(rows), own, {}, loss, starts=tokens.offsets[rows])
         found = {name: t.clone() for name, t in sharded.assemble(list(sharded.parameters)).items()}
@@ -222,6 +255,7 @@ PLANS = {
     "uneven": ["cluster.workers=3", "policy.layout.island=2"],
     "many": ["policy.layout={dp = 2, island = 2}"],
     "elsewhere": ["rollout.layout.ring=2"],
+    "trap": ["policy.layout.seq=2"],
 }
 
 
@@ -231,8 +265,8 @@ def planned():
     code = f"""
 import json, sys
 from tilth.config.axes import AXES, Axis
-for given in {[(a.name, a.splits, a.about) for a in INVENTED]!r}:
-    AXES[given[0]] = Axis(*given)
+for given in {[vars(axis) for axis in (*INVENTED, TRAPS[0])]!r}:
+    AXES[given["name"]] = Axis(**given)
 from typer.testing import CliRunner
 from tilth.cli.main import app
 command = {LAYOUT!r}
@@ -261,10 +295,10 @@ def test_layout_keys_plans_of_memory_and_traffic_and_what_is_shown(planned):
 
 
 def test_mistakes_in_a_recipe_name_the_keys(planned):
+    assert "policy.layout.seq = 2" in planned["trap"] and "mechanism" in planned["trap"]
     sizes = {"dp": 2, "island": 2}
-    product = (
-        f"{' x '.join(AXES)} x island x ring x pipe = {' x '.join(str(sizes.get(n, 1)) for n in AXES)} x 2 x 1 x 1 = 4"
-    )
+    counts = " x ".join(str(sizes.get(name, 1)) for name in AXES)
+    product = f"{' x '.join(AXES)} x island x ring x pipe x seq = {counts} x 2 x 1 x 1 x 1 = 4"
     assert "does not divide" in planned["uneven"] and product in planned["many"]
     assert "rollout.layout.ring = 2" in planned["elsewhere"]
     here = CliRunner().invoke(app, [*LAYOUT, *PLANS["island"]])

@@ -1,8 +1,9 @@
 """Parallel axes: one table of the ways to divide the work of a role over its ranks.
 
 Derived from an entry: the key of a recipe's layout, the mesh, process groups, denominators, transfer protocols, plans
-of memory and traffic, which rank writes a checkpoint and which reports a value. Modules of ``parallel`` divide a model
-and its tokens. ``sp`` is a mode of tp, not an axis: ranks along tp then divide the tokens of the residual stream too.
+of memory and traffic, which rank writes a checkpoint and which reports a value. ``parallel.sharded.shard`` calls the
+mechanism of each axis, which divides a model or its tokens. ``sp`` is a mode of tp, not an axis: ranks along tp then
+divide the tokens of the residual stream too.
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ class Axis:
     elements of each; together with rows they are gathered to compute (FSDP), alone each rank computes with its part."""
     about: str
     """Description of the axis's key in a recipe's layout."""
+    mechanism: str = ""
+    """Function, "module:name", that divides a ``parallel.division.Division`` along the axis. "": none, for an axis of
+    rows alone; ``cluster.protocol.deal`` divides rows along all axes."""
     engines: bool = False
     """True: a layout of generation engines may have it; their ranks along it have the same rows, or are engines."""
     fills: bool = False
@@ -44,11 +48,22 @@ class Axis:
     def __post_init__(self) -> None:
         _check(self.splits)
 
+    def undivided(self, size: int) -> str:
+        """Return why a layout cannot have this size: nothing divides what several ranks share; "" if it can."""
+        if size == 1 or self.mechanism or self.splits == ("rows",):
+            return ""
+        return f"nothing divides {' and '.join(self.splits)} along it: its Axis has no mechanism; use 1"
+
 
 AXES: dict[str, Axis] = {
     axis.name: axis
     for axis in (
-        Axis("pp", ("layers",), "stages of the model's layers, on the same rows"),
+        Axis(
+            "pp",
+            ("layers",),
+            "stages of the model's layers, on the same rows",
+            mechanism="tilth.parallel.pipeline:divide_layers",
+        ),
         Axis(
             "dp",
             ("rows",),
@@ -56,15 +71,32 @@ AXES: dict[str, Axis] = {
             engines=True,
             fills=True,
         ),
-        Axis("fsdp", ("rows", "parameters"), "ranks that shard the parameters, each with its own rows"),
+        Axis(
+            "fsdp",
+            ("rows", "parameters"),
+            "ranks that shard the parameters, each with its own rows",
+            mechanism="tilth.parallel.fsdp:shard_parameters",
+        ),
         Axis(
             "ep",
             ("rows", "experts"),
             "ranks that divide the experts of each layer, each with its own rows (of an engine: the same rows)",
+            mechanism="tilth.parallel.experts:divide_experts",
             engines=True,
         ),
-        Axis("cp", ("tokens",), "ranks that divide the tokens of each sequence, on the same rows"),
-        Axis("tp", ("parameters",), "ranks that split every matrix product, on the same rows", engines=True),
+        Axis(
+            "cp",
+            ("tokens",),
+            "ranks that divide the tokens of each sequence, on the same rows",
+            mechanism="tilth.parallel.context:divide_tokens",
+        ),
+        Axis(
+            "tp",
+            ("parameters",),
+            "ranks that split every matrix product, on the same rows",
+            mechanism="tilth.parallel.tensor:divide_products",
+            engines=True,
+        ),
     )
 }
 """Name -> axis, outermost first: neighbouring ranks differ in the last axis."""

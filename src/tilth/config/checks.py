@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
-from tilth.config.errors import RecipeError, nearest
+from tilth.config.errors import AxisError, RecipeError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.open_sets import algorithm_names
 from tilth.config.plugins import SERVED, declared, task_names
@@ -23,7 +23,7 @@ KV_BLOCK = 16
 MOST_PROFILED = 100
 """Maximum steps in one profile: the profiler keeps every operation in memory until the last step."""
 
-_Errors = Iterator[RecipeError]
+_Errors = Iterator[RecipeError | AxisError]
 
 
 def check(recipe: Recipe) -> None:
@@ -503,6 +503,8 @@ def _fill_pool(name: str, layout: LayoutConfig, workers: int, where: str) -> _Er
     sizes, rest, others = layout.sizes(workers), workers, ""
     for axis in reversed(AXES.values()):
         size, key = sizes[axis.name], f"{name}.{axis.name}"
+        if why := axis.undivided(size):
+            yield AxisError(f"{key} = {size}: {why}", key=key)
         if not axis.fills and rest % size:
             message = f"{key} = {size} does not divide {where}{others}; {axis.name} may be {_divisors(rest)}"
             yield RecipeError(message, key=key)

@@ -23,6 +23,7 @@ from tilth.models.rows import pad_rows
 from tilth.parallel.collectives import exchange_rows, gather_copies
 from tilth.parallel.comm import Group
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.division import Division
 from tilth.parallel.ring import RingPlan, ring_attention
 from tilth.plan.context import ZigZag
 from tilth.plan.layout import ulysses_misfit
@@ -55,6 +56,11 @@ class ContextParallel:
         """Divide packed sequences of these lengths."""
         table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
         return TokenShare(self, ZigZag.of(table, self.group.size()), torch.device(device))
+
+
+def divide_tokens(division: Division) -> None:
+    """Divide the tokens of each sequence along "cp"."""
+    division.context = ContextParallel.of(division.grid, division.cp_style, division.model.config)
 
 
 class TokenShare:

@@ -24,6 +24,7 @@ from tilth.models.rows import pad_rows
 from tilth.parallel.collectives import add_up_, exchange_rows, gather_tokens, scatter_tokens
 from tilth.parallel.comm import Group, all_gather, all_to_all
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.division import Division
 from tilth.parallel.tensor import cut_parameter
 from tilth.plan.experts import DispatchMode, dispatch_mode
 from tilth.plan.layout import experts_misfit
@@ -129,3 +130,11 @@ def apply_experts(model: Decoder, grid: ParallelDims, *, engine: bool = False) -
         return ids, sending
 
     model.register_forward_pre_hook(enter)
+
+
+def divide_experts(division: Division) -> None:
+    """Divide a model by ``apply_experts``, and shard what is not of experts over the same ranks."""
+    from tilth.parallel.fsdp import shard_parameters
+
+    apply_experts(division.model, division.grid, engine=division.engine)
+    shard_parameters(division)

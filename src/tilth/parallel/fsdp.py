@@ -14,8 +14,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
-from tilth.parallel.comm import GivenSums, Group, communication
+from tilth.parallel.comm import GivenSums, Group, communication, is_fsdp
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.division import Division
 
 
 def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> None:
@@ -36,6 +37,12 @@ def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> No
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_reshard_after_backward(zero == 3, recurse=False)
+
+
+def shard_parameters(division: Division) -> None:
+    """Shard a model by ``apply_fsdp``, once for all axes that shard. Engines hold whole parameters."""
+    if not (division.engine or is_fsdp(division.model)):
+        apply_fsdp(division.model, division.grid, division.zero, division.device)
 
 
 class _GatherModule(DefaultAllGather):

@@ -21,6 +21,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.comm import Channel, broadcast
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.division import Division
 from tilth.plan.pipeline import Direction, Orders, Pass, Stages, needed
 
 Shared = TypeVar("Shared")
@@ -55,6 +56,11 @@ def keep_part(model: Decoder, stages: Stages, part: int) -> Decoder:
         if isinstance(model, ValueModel):
             del model.score
     return model
+
+
+def divide_layers(division: Division) -> None:
+    """Divide a model into stages along "pp"."""
+    keep_part(division.model, division.stages, division.part)
 
 
 @dataclass(frozen=True)

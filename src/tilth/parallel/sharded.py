@@ -28,7 +28,7 @@ from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sum, is
 from tilth.parallel.context import ContextParallel, Style
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.experts import apply_experts
+from tilth.parallel.division import Division, divided
 from tilth.parallel.gradients import GradientDigests
 from tilth.parallel.pipeline import (
     Handover,
@@ -36,11 +36,9 @@ from tilth.parallel.pipeline import (
     PipelinePlan,
     Shared,
     check_learned,
-    keep_part,
     share,
     share_object,
 )
-from tilth.parallel.tensor import apply_tensor
 from tilth.plan.layout import layouts, nested
 from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
@@ -72,8 +70,10 @@ def shard(
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
     step). schedule: of the passes of pipeline stages. cp_style: attention along cp. engine: of a generation engine,
     whose ranks along ep have the same rows and whole parameters but their experts. base: model of an equal layout whose
-    parameters this one uses (a part that FSDP pads is copied). ModelError if the grid does not fit the model.
+    parameters this one uses (a part that FSDP pads is copied). ModelError if the grid does not fit the model; AxisError
+    if nothing divides it, or its tokens, along an axis.
     """
+    divided(grid)
 
     def made() -> Decoder:
         with torch.device("meta"):
@@ -85,16 +85,21 @@ def shard(
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     own: dict[str, Any] = {"table": model.table, "sizes": sizes, "value": value}  # with what converters added
     table = layouts(model.config, grid.mesh, schedule=schedule, engine=engine, **own)
-    how: dict[str, Any] = {"sp": sp, "zero": zero, "engine": engine, "device": device}
-    parts = [_part(made(), stages, part, grid, **how) for part in stages.parts(grid.coordinate("pp"))]
-    for (part, _), theirs in zip(parts, base.parts if base else ()):
-        part.load_state_dict({name: p.detach() for name, p in theirs.named_parameters()}, strict=False, assign=True)
-    partial = [one for _, sums in parts for one in sums] + [*_tied(stages, grid, table)]
-    context, plan = ContextParallel.of(grid, cp_style, model.config), None
+    how: dict[str, Any] = {"sp": sp, "zero": zero, "cp_style": cp_style, "engine": engine, "device": device}
+    parts = [Division(made(), grid, stages, part, **how) for part in stages.parts(grid.coordinate("pp"))]
+    for part in parts:
+        part.model.rope = Rope(part.model.config)
+        part.divide()
+        part.model.to_empty(device=device)
+    for part, theirs in zip(parts, base.parts if base else ()):
+        own = {name: p.detach() for name, p in theirs.named_parameters()}
+        part.model.load_state_dict(own, strict=False, assign=True)
+    partial = [one for part in parts for one in part.partial] + [*_tied(stages, grid, table)]
+    plan = None
     if grid.size("pp") > 1:
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1)
-    return ShardedModel([part for part, _ in parts], grid, table, partial, zero, context, plan)
+    return ShardedModel([part.model for part in parts], grid, table, partial, zero, parts[0].context, plan)
 
 
 def _stages(model: Decoder, grid: ParallelDims, schedule: str) -> Stages:
@@ -111,22 +116,6 @@ def _tied(stages: Stages, grid: ParallelDims, names: Iterable[str]) -> Partial:
     shared, ends = [name for name in names if len(stages.holders(name)) > 1], (ranks[0], ranks[-1])
     group = grid.group_of(ends) if shared and grid.rank in ends else None
     return [] if group is None else [(group, shared)]
-
-
-def _part(
-    model: Decoder, stages: Stages, part: int, grid: ParallelDims, *, sp: bool, zero: Zero, engine: bool, device: str
-) -> tuple[Decoder, Partial]:
-    """Return one part of a model, divided and allocated, and its partial gradients."""
-    model.rope = Rope(model.config)
-    keep_part(model, stages, part)
-    plan = apply_tensor(model, grid, sp)
-    apply_experts(model, grid, engine=engine)
-    if grid.size(*grid.mesh.shards) > 1 and not engine:
-        from tilth.parallel.fsdp import apply_fsdp
-
-        apply_fsdp(model, grid, zero, device)
-    model.to_empty(device=device)
-    return model, plan.partial
 
 
 class ShardedModel:

@@ -25,6 +25,7 @@ from tilth.models.lora import Adapter
 from tilth.models.moe import MoE
 from tilth.parallel.collectives import Group, copy_in, gather_copies, gather_tokens, reduce_out, scatter_tokens
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.division import Division
 from tilth.parallel.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 from tilth.plan.layout import misfit
 from tilth.plan.rules import along_tp, rule_of
@@ -88,6 +89,11 @@ def apply_tensor(model: Decoder, grid: ParallelDims, sp: bool) -> TensorPlan:
     if sp:
         _divide_tokens(model, group)
     return TensorPlan(placements, _partial(rules, grid, sp, copies))
+
+
+def divide_products(division: Division) -> None:
+    """Divide a model by ``apply_tensor``."""
+    division.partial += apply_tensor(division.model, division.grid, division.sp).partial
 
 
 def cut_parameter(model: Decoder, name: str, placement: Shard | Replicate, part: int, parts: int) -> None:
