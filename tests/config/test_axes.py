@@ -29,7 +29,7 @@ from tilth.cluster.protocol import Transfer, deal, evenly
 from tilth.config import axes
 from tilth.config.axes import AXES, Axis
 from tilth.core.batch import Batch, Jagged
-from tilth.core.errors import AxisError
+from tilth.core.errors import AxisError, TokenDivisionError
 from tilth.core.layout import Mesh, Shard
 from tilth.parallel import division
 from tilth.parallel.context import ContextParallel
@@ -151,6 +151,31 @@ def test_a_model_is_divided_by_the_mechanisms_of_the_table(name, monkeypatch):
     how = {"sp": False, "zero": 3, "cp_style": "ring", "engine": False, "device": "cpu"}
     division.Division(build(Case()), grid, stages, 0, **how).divide()
     assert called == [AXES[name].mechanism]
+
+
+def divide_nothing(division):
+    """The fault: an axis with a mechanism, along which each rank computes all tokens."""
+
+
+@pytest.mark.dist
+def test_tokens_that_ranks_do_not_divide_are_an_error_before_the_step(pool):
+    for key, same in pool.run(2, HERE + "undivided"):
+        assert key == "tokens.divided" and same
+
+
+def undivided(rank):
+    case = Case(micro_tokens=1000)
+    with patch.dict(AXES, {"seq": Axis("seq", ("tokens",), "", mechanism=HERE + "divide_nothing")}):
+        sharded = shard(lambda: build(case), ParallelDims.of(Mesh.of({"seq": 2}), rank))
+        sharded.load_(weights(case))
+        engine, (tokens, mask), keys = engine_of(case, sharded), batch(), []
+        before = {name: p.detach().clone() for name, p in sharded.parameters.items()}
+        for step in (engine.update, lambda *given: (engine.accumulate(*given), engine.gradients())):
+            with pytest.raises(TokenDivisionError) as caught:
+                step(tokens, mask, {}, lambda micro: (micro.logprobs.sum(), {}))
+            keys.append(caught.value.key)
+        same = all(torch.equal(p, before[name]) for name, p in sharded.parameters.items())
+    return *set(keys), same
 
 
 # ---- transfer protocols ----

@@ -9,8 +9,8 @@ from tilth.config.errors import ArgumentError, AxisError, PluginError, RecipeErr
 __all__ = ["ArgumentError", "AxisError", "CallTimeout", "CheckpointError", "DataError", "LogprobMismatch"]
 __all__ += ["LossMaskError", "ModelError", "NonFiniteError", "OutOfMemory", "PayloadLeak", "PluginError"]
 __all__ += ["RecipeError", "ReplicaMismatch", "RewardError", "ScheduleError", "StaleGeneration", "StorageError"]
-__all__ += ["TilthError"]
-__all__ += ["TokenCountError", "TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
+__all__ += ["TilthError", "TokenCountError", "TokenDivisionError"]
+__all__ += ["TokenIdentityError", "TrajectoryError", "WeightMismatch", "WorkerError", "WorkerLost"]
 
 
 class DataError(TilthError):
@@ -70,6 +70,10 @@ class LossMaskError(TilthError):
 
 class TokenCountError(TilthError):
     """A token was trained on twice or never, or the parts of a loss do not add up to its denominator."""
+
+
+class TokenDivisionError(TilthError):
+    """The tokens that all ranks have computed in an update are not those of the batch."""
 
 
 class PayloadLeak(TilthError):

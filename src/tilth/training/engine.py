@@ -5,7 +5,7 @@ changes nothing but the order of additions.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.config.axes import MODEL
+from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
-from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch, TokenCountError
+from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch
 from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
@@ -29,6 +29,7 @@ from tilth.parallel.sharded import ShardedModel
 from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
+from tilth.training.checks import check_divided, check_used, listed, suspects
 from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor
@@ -54,9 +55,6 @@ LEFT_OUT = 3
 """Optimizer steps in a row that are not finite, the last of which is an error also under the policy "skip"."""
 BROKEN = 2.0**32
 """More than there are ranks."""
-NAMED = 8
-"""Most rows that a message names."""
-
 
 POSITION = ("steps", "updates", "peak_lr", "total_steps")
 """Step in the phase's schedule, optimizer steps of all phases (they number the dropout masks), and the schedule."""
@@ -175,6 +173,8 @@ class TrainEngine:
         self.parity, self.on_nan, self.seed = parity, on_nan, seed
         self.troubles = list[str]()
         """Steps that were left out since someone took this list: what was not finite, and which rows."""
+        self._tokens = np.zeros(2)
+        """Of this rank's rows, and how many of them it has computed, since gradients were dropped."""
         self._left_out = self.steps = self.updates = 0
         self.before_update: Callable[[], None] = lambda: None
         self.after_update: Callable[[UpdateResult], None] = lambda _: None
@@ -238,7 +238,8 @@ class TrainEngine:
         first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
         device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
         0: not known). names: int64 [n] each, which name rows in messages. Raises NonFiniteError (see ``on_nan``),
-        TokenCountError if a token was used twice or not at all, ReplicaMismatch on the rank whose shard of the
+        TokenCountError if a token was used twice or not at all, TokenDivisionError if ranks that divide tokens have not
+        computed each of them once, ReplicaMismatch on the rank whose shard of the
         gradients is not what all ranks gave for it.
         """
         self.before_update()
@@ -286,7 +287,7 @@ class TrainEngine:
         done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(plan)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
-        _check_used(used)
+        check_used(used)
         values = torch.stack([one.value for one in done]).tolist() if done else []
         bad = suspects([np.concatenate(groups) for groups, _ in plan], values, tokens, columns)
         found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
@@ -302,7 +303,9 @@ class TrainEngine:
         """Yield the micro-batches, then blanks without end; count in ``used`` each token that is used."""
         for index, micro in every:
             used[index] += 1
-            yield InFlight(*input_of(index, micro), micro, WorkAmounts.of(self.model, micro))
+            x, ctx = input_of(index, micro)
+            self._tokens += len(index), len(x) if micro.trees is None else len(index)
+            yield InFlight(x, ctx, micro, WorkAmounts.of(self.model, micro))
         while True:  # other ranks have more
             yield InFlight(*self.sharded.blank_input(self.parity))
 
@@ -422,6 +425,8 @@ class TrainEngine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of the gradients that ``accumulate`` has added up, summed over all ranks."""
+        given, computed = self.grid.sum(torch.from_numpy(self._tokens), *DATA).tolist()
+        check_divided(given / self.grid.mesh.count("tokens"), computed)
         self.sharded.reduce_grads()
         if wrong := self.sharded.misreduced():
             raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
@@ -454,7 +459,7 @@ class TrainEngine:
                     key=wrong.partition(" ")[0] or "weights",
                 )
         every = self.grid.gather_rows(named)
-        self.troubles.append(found := f"{found}; {_listed(every)}")
+        self.troubles.append(found := f"{found}; {listed(every)}")
         self._left_out += 1
         if self.on_nan != "skip" or self._left_out >= LEFT_OUT:
             again = f", {self._left_out} steps in a row" if self._left_out > 1 else ""
@@ -471,11 +476,14 @@ class TrainEngine:
         rank adds ``BROKEN`` to the number of those that learn.
         """
         counted = float(learn) + (0.0 if math.isfinite(norm) else BROKEN)
+        given, computed = self._tokens.tolist()
         if self.grid.mesh.count("rows") > 1:
-            own = torch.tensor([loss, sequences, counted], dtype=torch.float64)
-            loss, sequences, counted = self.grid.sum(own).tolist()
+            own = torch.tensor([loss, sequences, counted, given, computed], dtype=torch.float64)
+            loss, sequences, counted, given, computed = self.grid.sum(own).tolist()
         if self.grid.mesh.count("tokens") > 1:
-            counted = self.grid.sum(torch.tensor([counted], dtype=torch.float64), "tokens").item()
+            own = torch.tensor([counted, computed], dtype=torch.float64)
+            counted, computed = self.grid.sum(own, "tokens").tolist()
+        check_divided(given, computed)
         broken, learning = divmod(counted, BROKEN)
         if broken and math.isfinite(norm):
             norm = math.nan
@@ -483,6 +491,7 @@ class TrainEngine:
 
     def _forget(self) -> None:
         self.optimizers.zero_grad()
+        self._tokens[:] = 0
         if self.noise is not None:
             self.noise.forget()
 
@@ -535,35 +544,6 @@ def _check_layout(grid: ParallelDims, watch: Collection[str]) -> None:
         raise RecipeError(f"{message}: use dp alone", key="train.watch")
 
 
-def suspects(
-    plan: Sequence[np.ndarray], values: Sequence[float], tokens: Jagged, columns: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """Return the rows that may have made a loss not finite, in order: int64.
-
-    plan: rows of each micro-batch; values: their losses; columns: per token. Of the rows of a micro-batch whose loss is
-    not finite, those with a number that is not; all of them if the model made it of finite numbers.
-    """
-    found = [rows for rows, value in zip(plan, values) if not math.isfinite(value)]
-    rows = np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
-    wrong = np.zeros(len(tokens.values) + 1, np.int64)
-    for column in columns.values():
-        if len(rows) and column.dtype.kind == "f":
-            wrong[1:] += ~np.isfinite(column).reshape(len(column), -1).all(1)
-    upto = np.cumsum(wrong)
-    given = upto[tokens.offsets[rows + 1]] > upto[tokens.offsets[rows]]
-    return rows[given] if given.any() else rows
-
-
-def _listed(rows: Mapping[str, np.ndarray]) -> str:
-    """Return the rows whose loss is not finite as text. rows: what names them."""
-    count = len(next(iter(rows.values())))
-    if not count:
-        return "the loss of every row is finite, the gradient is not"
-    more = " ..." if count > NAMED else ""
-    listed = [f"{name} {', '.join(map(str, column[:NAMED]))}{more}" for name, column in rows.items()]
-    return f"{count} rows may be the cause: {'; '.join(listed)}"
-
-
 def _on_host(metrics: Metrics) -> Metrics:
     """Return metrics without tensors of a device."""
 
@@ -572,15 +552,6 @@ def _on_host(metrics: Metrics) -> Metrics:
         return replace(metric, **there)
 
     return {name: moved(metric) for name, metric in metrics.items()}
-
-
-def _check_used(used: np.ndarray) -> None:
-    """Raise TokenCountError unless every token of the batch was used once."""
-    if (used != 1).any():
-        wrong = int(np.flatnonzero(used != 1)[0])
-        raise TokenCountError(
-            f"token {wrong} of {len(used)} of the batch was used {used[wrong]} times in one update", key="tokens"
-        )
 
 
 def negative_log_likelihood(denominator: float) -> Loss:
