@@ -33,6 +33,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Played, Player, Wanted, joined, longer
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Waiting"
@@ -113,9 +114,9 @@ def playing(parity: bool) -> Iterator[Player]:
     )  # fmt: skip
     model = Decoder(config)
     model.init_weights_(0)
-    engine = Engine(
-        config, tokenizer=tokenizer, max_rows=ROWS, max_length=CONTEXT, parity=parity, kv_tokens=ROWS * CONTEXT * 8
-    )
+    kv_tokens = ROWS * CONTEXT * 8
+    options = EngineOptions(tokenizer=tokenizer, max_rows=ROWS, max_length=CONTEXT, parity=parity, kv_tokens=kv_tokens)
+    engine = Engine(config, options)
     engine.update_weights(dict(model.named_parameters()), version=1)
     pool: Any = Timed(EnvironmentPool(ENVIRONMENT, workers=1, timeout=30.0))
     try:

@@ -26,6 +26,7 @@ from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import load_model
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Player
+from tilth.rollout.options import EngineOptions
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Looking"
 CALL = '\n{"name": "look", "arguments": {"number": 7}}\n'
@@ -125,7 +126,8 @@ def playing(folder: Path, rows: int) -> Iterator[Player]:
     """Tilth's side: the model in its engine, and the environments beside it."""
     model = load_model(str(folder))
     tokenizer = Tokenizer.load(folder)
-    engine = Engine(model.config, tokenizer=tokenizer, max_rows=rows, max_length=CONTEXT, kv_tokens=rows * CONTEXT)
+    options = EngineOptions(tokenizer=tokenizer, max_rows=rows, max_length=CONTEXT, kv_tokens=rows * CONTEXT)
+    engine = Engine(model.config, options)
     engine.update_weights(model.tensors.items(), version=1)
     pool = EnvironmentPool(ENVIRONMENT, workers=1, timeout=30.0)
     try:

@@ -21,6 +21,7 @@ from driver import benchmark_parser, write_rows
 from transformers import AutoModelForCausalLM
 
 from tilth.flows.model import load_model, make_engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.readers import read_metrics
 
@@ -73,7 +74,7 @@ def by_transformers(folder: Path, prompts: list[list[int]]) -> Answers:
 def by_engine(run: Path, prompts: list[list[int]]) -> Answers:
     """Greedy answers of the engine that the run had."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0)
-    engine = make_engine(load_model(run), seed=0, max_rows=64, max_length=32)
+    engine = make_engine(load_model(run), EngineOptions(max_rows=64, max_length=32))
     found = engine.generate([Request(i, prompt, params) for i, prompt in enumerate(prompts)])
     return (
         [t.tokens[t.prompt_length :].tolist() for t in found],

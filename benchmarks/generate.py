@@ -64,6 +64,7 @@ from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.process_pool import Item, RewardPool
 from tilth.roles.judge import JudgeWorker
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 
 VOCAB, PROMPT, BATCH = 4096, 16, 64
@@ -122,7 +123,8 @@ def works(quick: bool, device: str) -> list[Work]:
 def tilth_engine(model: Decoder, compile: bool) -> Generate:
     """The engine; ids count on from run to run."""
     device = model.head_weight.device
-    engine = Engine(model.config, device=device, dtype=model.dtype, max_rows=256, max_length=CONTEXT, compile=compile)
+    options = EngineOptions(device=device, dtype=model.dtype, max_length=CONTEXT, compile=compile)
+    engine = Engine(model.config, options)
     engine.update_weights(model.named_parameters(), version=0)
     first = 0
 
@@ -328,7 +330,7 @@ def waiting(prompt: str, completion: str, info: dict[str, Any]) -> float:
 def judging(model: Decoder) -> Iterator[JudgeWorker]:
     """Make a judge of the same weights. Its replies are no scores, but reasons that hold their text."""
     tokenizer = Tokenizer.characters(map(chr, range(0x4E00, 0x4E00 + VOCAB - 2)))
-    engine = Engine(model.config, tokenizer=tokenizer, max_rows=64, max_length=CONTEXT, parity=True)
+    engine = Engine(model.config, EngineOptions(tokenizer=tokenizer, max_rows=64, max_length=CONTEXT, parity=True))
     engine.update_weights(model.named_parameters(), version=1)
     section = JudgeConfig(path="-", rubric="{prompt}{completion}", max_tokens=24)
     yield JudgeWorker(engine, make_template("", tokenizer), section, InlineStore())
@@ -341,7 +343,7 @@ def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
     requests = [Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, lengths))]
     said = {r.id: "".join(chr(0x4E00 + (r.id * 31 + i) % 4000) for i in range(80)) for r in requests}
     items: dict[Hashable, Item] = {r.id: (r.id, "", said[r.id], {"id": r.id}) for r in requests}
-    engine = Engine(model.config, max_rows=64, max_length=CONTEXT, dtype=model.dtype)
+    engine = Engine(model.config, EngineOptions(max_rows=64, max_length=CONTEXT, dtype=model.dtype))
     engine.update_weights(model.named_parameters(), version=1)
     engine.generate(requests[:8])
     with judging(model) if case == "judge" else RewardPool(waiting, workers=SCORERS) as pool:

@@ -42,6 +42,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, converted
 from tilth.plan.lora import adapter_shapes, is_adapter
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
@@ -171,7 +172,7 @@ def completed(engine: Engine, asked: list[Request], _: int) -> tuple[float, int]
 def serving(options: Any) -> list[dict[str, Any]]:
     """Rows of the engine with requests of no, one and many adapters."""
     config, lora, rows = config_of(options.model), LoraConfig(rank=options.rank), 16 if options.quick else 64
-    engine = Engine(config, seed=0, max_rows=64, max_length=256, device=options.device)
+    engine = Engine(config, EngineOptions(max_rows=64, max_length=256, device=options.device))
     engine.update_weights(random_model(config, torch.float32, options.device).named_parameters(), version=1)
     for i in range(ADAPTERS):
         generator = torch.Generator().manual_seed(i)

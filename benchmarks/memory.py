@@ -30,6 +30,7 @@ from tilth.plan.memory import Need, policy_need, rollout_need
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.working import ShardFactors, total
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
@@ -85,9 +86,15 @@ class Generation:
     def run(self) -> None:
         """Make the engine and generate."""
         engine = Engine(
-            self.config, device=self.device, dtype=DTYPES[self.dtype], max_rows=self.rows, max_length=512,
-            kv_tokens=self.rows * 512,
-        )  # fmt: skip
+            self.config,
+            EngineOptions(
+                device=self.device,
+                dtype=DTYPES[self.dtype],
+                max_rows=self.rows,
+                max_length=512,
+                kv_tokens=self.rows * 512,
+            ),
+        )
         engine.update_weights(((name, torch.zeros_like(p)) for name, p in engine.named_parameters()), version=0)
         params = SamplingParams(max_tokens=self.length)
         prompts = [(np.arange(self.prompt) + i) % self.config.vocab_size for i in range(self.rows // GROUP)]

@@ -18,6 +18,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.packed import packed_logprobs
 
@@ -44,7 +45,7 @@ def measure(name: str, sequences: int) -> dict[str, object]:
     model.init_weights_(0)
     for parameter in model.parameters():
         parameter.data.mul_(4.0 if parameter.ndim > 1 else 1.0)  # as decided as a trained model
-    engine = Engine(config, dtype=torch.bfloat16, max_length=256, routing=True)
+    engine = Engine(config, EngineOptions(dtype=torch.bfloat16, max_length=256, routing=True))
     engine.update_weights(model.named_parameters(), version=1)
     prompts = np.random.default_rng(0).integers(0, 512, (sequences, 16))
     found = engine.generate([Request(i, p, SamplingParams(max_tokens=48)) for i, p in enumerate(prompts)])

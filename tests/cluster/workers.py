@@ -134,11 +134,12 @@ def generating(context: Context) -> object:
     from tilth.models.decoder import Decoder
     from tilth.roles.rollout import RolloutWorker
     from tilth.rollout.engine import Engine
+    from tilth.rollout.options import EngineOptions
 
     model = Decoder(small.config())
     model.init_weights_(1)
     config = replace(small.config(), max_positions=LONG + 16)
-    engine = Engine(config, tokenizer=small.TOKENIZER, seed=1, max_rows=8)
+    engine = Engine(config, EngineOptions(tokenizer=small.TOKENIZER, seed=1, max_rows=8))
     engine.update_weights(model.named_parameters(), version=7)
     template = copy(small.TEMPLATE)
     template.stops = ()

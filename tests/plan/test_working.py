@@ -17,6 +17,7 @@ from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.working import ShardFactors, logits_bytes, scoring, total, training
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import appraise, packed_logprobs
@@ -185,11 +186,13 @@ def test_a_cache_and_what_a_step_of_the_engine_needs(tmp_path, rows, group, prom
     config, r = shape(vocab), recipe.rollout
     engine = Engine(
         config,
-        dtype=torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32,
-        max_rows=r.max_rows,
-        kv_tokens=r.max_rows * 512,
-        max_length=512,
-        step_tokens=r.step_tokens,
+        EngineOptions(
+            dtype=torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32,
+            max_rows=r.max_rows,
+            kv_tokens=r.max_rows * 512,
+            max_length=512,
+            step_tokens=r.step_tokens,
+        ),
     )
     engine.model.init_weights_(0)
     engine.model.fuse()
@@ -210,7 +213,7 @@ def test_a_judge_counts(tmp_path):
     recipe = load_recipe("chain-fapo", ["judge.path=x", "judge.max_tokens=32", "rollout.prompts=4", "rollout.group=4"])
     config = shape(64, num_layers=2)
     need = judge_need(recipe, whole(config), 48)
-    engine = Engine(config, max_rows=recipe.rollout.max_rows)
+    engine = Engine(config, EngineOptions(max_rows=recipe.rollout.max_rows))
     engine.model.init_weights_(0)
     engine.model.fuse()
     params = SamplingParams(max_tokens=32, temperature=0.0)

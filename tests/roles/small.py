@@ -17,6 +17,7 @@ from tilth.roles.loader import PromptLoader
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rollout import RolloutWorker, ask
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.training.engine import TrainEngine
 
 CONTEXT = 16
@@ -56,8 +57,8 @@ def asked(store, prompts, group: int, first_id: int) -> Batch:
 
 def rollout(store, *, dtype=torch.float32, model=None, dims=None, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
-    shape = {"max_rows": 8, "max_length": CONTEXT, "dims": dims}
-    engine = Engine(model or config(), tokenizer=TOKENIZER, dtype=dtype, seed=1, **shape)
+    options = EngineOptions(tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT, dims=dims)
+    engine = Engine(model or config(), options)
     return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store)
 
 

@@ -17,6 +17,7 @@ from tilth.roles.experience import OUTCOME, to_batch
 from tilth.roles.judge import GRADE, JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.loader import PromptLoader
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 
 TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
 PROMPTS = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(5)])
@@ -118,7 +119,7 @@ def test_a_real_engine_says_the_same_again():
     config = DecoderConfig(**{**vars(shape), "vocab_size": TOKENIZER.vocab_size, "max_positions": CONTEXT})
     model = small.Decoder(config)
     model.init_weights_(7)
-    engine = Engine(config, tokenizer=TOKENIZER, seed=1, max_rows=4)
+    engine = Engine(config, EngineOptions(tokenizer=TOKENIZER, seed=1, max_rows=4))
     engine.update_weights(model.named_parameters(), version=12)
     store = InlineStore()
     worker, batch = judge(store, engine, max_tokens=8), written(store, *["1+1=2\n#2", "#2", "7", "0+0=1\n#0", "=\n="])

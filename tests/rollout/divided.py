@@ -14,6 +14,7 @@ from tilth.models.config import DecoderConfig
 from tilth.parallel.dims import ParallelDims
 from tilth.rollout.engine import Engine
 from tilth.rollout.lockstep import LockStepError
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 
 
@@ -27,7 +28,7 @@ def made(rank: int, tp: int, changes: dict[str, Any], seed: int = 0, ep: int = 1
     """The engine of this rank with the weights of ``make_model``, given whole."""
     config = config_of(changes)
     dims = ParallelDims.of(Mesh.of({"ep": ep, "tp": tp}), rank)
-    engine = Engine(config, dims=dims, **{"seed": 7, "max_length": 256, **options})
+    engine = Engine(config, EngineOptions(dims=dims, **{"seed": 7, "max_length": 256, **options}))
     engine.update_weights(dict(make_model(config, seed).named_parameters()), version=1)
     return engine
 

@@ -10,6 +10,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.plan.lora import adapter_shapes
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 
@@ -31,7 +32,7 @@ def make_model(config=CONFIG, seed=0, dtype=torch.float32, scale=8.0):
 
 
 def make_engine(model, **options):
-    engine = Engine(model.config, **{"seed": 7, "max_length": 256, "dtype": model.dtype, **options})
+    engine = Engine(model.config, EngineOptions(**{"seed": 7, "max_length": 256, "dtype": model.dtype, **options}))
     engine.update_weights(model.named_parameters(), version=1)
     return engine
 

@@ -10,6 +10,7 @@ from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
 from tilth.parallel.dims import ParallelDims
 from tilth.rollout.engine import Engine, EngineError
+from tilth.rollout.options import EngineOptions
 
 HERE = "tests.rollout.divided:"
 EXPERTS = {"family": "qwen3_moe", "num_experts": 5, "experts_per_token": 2, "expert_size": 24, "expert_layers": (1,)}
@@ -124,10 +125,10 @@ def test_what_such_an_engine_cannot_do_is_refused():
     dims = ParallelDims.of(Mesh.of({"tp": 2}), 0)
     for mode in ("parity", "compile"):
         with raises(EngineError, f"{mode}.tp"):
-            Engine(CONFIG, dims=dims, **{mode: True})
+            Engine(CONFIG, EngineOptions(dims=dims, **{mode: True}))
         with raises(EngineError, f"{mode}.ep"):
-            Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"ep": 2}), 0), **{mode: True})
+            Engine(CONFIG, EngineOptions(dims=ParallelDims.of(Mesh.of({"ep": 2}), 0), **{mode: True}))
     with raises(ModelError, "layout.ep"):
-        Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"ep": 2}), 0))
+        Engine(CONFIG, EngineOptions(dims=ParallelDims.of(Mesh.of({"ep": 2}), 0)))
     with raises(ModelError, "layout.tp"):
-        Engine(CONFIG, dims=ParallelDims.of(Mesh.of({"tp": 3}), 0))
+        Engine(CONFIG, EngineOptions(dims=ParallelDims.of(Mesh.of({"tp": 3}), 0)))

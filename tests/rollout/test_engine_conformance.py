@@ -4,6 +4,7 @@ An engine joins by its registration. ``slow`` is the worked example of docs/exte
 weights Tilth does not look at.
 """
 
+import inspect
 from collections import deque
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.rollout.reference import CONFIG, make_model, make_requests
 from tests.rollout.standin import standing
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.plugins import ENGINES, SERVED, engine, load_plugins
+from tilth.config.roles import resolve
 from tilth.core.errors import DataError, LogprobMismatch, PluginError, RecipeError, WeightMismatch
 from tilth.data.prompts import PromptSet
 from tilth.flows.evaluate import EvalSettings, evaluate
@@ -28,6 +30,7 @@ from tilth.flows.heldout import Evaluator
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import RewardPool
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import EngineError, make_engine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.stats import Stats
@@ -52,7 +55,7 @@ def made(name):
     """Constructs an engine of this name with the weights of MODEL."""
 
     def make(**options):
-        found = make_engine(name, CONFIG, seed=7, max_length=64, **options)
+        found = make_engine(name, CONFIG, EngineOptions(seed=7, max_length=64, **options))
         found.update_weights(MODEL.named_parameters(), version=1)
         return found
 
@@ -190,12 +193,17 @@ def test_stats_have_the_same_keys_everywhere_and_begin_anew(made):
 # ---- which engines there are ----
 
 
+@pytest.mark.parametrize("kind", ENGINES.values())
+def test_each_engine_is_constructed_from_one_object_of_options(kind):
+    assert list(inspect.signature(resolve(kind)).parameters) == ["config", "options"]
+
+
 def test_an_engine_that_is_not_there_is_named_with_those_that_are(tmp_path):
     with pytest.raises(RecipeError) as raised:
         tiny.recipe(tmp_path, rollout={"engine": "nativ"})
     assert "rollout.engine" in str(raised.value) and "native" in str(raised.value)
     with raises(RecipeError, "rollout.engine") as raised:
-        make_engine("nativ", CONFIG)
+        make_engine("nativ", CONFIG, EngineOptions())
     assert "native" in str(raised.value)
 
 
@@ -212,7 +220,7 @@ class Unlike:
 class Partial(Engine):
     """It cannot be constructed."""
 
-    def __init__(self, config, **options):
+    def __init__(self, config, options):
         raise RuntimeError("no server")
 
 
@@ -220,7 +228,7 @@ class Partial(Engine):
 def test_a_class_that_is_no_engine_is_named_with_its_file(kind, key):
     engine("mine")(kind)
     with raises(PluginError, key) as raised:
-        make_engine("mine", CONFIG)
+        make_engine("mine", CONFIG, EngineOptions())
     assert f"({Path(__file__).name}:" in str(raised.value)
 
 
@@ -281,7 +289,7 @@ class Quantised(Engine):
 def test_quantised_weights_may_be_off_by_the_engine_s_tolerance(damage):
     store = InlineStore()
     worker, policy = small.rollout(store), small.policy(store)
-    worker.engine = Quantised(small.config(), tokenizer=small.TOKENIZER)
+    worker.engine = Quantised(small.config(), EngineOptions(tokenizer=small.TOKENIZER))
     worker.engine.damage = damage
     if not damage:
         worker.receive(policy.weights(), 1)

@@ -21,6 +21,7 @@ from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Episode, Limits, Player, Wanted
 from tilth.rollout.grammar import added_tokens, grammar_of_calls
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import SamplingParams
 
 TEXTS = [
@@ -139,7 +140,8 @@ def player(tokenizer, pool, *, turns=4, context=400, **options):
         vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
         num_kv_heads=2, max_positions=512,
     )  # fmt: skip
-    engine = Engine(config, tokenizer=tokenizer, seed=3, max_length=context, **{"parity": True, **options})
+    more = {"parity": True, **options}
+    engine = Engine(config, EngineOptions(tokenizer=tokenizer, seed=3, max_length=context, **more))
     engine.update_weights(make_model(config, scale=1.0).named_parameters(), version=5)
     return Player(engine, template, tokenizer, pool, Limits(turns, context))
 

@@ -20,6 +20,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
 from tilth.rollout.grammar import STOPS, Grammars, added_tokens, grammar_of_calls
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import EngineError
 from tilth.rollout.request import Request, SamplingParams
 
@@ -42,7 +43,7 @@ def made(tokenizer, **options):
         max_positions=96,
     )  # fmt: skip
     model = make_model(config, scale=1.0)
-    engine = Engine(config, tokenizer=tokenizer, seed=3, max_rows=8, **{"parity": True, **options})
+    engine = Engine(config, EngineOptions(tokenizer=tokenizer, seed=3, max_rows=8, **{"parity": True, **options}))
     engine.update_weights(dict(model.named_parameters()), version=5)
     return engine, model
 

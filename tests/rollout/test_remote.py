@@ -20,6 +20,7 @@ from tests.rollout.standin import TOKEN, StandIn, Thread, standing
 from tests.rollout.test_stops import WRITES as TOKENIZER
 from tilth.core.errors import ModelError, NonFiniteError, RecipeError
 from tilth.rollout import server
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.server import EngineProcess, ServerError, ServerLost, find_python
 from tilth.rollout.vllm import VLLM
@@ -29,7 +30,7 @@ REQUESTS = make_requests(10, longest=20)
 
 
 def remote(**options):
-    engine = VLLM(CONFIG, seed=7, max_length=256, **options)
+    engine = VLLM(CONFIG, EngineOptions(seed=7, max_length=256, **options))
     engine.update_weights(MODEL.named_parameters(), version=1)
     return engine
 
@@ -103,7 +104,7 @@ def test_weights_of_other_names_or_shapes_are_refused(monkeypatch):
         ({n: t for n, t in whole.items() if n != name}, f"{name}.missing"),
     ):
         with raises(ModelError, problem):
-            VLLM(CONFIG).update_weights(weights.items(), version=1)
+            VLLM(CONFIG, EngineOptions()).update_weights(weights.items(), version=1)
 
 
 def test_logits_that_are_not_finite_stop_the_run(monkeypatch):

@@ -12,6 +12,7 @@ from tilth.core.errors import RecipeError
 from tilth.models.attention import PackedContext
 from tilth.models.moe import ExpertContext
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import SamplingParams
 
 MOE = replace(
@@ -82,4 +83,4 @@ def test_nothing_is_recorded_unasked_or_of_a_dense_model():
 
 def test_a_compiled_step_is_refused():
     with raises(RecipeError, key="rollout.compile"):
-        Engine(MOE, compile=True)
+        Engine(MOE, EngineOptions(compile=True))

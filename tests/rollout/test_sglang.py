@@ -19,6 +19,7 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rollout import sglang
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.server import Connection, ServerLost
 from tilth.rollout.sglang import SGLang, SGLangServer
@@ -118,7 +119,7 @@ def made(monkeypatch, tmp_path):
 
     def make(**given):
         changes.update(given)
-        engine = SGLang(CONFIG, seed=7, max_length=128)
+        engine = SGLang(CONFIG, EngineOptions(seed=7, max_length=128))
         engine.update_weights(MODEL.named_parameters(), version=1)
         return engine
 

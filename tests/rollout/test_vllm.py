@@ -14,6 +14,7 @@ from tests.rollout.reference import make_engine, make_model, make_requests
 from tests.serve.test_agent import runs
 from tilth.data.trajectories import read_trajectories
 from tilth.models.config import DecoderConfig
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.server import ServerError
 from tilth.rollout.vllm import VLLM
@@ -34,7 +35,7 @@ FAMILIES = {
 
 def made(config, **options):
     torch.set_num_threads(1)
-    return VLLM(config, seed=7, max_length=256, max_rows=16, python=PYTHON, **options)
+    return VLLM(config, EngineOptions(seed=7, max_length=256, max_rows=16, python=PYTHON, **options))
 
 
 def same(found, wanted):

@@ -16,6 +16,7 @@ from tilth.config.plugins import forget
 from tilth.core.errors import PluginError
 from tilth.flows import model, profiling
 from tilth.flows.model import LoadedModel, make_engine
+from tilth.rollout.options import EngineOptions
 from tilth.runs.model_refs import Named
 from tilth.runs.trust import TRUST, check_trust, load_code, load_named, remember
 
@@ -82,7 +83,7 @@ def test_a_command_that_would_use_the_code_of_a_run_refuses_it(trained, command,
     assert not (trained.parent / "executed").exists()
 
 
-@pytest.mark.parametrize("use", [lambda loaded: make_engine(loaded, seed=0, max_rows=1, max_length=8),
+@pytest.mark.parametrize("use", [lambda loaded: make_engine(loaded, EngineOptions(max_rows=1, max_length=8)),
                                  lambda loaded: reward_of(EvalOptions("run", reward=["exact"]), loaded)])  # fmt: skip
 def test_a_model_of_a_known_family_leads_to_none_of_its_runs_code(run, use):
     named = settings(run) | {"rollout": {"engine": "vllm"}}

@@ -9,6 +9,7 @@ from tests.rollout.reference import make_engine, make_model
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import WorkerLost
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.serve.room import EngineRoom, RoomLimits
 
@@ -45,7 +46,7 @@ class Poisoned(Engine):
 
 def failing_engine(kind=Failing):
     model = make_model()
-    engine = kind(model.config, seed=7, max_length=256, parity=True)
+    engine = kind(model.config, EngineOptions(seed=7, max_length=256, parity=True))
     engine.update_weights(model.named_parameters(), version=1)
     return engine
 

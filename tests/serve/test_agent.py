@@ -24,6 +24,7 @@ from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Played, Player, Wanted, parted
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import SamplingParams
 from tilth.serve.agent_server import _called
 from tilth.serve.conversation import MODEL, AgentConversations
@@ -51,7 +52,7 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None, ids=N
             vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
             num_kv_heads=2, max_positions=512,
         )  # fmt: skip
-        engine = Engine(config, tokenizer=tokenizer, seed=3, max_length=context, parity=True)
+        engine = Engine(config, EngineOptions(tokenizer=tokenizer, seed=3, max_length=context, parity=True))
         engine.update_weights(make_model(config, scale=1.0).named_parameters(), version=5)
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
     params = SamplingParams(max_tokens=max_tokens, stop_tokens=(*template.stops, *range(5, 60)))

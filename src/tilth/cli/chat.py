@@ -17,6 +17,7 @@ from tilth.data.sources import Prompt
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
 from tilth.ui.format import plain
@@ -138,7 +139,7 @@ class Chat:
             max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p,
             stop=loaded.stop, stop_tokens=template.stops,
         )  # fmt: skip
-        self.engine = make_engine(loaded, seed=options.seed, max_rows=1, max_length=self.config.max_positions)
+        self.engine = make_engine(loaded, EngineOptions(seed=options.seed, max_rows=1))
         self.turns = 0
 
     def greeting(self, name: str) -> str:

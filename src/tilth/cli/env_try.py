@@ -125,13 +125,14 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
     from tilth.data.template import make_template
     from tilth.flows.model import load_model, make_engine, wants_tokenizer
     from tilth.rollout.episodes import Limits, Player, Wanted
+    from tilth.rollout.options import EngineOptions
     from tilth.rollout.request import SamplingParams
 
     loaded = load_model(model)
     tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions
     own = loaded.template if loaded.run is not None else "model" if tokenizer.chat_template else ""
     template = make_template(own, tokenizer)
-    engine = make_engine(loaded, seed=seed, max_rows=1, max_length=context)
+    engine = make_engine(loaded, EngineOptions(seed=seed, max_rows=1))
     params = SamplingParams(max_tokens, temperature, stop=loaded.stop, stop_tokens=template.stops)
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
     (played,) = player.play([Wanted(0, record)], params)

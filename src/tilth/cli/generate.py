@@ -15,6 +15,7 @@ from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.model import load_model, make_engine, wants_tokenizer
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.ui.format import plain
 
@@ -64,7 +65,7 @@ def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Tr
         schema="" if options.schema is None else _read(options.schema),
     )  # fmt: skip
     longest = min(loaded.config.max_positions, len(ids) + most)
-    engine = make_engine(loaded, seed=options.seed, max_rows=options.n, max_length=longest)
+    engine = make_engine(loaded, EngineOptions(seed=options.seed, max_rows=options.n, max_length=longest))
     return engine.generate([Request(id=i, prompt=ids, params=params) for i in range(options.n)]), tokenizer
 
 

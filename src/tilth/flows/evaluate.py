@@ -24,6 +24,7 @@ from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
 from tilth.rewards.process_pool import Outcome, RewardPool, Status, commonest
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.files import to_json
 
@@ -237,7 +238,8 @@ def evaluate_episodes(
     asked, context, tokenizer = list(prompts), model.config.max_positions, wants_tokenizer(model)
     template = make_template(how.template, tokenizer)
     params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
-    engine = make_engine(model, seed=how.seed, max_rows=min(how.max_rows, len(asked) * how.samples), max_length=context)
+    rows = min(how.max_rows, len(asked) * how.samples)
+    engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=context))
     wanted = [
         Wanted(prompt.index * SAMPLES + number, json.loads(prompt.episode), i, prompt.index)
         for i, prompt in enumerate(asked)
@@ -273,7 +275,7 @@ def _generate(
     _check_lengths(asked, ids, how, model.config.max_positions)
     params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
     rows = min(how.max_rows, len(asked) * how.samples)
-    engine = make_engine(model, seed=how.seed, max_rows=rows, max_length=longest)
+    engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=longest))
     requests = [
         Request(prompt.index * SAMPLES + number, tokens, params, group=i, prompt_index=prompt.index)
         for i, (prompt, tokens) in enumerate(zip(asked, ids))

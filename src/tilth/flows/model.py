@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from tilth.models.peft import load_adapter
 from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.rollout import protocol
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import GenerationEngine
 from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
 from tilth.runs.trust import check_trust, load_code
@@ -306,29 +308,23 @@ def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
-def make_engine(loaded: LoadedModel, *, seed: int, max_rows: int, max_length: int, **options: Any) -> GenerationEngine:
-    """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32.
-
-    options: further ones of ``protocol.make_engine``.
-    """
+def make_engine(loaded: LoadedModel, options: EngineOptions) -> GenerationEngine:
+    """Return an engine with these weights, of the run's kind or native: bf16 on a GPU or if the run was, else fp32."""
     gpu = torch.cuda.is_available()
     half = gpu or loaded.settings.get("train", {}).get("precision") == "bf16"
     section = loaded.settings.get("rollout", {})
     if section.get("engine", "native") != "native" and loaded.run is not None:
         check_trust(loaded.run, loaded.settings)
-    engine = protocol.make_engine(
-        section.get("engine", "native"),
-        loaded.config,
-        plugins=loaded.settings.get("plugins", ()),
+    options = replace(
+        options,
         tokenizer=loaded.tokenizer,
         device="cuda" if gpu else "cpu",
         dtype=torch.bfloat16 if half else torch.float32,
-        seed=seed,
-        max_rows=max_rows,
-        max_length=max_length,
         python=section.get("python", ""),
-        **{**section.get("options", {}), **options},
+        arguments=section.get("options", {}),
     )
+    name, plugins = section.get("engine", "native"), loaded.settings.get("plugins", ())
+    engine = protocol.make_engine(name, loaded.config, options, plugins=plugins)
     engine.update_weights(loaded.tensors.items(), version=0)  # one at a time
     return engine
 

@@ -20,6 +20,7 @@ from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokeni
 from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
 from tilth.plan.shape import kv_bytes
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import GenerationEngine
 from tilth.serve.app import Guarded, HttpServer, check_address, listen, new_app
 from tilth.serve.metrics import ServerMetrics
@@ -122,9 +123,13 @@ def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> Generation
     unless it is fast."""
     loaded = load_model(model)
     native = loaded.settings.get("rollout", {}).get("engine", "native") == "native"
-    more = {"kv_tokens": kv_tokens, "parity": native and not fast and not torch.cuda.is_available()}
-    more |= {"padded": False} if native and fast else {}
-    return make_engine(loaded, seed=0, max_rows=ROWS, max_length=loaded.config.max_positions, **more)
+    options = EngineOptions(
+        max_rows=ROWS,
+        kv_tokens=kv_tokens,
+        parity=native and not fast and not torch.cuda.is_available(),
+        padded=not fast,
+    )
+    return make_engine(loaded, options)
 
 
 def _served(name: str, loaded: LoadedModel, options: ServeOptions) -> ServedModel:

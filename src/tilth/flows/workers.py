@@ -42,6 +42,7 @@ from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.experts import ExpertOptions
@@ -156,7 +157,8 @@ def _engine(
         more |= {"dims": ParallelDims.of(context.mesh, context.rank, context.generation)}
     more |= {"device": prepare(context, recipe), "dtype": DTYPES[recipe.train.precision], "seed": recipe.seed}
     more |= {"max_rows": r.max_rows, "step_tokens": r.step_tokens}
-    return make_engine(r.engine, config, tokenizer=tokenizer, python=r.python, **{**more, **r.options})
+    options = EngineOptions(tokenizer=tokenizer, python=r.python, arguments=r.options, **more)
+    return make_engine(r.engine, config, options)
 
 
 def reward(context: Context, pool: RewardPool) -> RewardWorker:

@@ -19,7 +19,7 @@ from tilth.models.decoder import Decoder, not_finite
 from tilth.models.parity import check_parity
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
-from tilth.plan.kernels import BLOCK, CHOICE_ELEMENTS, PASS, limit_for, round_up
+from tilth.plan.kernels import CHOICE_ELEMENTS, PASS, limit_for, round_up
 from tilth.plan.lora import is_adapter
 from tilth.rollout.adapters import AdapterBank, salt_of
 from tilth.rollout.blocks import BlockManager
@@ -27,6 +27,7 @@ from tilth.rollout.cache import KeptTail, KVCache, PrefixStore
 from tilth.rollout.grammar import Grammars
 from tilth.rollout.lanes import LengthBucket, logit_changes
 from tilth.rollout.lockstep import LockStep, check_divided, part_of
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.prefill import PrefillBatch, PrefillJob
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState, TextScores
@@ -35,25 +36,14 @@ from tilth.rollout.sampling import Rules, choose, choose_from, draws, log_softma
 from tilth.rollout.scheduler import Scheduler
 from tilth.rollout.score import embedded, scored
 from tilth.rollout.stats import Stats
-from tilth.rollout.stops import Decodes
 from tilth.trace.spans import span
 
 
 class Engine(GenerationEngine):
     """Native generation engine with continuous batching; weights are replaced in place.
 
-    config: decoder to build, with storage and compute in ``dtype``. tokenizer: for stop strings and ``Trajectory.text``
-    only. seed: token t of trajectory i is drawn by value t of the stream (seed, "sample", i), whatever else happens.
-    max_rows: sequences decoded at once. kv_tokens: capacity of the KV cache (0: ``max_rows`` whole sequences).
-    step_tokens: largest number of tokens per step, decode first. max_length: longest sequence (0: the model's).
-    compile: torch.compile of decode steps (CUDA graphs on a GPU). parity: eager, in shapes whose log-probs equal those
-    of a packed forward pass with ``parity`` bit for bit (CPU). padded: products of fewer than 8 rows, which take other
-    kernels, get rows of padding, so that requests that come and go in time do not change what others draw: no
-    guarantee, as parity is. routing: record the experts of each token
-    (``Trajectory.routing``). dims: ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads,
-    widths of MLPs and vocabulary along "tp", where each holds the KV of its own heads. All of them get the same calls
-    and return the same trajectories. lora: of adapters among the weights (``syncs_adapters``). Raises ModelError,
-    RecipeError or EngineError, with the key, for what the model or ``dims`` does not allow.
+    config: decoder to build. Raises ModelError, RecipeError or EngineError, with the key, for options that the model or
+    ``options.dims`` does not allow.
     """
 
     tolerance: float | None = 0.0
@@ -63,37 +53,18 @@ class Engine(GenerationEngine):
     syncs_adapters = True
     scores = True
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        tokenizer: Decodes | None = None,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        max_rows: int = 256,
-        kv_tokens: int = 0,
-        block_size: int = BLOCK,
-        step_tokens: int = 8192,
-        max_length: int = 0,
-        compile: bool = False,
-        parity: bool = False,
-        padded: bool = True,
-        routing: bool = False,
-        dims: ParallelDims | None = None,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        dims = dims or ParallelDims.alone()
-        check_divided(dims, compile=compile, parity=parity)
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        dims, dtype, lora, parity = options.dims or ParallelDims.alone(), options.dtype, options.lora, options.parity
+        check_divided(dims, compile=options.compile, parity=parity)
         if parity:
             check_parity(config, dtype)
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        self._special = () if tokenizer is None else tuple(tokenizer.special())
-        self._grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size)
-        self.device, self.dtype = torch.device(device), dtype
-        self.max_length = max_length or config.max_positions
-        self.kv_tokens = kv_tokens or max_rows * round_up(self.max_length, block_size)
-        self.step_tokens, self._block_size = step_tokens, block_size
+        self.config, self.tokenizer, self.seed = config, options.tokenizer, options.seed
+        self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
+        self._grammars = None if self.tokenizer is None else Grammars(self.tokenizer, config.vocab_size)
+        self.device, self.dtype = torch.device(options.device), dtype
+        self.max_length = options.max_length or config.max_positions
+        self._block_size, self.step_tokens = options.block_size, options.step_tokens
+        self.kv_tokens = options.kv_tokens or options.max_rows * round_up(self.max_length, self._block_size)
         self.version = 0
         self.sharded = shard(
             lambda: Decoder(config, dtype).to(dtype).requires_grad_(False).eval(),
@@ -109,12 +80,12 @@ class Engine(GenerationEngine):
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
-        self._parity, self._routing = parity, routing and bool(config.num_experts)
-        if compile and config.num_experts:
+        self._parity, self._routing = parity, options.routing and bool(config.num_experts)
+        if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
             raise RecipeError(message, key="rollout.compile")
-        self._runner = Runner(self.model, parity, compile and not parity, self.device, padded)
-        self._max_rows = min(max_rows, step_tokens)
+        self._runner = Runner(self.model, parity, options.compile and not parity, self.device, options.padded)
+        self._max_rows = min(options.max_rows, options.step_tokens)
         self._forget_all()
         self._draw = lambda *what: draws(self.seed, *what)
         self._released = False

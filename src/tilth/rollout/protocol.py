@@ -8,13 +8,14 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from tilth.config.plugins import ENGINES, SERVED, call_declared, declared, load_plugins
+from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
 from tilth.config.roles import resolve
 from tilth.config.schema import LoraConfig
 from tilth.core.checksum import checksum
 from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.models.config import DecoderConfig
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Progress, Request, TextScores
 from tilth.rollout.stats import Stats
 
@@ -28,8 +29,7 @@ class GenerationEngine(Protocol):
 
     It fits an engine in this process (vLLM's LLMEngine: ``poll`` is its step) and a server (vLLM, SGLang: ``poll``
     waits until a response is there). An engine extends this class; ``make_engine`` constructs it as
-    ``Engine(config, **options)`` with the keywords of ``tilth.rollout.engine.Engine``, and some may be left out.
-    One thread calls it. Errors are TilthErrors.
+    ``Engine(config, options)`` with ``EngineOptions``. One thread calls it. Errors are TilthErrors.
     """
 
     version: int = 0
@@ -52,8 +52,8 @@ class GenerationEngine(Protocol):
     """True: it serves ``Request.adapter``; otherwise ``check_served`` and ``load_adapter`` refuse."""
 
     syncs_adapters: bool = False
-    """True: it takes the keyword ``lora``, a LoraConfig: A and B are then among its weights (``plan.lora``), and after
-    an update by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
+    """True: it takes ``EngineOptions.lora``: A and B are then among its weights (``plan.lora``), and after an update
+    by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
 
     scores: bool = False
     """True: it reports ``Request.likeliest``, and has ``score`` and ``embed``; otherwise all are refused."""
@@ -218,10 +218,9 @@ def _popped(ids: deque[int] | None) -> list[int]:
 
 
 def make_engine(
-    name: str, config: DecoderConfig, *, plugins: Iterable[str] = (), python: str = "", **options: Any
+    name: str, config: DecoderConfig, options: EngineOptions, *, plugins: Iterable[str] = ()
 ) -> GenerationEngine:
-    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it; python: interpreter of
-    one that runs in a process of its own.
+    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it.
 
     Raises RecipeError for an unknown name, PluginError for a declared class that is no engine or cannot be constructed.
     """
@@ -229,8 +228,7 @@ def make_engine(
         load_plugins(plugins)
     if name in ENGINES:
         _check_adapters(name, resolve(ENGINES[name]), options)
-        more = {"python": python} if name in SERVED else {}
-        shipped: GenerationEngine = resolve(ENGINES[name])(config, **more, **options)
+        shipped: GenerationEngine = resolve(ENGINES[name])(config, options)
         return shipped
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])
@@ -240,11 +238,11 @@ def make_engine(
         message = f"{declaration.title} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
         raise PluginError(message, key=f"engine.{name}.class")
     _check_adapters(name, declaration.value, options)
-    engine: GenerationEngine = call_declared(declaration, config, **options)
+    engine: GenerationEngine = call_declared(declaration, config, options)
     return engine
 
 
-def _check_adapters(name: str, kind: Any, options: Mapping[str, Any]) -> None:
-    if options.get("lora") is not None and not kind.syncs_adapters:
+def _check_adapters(name: str, kind: Any, options: EngineOptions) -> None:
+    if options.lora is not None and not kind.syncs_adapters:
         message = f"rollout.adapters = adapter: rollout.engine = {name} takes no adapters of the policy; use merged"
         raise RecipeError(message, key="rollout.adapters.engine")

@@ -15,11 +15,11 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import stored_tensors
 from tilth.plan.shape import parameter_shapes
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
 from tilth.rollout.server import ServerError, ServerLost
 from tilth.rollout.stats import Stats
-from tilth.rollout.stops import Decodes
 
 _BUCKET = 256 << 20
 """Bytes of weights that travel at a time."""
@@ -92,23 +92,14 @@ class RemoteEngine(GenerationEngine):
     tolerance: float | None = None
     name = ""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        tokenizer: Decodes | None,
-        seed: int,
-        max_length: int,
-        parity: bool,
-        routing: bool,
-    ) -> None:
-        for key, wanted in (("train.parity", parity), ("train.routing", routing)):
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        for key, wanted in (("train.parity", options.parity), ("train.routing", options.routing)):
             if wanted:
                 message = f"{key}: rollout.engine = {self.name} cannot give it with kernels of its own; use native"
                 raise RecipeError(message, key=f"{key}.engine")
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
-        self.max_length = max_length or config.max_positions
-        self._special = () if tokenizer is None else tuple(tokenizer.special())
+        self.config, self.tokenizer, self.seed = config, options.tokenizer, options.seed
+        self.max_length = options.max_length or config.max_positions
+        self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._flying: dict[int, Flying] = {}
         self._cancelled: list[str] = []
         self._done: list[Trajectory] = []

@@ -16,10 +16,10 @@ import torch
 from tilth.core.errors import DataError
 from tilth.core.random import stream_id
 from tilth.models.config import DecoderConfig
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.remote import Ask, Continuation, RemoteEngine
 from tilth.rollout.request import SequenceState
 from tilth.rollout.server import Connection, EngineProcess, ServerLost, find_python
-from tilth.rollout.stops import Decodes
 
 _WAIT = 1.0
 """Seconds that a poll waits for the next token."""
@@ -28,36 +28,19 @@ _START = 600.0
 
 
 class SGLang(RemoteEngine):
-    """Engine SGLang, in a process of its own with the interpreter ``python`` (empty: this one).
+    """Engine SGLang, in a process of its own with the interpreter ``options.python``.
 
-    arguments: further arguments of SGLang's ``ServerArgs``. SGLang draws the tokens, by ``sampling_seed`` if it runs
-    with ``enable_deterministic_inference``; its log-probs are those at the temperature before filters, so that filters,
-    whose log-probs it does not return, are refused.
+    ``options.arguments`` are further arguments of SGLang's ``ServerArgs``. SGLang draws the tokens, by
+    ``sampling_seed`` if it runs with ``enable_deterministic_inference``; its log-probs are those at the temperature
+    before filters, so that filters, whose log-probs it does not return, are refused.
     """
 
     name = "sglang"
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        tokenizer: Decodes | None = None,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        max_rows: int = 256,
-        kv_tokens: int = 0,
-        step_tokens: int = 8192,
-        max_length: int = 0,
-        compile: bool = False,
-        parity: bool = False,
-        routing: bool = False,
-        python: str = "",
-        **arguments: Any,
-    ) -> None:
-        super().__init__(config, tokenizer=tokenizer, seed=seed, max_length=max_length, parity=parity, routing=routing)
-        self.python = find_python(python, self.name, "sglang")
-        kind, name = torch.device(device).type, str(dtype).removeprefix("torch.")
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        super().__init__(config, options)
+        self.python = find_python(options.python, self.name, "sglang")
+        kind, name = torch.device(options.device).type, str(options.dtype).removeprefix("torch.")
         self._config = {**config.to_hf(), "torch_dtype": name}
         self._arguments = {
             "skip_tokenizer_init": True,
@@ -65,13 +48,13 @@ class SGLang(RemoteEngine):
             "device": kind,
             "dtype": name,
             "context_length": self.max_length,
-            "max_running_requests": max_rows,
-            "max_total_tokens": kv_tokens or max_rows * self.max_length,
-            "chunked_prefill_size": step_tokens,
-            "random_seed": seed,
-            "disable_cuda_graph": not compile,
+            "max_running_requests": options.max_rows,
+            "max_total_tokens": options.kv_tokens or options.max_rows * self.max_length,
+            "chunked_prefill_size": options.step_tokens,
+            "random_seed": options.seed,
+            "disable_cuda_graph": not options.compile,
             "enable_memory_saver": kind == "cuda",
-            **arguments,
+            **options.arguments,
         }
 
     def start_server(self) -> "SGLangServer":

@@ -9,60 +9,41 @@ from tilth.core.errors import RecipeError
 from tilth.models.config import DecoderConfig
 from tilth.plan.kernels import round_up
 from tilth.plan.shape import kv_bytes
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.remote import Ask, Continuation, RemoteEngine, parsed_pieces
 from tilth.rollout.request import SamplingParams
 from tilth.rollout.server import EngineProcess, find_python
-from tilth.rollout.stops import Decodes
 
 _BLOCK = 128
 """Tokens of the largest block of vLLM's KV cache."""
 
 
 class VLLM(RemoteEngine):
-    """Engine vLLM, in a process of its own with the interpreter ``python`` (empty: this one).
+    """Engine vLLM, in a process of its own with the interpreter ``options.python``.
 
-    arguments: further arguments of vLLM's ``EngineArgs``, such as ``gpu_memory_utilization``. The other keywords are
-    those of the native engine, whose random numbers and sampler choose the tokens: they differ by the rounding of
-    logits alone.
+    ``options.arguments`` are further arguments of vLLM's ``EngineArgs``, such as ``gpu_memory_utilization``. The random
+    numbers and the sampler of the native engine choose the tokens: they differ by the rounding of logits alone.
     """
 
     name = "vllm"
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        tokenizer: Decodes | None = None,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        max_rows: int = 256,
-        kv_tokens: int = 0,
-        step_tokens: int = 8192,
-        max_length: int = 0,
-        compile: bool = False,
-        parity: bool = False,
-        routing: bool = False,
-        python: str = "",
-        **arguments: Any,
-    ) -> None:
-        super().__init__(config, tokenizer=tokenizer, seed=seed, max_length=max_length, parity=parity, routing=routing)
-        self.device = torch.device(device)
-        self.python = find_python(python, self.name, "vllm")
-        if self.device.type == "cuda":
-            arguments = {"enable_sleep_mode": True, **arguments}
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        super().__init__(config, options)
+        self.device, dtype = torch.device(options.device), str(options.dtype).removeprefix("torch.")
+        self.python = find_python(options.python, self.name, "vllm")
         most = round_up(self.max_length, _BLOCK)
-        tokens = max(kv_tokens or max_rows * most, most) + 2 * _BLOCK
+        tokens = max(options.kv_tokens or options.max_rows * most, most) + 2 * _BLOCK
         self._settings = {
-            "config": {**config.to_hf(), "torch_dtype": str(dtype).removeprefix("torch.")},
+            "config": {**config.to_hf(), "torch_dtype": dtype},
             "arguments": {
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": dtype,
                 "max_model_len": self.max_length,
-                "max_num_seqs": max_rows,
-                "max_num_batched_tokens": max(step_tokens, max_rows),
-                "kv_cache_memory_bytes": tokens * kv_bytes(config, dtype.itemsize, latent=False),
-                "enforce_eager": not compile,
-                **arguments,
+                "max_num_seqs": options.max_rows,
+                "max_num_batched_tokens": max(options.step_tokens, options.max_rows),
+                "kv_cache_memory_bytes": tokens * kv_bytes(config, options.dtype.itemsize, latent=False),
+                "enforce_eager": not options.compile,
+                **({"enable_sleep_mode": True} if self.device.type == "cuda" else {}),
+                **options.arguments,
             },
         }
         self._environment = {
@@ -70,7 +51,7 @@ class VLLM(RemoteEngine):
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind the same cores
-            "TORCH_COMPILE_DISABLE": str(int(not compile)),
+            "TORCH_COMPILE_DISABLE": str(int(not options.compile)),
         }
 
     def start_server(self) -> "VLLMServer":
