@@ -31,8 +31,9 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.rollout.buffer import TrajectoryBuffer, joined
 from tilth.rollout.engine import Engine
-from tilth.rollout.episodes import Limits, Played, Player, Wanted, joined, longer
+from tilth.rollout.episodes import Limits, Played, Player, Wanted
 from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 
@@ -71,7 +72,7 @@ class Lockstep:
         return [t for part in parts for t in self._play(part, params)]
 
     def _play(self, wanted: list[Wanted], params: SamplingParams) -> list[Trajectory]:
-        one, last = self.player, dict[int, Trajectory]()
+        one, made = self.player, {ask.id: TrajectoryBuffer() for ask in wanted}
         for ask in wanted:
             one.pool.begin(ask.id, ask.info)
         answers = self._all([ask.id for ask in wanted])
@@ -79,23 +80,23 @@ class Lockstep:
         while going:
             requests = [Request(i, going[i], params, keeps=True) for i in sorted(going)]
             for t in one.engine.generate(requests):
-                last[t.id] = joined(last[t.id], t) if t.id in last else t
+                made[t.id].take(t)
                 ended = int(t.tokens[-1]) in params.stop_tokens
                 text = one.tokenizer.decode(t.tokens[t.prompt_length : len(t.tokens) - ended].tolist(), special=True)
                 one.pool.step(t.id, {"role": "assistant", "content": text})
             answers = self._all(list(going))
             going = {}
             for i, answer in answers.items():
-                if not answer["done"] and last[i].finish == "stop":
-                    ids = one.template.follow(answer["messages"])
-                    going[i] = np.concatenate([last[i].tokens, np.array(ids, np.int64)])
-                    last[i] = longer(last[i], going[i], "user")
+                if not answer["done"] and made[i].finish == "stop":
+                    made[i].read("user", one.template.follow(answer["messages"]))
+                    going[i] = made[i].tokens
         for ask in wanted:
             one.pool.reward(ask.id)
-        for i, score in self._all([ask.id for ask in wanted]).items():
-            last[i].reward = score["value"]
+        found = {ask.id: joined(ask.id, ask.prompt, ask.group, [made[ask.id]], 0, cut=False) for ask in wanted}
+        for i, score in self._all(list(found)).items():
+            found[i].reward = score["value"]
             one.pool.end(i)
-        return [last[ask.id] for ask in wanted]
+        return list(found.values())
 
     def _all(self, ids: list[int]) -> dict[int, Any]:
         found = dict[int, Any]()

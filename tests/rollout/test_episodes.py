@@ -1,6 +1,7 @@
 """Episodes of several turns: ids are only appended, masks are the policy's tokens, and environments fail alone."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tilth.envs.calls import message_of
 from tilth.envs.environment import Environment, EnvironmentFault, tool
 from tilth.envs.pool import Answer
 from tilth.models.config import DecoderConfig
+from tilth.rollout import buffer, episodes
 from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Episode, Limits, Player, Wanted
 from tilth.rollout.grammar import added_tokens, grammar_of_calls
@@ -409,6 +411,53 @@ def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
     with raises(EnvironmentFault, "rollout.tool_schemas.none"):
         one._schema(Episode(Wanted(0, {})))
     assert one._schema(Episode(Wanted(0, {}), limits={})) == ""  # an agent's call without tools
+
+
+class Endless(Talks):
+    """Environments that never end an episode."""
+
+    def step(self, episode, message):
+        super().step(episode, message)
+        self.waiting[-1].value["done"] = False
+
+
+class Short(Drawn):
+    """An engine whose turns all have five tokens."""
+
+    def bits(self, *path):
+        return [5] * 24
+
+
+class Counted:
+    """numpy that counts the numbers of all arrays it returns."""
+
+    def __init__(self):
+        self.numbers = 0
+
+    def __getattr__(self, name):
+        value = getattr(np, name)
+        return value if isinstance(value, type) or not callable(value) else partial(self.call, value)
+
+    def call(self, function, *given, **more):
+        found = function(*given, **more)
+        self.numbers += getattr(found, "size", 0)
+        return found
+
+
+def test_turns_copy_new_tokens_alone(tokenizers_of, monkeypatch):
+    """Numbers copied are linear in tokens, not in tokens times turns."""
+    counts = []
+    for turns in (8, 64):
+        counted = Counted()
+        for module in (episodes, buffer):
+            monkeypatch.setattr(module, "np", counted)
+        tokenizer = tokenizers_of["qwen3"]
+        one = scripted(tokenizer, Endless(1), turns=turns, context=10**6)
+        one.engine = Short(1, tokenizer.vocab_size, one.template.stops)
+        (played,) = drawn(one, 1)
+        assert played.turns == turns
+        counts.append(counted.numbers / len(played.trajectory.tokens))
+    assert counts[1] < 1.5 * counts[0]
 
 
 # ---- what is learnt of transcripts is what episodes have ----

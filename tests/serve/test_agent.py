@@ -22,8 +22,9 @@ from tilth.data.trajectories import read_trajectories
 from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
+from tilth.rollout.buffer import parted
 from tilth.rollout.engine import Engine
-from tilth.rollout.episodes import Limits, Played, Player, Wanted, parted
+from tilth.rollout.episodes import Limits, Played, Player, Wanted
 from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import SamplingParams
 from tilth.serve.agent_server import _called

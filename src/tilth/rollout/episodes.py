@@ -8,18 +8,18 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.random import stream_id
-from tilth.core.trajectory import Finish, Role, Segment, Trajectory
+from tilth.core.trajectory import Finish, Trajectory
 from tilth.data.template import Template, TemplateError
 from tilth.envs.calls import message_of
 from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
+from tilth.rollout.buffer import TrajectoryBuffer, joined, parted
 from tilth.rollout.grammar import added_tokens, grammar_of_calls
 from tilth.rollout.protocol import GenerationEngine
 from tilth.rollout.request import Request, SamplingParams
@@ -50,15 +50,13 @@ class Wanted:
 
 @dataclass
 class Talk:
-    """One conversation of an episode, with the columns of ``Trajectory`` so far."""
+    """One conversation of an episode."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    last: Trajectory | None = None
-    """All tokens up to the policy's newest turn, as one trajectory."""
     ended: bool = False
     """True if the policy wrote its end token."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(last token of a turn, its reward), where the environment gives one."""
+    buffer: TrajectoryBuffer = field(default_factory=TrajectoryBuffer)
+    """Its tokens up to the policy's newest turn."""
 
 
 @dataclass
@@ -98,7 +96,7 @@ class Episode:
     @property
     def others(self) -> int:
         """Return the tokens of its other conversations."""
-        return sum(len(one.last.tokens) for one in self.talks if one.last is not None and one is not self.talk)
+        return sum(one.buffer.length for one in self.talks if one is not self.talk)
 
 
 @dataclass(frozen=True)
@@ -195,19 +193,22 @@ class Player:
             state = dict(played.paused)
             self.pool.resume(wanted.id, state.pop("said"))
             answers.append(Answer(wanted.id, "step", {"messages": state.pop("heard"), "done": False}))
-            talks = [Talk(**one) for one in state.pop("talks")]
-            for talk, last in zip(talks, parted(played.trajectory), strict=True):
-                talk.last, talk.rewards = last, [(at, reward) for at, reward in talk.rewards]
+            talks = [
+                Talk(one["tools"], one["ended"], TrajectoryBuffer.of(part, one["rewards"]))
+                for one, part in zip(state.pop("talks"), parted(played.trajectory), strict=True)
+            ]
             self._open[wanted.id] = Episode(wanted, talks, **state)
         self._answers(answers, params)
 
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
         state = {name: getattr(episode, name) for name in ("at", "turns", "calls", "earned", "limits")}
-        state["talks"] = [{"tools": one.tools, "ended": one.ended, "rewards": one.rewards} for one in episode.talks]
+        state["talks"] = [
+            {"tools": one.tools, "ended": one.ended, "rewards": one.buffer.rewards} for one in episode.talks
+        ]
         state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
         del self._open[episode.wanted.id]
-        whole = together([one.last for one in episode.talks if one.last is not None], episode.at)
+        whole = _joined(episode, [one.buffer for one in episode.talks], cut=False)
         self._played[episode.wanted.id] = Played(whole, {}, turns=episode.turns, paused=state)
 
     def _answers(self, answers: Sequence[Answer], params: SamplingParams) -> None:
@@ -233,7 +234,9 @@ class Player:
 
     def _stepped(self, episode: Episode, answer: Mapping[str, Any], params: SamplingParams) -> Request | None:
         """Go on after a step: with the next turn, or with the reward at the end of the episode."""
-        _reward_turn(episode, answer.get("reward", 0.0))
+        reward = answer.get("reward", 0.0)
+        episode.earned += reward
+        episode.talk.buffer.pay(reward)
         episode.limits = answer.get("limits", episode.limits)
         if answer["done"]:
             self.pool.reward(episode.wanted.id)
@@ -268,17 +271,14 @@ class Player:
     def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
         talk = episode.talk
-        assert talk.last is not None
         try:
             ids = self.template.follow(new, talk.tools, ended=talk.ended) if new else []
         except DataError as error:
             self._unreadable(episode, error)
             return None
-        tokens = np.concatenate([talk.last.tokens, np.asarray(ids, np.int64)])
         if ids:
-            role: Role = new[0]["role"]
-            talk.last = longer(talk.last, tokens, role)
-        return self._ask(episode, tokens, params, f"an answer of the environment has {len(ids)} tokens")
+            talk.buffer.read(new[0]["role"], ids)
+        return self._ask(episode, talk.buffer.tokens, params, f"an answer of the environment has {len(ids)} tokens")
 
     def _unreadable(self, episode: Episode, error: DataError) -> None:
         """End an episode whose environment says what the tokenizer cannot express, or the template does not take in
@@ -320,8 +320,9 @@ class Player:
     def _turn_ended(self, trajectory: Trajectory, params: SamplingParams) -> None:
         """Take the policy's turn: pass it on, or end an episode whose turn was cut."""
         episode = self._open[self._generating.pop(trajectory.id)]
-        talk, start = episode.talk, trajectory.prompt_length
-        talk.last = trajectory if talk.last is None else joined(talk.last, trajectory)
+        talk = episode.talk
+        start = talk.buffer.length or trajectory.prompt_length
+        talk.buffer.take(trajectory)
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
         episode.written += len(ids)
@@ -334,16 +335,18 @@ class Player:
         message = message_of(text)
         episode.calls += len(message.get("tool_calls", ()))
         if episode.limits is not None:
-            message |= self._facts(trajectory, ids, bool(episode.limits.get("details")))
+            message |= self._facts(trajectory, start, bool(episode.limits.get("details")))
         self.pool.step(episode.wanted.id, message)
 
-    def _facts(self, turn: Trajectory, ids: list[int], details: bool) -> dict[str, Any]:
-        """Return what an environment that asks for turns hears of one besides (``SelfDriven.limits``)."""
-        found = {"text": turn.text, "finish": turn.finish, "counts": [turn.prompt_length, len(ids)]}
+    def _facts(self, turn: Trajectory, start: int, details: bool) -> dict[str, Any]:
+        """Return facts of a turn for an environment that asks for turns (``SelfDriven.limits``). start: its prompt's
+        length."""
+        ids = turn.tokens[start:].tolist()
+        found = {"text": turn.text, "finish": turn.finish, "counts": [start, len(ids)]}
         if not details:
             return found
         pieces = [self.tokenizer.decode([one], special=True) for one in ids]
-        return {**found, "ids": ids, "pieces": pieces, "logprobs": turn.logprobs[turn.prompt_length :].tolist()}
+        return {**found, "ids": ids, "pieces": pieces, "logprobs": turn.logprobs[start:].tolist()}
 
     def _close(
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None
@@ -361,18 +364,6 @@ class Player:
         self._finished(whole)
 
 
-def _reward_turn(episode: Episode, reward: float) -> None:
-    """Note the reward of the newest turn at its last token; that of a turn without tokens goes to the one before."""
-    talk = episode.talk
-    assert talk.last is not None
-    episode.earned += reward
-    chosen = np.flatnonzero(talk.last.mask)
-    if reward and len(chosen):
-        before = dict(talk.rewards)
-        before[int(chosen[-1])] = before.get(int(chosen[-1]), 0.0) + reward
-        talk.rewards = list(before.items())
-
-
 def _silent(wanted: Wanted) -> Trajectory:
     """Return the trajectory of an episode in which the policy was never asked: one padding token, not trained."""
     nothing = np.zeros(1, np.int64)
@@ -383,97 +374,15 @@ def _silent(wanted: Wanted) -> Trajectory:
 
 def _whole(episode: Episode) -> Trajectory:
     """Return the conversations of an ended episode in which the policy chose a token, each up to its last one."""
-    found: list[Trajectory] = []
-    at = 0
-    for talk in episode.talks:
-        if talk.last is None or not talk.last.mask.any():
-            continue
-        at = len(found) if talk is episode.talk else at
-        length = int(np.flatnonzero(talk.last.mask)[-1]) + 1
-        found.append(replace(_cut(talk.last, length), turn_rewards=talk.rewards))
-    return together(found, at) if found else episode.talks[0].last or _silent(episode.wanted)
+    if found := [one.buffer for one in episode.talks if one.buffer.last >= 0]:
+        return _joined(episode, found, cut=True)
+    first = episode.talks[0].buffer
+    return _joined(episode, [first], cut=False) if first.length else _silent(episode.wanted)
 
 
-def together(talks: Sequence[Trajectory], at: int = 0) -> Trajectory:
-    """Return conversations of an episode one after another, with text and finish of one of them."""
-    if len(talks) == 1:
-        return talks[0]
-    starts = np.cumsum([0, *(len(t.tokens) for t in talks)]).tolist()
-    sampling = [t.sampling_logprobs for t in talks if t.sampling_logprobs is not None]
-    routing = [t.routing for t in talks if t.routing is not None]
-    segments = [
-        Segment(s.role, s.start + start, start > 0 and s.start == 0)
-        for t, start in zip(talks, starts)
-        for s in t.segments
-    ]
-    return replace(
-        talks[at],
-        id=talks[0].id,
-        tokens=np.concatenate([t.tokens for t in talks]),
-        mask=np.concatenate([t.mask for t in talks]),
-        logprobs=np.concatenate([t.logprobs for t in talks]),
-        sampling_logprobs=np.concatenate(sampling) if sampling else None,
-        segments=segments,
-        versions=[(first + start, version) for t, start in zip(talks, starts) for first, version in t.versions],
-        turn_rewards=[(place + start, reward) for t, start in zip(talks, starts) for place, reward in t.turn_rewards],
-        routing=np.concatenate(routing) if len(routing) == len(talks) else None,
-    )
-
-
-def parted(t: Trajectory) -> list[Trajectory]:
-    """Return the conversations that ``together`` has joined, without what it takes of one of them."""
-    borders = [0, *t.opened, len(t.tokens)]
-    return [_slice(t, begin, end) for begin, end in pairwise(borders)]
-
-
-def longer(t: Trajectory, tokens: np.ndarray, role: Role) -> Trajectory:
-    """Return a trajectory with further tokens that the policy did not choose, a segment of this role."""
-    more = len(tokens) - len(t.tokens)
-    return replace(
-        t,
-        tokens=tokens,
-        mask=np.pad(t.mask, (0, more)),
-        logprobs=np.pad(t.logprobs, (0, more)),
-        sampling_logprobs=None if t.sampling_logprobs is None else np.pad(t.sampling_logprobs, (0, more)),
-        segments=[*t.segments, Segment(role, len(t.tokens))],
-        routing=None,
-    )
-
-
-def joined(before: Trajectory, new: Trajectory) -> Trajectory:
-    """Return the newest turn behind what was before it. new: of a request whose prompt is all of ``before``."""
-    n = len(before.tokens)
-    sampling = new.sampling_logprobs
-    if sampling is not None and before.sampling_logprobs is not None:
-        sampling = np.concatenate([before.sampling_logprobs, sampling[n:]])
-    segments = [*before.segments, Segment("assistant", n)] if len(new.tokens) > n else before.segments
-    versions = [*before.versions, *(v for v in new.versions if not before.versions or v[1] != before.versions[-1][1])]
-    return replace(
-        new,
-        mask=np.concatenate([before.mask, new.mask[n:]]),
-        logprobs=np.concatenate([before.logprobs, new.logprobs[n:]]),
-        sampling_logprobs=sampling,
-        segments=segments,
-        versions=versions,
-    )
-
-
-def _cut(t: Trajectory, length: int) -> Trajectory:
-    """Return the first ``length`` tokens of a trajectory."""
-    return _slice(t, 0, length)
-
-
-def _slice(t: Trajectory, begin: int, end: int) -> Trajectory:
-    """Return the tokens of whole conversations from ``begin`` on, up to ``end``, without rewards of turns."""
-    some = slice(begin, end)
-    return replace(
-        t,
-        tokens=t.tokens[some],
-        mask=t.mask[some],
-        logprobs=t.logprobs[some],
-        sampling_logprobs=None if t.sampling_logprobs is None else t.sampling_logprobs[some],
-        segments=[Segment(s.role, s.start - begin) for s in t.segments if begin <= s.start < end],
-        versions=[(first - begin, version) for first, version in t.versions if begin <= first < end],
-        turn_rewards=[],
-        routing=None if t.routing is None else t.routing[some],
-    )
+def _joined(episode: Episode, buffers: Sequence[TrajectoryBuffer], *, cut: bool) -> Trajectory:
+    """Return these conversations as one trajectory, with text and finish of the newest turn if it is among them."""
+    newest = episode.talk.buffer
+    order = buffers.index(newest) if newest in buffers else 0
+    wanted = episode.wanted
+    return joined(wanted.id, wanted.prompt, wanted.group, buffers, order, cut=cut)
