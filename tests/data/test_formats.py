@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.data.columns import plain
 from tilth.data.formats import END_OF_TEXT, FORMATS, find_files, is_source, read_records
+from tilth.data.sizes import BATCH, batch_rows, pieces
 
 RECORDS = [
     {"prompt": "2+2=", "answer": "4", "n": 1, "of": [1, 2], "more": {"a": "x"}},
@@ -413,6 +415,63 @@ def test_what_the_library_itself_writes(tmp_path):
 def test_unreadable(tmp_path, name, content, key, detail):
     (tmp_path / name).write_bytes(content)
     assert fails(tmp_path / name, key).endswith(detail)
+
+
+LONG = pa.DictionaryArray.from_arrays(pa.array([0] * 300), pa.array(["x" * 30_000]))
+REPEATED = {
+    "d.parquet": (pa.table({"prompt": LONG}), "prompt"),
+    "d.feather": (pa.table({"prompt": LONG}), "prompt"),
+    "lists.parquet": (pa.table({"z": pa.array([np.zeros(1_000_000)])}), "z.list.element"),
+    "lists.feather": (pa.table({"z": pa.ListArray.from_arrays(list(range(0, 301, 10)), LONG)}), "z"),
+    "rows.parquet": (pa.table({"z": pa.nulls(1_000_000, pa.int32())}), "z"),
+    "runs.feather": (pa.table({"z": pa.RunEndEncodedArray.from_arrays([1_000_000], [1])}), "z"),
+    "views.feather": (pa.table({"z": pa.ListViewArray.from_arrays([0] * 100, [10**4] * 100, [0] * 10**4)}), "z"),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_table_that_decodes_to_far_more_than_its_file(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("tilth.data.sizes.PIECE", 1 << 20)
+    (table, column), path = REPEATED[name], tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        pyarrow.feather.write_feather(table, path, compression="zstd", chunksize=1_000_000)
+    fails(path, f"{name}.{column}")
+
+
+def test_rows_of_a_dictionary_are_decoded_in_pieces(tmp_path):
+    texts = pa.array(["".join(map(chr, np.random.default_rng(i).integers(32, 127, 1_000_000))) for i in range(2)])
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0, 1, None] * 100), texts)
+    pq.write_table(pa.table({"prompt": repeated}), tmp_path / "d.parquet")
+    with pq.ParquetFile(tmp_path / "d.parquet") as file:
+        assert batch_rows(tmp_path / "d.parquet", file) == BATCH // (2 * (1_000_000 + 4))
+    batch = pa.RecordBatch.from_arrays([repeated], ["prompt"])
+    cut = list(pieces(batch))
+    assert [piece.num_rows for piece in cut] == [100, 101, 99] and sum(map(len, cut)) == 300
+    assert [len(row["prompt"] or "") for row in read(tmp_path / "d.parquet")] == [1_000_000, 1_000_000, 0] * 100
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz", ".zst"])
+def test_text_that_decodes_to_far_more_than_its_file(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr("tilth.data.sizes.PIECE", 1 << 20)
+    path = tmp_path / f"d.jsonl{suffix}"
+    with compressed(suffix)(path, "wb") as file:
+        for _ in range(2):
+            file.write(b" " * 999_999 + b"\n")
+    fails(path, f"{path.name}.size")
+
+
+def test_a_line_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.data.sizes.BATCH", 1 << 20)
+    write_lines(tmp_path / "d.jsonl.gz", [{"prompt": "x" * (2 << 20)}], gzip.open)
+    fails(tmp_path / "d.jsonl.gz", "d.jsonl.gz.line")
+
+
+def test_a_quote_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilth.data.formats.PIECE", 1 << 20)
+    (tmp_path / "d.csv").write_bytes(b'prompt\n"' + b"x,y\n" * (1 << 19))
+    fails(tmp_path / "d.csv", f"d.csv:{(1 << 18) + 2}.csv")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])

@@ -267,3 +267,12 @@ class Thing:
 def test_other_values_beside_a_prompt_have_another_fingerprint(one, same, other):
     prints = [from_records([{"prompt": "a", "extra": value}]).fingerprint() for value in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("kind", [list, lambda value: {"a": value}])
+def test_a_cell_that_is_nested_too_deep(kind):
+    deep = 1
+    for _ in range(5000):
+        deep = kind((deep,)) if kind is list else kind(deep)
+    with raises(DataError, "data.depth"):
+        list(placed(Frame({"prompt": ["a"], "x": [deep]})))

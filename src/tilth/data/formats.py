@@ -14,7 +14,6 @@ import itertools
 import json
 import lzma
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 from tilth.core.errors import DataError
 from tilth.core.names import name_problem
 from tilth.data.columns import RecordError
+from tilth.data.sizes import PIECE, BoundedReader, Budget, batch_rows, check_parquet, pieces
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
@@ -33,9 +33,8 @@ Placed = tuple[str, Record]
 END_OF_TEXT = "<|endoftext|>"
 """Line of a text file that separates two documents."""
 
-ROWS = 1024
-"""Rows of a table converted to Python objects at once."""
-
+_FIELD = 1 << 28
+"""Most characters of a value of CSV: a quote without its end takes in all that follows."""
 _LONGEST = 4096
 """Most characters of a path."""
 
@@ -155,9 +154,17 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 _COMPRESSIBLE = "JSON, CSV or text with " + ", ".join(_OPEN)
 
 
+def _opened(path: Path) -> BinaryIO:
+    """Open a file for its bytes, decompressed within its budget."""
+    opener = _OPEN.get(path.suffix.lower())
+    if opener is None:
+        return path.open("rb")
+    return io.BufferedReader(BoundedReader(opener(path, "rb"), path), 1 << 20)
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number (from 1) and text of each line, split at newlines only: JSON texts hold other line ends."""
-    with _OPEN.get(path.suffix.lower(), open)(path, "rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -237,7 +244,7 @@ def _document(path: Path, start: int, text: str) -> Iterator[Placed]:
 def _csv(path: Path) -> Iterator[Placed]:
     """Rows under a header of column names; every value is a text, and a quoted one may span lines."""
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else ","
-    csv.field_size_limit(sys.maxsize)  # of the whole process; the default refuses a document of 128 KiB
+    csv.field_size_limit(PIECE)  # of the whole process; by default 128 KiB, less than many a document
     rows = csv.reader((line for _, line in _lines(path)), delimiter=separator, strict=True)
     names, number = list[str](), 1
     try:
@@ -273,7 +280,8 @@ def _named(names: list[str], row: list[str], where: str) -> Record:
 
 def _parquet(path: Path) -> Iterator[Placed]:
     with pq.ParquetFile(path) as file:
-        yield from _rows(path, file.iter_batches(ROWS))
+        check_parquet(path, file)
+        yield from _rows(path, file.iter_batches(batch_rows(path, file)))
 
 
 def _arrow(path: Path) -> Iterator[Placed]:
@@ -292,20 +300,23 @@ def _arrow(path: Path) -> Iterator[Placed]:
 
 
 def _rows(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Placed]:
-    for number, row in enumerate(rows_of(batches), 1):
+    for number, row in enumerate(rows_of(batches, Budget(path)), 1):
         yield f"{path} row {number}", row
 
 
-def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
-    """Yield every row as a dictionary, dates and times as texts."""
+def rows_of(batches: Iterable[pa.RecordBatch], budget: Budget | None = None) -> Iterator[Record]:
+    """Yield every row as a dictionary, dates and times as texts. budget: of the file that has the rows."""
     for batch in batches:
         batch.validate(full=True)  # offsets and UTF-8, which a damaged file may have wrong and nothing else checks
-        for start in range(0, batch.num_rows, ROWS):
-            yield from _as_text(batch.slice(start, ROWS)).to_pylist()
+        for piece in pieces(batch, budget):
+            yield from _as_text(piece).to_pylist()
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert dates and times to texts: Python has no type for nanoseconds."""
+    """Convert dates and times to texts: Python has no type for nanoseconds. Dictionaries become their values."""
+    for i, field in enumerate(batch.schema):
+        if pa.types.is_dictionary(field.type):
+            batch = batch.set_column(i, field.name, batch.column(i).dictionary_decode())
     for i, field in enumerate(batch.schema):
         if pa.types.is_timestamp(field.type) or pa.types.is_date(field.type) or pa.types.is_time(field.type):
             batch = batch.set_column(i, field.name, batch.column(i).cast(pa.string()))

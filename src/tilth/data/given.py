@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from tilth.core.errors import DataError
-from tilth.data.formats import ROWS, Record, is_file_name, rows_of
+from tilth.data.formats import Record, is_file_name, rows_of
+from tilth.data.sizes import ROWS
 
 ACCEPTED = (
     "a list or iterator of records (dictionaries) or of texts, a DataFrame, an Arrow table, a datasets.Dataset, or the "
@@ -47,9 +48,9 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
     if all(hasattr(data, attribute) for attribute in ("iloc", "columns", "to_dict")):
         return _frame(data, name)
     if hasattr(data, "__arrow_c_stream__") and (hasattr(data, "columns") or hasattr(data, "schema")):
-        return (_plain(row) for row in rows_of(pa.RecordBatchReader.from_stream(data)))
+        return (_cells(row, name) for row in rows_of(pa.RecordBatchReader.from_stream(data)))
     if hasattr(data, "column_names"):  # of datasets: its rows are dictionaries, of tensors if it is set so
-        return map(_plain, data)
+        return (_cells(row, name) for row in data)
     if isinstance(data, Iterable):
         return data
     hint = "; .collect() makes a DataFrame of it" if hasattr(data, "collect") else ""
@@ -65,7 +66,7 @@ def _frame(frame: Any, name: str) -> Iterator[Record]:
         message = f"{name} has {len(twice)} columns whose name is there twice, such as {twice[0]!r}; rename them"
         raise DataError(message, key=f"{name}.columns")
     for start in range(0, len(frame), ROWS):
-        yield from map(_plain, frame.iloc[start : start + ROWS].to_dict("records"))
+        yield from (_cells(row, name) for row in frame.iloc[start : start + ROWS].to_dict("records"))
 
 
 def _numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, Any]]:
@@ -114,6 +115,14 @@ def nothing_in(data: Any, name: str) -> DataError:
 
 _NONE = ("NaTType", "NAType")
 """Types of pandas for an empty cell; they equal nothing, not even themselves."""
+
+
+def _cells(row: Any, name: str) -> Any:
+    """Convert a row to plain Python. DataError: a value is nested too deep."""
+    try:
+        return _plain(row)
+    except RecursionError:
+        raise DataError(f"{name} has a value that is nested too deep to be read", key=f"{name}.depth") from None
 
 
 def _plain(value: Any) -> Any:
