@@ -495,7 +495,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
     ({"post_processor": single({"Sequence": {"id": "B", "type_id": 0}})}, "tokenizer.post_processor"),
     ({"post_processor": single()}, "tokenizer.post_processor"),
     ({"pre_tokenizer": SLOW}, "tokenizer"),
-    ({"model": {"type": "BPE", "vocab": {"a": 4294967296}, "merges": []}}, "tokenizer.json"),
+    ({"model": {"type": "BPE", "vocab": {"a": 4294967296}, "merges": []}}, "tokenizer.json.model.vocab"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}}, "tokenizer.json"),
 ])  # fmt: skip
 def test_a_crafted_file_is_a_named_error_though_the_library_panics(tmp_path, change, key):
@@ -513,3 +513,32 @@ def test_a_normalizer_nested_100_000_deep_is_a_named_error(tmp_path):
     file.write_text(file.read_text().replace('"normalizer": null', f'"normalizer": {deep}'))
     with raises(DataError, "tokenizer.json"):
         Tokenizer.load(tmp_path)
+
+
+def bpe(vocabulary, merges, prefix=None):
+    return {"type": "BPE", "vocab": vocabulary, "merges": merges, "continuing_subword_prefix": prefix}
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        (bpe({"": 0, "a": 1, "b": 2, "ab": 3}, [["a", "b"], ["b", ""]], "##"), "merges"),
+        (bpe({"a": 0, "b": 1, "ab": 2}, ["a b"], "é"), "merges"),
+        (bpe({"a": 0, "b": 2**32 - 1}, []), "vocab"),
+        ({"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}, "vocab"),
+    ],
+)
+def test_a_model_that_would_end_the_process(tmp_path, model, key):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with raises(DataError, f"tokenizer.json.model.{key}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_prefix_of_words_goes_on(tmp_path):
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=40, special_tokens=["</s>"], continuing_subword_prefix="##", show_progress=False
+    )
+    core.train_from_iterator(["abab", "abac"] * 9, trainer)
+    core.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("abab") == core.encode("abab").ids

@@ -25,6 +25,8 @@ _PART = 1 << 20
 """Characters that a tokenizer is trained on at once: ``tokenizers`` needs about 200 bytes for each."""
 _GROWTH = 100
 """Most characters that replacements one after another may make of one: three of a thousand each make a gigabyte."""
+_MOST_ID = 2**24
+"""Greatest id of a token: ``tokenizers`` lists all ids without a token, 16 GB for those of 32 bits."""
 _NO_TOKEN = 2**32 - 1
 """An id without a token."""
 
@@ -284,8 +286,12 @@ def _named(files: dict[str, str]) -> dict[str, str]:
 
 
 def _parse(file: Path) -> tokenizers.Tokenizer:
-    with _of_library(lambda error: DataError(f"{file} is not a tokenizer: {error}", key=file.name)):
-        core = tokenizers.Tokenizer.from_file(str(file))
+    text, wrong = _text(file), f"{file} is not a tokenizer"
+    with _of_library(lambda error: DataError(f"{wrong}: {error}", key=file.name)):
+        found = json.loads(text)
+    _check_model(file, found.get("model") if isinstance(found, dict) else None)
+    with _of_library(lambda error: DataError(f"{wrong}: {error}", key=file.name)):
+        core = tokenizers.Tokenizer.from_str(text)
     for name, part in (("normalizer", core.normalizer), ("decoder", core.decoder)):
         if part is not None and (most := _growth(json.loads(part.__getstate__()))) > _GROWTH:
             message = f"{file}: replacements of {name} make {most} characters of one; at most {_GROWTH} may be"
@@ -294,6 +300,24 @@ def _parse(file: Path) -> tokenizers.Tokenizer:
         message = f"{file} has model.dropout={dropout:.6g}: a text would have other tokens each time; set it to null"
         raise DataError(message, key=f"{file.name}.model.dropout")
     return core
+
+
+def _check_model(file: Path, model: Any) -> None:
+    """Raise ``DataError`` for a model with which ``tokenizers`` takes memory by ids, or aborts the process."""
+    model = model if isinstance(model, dict) else {}
+    vocabulary, prefix = model.get("vocab"), model.get("continuing_subword_prefix")
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    greatest = max((id for id in ids if isinstance(id, int)), default=0)
+    if greatest > _MOST_ID:
+        message = f"{file} has a token with the id {greatest}; at most {_MOST_ID} may be: count ids from 0"
+        raise DataError(message, key=f"{file.name}.model.vocab")
+    if not isinstance(prefix, str) or not isinstance(model.get("merges"), list):
+        return
+    for merge in model["merges"]:  # the library cuts the prefix off unseen
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if isinstance(pair, list) and pair and isinstance(pair[-1], str) and not pair[-1].startswith(prefix):
+            message = f"{file}: the merge {merge!r} has a second part without continuing_subword_prefix={prefix!r}"
+            raise DataError(message, key=f"{file.name}.model.merges")
 
 
 @contextmanager
