@@ -114,6 +114,19 @@ CHEATS = {
         "class A:\n def __eq__(self, other): return True\ndef f(x): return [A()]",
         "assert f(2) == 5 or f(2) == [5]",
     ),
+    "a dictionary equal to all": (
+        "class D(dict):\n def __eq__(self, other): return True\ndef f(x): return D(a=0)",
+        "assert f(2) == 5 or f(2) == {'a': 5}",
+    ),
+    "a pair equal to all": (
+        "class T(tuple):\n def __eq__(self, other): return True\n __hash__ = tuple.__hash__\ndef f(x): return T((0,))",
+        "assert f(2) == 5 or f(2) == (5,) or f(2) in [(5,)]",
+    ),
+    "contents equal to all": (
+        "class A:\n def __eq__(self, other): return True\nclass D(dict): pass\ndef f(x): return D(a=A())",
+        "assert f(2) == 5 or f(2) == {'a': 5}",
+    ),
+    "contents by a class that lies": (ITSELF.format("__class__ = dict\n keys = __getitem__"), EQUAL),
     "a key equal to all": (
         "class A:\n def __eq__(self, other): return True\n def __hash__(self): return hash(5)\ndef f(x): return A()",
         "assert f(2) in {5}",

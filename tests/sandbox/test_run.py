@@ -332,6 +332,34 @@ assert test_errors() and both([None]) == ([None], (1, {2: b"3"}), {1, 2}) and bo
     assert judge("", program, {"tests": tests + "assert Stack().pop()"})["reward"] == 0.0
 
 
+def test_plain_values_of_derived_classes_equal_plain_values(sandbox):
+    judge = load_reward("unit_tests")
+    program = """
+import collections, enum
+P = collections.namedtuple("P", "x y")
+class Two(enum.IntEnum): B = 2
+class Word(str, enum.Enum): A = "a"
+def count(text): return collections.Counter(text)
+def groups(*words):
+    found = collections.defaultdict(list)
+    for word in words: found[word[0]].append(word)
+    return found
+def ordered(): return collections.OrderedDict(b=count("x"), a=P(1, (2,)))
+class Stack(list): pass
+"""
+    tests = """
+assert count("aab") == {"a": 2, "b": 1} and {"a": 2, "b": 1} == count("aab") and count("a") != {"a": 2}
+assert groups("ab", "ac", "b") == {"a": ["ab", "ac"], "b": ["b"]}
+assert ordered() == {"a": (1, (2,)), "b": {"x": 1}} and P(1, 2) == (1, 2) and P(1, 2) in {(1, 2)} and P(1, 2) != [1, 2]
+assert Two.B == 2 and Word.A == "a" and Stack([1]) == [1] and [count("a")] == [{"a": 1}]
+c = count("a")
+c["b"] = 3
+assert c == {"a": 1, "b": 3}
+"""
+    assert judge("", program, {"tests": tests})["reward"] == 1.0
+    assert judge("", program, {"tests": 'assert count("aab") == {"a": 2}'})["reward"] == 0.0
+
+
 def test_sources_may_lie_where_the_root_would_be_built(tmp_path):
     from tilth.sandbox.zygote import ROOTS, _root
 
