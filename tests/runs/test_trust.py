@@ -136,7 +136,8 @@ def test_code_that_its_user_has_trained_with_is_trusted_wherever_it_lies_until_i
         {"plugins": ["this"]},
     ],
 )
-def test_all_that_executes_code_counts(run, named):
+def test_all_that_executes_code_counts(run, named, monkeypatch):
+    monkeypatch.chdir(run.parent)
     with raises(PluginError, "--trust"):
         check_trust(run, named)
     remember(named)
@@ -181,3 +182,15 @@ def test_no_text_of_a_run_controls_the_terminal(run, command):
     result = CliRunner().invoke(app, command.format(run).split())
     assert result.exit_code == 0 and not set(result.output) & {"\x1b", "\x07", "\x9b"}, repr(result.output)
     assert "\ufffd" in result.output
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"plugins": ["lost.py"]}, {"reward": {"function": "lost.py:score"}}, {"rollout": {"environment": "lost.py:Game"}}],
+)
+def test_code_that_is_gone_is_named_before_trust_is_asked_for(run, monkeypatch, trusted, settings):
+    if trusted:
+        monkeypatch.setenv(TRUST, "1")
+    with raises(PluginError, "lost.py.gone"):
+        check_trust(run, settings)

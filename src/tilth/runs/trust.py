@@ -42,7 +42,12 @@ def remember(settings: Mapping[str, Any]) -> str:
 
 
 def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
-    """Raise PluginError if the recipe of a run names code that this user does not trust."""
+    """Raise PluginError if the recipe of a run names code that is gone, or that this user does not trust."""
+    for name in _code(settings):
+        file = name.partition(":")[0]
+        if file.endswith(".py") and not os.path.isfile(file):
+            message = f"{run} names {file!r} in its recipe, which is gone; put it back, or name its new place there"
+            raise PluginError(message, key=f"{os.path.basename(file)}.gone")
     if os.environ.get(TRUST):
         remember(settings)
     elif new := [name for name in _code(settings) if not os.path.exists(_folder() / _digest(name))]:
