@@ -98,8 +98,9 @@ def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec 
 
 
 def _check_places(recipe: Recipe, function: Spec | None) -> None:
-    """Raise ModelError or RewardError for models and functions that do not exist, and for an adapter of another kind
-    than W + s B A; import none of them."""
+    """Raise an error for models, functions and environments that do not exist, and for an adapter of another kind than
+    W + s B A; import none of them."""
+    from tilth.envs.process import check_place as check_environment
     from tilth.models.adapter_config import read_lora
     from tilth.models.hub import check_place
     from tilth.rewards.functions import check_place as check_reward
@@ -114,6 +115,8 @@ def _check_places(recipe: Recipe, function: Spec | None) -> None:
             raise ModelError(f"{key}: {error}", key=key) from None
     for spec in [function] if isinstance(function, str) else function if isinstance(function, Mapping) else ():
         check_reward(spec)
+    if environment := recipe.rollout.environment:
+        check_environment(environment)
 
 
 def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[RewardPool | None]":

@@ -561,6 +561,8 @@ except Exception as error:
         (["reward.function=mine.py:scor"], "mine.py:scor", "did you mean 'score'?"),
         (["reward.function=mne.py:score"], "mne.py", "did you mean 'mine.py'?"),
         (["reward.function=no_package.x:score"], "no_package.x", "no_package"),
+        (["rollout.environment=word_gam"], "rollout.environment", "word_game"),
+        (["rollout.environment=mne.py:Game"], "rollout.environment", "FILE.py:Class"),
     ],
 )
 def test_a_mistyped_name_or_an_adapter_of_another_kind_is_refused_without_torch(tmp_path, keys, key, hint):

@@ -216,6 +216,24 @@ def listed_tools(spec: str) -> list[dict[str, Any]]:
     return [tool.schema for tool in kind().tools().values()] if kind is not None and kind.lists_tools() else []
 
 
+def check_place(spec: str) -> None:
+    """Raise PluginError for an environment whose file or name is not there; import no code of its file."""
+    kind, _, id = spec.partition(":")
+    if kind in ADAPTERS and id:
+        return
+    if ":" not in spec and spec not in known_environments():
+        raise _no_environment(spec)
+    if ":" in spec and not Path(file_of(spec)).expanduser().is_file():
+        message = f"rollout.environment={spec!r}: there is no file {file_of(spec)!r}; give FILE.py:Class"
+        raise PluginError(message, key="rollout.environment")
+
+
+def _no_environment(spec: str) -> PluginError:
+    message = f"rollout.environment={spec!r} names no subclass of tilth.Environment"
+    known = f"there is {', '.join(known_environments())}, and FILE.py:Class"
+    return PluginError(f"{message}; {known}", key="rollout.environment")
+
+
 def load_environment(spec: str) -> type[Environment]:
     """Return the class that ``rollout.environment`` names: declared in a plugin, FILE.py:Class, a task's own, or of
     another package (``verifiers:NAME``, ``gymnasium:ID``).
@@ -233,9 +251,7 @@ def load_environment(spec: str) -> type[Environment]:
         own = declared("environment").get(spec)
         found = own.value if own else task_of(spec).environment if spec in shipped_tasks() else None
     if not (isinstance(found, type) and issubclass(found, Environment)):
-        message = f"rollout.environment={spec!r} names no subclass of tilth.Environment"
-        known = f"there is {', '.join(known_environments())}, and FILE.py:Class"
-        raise PluginError(f"{message}; {known}", key="rollout.environment")
+        raise _no_environment(spec)
     if found.reward is Environment.reward:
         message = f"rollout.environment={spec!r}: {found.__name__} needs a method reward"
         raise PluginError(f"{message}; where turns alone have rewards it returns 0", key="environment.reward")
