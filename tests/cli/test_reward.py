@@ -191,6 +191,18 @@ def test_failures_are_told_with_their_reason_and_first_record(folder):
     assert text.count("error  ") >= 4 and "verdict  doubtful" in text
 
 
+def test_no_text_of_data_or_failures_controls_the_terminal(folder):
+    (folder / "loud.py").write_text(
+        "def score(prompt, completion, info):\n    raise ValueError('\\x1b]0;e\\x07\\x9b2J')\n"
+    )
+    (folder / "loud.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}\x9b2J", "answer": "x"}) + "\n" for n in "ab")
+    )
+    said = call("loud.py:score", "loud.jsonl").output
+    assert "\ufffd]0;e\ufffd\ufffd2J" in said and "a\ufffd2J" in said
+    assert not re.search("[\x1b\x07\x9b]", said)
+
+
 def test_what_hangs_is_a_timeout_and_leaves_nothing(folder):
     before = psutil.Process().children()
     text = said("mine.py:hangs", "sums.jsonl", "--n", 2, "--timeout", 0.3)

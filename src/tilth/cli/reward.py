@@ -315,7 +315,8 @@ def lines(trial: Trial) -> list[str]:
     ]
     mark = f"verdict  {word}"
     indented = [f"         {sentence}" for sentence in sentences]
-    return [*head, "", *_table(_cases(trial)), "", *_table(_rows(trial)), *_failures(trial), "", mark, *indented]
+    found = [*head, "", *_table(_cases(trial)), "", *_table(_rows(trial)), *_failures(trial), "", mark, *indented]
+    return [format.plain(line) for line in found]
 
 
 def _cases(trial: Trial) -> list[list[str]]:
