@@ -209,7 +209,7 @@ def refusal(what: str, threads: int) -> RecipeError:
     """Return the error of products whose rows have no bits of their own."""
     return RecipeError(
         f"train.parity = true: on this CPU with {threads} threads, the bits of a row depend on the rows beside it in "
-        f"{what}; try another number of threads (OMP_NUM_THREADS) or width, or do without parity "
+        f"{what}; try another train.threads or width, or do without parity "
         "(train.parity = false, tilth serve --fast)",
         key="train.parity",
     )
