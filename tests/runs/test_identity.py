@@ -6,11 +6,12 @@ import pytest
 
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.config.load import digest, dump_toml
+from tilth import __version__
+from tilth.config.load import digest, dump_toml, newer_keys
 from tilth.core.errors import RecipeError
 from tilth.runs.directory import RunDir
 from tilth.runs.files import Lock
-from tilth.runs.identity import Identity, claim, find, of_command
+from tilth.runs.identity import Identity, claim, find, of_command, passed_over
 from tilth.runs.readers import checkpoints_of, read_state
 
 TWO = {"cluster": {"workers": 2, "backend": "local"}, "policy": {"layout": {"fsdp": 2}}}
@@ -134,6 +135,36 @@ def test_a_recipe_of_other_keys_is_not_gone_on_with(tmp_path):
     (path / "recipe.toml").write_text("[section_of_another_time]\nkey = 1\n")
     assert find(who(tmp_path, "seed", seed=9), "demo") is None
     assert find(who(tmp_path), "demo") == path  # the same digest is the same work
+
+
+def test_a_run_of_a_version_without_a_key_says_so_and_goes_on_if_the_key_is_allowed(tmp_path):
+    """A run of Muon from before ``muon_precision``: to go on with fp32 changes its numbers."""
+    muon = {"optimizer": {"name": "muon"}}
+    path = begun(tmp_path, run={"name": "demo-001"}, **muon)
+    recipe = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(recipe.replace('muon_precision = "fp32"\n', ""))
+    change_state(path, digest="0123-" + read_state(path)["digest"].partition("-")[2])
+    with raises(RecipeError, "optimizer.muon_precision") as caught:
+        who(tmp_path, run={"name": "demo-001"}, **muon).check_name()
+    assert __version__ in str(caught.value) and "--allow optimizer.muon_precision" in str(caught.value)
+    assert find(who(tmp_path, **muon), "demo") is find(who(tmp_path, "seed", **muon), "demo") is None
+    (line,) = passed_over(who(tmp_path, **muon), "demo")
+    assert "--allow optimizer.muon_precision resumes it" in line
+    assert passed_over(who(tmp_path, seed=9, **muon), "demo") == []
+    assert find(who(tmp_path, "optimizer.muon_precision", **muon), "demo") == path
+    (path / "recipe.toml").write_text(recipe)  # as a kill may leave it
+    assert passed_over(who(tmp_path, **muon), "demo") == []
+
+
+def test_a_version_that_dumps_a_recipe_lacks_none_of_its_keys(tmp_path):
+    pools = {"cluster": {"backend": "local", "workers": 2, "pools": {"a": 1, "b": 1}}, "optimizer": {"name": "muon"}}
+    for recipe in (tiny.recipe(tmp_path), tiny.recipe(tmp_path, **pools)):
+        assert newer_keys(dump_toml(recipe), recipe) == {}
+
+
+def test_the_precision_of_muon_is_no_part_of_other_runs(tmp_path):
+    both = [tiny.recipe(tmp_path, optimizer={"muon_precision": precision}) for precision in ("fp32", "bf16")]
+    assert digest(both[0]) == digest(both[1])
 
 
 def test_checkpoints_elsewhere_have_a_place_of_their_own(tmp_path):

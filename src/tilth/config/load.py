@@ -278,6 +278,18 @@ def differences(before: Recipe, now: Recipe) -> dict[str, str]:
     return _differences(_work(before), _work(now))
 
 
+def newer_keys(stored: str, now: Recipe) -> dict[str, Any]:
+    """Return key -> value for keys that decide the numbers of a run, and that the version which wrote ``stored``, the
+    ``dump_toml`` of a recipe, did not have."""
+    there, names = tomllib.loads(stored), all_names()
+    return {name: value for name, value in _flat(_work(now)).items() if name in names and not _has(there, name)}
+
+
+def _has(table: Any, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    return isinstance(table, dict) and first in table and (not rest or _has(table[first], rest))
+
+
 def all_differences(before: Recipe, now: Recipe) -> dict[str, str]:
     """Return key -> "KEY was OLD and is NEW" for every key that differs, also if it changes no number of a run."""
     return _differences(before.dump(), now.dump())
@@ -313,6 +325,8 @@ def _work(recipe: Recipe) -> dict[str, Any]:
             del table[key]
     if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key
         del data["rollout"]["engine"]
+    if data["optimizer"]["name"] != "muon":
+        del data["optimizer"]["muon_precision"]
     data["cluster"]["pools"] = list(data["cluster"]["pools"].items())  # in order: the first pool is the default
     return data
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilth.config.load import differences, digest, load_recipe
+from tilth.config.load import differences, digest, load_recipe, newer_keys
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, StorageError
 from tilth.core.files import make_folder, writing
@@ -55,16 +55,34 @@ class Identity:
 
     def changes(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
         """Return key -> message for each difference of the run in this folder; RecipeError if it cannot be read."""
-        found = {}
-        if state["digest"].partition("-")[0] != digest(self.recipe):
-            # Its plugins may have moved and are not imported; their contents are compared below.
-            found = differences(load_recipe(str(path / "recipe.toml"), ["plugins=[]"]), self.recipe)
+        found = self._other_values(path, state) | self._newer(path, state)
         before = state.get("inputs", {})
         for key in sorted({*before, *self.inputs}):
             was, now = (inputs.get(key, "nothing") for inputs in (before, self.inputs))
             if was != now:
                 found.setdefault(key, _OTHER.get(key, f"{key} led to {was} and leads to {now}"))
         return found
+
+    def _other_values(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
+        if state["digest"].partition("-")[0] == digest(self.recipe):
+            return {}
+        # Its plugins may have moved and are not imported; ``changes`` compares their contents.
+        return differences(load_recipe(str(path / "recipe.toml"), ["plugins=[]"]), self.recipe)
+
+    def _newer(self, path: Path, state: dict[str, Any]) -> dict[str, str]:
+        if state["digest"].partition("-")[0] == digest(self.recipe):
+            return {}
+        version = state["environment"]["packages"]["tilth"]
+        found = newer_keys((path / "recipe.toml").read_text(encoding="utf-8"), self.recipe)
+        why = f"is new since the version of Tilth that began it ({version}, {state['started']})"
+        return {key: f"{key} {why}, and is {json.dumps(value)}" for key, value in found.items()}
+
+    def same_recipe(self, path: Path, state: dict[str, Any]) -> bool:
+        """True if the recipe of the run in this folder has no other values, though it may lack newer keys."""
+        try:
+            return not self._other_values(path, state)
+        except RecipeError:  # written by a version with other keys
+            return False
 
     def began(self, state: Mapping[str, Any]) -> bool:
         """True if the run with this state began with this recipe and these inputs, whatever its updates have changed
@@ -167,7 +185,7 @@ def of_command(who: Identity, name: str) -> Path | None:
 
 def passed_over(who: Identity, name: str) -> list[str]:
     """Return a log line on the newest unfinished run of the same recipe if ``claim`` makes a new one, since something
-    that the recipe only names has changed: a plugin, the reward, data."""
+    that the recipe only names has changed (a plugin, the reward, data), or a key is newer than the run."""
     root = Path(who.recipe.run.dir)
     if who.folder is not None or who.recipe.run.name or not root.is_dir():
         return []
@@ -176,13 +194,14 @@ def passed_over(who: Identity, name: str) -> list[str]:
             state = read_state(path)
         except DataError:  # not a run, or a damaged one
             continue
-        if state["state"] == "finished" or state["digest"].partition("-")[0] != digest(who.recipe):
+        if state["state"] == "finished" or not who.same_recipe(path, state):
             continue
         if who.same(path, state):
             return []
         refused = who._refused(who.changes(path, state))
         allow = " ".join(f"--allow {key}" for key in refused)
-        return [f"{path} is not finished and not resumed: {'; '.join(refused.values())}; {allow} resumes it"]
+        line = f"{path} is not finished and not resumed: {'; '.join(refused.values())}; {allow} resumes it"
+        return [line] if refused else []  # a kill may have left a recipe without its digest
     return []
 
 
