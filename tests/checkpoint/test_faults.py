@@ -245,7 +245,7 @@ def test_a_slow_store_delays_nobody_but_the_next_save(tmp_path):
         made = {"g": Group(tensors, {"x": Layout.single((64 << 10,))})}
         first = saver.start(folder, made, 0)
         second = saver.start(folder, made, 0, "again")
-        assert first.waited + first.seconds < 1 < second.waited
+        assert first.waited + first.seconds < second.waited
         saver.wait()
     finally:
         Throttled.reset()

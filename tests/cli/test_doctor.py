@@ -74,8 +74,8 @@ def test_command(monkeypatch, outcome, code):
 
 
 def test_the_miniature_run_works_here():
-    seconds, error = doctor.try_run()
-    assert error is None and seconds < 60
+    _, error = doctor.try_run()
+    assert error is None
 
 
 def test_the_miniature_run_reports_what_fails(monkeypatch):

@@ -250,20 +250,20 @@ def test_experience_outlives_its_step_until_its_batch_is_released(cluster, echo)
     assert cluster.store.nbytes == 0
 
 
-def test_a_release_waits_for_the_calls_of_its_lease_and_for_no_others(cluster, echo):
+def test_a_release_waits_for_the_calls_of_its_lease_and_for_no_others(cluster, echo, tmp_path):
     if cluster.workers == 1:
         pytest.skip("calls of one worker are over in order")
     last = cluster.workers - 1
     far = cluster.group("far", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (last,)))
     near = cluster.group("near", f"{HERE}:echo", {}, Mesh(("dp",), (1,), (0,)))
     lease = cluster.store.lease("near")
-    slow = far.timed("slow", 3.0)
-    began = time.monotonic()
+    slow = far.until("slow", str(tmp_path / "go"))
     with cluster.store.under(lease):
         near.think(batch_of(4))  # nobody waits for it: the release does
     lease.release()
-    assert cluster.store.nbytes == 0 and time.monotonic() - began < 3.0
-    assert slow.keys() == {("slow", last)}
+    assert cluster.store.nbytes == 0
+    (tmp_path / "go").touch()
+    assert slow == {("slow", last): True}
     with cluster.store.under(lease):
         batch = near.think(batch_of(4)).wait()
     far.timed("slow", 1.0)
@@ -510,14 +510,11 @@ def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
     with open_cluster(*backend, timeout=60.0) as cluster:
         left = cluster.group("left", f"{HERE}:echo", {}, Mesh(("dp",), (2,), (0, 1)))
         right = cluster.group("right", f"{HERE}:echo", {}, Mesh(("dp",), (2,), (2, 3)))
-        began = time.monotonic()
         a, b = left.timed("a", 0.5), right.timed("b", 0.5)
         assert isinstance(a, LazyMap) and repr(a) == "LazyMap(not resolved)"
         spans = {**a, **b}
-        took = time.monotonic() - began
         assert all(spans["b", r][0] < spans["a", s][1] for r in (2, 3) for s in (0, 1))  # b began before a ended
         assert all(spans["a", s][0] < spans["b", r][1] for r in (2, 3) for s in (0, 1))
-        assert took < sum(end - start for (_, rank), (start, end) in spans.items() if rank in (0, 2))
         with cluster.store.scope():
             lazy = left.think(batch_of(3))
             assert isinstance(lazy, LazyBatch) and len(right.sums(lazy)) == 3

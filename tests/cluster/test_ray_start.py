@@ -71,11 +71,11 @@ def test_whatever_ray_raises_is_one_line_that_names_the_key(address, error):
 def test_one_that_never_answers_is_given_up(monkeypatch, address):
     monkeypatch.setattr(backend, "START", 0.2)
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP)
-    before, began = [signal.getsignal(number) for number in numbers], time.monotonic()
+    before = [signal.getsignal(number) for number in numbers]
     with raises(RecipeError, "cluster.address" if address else "cluster.backend") as raised:
         connect(stand_in(hanging)[0], 1, address)
     assert "within 0.2 s" in str(raised.value)
-    assert time.monotonic() - began < 30 and [signal.getsignal(number) for number in numbers] == before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

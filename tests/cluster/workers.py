@@ -117,6 +117,13 @@ class Echo:
         time.sleep(seconds)
         return {(name, self.context.rank): (began, time.monotonic())}
 
+    @transfer("all", "merge")
+    def until(self, name: str, path: str) -> dict:
+        """Wait until this file is there."""
+        while not Path(path).exists():
+            time.sleep(0.01)
+        return {(name, self.context.rank): True}
+
     @transfer("all", "all")
     def twice(self, values: object) -> list:
         """An answer of twice the size."""

@@ -244,8 +244,9 @@ def test_after_sigterm_the_run_ends_in_time_even_in_the_middle_of_a_step(tmp_pat
         if record["step"] == 5:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
+            slept.append(True)
 
-    began = time.monotonic()
+    slept = []
     with raises(Interrupted, "run.grace"):
         run_recipe(
             tiny.recipe(tmp_path, run={**SAVING, "grace": 0.3}),
@@ -253,7 +254,7 @@ def test_after_sigterm_the_run_ends_in_time_even_in_the_middle_of_a_step(tmp_pat
             callbacks=[tiny.Recorder(at_step=slow)],
             reward=tiny.close_enough,
         )
-    assert time.monotonic() - began < 25
+    assert not slept
     assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     directory, said = go(tmp_path)

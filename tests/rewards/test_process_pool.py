@@ -107,7 +107,7 @@ def summary(outcomes):
 
 def test_values_and_parts(pool):
     ok, parts = pool.score(items("ok", "parts"))
-    assert ok == Outcome(1.5, seconds=ok.seconds) and 0 < ok.seconds < 1
+    assert ok == Outcome(1.5, seconds=ok.seconds) and ok.seconds > 0
     assert parts.value == 1 and parts.parts["length"] == 3 and math.isnan(parts.parts["style"])
     assert Outcome(**asdict(ok)) == ok
     assert pool.score([]) == []
@@ -537,16 +537,15 @@ def test_an_error_of_the_run_leaves_nothing():
     assert all(gone(int(pid)) for pid in done.stdout.splitlines()[0].split())
 
 
-def test_trivial_calls_are_cheap():
-    """1 to 3 ms for 512 on an idle machine; the bound here is for a busy one."""
-    with RewardPool(lambda p, c, i: float(c == i["answer"])) as pool:
+def test_trivial_calls_go_to_the_processes_in_few_messages(monkeypatch):
+    give, chunks = process_pool.Child.give, list[int]()
+    monkeypatch.setattr(
+        process_pool.Child, "give", lambda one, chunk, job: (chunks.append(len(chunk)), give(one, chunk, job))
+    )
+    with RewardPool(lambda p, c, i: float(c == i["answer"]), workers=2) as pool:
         asked = [(i, "12+34=", "0046", {"answer": "0046"}) for i in range(512)]
-        seconds = []
-        for _ in range(20):
-            begun = time.perf_counter()
-            assert len(pool.score(asked)) == 512
-            seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.1
+        assert len(pool.score(asked)) == sum(chunks) == 512
+    assert len(chunks) < 32
 
 
 WRITES = """

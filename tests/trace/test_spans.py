@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.work import work_of
 from tilth.analysis.read import read_events
 from tilth.core.errors import StorageError
 from tilth.trace import Recorder, recorder, span, traced
@@ -39,7 +40,7 @@ def test_totals_without_a_recorder():
             pass
     total = recorder.totals()["generate"]
     assert (total.count, total.tokens, total.bytes, total.flops) == (2, 7, 20, 1.0)
-    assert 0 < total.seconds < 10
+    assert total.seconds > 0
 
 
 def test_reset_and_no_reset():
@@ -210,22 +211,19 @@ def test_a_new_recorder_is_independent_of_time():
     assert Recorder().totals() == {}
 
 
-def test_price_of_a_span(tmp_path, capsys):
-    """Measured and shown, not asserted beyond the absurd: the machine may be busy."""
+def test_work_of_a_span(tmp_path):
+    def price(n: int) -> int:
+        def spans() -> None:
+            for _ in range(n):
+                with span("a", step=3, tokens=5):
+                    pass
 
-    def price(n: int = 2000) -> float:
-        began = time.thread_time_ns()
-        for _ in range(n):
-            with span("a", step=3, tokens=5):
-                pass
-        return (time.thread_time_ns() - began) / n
+        return work_of(spans)
 
-    idle = min(price() for _ in range(5))
+    idle = price(200)
     with recorder.to(tmp_path):
-        recording = min(price() for _ in range(5))
-    with capsys.disabled():
-        print(f"\n  a span costs {idle:.0f} ns, {recording:.0f} ns while recording")
-    assert recording < 50_000
+        recording = price(200)
+    assert idle < 200 * 60 and recording < 200 * 100
 
 
 def test_what_is_asked_inside_a_phase_is_part_of_it():

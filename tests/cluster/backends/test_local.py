@@ -30,8 +30,6 @@ from tilth.trace import recorder
 
 pytestmark = pytest.mark.dist
 LIMIT = 1.0
-SLACK = 8.0
-"""Seconds for the report on a busy machine; a hang is what is to be seen."""
 BOTH = Mesh(("dp",), (2,))
 
 
@@ -74,17 +72,16 @@ def watched(request):
 short = pytest.mark.parametrize("watched", [LIMIT], indirect=True)
 
 
-def within(seconds, error, call, key, rank):
+def told_by(error, call, key, rank):
     """Return the message of the error that ``call`` raises, with this key and about this rank."""
-    began = time.monotonic()
     with raises(error, key) as raised:
         call()
-    assert time.monotonic() - began < seconds and f"rank {rank}, " in str(raised.value).splitlines()[0]
+    assert f"rank {rank}, " in str(raised.value).splitlines()[0]
     return str(raised.value)
 
 
 def test_a_worker_killed_in_a_call(watched):
-    told = within(SLACK, WorkerLost, watched.group.kill(1).wait, "faulty.kill", 1)
+    told = told_by(WorkerLost, watched.group.kill(1).wait, "faulty.kill", 1)
     assert re.search(r"process \d+\) was killed by SIGKILL .* while in faulty.kill \(for \d", told)
     watched.assert_gone()
     with raises(WorkerLost, "faulty.kill"):  # the cluster is over, and says why
@@ -94,35 +91,35 @@ def test_a_worker_killed_in_a_call(watched):
 def test_a_worker_killed_between_calls(watched):
     os.kill(watched.pids[0], signal.SIGKILL)
     for call, key in ((watched.group.status, "faulty.status"), (watched.echo.pid, "echo.pid")):  # a control message too
-        told = within(SLACK, WorkerLost, call, key, 0)
+        told = told_by(WorkerLost, call, key, 0)
         assert "was killed by SIGKILL" in told and "between calls" in told
     watched.assert_gone()
 
 
 def test_a_worker_that_leaves_shows_its_last_words(watched):
-    told = within(SLACK, WorkerLost, watched.group.leave(0).wait, "faulty.leave", 0)
+    told = told_by(WorkerLost, watched.group.leave(0).wait, "faulty.leave", 0)
     assert "ended with exit code 3" in told and told.endswith("its log ends:\n    the last words of a worker")
     watched.assert_gone()
 
 
 def test_a_worker_that_raises_ends_all(watched):
-    told = within(SLACK, WorkerError, watched.group.fail(1, "value").wait, "faulty.fail", 1)
+    told = told_by(WorkerError, watched.group.fail(1, "value").wait, "faulty.fail", 1)
     assert "Traceback" in told
     watched.assert_gone()
 
 
 def test_a_failure_that_nobody_waited_for_is_raised_at_the_next_call_or_at_the_end(watched):
     watched.group.fail(0, "data")
-    within(SLACK, DataError, watched.echo.pid, "faulty.data", 0)
+    told_by(DataError, watched.echo.pid, "faulty.data", 0)
     other = Watched(60.0)
     other.group.fail(1, "data")
-    within(SLACK, DataError, other.cluster.close, "faulty.data", 1)
+    told_by(DataError, other.cluster.close, "faulty.data", 1)
     other.assert_gone()
 
 
 @short
 def test_a_stopped_worker(watched):
-    told = within(LIMIT + SLACK, CallTimeout, watched.group.stop(1).wait, "faulty.stop", 1)
+    told = told_by(CallTimeout, watched.group.stop(1).wait, "faulty.stop", 1)
     assert re.search(
         r"rank 1 \(process \d+, stopped\): in faulty.stop \(for \d.*\); stopped by a signal; kill -CONT \d+ lets it",
         told,
@@ -134,14 +131,14 @@ def test_a_stopped_worker(watched):
 @short
 def test_a_worker_stopped_between_calls(watched):
     os.kill(watched.pids[1], signal.SIGSTOP)
-    told = within(LIMIT + SLACK, CallTimeout, watched.echo.pid, "echo.pid", 1)
+    told = told_by(CallTimeout, watched.echo.pid, "echo.pid", 1)
     assert re.search(r"rank 1 \(process \d+, stopped\): has not begun echo.pid; stopped by a signal; kill -CONT", told)
     watched.assert_gone()
 
 
 @short
 def test_a_worker_that_holds_the_gil_shows_its_stack(watched):
-    told = within(LIMIT + SLACK, CallTimeout, watched.group.hold(0, 600).wait, "faulty.hold", 0)
+    told = told_by(CallTimeout, watched.group.hold(0, 600).wait, "faulty.hold", 0)
     assert re.search(r"rank 0 .*: in faulty.hold \(for \d", told) and re.search(r"workers.py\", line \d+ in hold", told)
     watched.assert_gone()
 
@@ -151,10 +148,8 @@ def test_a_message_that_a_stuck_worker_does_not_take(watched):
     """Its receiving thread needs the GIL too, and a socket holds little."""
     watched.group.hold(0, 600)
     big = [bytes(4_000_000)] * 2
-    began = time.monotonic()
     with pytest.raises(CallTimeout) as raised:
         watched.echo.each(big)
-    assert time.monotonic() - began < LIMIT + SLACK
     told = str(raised.value)
     # Where the limit of the first call passes before the second one is sent, only the first is named.
     assert re.search(r"rank 0 .*: in faulty.hold \(for \d.*\)(; has not begun echo.each)?\n", told)
@@ -177,7 +172,7 @@ def test_the_limit_is_that_of_each_call_not_of_the_queue(watched):
 def test_one_rank_fails_while_the_other_waits_in_a_collective(how, error, key):
     watched = Watched(60.0)
     watched.group.meet().wait()
-    within(SLACK, error, watched.group.reduce(1, how).wait, key, 1)
+    told_by(error, watched.group.reduce(1, how).wait, key, 1)
     watched.assert_gone()
 
 
@@ -191,7 +186,7 @@ def test_who_does_not_come_to_a_collective_is_named_and_not_who_waits_for_it(how
     watched = Watched(60.0)
     watched.group.meet(3.0).wait()
     watched.cluster.dispatch.timeout = 3.0
-    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, how).wait, "faulty.reduce", 1)
+    told = told_by(CallTimeout, watched.group.reduce(1, how).wait, "faulty.reduce", 1)
     assert "rank 0" in told.partition("\n")[0].partition("; ")[2]  # who waited
     assert re.search(rf"\n  rank 1 \(process \d+, {fact}", told)
     watched.assert_gone()
@@ -201,7 +196,7 @@ def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_cal
     """As of a call that does much before it: what comes first is the word of the one that waited."""
     watched = Watched(60.0)
     watched.group.meet(3.0).wait()
-    told = within(3.0 + SLACK, CallTimeout, watched.group.reduce(1, "stop").wait, "faulty.reduce", 1)
+    told = told_by(CallTimeout, watched.group.reduce(1, "stop").wait, "faulty.reduce", 1)
     assert re.search(r"\n  role faulty, rank 0, reduce: \w+Error: .*[Tt]imed out", told)
     watched.assert_gone()
 
@@ -209,13 +204,13 @@ def test_a_stopped_worker_is_named_where_the_collective_ends_long_before_the_cal
 def test_what_a_role_has_started_goes_with_its_worker(watched):
     children = [psutil.Process(pid) for pid in watched.group.child("")]
     watched.group.kill(0)
-    within(SLACK, WorkerLost, watched.echo.pid, "faulty.kill", 0)
+    told_by(WorkerLost, watched.echo.pid, "faulty.kill", 0)
     gone(children[1:])  # rank 0 died by itself: its child is the pool's own matter
     children[0].kill()
 
 
 def test_an_answer_that_cannot_travel_is_an_error_of_its_call(watched):
-    within(SLACK, WorkerError, watched.echo.generator, "echo.generator", 0)
+    told_by(WorkerError, watched.echo.generator, "echo.generator", 0)
 
 
 def test_an_argument_that_cannot_be_read_is_an_error_of_its_call(watched):
@@ -228,7 +223,7 @@ def test_an_argument_that_cannot_be_read_is_an_error_of_its_call(watched):
     module.Here = Here
     sys.modules["tests.cluster.nowhere"] = module
     try:
-        within(SLACK, WorkerError, lambda: watched.echo.each([Here(), 1]), "echo.each", 0)
+        told_by(WorkerError, lambda: watched.echo.each([Here(), 1]), "echo.each", 0)
     finally:
         del sys.modules["tests.cluster.nowhere"], sys.modules[__name__].Here
 
