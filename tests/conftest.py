@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests import forked
+from tests.covering import mark_covered
 from tests.pool import pool
 from tilth.config.imports import uncollected
 
@@ -90,6 +91,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     """One process of ``-n`` alone starts Ray, and one the pool. They, and files that start others, come first, so that
     none is left to the end; every process has the same order."""
+    mark_covered(items)
     if not hasattr(config, "workerinput"):
         return
     starting = {item.path for item in items if item.get_closest_marker("dist")}

@@ -275,8 +275,6 @@ def test_a_release_waits_for_the_calls_of_its_lease_and_for_no_others(cluster, e
 @seldom_with_ray
 @pytest.mark.parametrize("owner", ["a batch of step 3", ""])
 def test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner):
-    if backend[1] > 2:
-        pytest.skip("two workers are enough")
     with raises(PayloadLeak, owner or "payload"), open_cluster(*backend, timeout=60.0) as cluster:
         group = cluster.group("echo", f"{HERE}:echo", {}, Mesh(("dp",), (cluster.workers,)))
         with cluster.store.under(cluster.store.lease(owner)) if owner else nullcontext():
