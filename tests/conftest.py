@@ -16,9 +16,10 @@ from hypothesis import settings
 from tests import forked
 from tests.covering import mark_covered
 from tests.pool import pool
+from tests.seconds import pytest_collection_finish, pytest_runtest_makereport, pytest_terminal_summary
 from tilth.config.imports import uncollected
 
-__all__ = ["pool"]
+__all__ = ["pool", "pytest_collection_finish", "pytest_runtest_makereport", "pytest_terminal_summary"]
 
 settings.register_profile("quick", max_examples=12, deadline=None)  # a busy machine is no failure
 settings.register_profile("long", max_examples=100, deadline=None)

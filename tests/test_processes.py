@@ -49,7 +49,7 @@ def seen(folder, conftest=""):
     command += ["--no-loadscope-reorder", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": path, "SEEN": str(folder / "seen")}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.returncode == 0 and "processor seconds: " in ran.stdout, ran.stdout + ran.stderr
     return {file.name: file.read_text() for file in (folder / "seen").iterdir()}
 
 
