@@ -43,9 +43,8 @@ from tilth.guard.checksums import compare
 from tilth.guard.spikes import FACTOR
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.comm import GivenSums, exact_sum
+from tilth.parallel.checksums import GivenSums, digest, exact_sum
 from tilth.parallel.dims import ParallelDims
-from tilth.parallel.gradients import digest
 from tilth.parallel.sharded import ShardedModel, shard
 from tilth.roles.state import Learner, check_finite
 from tilth.trace.spans import span
@@ -131,8 +130,8 @@ class Trial(JoinedRole):
         self.learner.engine.before_update = lambda: None  # is called apart, so that no rank waits for one that raises
         self.learner._at_rest.forget()
         setattr(self.learner.engine, "_leave_out", left_out)  # noqa: B010 - likewise
-        self.misreduced, self.sums = self.learner.sharded.misreduced, list[str]()
-        setattr(self.learner.sharded, "misreduced", self._recorded)  # noqa: B010 - likewise
+        self.misreduced, self.sums = self.learner.sharded.gradients.misreduced, list[str]()
+        setattr(self.learner.sharded.gradients, "misreduced", self._recorded)  # noqa: B010 - likewise
         self.folder = folder
         self.rows = rows(self.config, self.grid, 4, 12)
         self._update()
@@ -308,7 +307,7 @@ def cost(config: DecoderConfig, tokens: int) -> dict[str, Any]:
     grid = ParallelDims.alone()
     role = learner(config, grid)
     mine, mask, total = rows(config, grid, tokens // 256, 256)
-    loss, every = negative_log_likelihood(total), role.sharded._experts_every()
+    loss, every = negative_log_likelihood(total), role.sharded.gradients.looks[1][1]
     named = {name: p.detach() for name, p in role.engine.optimizers.parameters.items()}
     parts = [{n: p for n, p in named.items() if (".experts." in n) == experts} for experts in (False, True)]
     role.engine.before_update, role.engine.after_update = lambda: None, lambda _: None

@@ -131,7 +131,7 @@ def _backward(sharded: ShardedModel, tokens: Jagged, mask: np.ndarray, after: bo
         rows = segment_sum(column, micro.lengths) / micro.lengths
         total = total + (rows.exp() + rows.sum().square()).sum()
     total.backward()
-    sharded.reduce_grads()
+    sharded.gradients.reduce()
     return total.detach()
 
 

@@ -19,7 +19,7 @@ import tilth
 from tests.parallel.layouts import Case, train
 from tilth.analysis.read import read_events
 from tilth.core.layout import Mesh
-from tilth.parallel import comm, fsdp
+from tilth.parallel import checksums, comm, fsdp
 from tilth.parallel.dims import ParallelDims
 from tilth.trace import recorder, span
 
@@ -61,7 +61,7 @@ class Operators(TorchDispatchMode):
 
 def traced(rank: int, case: Case, folder: str | None, blind: bool = False) -> dict:
     """Two steps, recorded if there is a folder; blind: FSDP is left as torch has it."""
-    watch = (lambda modules, copies, given: None) if blind else fsdp.watch
+    watch = (lambda *given: None) if blind else fsdp.watch
     with unittest.mock.patch("tilth.parallel.fsdp.watch", watch), Operators() as operators:
         if folder is None:
             found = train(rank, case, 2)
@@ -347,12 +347,12 @@ def test_one_that_did_would_be_seen():
     assert direct("def f(share): share.broadcast(x)") == []
 
 
-@pytest.mark.parametrize("count", [comm.FEW - 1, comm.FEW, 100_003, 1 << 20])
+@pytest.mark.parametrize("count", [checksums.FEW - 1, checksums.FEW, 100_003, 1 << 20])
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand])
 def test_fast_sums_are_off_by_less_than_the_rounding_that_a_check_of_gradients_allows(count, draw):
     torch.manual_seed(count)
     rows = draw(2, count)
     allowed = 32 * torch.finfo(rows.dtype).eps * torch.linalg.vector_norm(rows.double(), dim=1)  # a half of ROUNDINGS
-    assert ((comm.exact_sums(rows) - rows.double().sum(1)).abs() < allowed).all()
+    assert ((checksums.exact_sums(rows) - rows.double().sum(1)).abs() < allowed).all()
     pieces = [rows[0, : count // 3].view(1, -1), rows[0, :0], rows[0, count // 3 :]]
-    assert (comm.exact_sum(pieces) - rows[0].double().sum()).abs() < allowed[0]
+    assert (checksums.exact_sum(pieces) - rows[0].double().sum()).abs() < allowed[0]

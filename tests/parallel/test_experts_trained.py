@@ -15,9 +15,10 @@ from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel import sharded as room
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.experts import check_experts
+from tilth.parallel.gradients import GradientSums
+from tilth.parallel.sharded import shard
 from tilth.training.experts import ExpertOptions
 
 pytestmark = pytest.mark.dist
@@ -127,7 +128,7 @@ def test_a_sum_of_experts_gradients_that_is_forgotten_is_seen(pool):
 
 
 def without_sum(rank, case):
-    with unittest.mock.patch.object(room, "_add_up", lambda tensors, group: None):
+    with unittest.mock.patch.object(GradientSums, "_add_up", lambda *given: None):
         return train(rank, case)["results"][0].grad_norm
 
 
@@ -162,7 +163,7 @@ def in_parity(rank):
     case, lengths = Case(ep=2, **BOTH), [33, 31]
     config = replace(build(case).config, experts_per_token=3, expert_size=32, hidden_size=64, head_dim=16)
     grid = ParallelDims.of(Mesh.of({"ep": 2}), rank)
-    ours = room.shard(lambda: Decoder(config), grid)
+    ours = shard(lambda: Decoder(config), grid)
     ours.init_(0)
     one = Decoder(config)
     one.init_weights_(0)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilth.parallel.comm import GivenSums
-from tilth.parallel.gradients import GradientDigests
+from tilth.parallel.checksums import GivenSums, GradientDigests
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def beside(rank):
         if name.endswith("up_proj.weight"):
             p.grad = torch.zeros_like(p)
     with pytest.raises(ModelError) as error:
-        sharded.reduce_grads()
+        sharded.gradients.reduce()
     return error.value.key
 
 
@@ -213,7 +213,7 @@ def test_without_the_sum_over_both_ends_the_tied_embedding_would_learn_otherwise
 def forgetful(rank, case):
     sharded = spread(case, rank)
     sharded.load_(weights(case))
-    sharded._partial = ()
+    sharded.gradients._partial = ()
     engine = engine_of(case, sharded)
     tokens, mask, starts = rows_of(case, sharded)
     found = {}

@@ -151,7 +151,7 @@ def shares_storage(rank, case):
     sharded = spread(case, rank)
     sharded.init_(0)
     sharded.nothing(sharded.forward(*sharded.blank_input())).backward()
-    sharded.reduce_grads()
+    sharded.gradients.reduce()
     own = dict(sharded.model.named_parameters())
     same = [own[n].to_local().data_ptr() == p.data_ptr() or not p.numel() for n, p in sharded.parameters.items()]
     plain = [type(p) is torch.nn.Parameter and type(p.grad) is torch.Tensor for p in sharded.parameters.values()]
@@ -274,13 +274,13 @@ def averages(rank, case):
     for module in sharded._fsdp:
         module.set_gradient_divide_factor(2.0)
     if not sharded._fsdp:
-        finish = sharded.reduce_grads
+        finish = sharded.gradients.reduce
 
         def averaging():
             finish()
             for p in sharded.parameters.values():
                 p.grad /= 2
 
-        sharded.reduce_grads = averaging
+        sharded.gradients.reduce = averaging
     tokens, mask, starts = rows_of(case, sharded)
     return engine_of(case, sharded).update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts).grad_norm

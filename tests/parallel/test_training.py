@@ -318,17 +318,17 @@ def flipped_gradient(rank, case):
     before = copied(sharded.parameters)
     engine = engine_of(case, sharded, on_nan="skip")
     tokens, mask, starts = rows_of(case, sharded)
-    reduce_grads, fine = sharded.reduce_grads, loss_of(case, batch()[1])
+    reduce_grads, fine = sharded.gradients.reduce, loss_of(case, batch()[1])
 
     def flipping():
         reduce_grads()
         if rank == 1:
             next(p.grad for p in sharded.parameters.values()).view(torch.int32).bitwise_xor_(1 << 30)
 
-    sharded.reduce_grads = flipping
+    sharded.gradients.reduce = flipping
     result = engine.update(tokens, mask, {}, fine, starts=starts)
     same = all(torch.equal(before[n], p) for n, p in sharded.parameters.items())
-    sharded.reduce_grads = reduce_grads
+    sharded.gradients.reduce = reduce_grads
     return {"result": result, "same": same, "next": engine.update(tokens, mask, {}, fine, starts=starts)}
 
 
@@ -482,22 +482,24 @@ def misreduced(rank, case, experts):
     """Results of three steps: unharmed, with the last bit of a gradient flipped, with its sign flipped."""
     sharded = spread(case, rank)
     sharded.load_(weights(case))
-    assert [given.every for given in sharded._given] == [1, round(case.num_experts / 2 / case.ep)][: 1 + case.experts]
-    for given in sharded._given:
+    assert [given.every for given in sharded.gradients.given] == [1, round(case.num_experts / 2 / case.ep)][
+        : 1 + case.experts
+    ]
+    for given in sharded.gradients.given:
         given.every = 1
-    engine, found, plain = engine_of(case, sharded), [], sharded.misreduced
+    engine, found, plain = engine_of(case, sharded), [], sharded.gradients.misreduced
     tokens, mask, starts = rows_of(case, sharded)
 
     def looked():
         if found and rank == case.ranks - 1:
-            grads = [sharded.parameters[name].grad for name in sharded._given[experts].names]
+            grads = [sharded.parameters[name].grad for name in sharded.gradients.given[experts].names]
             grad = max((g for g in grads if g.numel()), key=lambda g: float(g.abs().max()))
             place = int(grad.abs().argmax())
             grad.view(-1).view(torch.int32)[place] ^= 1 if len(found) == 1 else -(1 << 31)
         found.append(plain())
         return ""  # or this rank leaves the others alone in the step
 
-    sharded.misreduced = looked
+    sharded.gradients.misreduced = looked
     for _ in range(3):
         engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
     return found
@@ -507,7 +509,7 @@ def test_what_changed_on_its_way_is_an_error_of_the_update():
     case = Case()
     sharded = spread(case)
     sharded.load_(weights(case))
-    sharded.misreduced = lambda: "the sum is another one"
+    sharded.gradients.misreduced = lambda: "the sum is another one"
     tokens, mask, starts = rows_of(case, sharded)
     with raises(ReplicaMismatch, "gradients"):
         engine_of(case, sharded).update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -165,7 +164,7 @@ class Channel:
         return f"{self.source}>{self.target}"
 
 
-# Gradients that FSDP sends; see ``parallel.fsdp``
+# What FSDP divides; see ``parallel.fsdp``
 
 
 def is_dtensor(p: Tensor | None) -> "TypeGuard[DTensor]":
@@ -176,85 +175,3 @@ def is_dtensor(p: Tensor | None) -> "TypeGuard[DTensor]":
 def is_fsdp(module: nn.Module) -> "TypeGuard[FSDPModule]":
     """Return True if FSDP divides parameters of a module, told as in ``is_dtensor``."""
     return hasattr(module, "set_requires_gradient_sync")
-
-
-SUMMED = 1024
-"""Neighbours that are added up in the tensor's dtype, before float64."""
-FEW = 1 << 13
-"""Elements that are so few that they are added up in float64 at once."""
-
-
-class GivenSums:
-    """Sums of the gradients that this rank has given to reduce-scatters in a step, for each rank that gets them.
-
-    The shard that a rank gets has the sum of what all ranks gave for it, but for rounding (checksums of algorithm-based
-    fault tolerance: Huang and Abraham, 1984).
-    """
-
-    def __init__(
-        self, group: Group, names: Sequence[str] = (), place: int = 0, places: int = 1, every: int = 1
-    ) -> None:
-        """names: parameters whose gradients are given; place: of this group, where several hold different parts of
-        them; every: number of steps of which one is looked at."""
-        self.group, self.names, self.place, self.places, self.every = group, list(names), place, places, every
-        self.begin(0)
-
-    def begin(self, step: int) -> None:
-        """Begin a step."""
-        self.looks = step % self.every == 0
-        self.sums: Tensor | None = None
-        """float64 [ranks + 1]: for each rank of the group; the norm of what was given, times its dtype's epsilon."""
-
-    def add(self, given: Tensor) -> None:
-        """Add a rank's contribution, whose equal parts go to the ranks of the group in order."""
-        if not self.looks:
-            return
-        parts = exact_sums(given.view(self.group.size(), -1))
-        scale = _size(given).double() * torch.finfo(given.dtype).eps
-        found = torch.cat([parts, scale[None]])
-        self.sums = found if self.sums is None else self.sums + found
-
-    def placed(self) -> Tensor:
-        """Return the sums where those of this group lie among those of all: float64 [places * (ranks + 1)]."""
-        found = torch.zeros(self.places, self.group.size() + 1, dtype=torch.float64)
-        if self.sums is not None:
-            found = found.to(self.sums.device)
-            found[self.place] = self.sums
-        return found.flatten()
-
-    def own(self, placed: Tensor) -> tuple[float, float]:
-        """Return what all ranks gave for this rank's shard, and the norms times epsilon. placed: its sum over ranks."""
-        *parts, scale = placed.view(self.places, -1)[self.place].tolist()
-        return parts[self.group.rank()], scale
-
-
-def _size(x: Tensor) -> Tensor:
-    """Estimate the L2 norm of contiguous x by every fourth group of neighbours, for a bound far above the rounding."""
-    count = x.numel() // (4 * SUMMED)
-    if count * SUMMED < FEW:
-        return torch.linalg.vector_norm(x)
-    some = x.view(-1)[: count * 4 * SUMMED].view(-1, 4, SUMMED)[:, 0]
-    return 2 * torch.linalg.vector_norm(torch.linalg.vector_norm(some, dim=1))
-
-
-def exact_sums(rows: Tensor) -> Tensor:
-    """Return the sum of each row of contiguous [rows, n] in float64: float64 [rows]. Neighbours are added up before
-    (torch adds them in pairs), which is several times as fast."""
-    count = rows.shape[1]
-    if count % SUMMED == 0:  # of two dimensions torch adds up neighbours faster than of three
-        return rows.view(-1, SUMMED).sum(1).view(len(rows), -1).sum(1, dtype=torch.float64)
-    if count < FEW:
-        return rows.sum(1, dtype=torch.float64)
-    whole = count // SUMMED * SUMMED
-    found = rows[:, :whole].unflatten(1, (-1, SUMMED)).sum(2).sum(1, dtype=torch.float64)
-    return found + rows[:, whole:].sum(1, dtype=torch.float64)
-
-
-def exact_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of all elements of some tensors in float64, as ``exact_sums``: float64 []."""
-    parts = [tensors[0].new_zeros(1)]  # all others may be empty
-    for flat in (tensor.reshape(-1) for tensor in tensors):
-        whole = len(flat) // SUMMED * SUMMED
-        parts += [flat[:whole].view(-1, SUMMED).sum(1)] if whole else []
-        parts += [flat[whole:].sum()[None]] if whole < len(flat) else []
-    return torch.cat(parts).sum(dtype=torch.float64)

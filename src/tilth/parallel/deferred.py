@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from tilth.models.decoder import Decoder, Linear, linear
 from tilth.models.moe import StackedLinear, grouped_linear
-from tilth.parallel.comm import is_dtensor, reduce_scatter
+from tilth.parallel.comm import is_dtensor
+from tilth.parallel.reducer import EXACT, GradientReducer
 from tilth.parallel.tensor import RowLinear
 
 BUCKET = 1 << 25
@@ -46,15 +47,16 @@ class DeferredGradients:
         parts: Sequence[Decoder],
         own: Mapping[str, nn.Parameter],
         local: Mapping[str, nn.Parameter],
+        reducer: GradientReducer = EXACT,
         *,
         at_once: bool,
     ) -> None:
         """Let the linear layers of the parts leave the gradients of their weights here.
 
-        own: parameters of the parts; local: this rank's part of each. at_once: sum shards in each ``finish``, as no
-        rank may hold whole gradients for longer; else in the last one of a step.
+        own: parameters of the parts; local: this rank's part of each; reducer: sums shards. at_once: in each
+        ``finish``, as no rank may hold whole gradients for longer; else in the last one of a step.
         """
-        self._own, self._local, self._at_once = own, local, at_once
+        self._own, self._local, self._reducer, self._at_once = own, local, reducer, at_once
         self._products = list[GradientFactors]()
         self._whole = dict[str, Tensor]()
         self.names = set[str]()
@@ -143,7 +145,7 @@ class DeferredGradients:
             slots = [_slots(self._whole.pop(name), group.size()) for name in some]
             blob = torch.cat(slots, 1)
             shard = blob.new_empty(blob.shape[1])
-            reduce_scatter(shard, blob.flatten(), group)
+            self._reducer.reduce_scatter(shard, blob.flatten(), group, f"deferred.{some[0]}")
             for name, own in zip(some, shard.split([slot.shape[1] for slot in slots])):
                 local = self._local[name]
                 _add(local, own[: local.numel()].view_as(local))

@@ -3,6 +3,7 @@
 Imported where a mesh shards parameters: torch takes 0.8 s to import FSDP and DTensor, which one process never uses.
 """
 
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,9 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
-from tilth.parallel.comm import GivenSums, Group, communication, is_fsdp
+from tilth.parallel.checksums import GivenSums
+from tilth.parallel.comm import Group, communication, is_fsdp
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division
+from tilth.parallel.reducer import GradientReducer
 
 
 def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> None:
@@ -58,23 +61,21 @@ class _GatherModule(DefaultAllGather):
 class _ScatterModule(DefaultReduceScatter):
     """Reduce-scatter of a module's gradients."""
 
-    def __init__(self, given: GivenSums | None) -> None:
-        self.ended, self.given = 0, given
+    def __init__(self, given: GivenSums | None, reducer: GradientReducer, key: str) -> None:
+        self.ended, self.given, self.reducer, self.key = 0, given, reducer, key
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # torch uses no handle
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: Group,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> None:
         if self.given is not None:
             self.given.add(input_tensor)
-        with communication("reduce_scatter", group, input_tensor.nbytes) as issued:
-            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        self.ended = issued.start + issued.duration
-        return work
+        self.reducer.reduce_scatter(output_tensor, input_tensor, group, self.key)
+        self.ended = time.perf_counter_ns()
 
     def summed(self, copies: Group) -> Callable[[Tensor], None]:
         """Return a hook to call after the sum over copies of the shard, which torch issues itself; its span starts
@@ -87,11 +88,13 @@ class _ScatterModule(DefaultReduceScatter):
         return record
 
 
-def watch(modules: Iterable[FSDPModule], copies: Group | None, given: GivenSums | None) -> None:
-    """Record the communications of modules as spans; copies: group over which their shards are summed too; given: adds
-    up their gradients."""
-    for module in modules:
-        scatter = _ScatterModule(given)
+def watch(
+    modules: Iterable[FSDPModule], copies: Group | None, given: GivenSums | None, reducer: GradientReducer
+) -> None:
+    """Let ``reducer`` sum the shards of modules, and record their communications as spans; copies: group over which
+    torch itself sums their shards too; given: adds up their gradients."""
+    for number, module in enumerate(modules):
+        scatter = _ScatterModule(given, reducer, f"fsdp.{type(module).__name__}.{number}")
         module.set_custom_all_gather(_GatherModule())
         module.set_custom_reduce_scatter(scatter)
         if copies is not None:

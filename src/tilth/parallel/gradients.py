@@ -1,50 +1,180 @@
-"""Gradients that only one rank holds: seen to be those that the backward pass left, when the optimizer takes them."""
+"""Gradients of one rank, summed over all ranks that have others of the same parameters, and what sums them.
 
-from collections.abc import Iterable
-from functools import partial
+Every sum goes through one ``GradientReducer``: FSDP's reduce-scatters, the sums over copies and over ranks with a part
+of a gradient, and those of gradients that a pipeline defers. Sums over ranks are checked as far as it promises.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> integers of that size."""
+from tilth.config.axes import DATA
+from tilth.core.errors import ModelError
+from tilth.models.decoder import Decoder
+from tilth.models.moe import Experts
+from tilth.parallel.checksums import GivenSums, GradientDigests, exact_sum
+from tilth.parallel.comm import Group, is_dtensor, is_fsdp
+from tilth.parallel.deferred import BUCKET, DeferredGradients
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.reducer import GradientReducer
+
+ROUNDINGS = 64
+"""Roundings of the norm of all gradients that a sum of them may be off by."""
+Partial = Sequence[tuple[Group, Sequence[str]]]
 
 
-class GradientDigests:
-    """Digests of gradients as backward passes leave them, one integer for each: any bit that flips changes it.
+class GradientSums:
+    """Sums of the gradients of this rank's parameters over ranks, with their checks."""
 
-    What the program changes afterwards is left out, as a sum over ranks: torch counts such changes, not those of a
-    memory that flips bits.
-    """
-
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], every: int = 1) -> None:
-        """every: number of steps of which one is looked at."""
-        self.every, self._looks = every, True
-        self._left = dict[str, tuple[Tensor, int, Tensor]]()
-        """Gradient, its version, and its digest."""
-        for name, p in parameters:
-            p.register_post_accumulate_grad_hook(partial(self._take, name))
+    def __init__(
+        self,
+        parts: Sequence[Decoder],
+        grid: ParallelDims,
+        own: Mapping[str, nn.Parameter],
+        local: Mapping[str, nn.Parameter],
+        partial: Partial,
+        reducer: GradientReducer,
+        deferred: DeferredGradients | None,
+    ) -> None:
+        """own: parameters of the parts; local: this rank's part of each; partial: parameters whose gradients are summed
+        over a further group."""
+        self.reducer, self._grid, self._own, self._local, self._partial = reducer, grid, own, local, partial
+        self._config, self._deferred = parts[-1].config, deferred
+        modules = [module for part in parts for module in part.modules()]
+        self._fsdp = [module for module in modules if is_fsdp(module)]
+        self._stacked = {p for module in modules if isinstance(module, Experts) for p in module.parameters()}
+        self.looks: list[tuple[bool, int]] = [(False, 1), (True, self._experts_every())]
+        """Of experts -> number of steps of which one has its gradients looked at."""
+        self.given = [given for look in self.looks if (given := self._watched(*look)) is not None]
+        self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
+        self._early = dict[str, Tensor]()
+        """Sums of shards of gradients to which a further group adds."""
 
     def begin(self, step: int) -> None:
-        """Begin a step: forget all gradients."""
-        self._looks = step % self.every == 0
-        self._left.clear()
+        """Begin a step: forget what was given in the one before."""
+        for given in self.given:
+            given.begin(step)
+        for single in self._single:
+            single.begin(step)
 
-    def _take(self, name: str, p: Tensor) -> None:
-        if self._looks and p.grad is not None and p.grad.numel():
-            self._left[name] = p.grad, p.grad._version, digest(p.grad)
+    def _experts_every(self) -> int:
+        """Return the number of steps of which one has gradients of experts looked at: a token has few of a rank's
+        experts, so that to look at all of them in each step would be dear."""
+        config = self._config
+        chosen = self._grid.mesh.count("experts") * config.experts_per_token
+        return max(1, round(config.num_experts / chosen)) if chosen else 1
 
-    def changed(self) -> str:
-        """Return the name of a gradient that has other bits than when it was left, "" if none has; forget all."""
-        left = [(name, now, then) for name, (now, version, then) in self._left.items() if now._version == version]
-        self._left.clear()
-        if not left:
-            return ""
-        differ = torch.stack([digest(now) - then for _, now, then in left]).tolist()
-        return next((name for (name, _, _), other in zip(left, differ) if other), "")
+    def _watched(self, experts: bool, every: int) -> GivenSums | None:
+        """Record the communications of FSDP, with the sums of gradients that it adds up before they are sent: those of
+        experts, which are sent to fewer ranks, or all others."""
+        mesh = self._grid.mesh
+        shards = mesh.expert_shards if experts else mesh.shards
+        peers, apart = self._grid.group(*shards), [axis for axis in mesh.shards if axis not in shards]
+        own = {n: p for n, p in self._own.items() if is_dtensor(p) and p.requires_grad}
+        names, sums = [n for n, p in own.items() if (p in self._stacked) == experts], None
+        if names and peers is not None:
+            sums = GivenSums(
+                peers, names, mesh.index(self._grid.rank, *apart), mesh.size(*apart), every, self.reducer.tolerance
+            )
+        if modules := [m for m in self._fsdp if isinstance(m, Experts) == experts]:
+            from tilth.parallel.fsdp import watch
 
+            watch(modules, self._grid.group(*mesh.copies), sums, self.reducer)
+        return sums
 
-def digest(x: Tensor) -> Tensor:
-    """Return the sum of the bits of x as integers, without their carry: int64 []."""
-    whole = _WHOLE[x.element_size()]
-    return x.detach().view(whole).sum(dtype=whole).to(torch.int64)
+    def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, of experts or all others, with gradients that no other rank holds, nor FSDP sends,
+        where there are several ranks."""
+        partial = {name for _, names in self._partial for name in names}
+        if len(self._grid.mesh) > 1 and self._grid.group(*self._grid.mesh.copies) is None:
+            for name, p in self._own.items():
+                mine = (p in self._stacked) == experts and name not in partial
+                if mine and p.requires_grad and not is_dtensor(p):
+                    yield name, p
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum gradients over all data ranks after the backward passes of a step, into those of its local part.
+
+        ModelError if a backward pass has left a gradient with a weight whose gradients are deferred.
+        """
+        for name, p in self._own.items():
+            local = self._local[name]
+            if is_dtensor(p) and name in self._late and p.grad is not None:
+                raise ModelError(
+                    f"{name} has a gradient from a backward pass beside the one that was deferred; a loss may use it "
+                    "through its layer alone, or take pp_schedule 1f1b",
+                    key=name,
+                )
+            if is_dtensor(p) and name not in self._late:
+                local.grad = p.grad.to_local() if is_dtensor(p.grad) else None
+                p.grad = None
+            if local.grad is None and local.requires_grad and len(self._grid.mesh) > 1:
+                local.grad = torch.zeros_like(local)
+        for module in self._fsdp:
+            module.reshard()
+        by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
+        apart = [p for name, p in self._local.items() if name not in by_fsdp]
+        copied = [p.grad for p in apart if p.grad is not None and p.numel()]
+        self._add_up("copies", copied, self._grid.group(*self._grid.mesh.copies))
+        partial = {name for _, names in self._partial for name in names}
+        self._early = {n: self._shard_sum([n]) for given in self.given for n in given.names if n in partial}
+        for number, (group, names) in enumerate(self._partial):
+            grads = [self._local[name].grad for name in names]
+            self._add_up(f"partial.{number}", [grad for grad in grads if grad is not None], group)
+
+    @torch.no_grad()
+    def misreduced(self) -> str:
+        """Return how this rank's shard of the gradients differs from what all ranks gave for it, or which gradient that
+        it alone holds has changed since its backward pass; "" if none does.
+
+        A collective call of the data ranks after ``reduce``. It sees sums: a difference below the rounding of the
+        whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
+        """
+        changed = " and ".join(filter(None, [single.changed() for single in self._single]))
+        wrong = f"that of {changed} has other bits than the backward pass has left" if changed else ""
+        if self._late or not any(given.looks for given in self.given):
+            return wrong
+        placed = [given.placed() for given in self.given]
+        found = self._grid.sum(torch.cat(placed), *DATA).split([len(one) for one in placed])
+        for given, sums in zip(self.given, found):
+            if wrong or given.sums is None:  # this step has no look at them
+                continue
+            late = [n for n in given.names if n not in self._early]
+            parts = [self._early[n] for n in given.names if n in self._early]
+            parts += [self._shard_sum(late)] if late else []
+            shard, (gave, scale) = float(torch.stack(parts).sum()), given.own(sums)
+            count = sum(self._local[name].numel() for name in given.names)
+            limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
+            if abs(shard - gave) > limit and math.isfinite(shard - gave):
+                explained = f"rounding explains {limit:.2g}"
+                wrong = f"the shard's sum is {shard:.9g}, all ranks gave {gave:.9g} for it; {explained}"
+        return wrong
+
+    def _shard_sum(self, names: Sequence[str]) -> Tensor:
+        grads = [grad for name in names if (grad := self._local[name].grad) is not None]
+        assert len(grads) == len(names)  # since ``reduce``
+        return exact_sum(grads)
+
+    @property
+    def _late(self) -> Set[str]:
+        """Parameters whose gradients backward passes leave to be computed."""
+        return frozenset() if self._deferred is None else self._deferred.names
+
+    def _add_up(self, key: str, tensors: Sequence[Tensor], group: Group | None) -> None:
+        """Sum over the group, in place, in flat buckets."""
+        if group is None:
+            return
+        bucket: list[Tensor] = []
+        for i, tensor in enumerate(tensors):
+            bucket.append(tensor)
+            following = tensors[i + 1] if i + 1 < len(tensors) else None
+            full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
+            if following is None or full or following.dtype != tensor.dtype:
+                flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
+                self.reducer.all_reduce(flat, group, f"{key}.{i}")
+                for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
+                    t.copy_(summed.view_as(t))
+                bucket = []

@@ -7,29 +7,27 @@ denominators of the whole batch.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from tilth.config.axes import DATA, MODEL
+from tilth.config.axes import MODEL
 from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import Converter, converted
 from tilth.models.decoder import Decoder
 from tilth.models.hf import Unread, check_tensors, shapes
-from tilth.models.moe import Experts
 from tilth.models.rope import Rope
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.comm import GivenSums, all_gather, all_reduce, exact_sum, is_dtensor, is_fsdp
+from tilth.parallel.comm import all_gather, is_dtensor, is_fsdp
 from tilth.parallel.context import ContextParallel, Style
-from tilth.parallel.deferred import BUCKET, DeferredGradients
+from tilth.parallel.deferred import DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division, divided
-from tilth.parallel.gradients import GradientDigests
+from tilth.parallel.gradients import GradientSums, Partial
 from tilth.parallel.pipeline import (
     Handover,
     Pipe,
@@ -39,14 +37,12 @@ from tilth.parallel.pipeline import (
     share,
     share_object,
 )
+from tilth.parallel.reducer import EXACT, GradientReducer
 from tilth.plan.layout import layouts, nested
 from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
 
 Zero = Literal[2, 3]
-ROUNDINGS = 64
-"""Roundings of the norm of all gradients that a sum of them may be off by."""
-Partial = Sequence[tuple[dist.ProcessGroup, Sequence[str]]]
 WHOLE = 64 * 2**20
 """Bytes of whole tensors that are assembled at a time."""
 
@@ -63,6 +59,7 @@ def shard(
     engine: bool = False,
     device: str = "cpu",
     base: "ShardedModel | None" = None,
+    reducer: GradientReducer = EXACT,
 ) -> "ShardedModel":
     """Shard the model that ``build`` makes over the grid; uninitialised until ``init_`` or ``load_``.
 
@@ -70,8 +67,8 @@ def shard(
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
     step). schedule: of the passes of pipeline stages. cp_style: attention along cp. engine: of a generation engine,
     whose ranks along ep have the same rows and whole parameters but their experts. base: model of an equal layout whose
-    parameters this one uses (a part that FSDP pads is copied). ModelError if the grid does not fit the model; AxisError
-    if nothing divides it, or its tokens, along an axis.
+    parameters this one uses (a part that FSDP pads is copied). reducer: sums gradients over ranks. ModelError if the
+    grid does not fit the model; AxisError if nothing divides it, or its tokens, along an axis.
     """
     divided(grid)
 
@@ -99,7 +96,7 @@ def shard(
     if grid.size("pp") > 1:
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1)
-    return ShardedModel([part.model for part in parts], grid, table, partial, zero, parts[0].context, plan)
+    return ShardedModel([part.model for part in parts], grid, table, partial, zero, parts[0].context, plan, reducer)
 
 
 def _stages(model: Decoder, grid: ParallelDims, schedule: str) -> Stages:
@@ -134,13 +131,13 @@ class ShardedModel:
         zero: Zero = 3,
         context: ContextParallel | None = None,
         pipeline: PipelinePlan | None = None,
+        reducer: GradientReducer = EXACT,
     ) -> None:
         """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens.
         pipeline: None if all parts are here."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
         self.context = context
         self.layouts: dict[str, Layout] = dict(layouts)
-        self._partial = partial
         self.pipeline, self._connected = pipeline, False
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {name: _local(p) for name, p in self._own.items()}
@@ -148,54 +145,15 @@ class ShardedModel:
         self.deferred: DeferredGradients | None = None
         """Gradients of matrices that the schedule computes apart from backward passes; None: it does not."""
         if pipeline is not None and pipeline.schedule in SPLIT:
-            self.deferred = DeferredGradients(self.parts, self._own, self.parameters, at_once=zero == 3)
+            self.deferred = DeferredGradients(self.parts, self._own, self.parameters, reducer, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if is_fsdp(m)]
-        self._looks: list[tuple[bool, int]] = [(False, 1), (True, self._experts_every())]
-        """Of experts -> number of steps of which one has its gradients looked at."""
-        self._stacked = {p for part in parts for m in part.modules() if isinstance(m, Experts) for p in m.parameters()}
-        self._given = [given for look in self._looks if (given := self._watched(*look)) is not None]
-        self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self._looks]
-        self._early = dict[str, Tensor]()
-        """Sums of shards of gradients to which a further group adds."""
+        self.gradients = GradientSums(self.parts, grid, self._own, self.parameters, partial, reducer, self.deferred)
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
             raise ModelError(
                 f"{wrong[0]}: the layout says {self.boxes(wrong[0])}, the model has another part of it",
                 key=f"{wrong[0]}.layout",
             )
-
-    def _experts_every(self) -> int:
-        """Return the number of steps of which one has gradients of experts looked at: a token has few of a rank's
-        experts, so that to look at all of them in each step would be dear."""
-        config = self.model.config
-        chosen = self.grid.mesh.count("experts") * config.experts_per_token
-        return max(1, round(config.num_experts / chosen)) if chosen else 1
-
-    def _watched(self, experts: bool, every: int) -> GivenSums | None:
-        """Record the communications of FSDP, with the sums of gradients that it adds up before they are sent: those of
-        experts, which are sent to fewer ranks, or all others."""
-        mesh = self.grid.mesh
-        shards = mesh.expert_shards if experts else mesh.shards
-        peers, apart = self.grid.group(*shards), [axis for axis in mesh.shards if axis not in shards]
-        own = {n: p for n, p in self._own.items() if is_dtensor(p) and p.requires_grad}
-        names, sums = [n for n, p in own.items() if (p in self._stacked) == experts], None
-        if names and peers is not None:
-            sums = GivenSums(peers, names, mesh.index(self.grid.rank, *apart), mesh.size(*apart), every)
-        if modules := [m for m in self._fsdp if isinstance(m, Experts) == experts]:
-            from tilth.parallel.fsdp import watch
-
-            watch(modules, self.grid.group(*mesh.copies), sums)
-        return sums
-
-    def _held_alone(self, experts: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters, of experts or all others, with gradients that no other rank holds, nor FSDP sends,
-        where there are several ranks."""
-        partial = {name for _, names in self._partial for name in names}
-        if len(self.grid.mesh) > 1 and self.grid.group(*self.grid.mesh.copies) is None:
-            for name, p in self._own.items():
-                mine = (p in self._stacked) == experts and name not in partial
-                if mine and p.requires_grad and not is_dtensor(p):
-                    yield name, p
 
     @classmethod
     def alone(cls, model: Decoder) -> "ShardedModel":
@@ -360,10 +318,7 @@ class ShardedModel:
         """Prepare a step: no gradients, no gathered parameters. step: its number, the same on all ranks."""
         for p in (*self.parameters.values(), *self._own.values()):
             p.grad = None
-        for given in self._given:
-            given.begin(step)
-        for single in self._single:
-            single.begin(step)
+        self.gradients.begin(step)
         self.reshard()
 
     def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
@@ -444,68 +399,6 @@ class ShardedModel:
                 nothing = nothing + p.flatten()[:0].sum().float()
         return nothing
 
-    @torch.no_grad()
-    def reduce_grads(self) -> None:
-        """Sum gradients over all data ranks after the backward passes of a step, into ``parameters[name].grad``.
-
-        ModelError if a backward pass has left a gradient with a weight whose gradients are deferred.
-        """
-        for name, p in self._own.items():
-            local = self.parameters[name]
-            if is_dtensor(p) and name in self._late and p.grad is not None:
-                raise ModelError(
-                    f"{name} has a gradient from a backward pass beside the one that was deferred; a loss may use it "
-                    "through its layer alone, or take pp_schedule 1f1b",
-                    key=name,
-                )
-            if is_dtensor(p) and name not in self._late:
-                local.grad = p.grad.to_local() if is_dtensor(p.grad) else None
-                p.grad = None
-            if local.grad is None and local.requires_grad and len(self.grid.mesh) > 1:
-                local.grad = torch.zeros_like(local)
-        self.reshard()
-        by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
-        apart = [p for name, p in self.parameters.items() if name not in by_fsdp]
-        _add_up([p.grad for p in apart if p.grad is not None and p.numel()], self.grid.group(*self.grid.mesh.copies))
-        partial = {name for _, names in self._partial for name in names}
-        self._early = {n: self._shard_sum([n]) for given in self._given for n in given.names if n in partial}
-        for group, names in self._partial:
-            grads = [self.parameters[name].grad for name in names]
-            _add_up([grad for grad in grads if grad is not None], group)
-
-    @torch.no_grad()
-    def misreduced(self) -> str:
-        """Return how this rank's shard of the gradients differs from what all ranks gave for it, or which gradient that
-        it alone holds has changed since its backward pass; "" if none does.
-
-        A collective call of the data ranks after ``reduce_grads``. It sees sums: a difference below the rounding of the
-        whole gradient stays unseen, and one that is not finite is the business of the gradient's norm.
-        """
-        changed = " and ".join(filter(None, [single.changed() for single in self._single]))
-        wrong = f"that of {changed} has other bits than the backward pass has left" if changed else ""
-        if self._late or not any(given.looks for given in self._given):
-            return wrong
-        placed = [given.placed() for given in self._given]
-        found = self.grid.sum(torch.cat(placed), *DATA).split([len(one) for one in placed])
-        for given, sums in zip(self._given, found):
-            if wrong or given.sums is None:  # this step has no look at them
-                continue
-            late = [n for n in given.names if n not in self._early]
-            parts = [self._early[n] for n in given.names if n in self._early]
-            parts += [self._shard_sum(late)] if late else []
-            shard, (gave, scale) = float(torch.stack(parts).sum()), given.own(sums)
-            count = sum(self.parameters[name].numel() for name in given.names)
-            limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
-            if abs(shard - gave) > limit and math.isfinite(shard - gave):
-                explained = f"rounding explains {limit:.2g}"
-                wrong = f"the shard's sum is {shard:.9g}, all ranks gave {gave:.9g} for it; {explained}"
-        return wrong
-
-    def _shard_sum(self, names: Sequence[str]) -> Tensor:
-        grads = [grad for name in names if (grad := self.parameters[name].grad) is not None]
-        assert len(grads) == len(names)  # since ``reduce_grads``
-        return exact_sum(grads)
-
     def squares(self, tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
         """Return the squared L2 norm of each whole tensor, from every rank's part, float64, and before it their names:
         those of ``tensors``, of a pipeline all that are learned.
@@ -526,11 +419,6 @@ class ShardedModel:
             return list(places), self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
         return names, self.grid.sum(norms * counts, *MODEL)
 
-    @property
-    def _late(self) -> Set[str]:
-        """Parameters whose gradients backward passes leave to be computed."""
-        return frozenset() if self.deferred is None else self.deferred.names
-
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the L2 norm of all whole tensors together, from every rank's part."""
         return float(self.squares(tensors)[1].sum().sqrt())
@@ -548,23 +436,6 @@ class ShardedModel:
 
 def _local(p: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(p.to_local().detach(), p.requires_grad) if is_dtensor(p) else p
-
-
-def _add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum over the group, in place, in flat buckets."""
-    if group is None:
-        return
-    bucket: list[Tensor] = []
-    for i, tensor in enumerate(tensors):
-        bucket.append(tensor)
-        following = tensors[i + 1] if i + 1 < len(tensors) else None
-        full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
-        if following is None or full or following.dtype != tensor.dtype:
-            flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
-            all_reduce(flat, group)
-            for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
-                t.copy_(summed.view_as(t))
-            bucket = []
 
 
 def buckets(shapes: Mapping[str, Shape], most: int = WHOLE) -> Iterator[list[str]]:

@@ -184,6 +184,9 @@ class Learner(Stateful):
 
     def saved(self) -> Groups:
         groups, sharded = self.groups(), self.sharded
+        if state := list(sharded.gradients.reducer.state()):
+            message = f"{type(sharded.gradients.reducer).__name__} keeps {state[0]}, which no checkpoint holds yet"
+            raise CheckpointError(message, key="reducer.state")
         if self._frozen:
             groups[self._names[0]] = weights_group(sharded, sharded.learned)
         return groups

@@ -399,9 +399,9 @@ class TrainEngine:
         if experts is not None and loads is not None:
             metrics |= experts.metrics(loads)
         with span("reduce"):
-            self.sharded.reduce_grads()
+            self.sharded.gradients.reduce()
         with span("optimizer"):
-            if wrong := self.sharded.misreduced():
+            if wrong := self.sharded.gradients.misreduced():
                 raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
             watched = self._layer_norms()
             norm = self.optimizers.clip(self.section.clip_norm, self._measure)
@@ -427,8 +427,8 @@ class TrainEngine:
         """Return this rank's part of the gradients that ``accumulate`` has added up, summed over all ranks."""
         given, computed = self.grid.sum(torch.from_numpy(self._tokens), *DATA).tolist()
         check_divided(given / self.grid.mesh.count("tokens"), computed)
-        self.sharded.reduce_grads()
-        if wrong := self.sharded.misreduced():
+        self.sharded.gradients.reduce()
+        if wrong := self.sharded.gradients.misreduced():
             raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
         return {name: p.grad for name, p in self.optimizers.parameters.items() if p.grad is not None}
 
