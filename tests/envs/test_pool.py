@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -156,6 +157,19 @@ def test_a_fork_that_comes_back_answers_nothing():
     pool.close()
 
 
+def test_processes_outlive_the_thread_that_made_the_pool():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(EnvironmentPool(TALKER, timeout=10.0)))
+    thread.start()
+    thread.join()
+    before = [child.pid for child in made[0]._children]
+    time.sleep(0.05)
+    begin(made[0], 0)
+    after = [child.pid for child in made[0]._children]
+    made[0].close()
+    assert after == before
+
+
 def test_a_record_that_cannot_begin(pool):
     pool.begin(0, {"prompt": "", "fail": True})
     found = take(pool, 1)[0]
@@ -211,14 +225,14 @@ def test_the_start_of_a_process_counts_in_no_episodes_limit(pool, monkeypatch):
     monkeypatch.setattr(_Child, "wait_ready", lambda child: (wait_ready(child), time.sleep(1.2))[0])
     pool.step(0, {"role": "assistant", "content": "slow"})
     pool._episodes[0].deadline = time.monotonic() + 1.1
-    pool._children[1]._process.kill()
+    pool._children[1].process.kill()
     assert take(pool, 1)[0].status == "ok"
 
 
 def test_an_episode_alone_in_a_process_that_was_stopped_begins_again(pool):
     begin(pool, 0)
     say(pool, e0="a")
-    os.kill(pool._children[0]._process.pid, signal.SIGSTOP)
+    os.kill(pool._children[0].pid, signal.SIGSTOP)
     assert contents(say(pool, e0="b")[0]) == ["2 b"]
     assert say(pool, e0="stop")[0].status == "timeout"  # it stops each of its processes
 
@@ -231,11 +245,11 @@ def test_a_process_that_is_killed_while_it_replaces_another_is_replaced_once(poo
     def wait_killed(child):
         if left:
             left.pop()
-            child._process.kill()
+            child.process.kill()
         return wait_ready(child)
 
     monkeypatch.setattr(_Child, "wait_ready", wait_killed)
-    pool._children[0]._process.kill()
+    pool._children[0].process.kill()
     if times == 1:
         assert contents(say(pool, e0="a")[0]) == ["1 a"]
     else:

@@ -11,8 +11,6 @@ import pytest
 
 from tests.flows import tiny
 from tilth.core.errors import RewardError
-from tilth.rewards import prints
-from tilth.rewards.prints import Prints
 from tilth.rewards.process_pool import RewardPool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a process need not import what only the tests need
@@ -66,37 +64,6 @@ def test_the_last_words_of_a_process_that_dies_are_kept(tmp_path, last):
         pool.print_to(tmp_path / "a.log")
         assert pool.score([(0, "p", "c", {})])[0].status == "died"
     assert (tmp_path / "a.log").read_text() == "last words\n"
-
-
-@pytest.mark.parametrize("held", [True, False])
-def test_its_size_is_bounded_and_the_newest_is_kept(tmp_path, monkeypatch, held):
-    monkeypatch.setattr(prints, "LIMIT", 1 << 20)
-    monkeypatch.setattr(prints, "HELD", 1 << 18)
-    path, made, line = tmp_path / "a.log", Prints(), b"x" * 1023 + b"\n"
-    if not held:
-        made.to(path)
-    for _ in range(5000):
-        os.write(made.writer, line)
-    os.write(made.writer, b"the end\n")
-    if held:
-        os.write(made.writer, b"")
-        made._writer, writer = -1, made._writer  # all of it has come before the file is known
-        os.close(writer)
-        made._thread.join()
-        made.to(path)
-    made.close()
-    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
-    assert max(sizes) <= 1 << (18 if held else 20) and len(sizes) == (1 if held else 2)
-    assert path.read_bytes().endswith(line + b"the end\n")
-
-
-def test_what_cannot_be_written_is_not_lost(tmp_path, capfd):
-    made = Prints()
-    made.to(tmp_path / "nowhere" / "a.log")
-    os.write(made.writer, b"hello\n")
-    made.close()
-    made.close()
-    assert capfd.readouterr().err == "hello\n"
 
 
 def test_a_process_that_outlives_its_reward_does_not_hold_up_the_end(tmp_path):

@@ -72,7 +72,7 @@ def items(*completions, **info):
 
 
 def pids(pool):
-    return [child._process.pid for child in pool._children]
+    return [child.pid for child in pool._children]
 
 
 def gone(pid):
@@ -481,7 +481,7 @@ UNGUARDED = """
         return BONUS + len(completion)
 
     pool = RewardPool(reward, workers=2)
-    print(*[child._process.pid for child in pool._children])
+    print(*[child.pid for child in pool._children])
     print([o.value for o in pool.score([(0, "p", "abc", {}), (1, "p", "", {})])])
     ENDING
 """
@@ -513,7 +513,7 @@ def test_the_run_is_killed(busy):
     if busy:
         ending = (
             "import re; sys.stdout.flush(); pool2 = RewardPool(lambda p, c, i: re.match('(a+)+$', 'a' * 60 + 'b'));"
-            "print(pool2._children[0]._process.pid, flush=True); pool2.score([(0, '', '', {})])"
+            "print(pool2._children[0].pid, flush=True); pool2.score([(0, '', '', {})])"
         )
     process = subprocess.Popen([sys.executable, "-c", script(ending)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

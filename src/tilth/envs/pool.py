@@ -6,14 +6,11 @@ said, which must come out the same.
 """
 
 import json
-import os
 import pickle
-import selectors
-import sys
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,19 +19,16 @@ import psutil
 from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
-from tilth.rewards.piped import PipedProcess, death
-from tilth.rewards.prints import Prints
-from tilth.rewards.process import frame
+from tilth.process.child import PipedChild, death
+from tilth.process.frames import frame
+from tilth.process.output import Prints
+from tilth.process.pool import ChildPool, ready
 
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
 """Seconds for a process to become ready."""
 PING = 1.0
 """Seconds in which a process whose episode hangs answers if its other threads still run."""
-BOOT = (
-    "import json, sys; path, parent = json.loads(sys.argv.pop()); sys.path[:] = path; "
-    "from tilth.envs.process import main; main(parent)"
-)
 
 
 class Answer(NamedTuple):
@@ -86,15 +80,16 @@ class EnvironmentPool:
             message = f"environments need workers >= 1 and a limit > 0, got {workers} and {timeout}"
             raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
         self.timeout, self._workers = timeout, workers
-        self._greeting = frame(pickle.dumps((spec, tuple(plugins), rollout)))
-        self._children: list[_Child] = []
+        self._prints = Prints()
+        greeting = frame(pickle.dumps((spec, tuple(plugins), rollout)))
+        self._pool = ChildPool(partial(_Child, greeting), self._prints)
+        self._children = self._pool.children
         self._episodes: dict[int, _Episode] = {}
         self._journal: ObservationJournal | None = None
         self._at_once: list[Answer] = []
         """Answers that the journal has."""
-        self._prints = Prints()
-        self._closed = weakref.finalize(self, _shut_down, self._children, self._prints, os.getpid())
-        self._children += [self._child() for _ in range(workers)]
+        for _ in range(workers):
+            self._pool.start()
         try:
             for child in list(self._children):
                 self._await(child)
@@ -102,14 +97,10 @@ class EnvironmentPool:
             self.close()  # which shows what they printed
             raise
 
-    def _child(self) -> "_Child":
-        return _Child(self._greeting, self._prints.writer)
-
     def _start(self) -> "_Child":
         """Start a process besides. Meanwhile nobody is heard, so the time counts in no episode's limit."""
-        fresh, begin = self._child(), time.monotonic()
-        self._children.append(fresh)
-        fresh = self._await(fresh)
+        begin = time.monotonic()
+        fresh = self._await(self._pool.start())
         for episode in self._episodes.values():
             episode.deadline += time.monotonic() - begin
         return fresh
@@ -119,8 +110,7 @@ class EnvironmentPool:
         needed memory may need more."""
         if not child.wait_ready():
             self._children.remove(child)
-            child = self._child()
-            self._children.append(child)
+            child = self._pool.start()
             if not child.wait_ready():
                 raise PluginError(
                     f"two processes of environments {death(child.kill())} at their start", key="environment"
@@ -190,7 +180,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        self._closed()
+        self._pool.close()
 
     def _ask(self, asked: Asked) -> None:
         episode = self._episodes[asked.episode]
@@ -346,11 +336,11 @@ class EnvironmentPool:
             child.kill()
 
 
-class _Child(PipedProcess):
+class _Child(PipedChild):
     """One process, and the episodes that live in it."""
 
-    def __init__(self, greeting: bytes, errors: int) -> None:
-        super().__init__(BOOT, [[str(p) for p in sys.path], os.getpid()], greeting, errors=errors)
+    def __init__(self, greeting: bytes, output: int | None) -> None:
+        super().__init__("tilth.envs.process:main", [], greeting, output)
         self.episodes: set[int] = set()
         self.threads = dict[int, int]()
         """Native id of the thread of each episode that it has begun."""
@@ -401,12 +391,12 @@ class _Child(PipedProcess):
 
     def stopped(self) -> bool:
         """Return True for a process that SIGSTOP holds."""
-        return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
+        return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
 
     def computed(self) -> dict[int, float]:
         """Return the processor seconds of each thread by its native id; none of a process that is gone."""
         try:
-            return {t.id: t.user_time + t.system_time for t in psutil.Process(self._process.pid).threads()}
+            return {t.id: t.user_time + t.system_time for t in psutil.Process(self.pid).threads()}
         except psutil.Error:
             return {}
 
@@ -415,22 +405,9 @@ def _ready(children: Sequence[_Child], seconds: float) -> list[_Child]:
     """Wait for children that can be read, or written to if they have unsent bytes."""
     if kept := [child for child in children if child._kept]:
         return kept
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.replies, selectors.EVENT_READ, child)
-            if child.unsent:
-                selector.register(child.requests, selectors.EVENT_WRITE, child)
-        return list({id(key.data): key.data for key, _ in selector.select(min(seconds, START))}.values())
+    return ready(children, min(seconds, START))
 
 
 def _same(one: Asked, other: Asked) -> bool:
     """Return True for requests that are equal as JSON."""
     return json.dumps([*one], default=str) == json.dumps([*other], default=str)
-
-
-def _shut_down(children: list[_Child], prints: Prints, owner: int) -> None:
-    if os.getpid() == owner:  # a fork of the run ends, but the processes belong to the run
-        for child in children:
-            child.kill()
-        children.clear()
-        prints.close()

@@ -1,7 +1,7 @@
 """Process of environments: runs the methods of many episodes at once, a thread for each. Imports no torch.
 
 Requests come pickled from the parent, which the process trusts; its answers are JSON, since what a tool returns may be
-anything. Standard output is redirected to standard error.
+anything.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,14 +17,15 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
 from tilth.config.code import describe
-from tilth.config.imports import end_uncollected, uncollected
+from tilth.config.imports import uncollected
 from tilth.config.plugins import declared, import_file, load_plugins, shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import PluginError, TilthError
 from tilth.envs.adapters import ADAPTERS, adapted
 from tilth.envs.environment import Environment, EnvironmentFault, Message, SelfDriven
+from tilth.process.frames import frame, read_frame
+from tilth.process.program import end_fork, outlive_signals
 from tilth.rewards.functions import normalise
-from tilth.rewards.process import die_with, end_fork, frame, receive_bytes, take_pipes
 
 ROLES = ("system", "user", "tool")
 
@@ -39,13 +39,9 @@ class Asked(NamedTuple):
     argument: Any = None
 
 
-def main(parent: int) -> None:
+def main(requests: BinaryIO, replies: BinaryIO) -> None:
     """Serve until the pipe from the parent is closed."""
-    die_with(parent)
-    _outlive_signals()
-    requests, replies = take_pipes()
-    end_uncollected()
-    spec, plugins, rollout = pickle.loads(receive_bytes(requests) or b"")
+    spec, plugins, rollout = pickle.loads(read_frame(requests) or b"")
     answers = _Answers(replies)
     try:
         with uncollected():
@@ -56,10 +52,10 @@ def main(parent: int) -> None:
     except TilthError as error:
         answers.send({"failed": str(error), "key": error.key})
         return
-    _outlive_signals()  # an environment may have set its own handlers
+    outlive_signals()  # an environment may have set its own handlers
     answers.send({"ready": True})
     episodes = dict[int, SimpleQueue[Asked]]()
-    while (body := receive_bytes(requests)) is not None:
+    while (body := read_frame(requests)) is not None:
         asked: Asked = pickle.loads(body)
         if asked.op == "ping":
             answers.send({"pong": True})
@@ -83,11 +79,6 @@ def _hand_over(kind: type[Environment], spec: str, rollout: Mapping[str, Any] | 
         raise PluginError(f"{message}; set rollout.serve={str(agent).lower()}", key="rollout.serve.environment")
     if issubclass(kind, SelfDriven):
         kind.sampling = rollout
-
-
-def _outlive_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
 
 
 class _Answers:

@@ -1,31 +1,26 @@
 """Reward process: reads chunks of items from a pipe, calls the reward function, writes results to another pipe.
 
-Imports no torch. Standard output is redirected to standard error, so that the function's prints cannot break the
-protocol. Messages are pickled; both ends are this program, and only they have the pipes.
+Imports no torch. Messages are pickled; both ends are this program, and only they have the pipes.
 """
 
-import ctypes
-import io
 import os
 import pickle
-import signal
-import struct
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from mmap import mmap
 from typing import Any, BinaryIO
 
-from tilth.config.imports import end_uncollected, uncollected
+from tilth.config.imports import uncollected
 from tilth.core.errors import RewardError
+from tilth.process.frames import frame, read_frame
+from tilth.process.program import end_fork
 from tilth.rewards.functions import Reward, Weighted, called, describe, load_reward, normalise
 
 PLACES = 1 << 20
 """Exceeds the number of items in a chunk."""
 FLUSH_SECONDS = 0.005
 """Maximum time a result waits for others before it is sent: a hang loses no more finished work than that."""
-PR_SET_PDEATHSIG = 1
 
 Item = tuple[str, str, dict[str, Any]]
 Result = tuple[float | None, dict[str, float], str, str, float]
@@ -69,13 +64,8 @@ class ScoringProgress:
         self._memory.close()
 
 
-def main(progress_fd: int, parent: int) -> None:
+def main(requests: BinaryIO, replies: BinaryIO, progress_fd: int) -> None:
     """Serve until the pipe from the parent is closed."""
-    die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # launchers signal all processes; the run ends after its step
-    requests, replies = take_pipes()
-    end_uncollected()
     with closing(ScoringProgress(progress_fd)) as progress:
         try:
             with uncollected():
@@ -89,30 +79,12 @@ def main(progress_fd: int, parent: int) -> None:
         serve(function, requests, replies, progress)
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the parent dies, even if the function holds the GIL (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol away from file descriptors 0 and 1, which the function and its child processes may use.
-
-    The pipes stay open until the process ends, so that the parent sees its end.
-    """
-    requests, replies = os.fdopen(os.dup(0), "rb", closefd=False), os.fdopen(os.dup(1), "wb", closefd=False)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a crash loses no message
-    return requests, replies
-
-
 def receive_function(requests: BinaryIO) -> Reward:
     """Receive the function, as a specification or by value. Raises RewardError of one line."""
-    kind, body = receive(requests)
+    greeting = read_frame(requests)
+    if greeting is None:
+        os._exit(0)  # the parent has ended
+    kind, body = pickle.loads(greeting)
     if kind == "spec":
         return load_reward(body)
     try:
@@ -130,19 +102,13 @@ def serve(function: Reward, requests: BinaryIO, replies: BinaryIO, progress: Sco
         end_fork(process)
         send(replies, ("results", results))
 
-    while (body := receive_bytes(requests)) is not None:
+    while (body := read_frame(requests)) is not None:
         try:
             chunk: list[Item] = pickle.loads(body)
         except Exception as error:  # noqa: BLE001  (an item may hold the user's objects)
             send(replies, ("unreadable", describe(error)))
             continue
         score_chunk(function, chunk, progress, reply)
-
-
-def end_fork(process: int) -> None:
-    """End a fork of this process that the user's code made and that came back from it: only the process answers."""
-    if os.getpid() != process:
-        os._exit(0)
 
 
 def score_chunk(
@@ -176,36 +142,3 @@ def send(stream: BinaryIO, message: tuple[Any, ...]) -> None:
     """Write one message."""
     stream.write(frame(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
     stream.flush()
-
-
-def drain(fd: int, into: bytearray) -> bool:
-    """Read what there is from a pipe that does not block; False at the end of the stream."""
-    try:
-        while received := os.read(fd, 1 << 20):
-            into += received
-    except BlockingIOError:
-        return True
-    return False
-
-
-def frame(body: bytes) -> bytes:
-    """Return a message: 8 bytes of length, then the body."""
-    return struct.pack("<Q", len(body)) + body
-
-
-def receive_bytes(stream: BinaryIO) -> bytes | None:
-    """Read the body of the next message; None at the end of the stream."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    size = struct.unpack("<Q", head)[0]
-    body = stream.read(size)
-    return body if len(body) == size else None
-
-
-def receive(stream: BinaryIO) -> Any:
-    """Read and unpickle the next message; end the process if the parent has ended."""
-    body = receive_bytes(stream)
-    if body is None:
-        os._exit(0)
-    return pickle.loads(body)

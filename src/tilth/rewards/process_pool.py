@@ -10,16 +10,12 @@ the pipe: both ends trust each other, since the child runs the user's code and n
 import math
 import os
 import pickle
-import select
-import selectors
 import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,10 +25,12 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from tilth.core.errors import RewardError
+from tilth.process.child import PipedChild, death
+from tilth.process.frames import frame
+from tilth.process.output import Prints
+from tilth.process.pool import ChildPool, ready
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
-from tilth.rewards.piped import PipedProcess, death
-from tilth.rewards.prints import Prints
-from tilth.rewards.process import ScoringProgress, frame
+from tilth.rewards.process import ScoringProgress
 
 Status = Literal["ok", "error", "invalid", "timeout", "died"]
 Item = tuple[Hashable, str, str, dict[str, Any]]
@@ -40,16 +38,9 @@ Item = tuple[Hashable, str, str, dict[str, Any]]
 
 START_SECONDS = 120.0
 """Time limit for a process to become ready, or to begin its work."""
-CLOSE_SECONDS = 1.0
 BITE_SECONDS = 0.002
 """Minimum work in a chunk, so that messages do not slow down quick functions."""
 IN_CHILD = "TILTH_REWARD_CHILD"
-BOOT = (
-    "import json, sys; path, fd, parent = json.loads(sys.argv.pop()); sys.path[:] = path; "
-    "from tilth.rewards.process import main; main(fd, parent)"
-)
-
-
 CORRECT = "correct"
 """Part of a reward that is 1 for a right answer; without it the reward itself counts."""
 
@@ -115,17 +106,15 @@ class RewardPool:
             raise RewardError(message, key="workers" if workers < 1 else "timeout")
         self.timeout = timeout
         self._function = function
-        self._greeting = frame(cloudpickle.dumps(_travelling(function)))
+        greeting = frame(cloudpickle.dumps(_travelling(function)))
         self._members = member_names(function)
         self._workers = workers
         self._prints = Prints() if quiet else None
         self._lock = threading.Lock()
-        # The kernel kills a child when the *thread* that started it ends, so one long-lived thread starts them all.
-        self._starter = ThreadPoolExecutor(1, "reward-starter")
-        self._children: list[Child] = []
+        self._pool = ChildPool(partial(ScoringProcess, greeting), self._prints)
+        self._children = self._pool.children
         self._failure: RewardError | None = None
         self._proven = False
-        self._closed = weakref.finalize(self, _shut_down, self._children, self._starter, self._prints, os.getpid())
         if start:
             self._fill()
         if start and wait:
@@ -160,7 +149,7 @@ class RewardPool:
 
         known: id -> outcome of an earlier attempt; these items are not scored again.
         """
-        if not self._closed.alive:
+        if not self._pool.alive:
             raise RewardError("the reward pool is closed", key="closed")
         if not self._proven:
             self.ready()
@@ -177,7 +166,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes and wait for their end. May be called twice."""
-        self._closed()
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self
@@ -187,8 +176,7 @@ class RewardPool:
 
     def _fill(self) -> None:
         for _ in range(self._workers - len(self._children)):
-            errors = None if self._prints is None else self._prints.writer
-            self._children.append(self._starter.submit(Child, self._greeting, errors).result())
+            self._pool.start()
 
     def _abandon(self) -> None:
         """End processes that still work for an interrupted call of ``score``."""
@@ -205,14 +193,20 @@ class RewardPool:
             job.give_up(str(self._failure))
         if all(child.state == "idle" for child in self._children):
             return
-        happened = _wait(self._children, self.timeout)
+        happened = ready(self._children, self._first_deadline() - time.monotonic())
         for child in list(self._children):
             if child in happened:
                 self._listen(child, job)
             if child.state != "lost" and (work := child.overdue(self.timeout)):
                 self._lose(child, job, "timeout", work)
 
-    def _listen(self, child: "Child", job: "Job") -> None:
+    def _first_deadline(self) -> float:
+        first = min(child.deadline(self.timeout) for child in self._children)
+        if any(child.state == "busy" for child in self._children):
+            first = min(first, time.monotonic() + self.timeout)  # an item that begins now cannot be late earlier
+        return first
+
+    def _listen(self, child: "ScoringProcess", job: "Job") -> None:
         """Handle a child's messages; the end of its pipe means that it died."""
         alive = child.write() and child.read()
         for message in child.messages():
@@ -220,7 +214,7 @@ class RewardPool:
         if not alive or child.failure:
             self._lose(child, job, "died", child.progress.get())
 
-    def _lose(self, child: "Child", job: "Job", status: Status, work: tuple[float, int]) -> None:
+    def _lose(self, child: "ScoringProcess", job: "Job", status: Status, work: tuple[float, int]) -> None:
         """End a child that hangs or died, blame its current item, queue the rest of its chunk, start another child."""
         begun, place = work
         who = f"{self._members[child.progress.member]}: " if self._members and place >= 0 else ""
@@ -297,10 +291,10 @@ class Job:
         return [outcome for outcome in self.outcomes if outcome is not None]
 
 
-class Child(PipedProcess):
+class ScoringProcess(PipedChild):
     """One process and its current chunk."""
 
-    def __init__(self, greeting: bytes, errors: int | None) -> None:
+    def __init__(self, greeting: bytes, output: int | None) -> None:
         if not sys.executable:
             message = "sys.executable is empty: without the path of this Python no reward process can be started"
             raise RewardError(message, key="sys.executable")
@@ -312,9 +306,14 @@ class Child(PipedProcess):
             shared.truncate(ScoringProgress.NBYTES)
             fd = shared.fileno()
             self.progress = ScoringProgress(fd)
-            arguments = [[str(p) for p in sys.path], fd, os.getpid()]
-            super().__init__(BOOT, arguments, greeting, variables={IN_CHILD: "1"}, errors=errors, pass_fds=(fd,))
+            own = {IN_CHILD: "1"}
+            super().__init__("tilth.rewards.process:main", [fd], greeting, output, variables=own, pass_fds=(fd,))
         self.progress.put(time.monotonic(), -1)
+
+    @property
+    def idle(self) -> bool:
+        """True if it ends by itself once its requests end."""
+        return self.state == "idle"
 
     def deadline(self, timeout: float) -> float:
         """Return when (time.monotonic) the current item, or the start of work, exceeds its limit."""
@@ -370,40 +369,6 @@ class Child(PipedProcess):
         code = super().kill()
         self.progress.close()
         return code
-
-    def wait_for_end(self, deadline: float) -> None:
-        """Wait until the deadline (time.monotonic) for an idle process to end, which closes its pipe."""
-        while self.state == "idle" and self.read() and (left := deadline - time.monotonic()) > 0:
-            select.select([self.replies], [], [], left)
-
-
-def _wait(children: Sequence[Child], timeout: float) -> set[Child]:
-    """Wait for children that can be read, or written to if they have unsent bytes; return at the first deadline."""
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.replies, selectors.EVENT_READ, child)
-            if child.unsent:
-                selector.register(child.requests, selectors.EVENT_WRITE, child)
-        now = time.monotonic()
-        first = min(child.deadline(timeout) for child in children)
-        if any(child.state == "busy" for child in children):
-            first = min(first, now + timeout)  # an item that begins from now on cannot be late earlier
-        return {key.data for key, _ in selector.select(max(0.0, first - now))}
-
-
-def _shut_down(children: list[Child], starter: ThreadPoolExecutor, prints: Prints | None, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the run ends, but the processes belong to the run
-        return
-    for child in children:
-        child.hang_up()
-    deadline = time.monotonic() + CLOSE_SECONDS
-    for child in children:
-        child.wait_for_end(deadline)
-        child.kill()
-    children.clear()
-    starter.shutdown()
-    if prints is not None:
-        prints.close()
 
 
 def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]:

@@ -1,7 +1,8 @@
-"""Output of processes of rewards and environments, in a file of bounded size instead of the terminal of the run."""
+"""Output of children, in files instead of the terminal of the run."""
 
 import contextlib
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,10 +14,12 @@ CHUNK = 1 << 16
 MARK = b"[printed] "
 PATIENCE = 1.0
 """Seconds to drain the pipe at the end: a process that outlives its call may keep it open for ever."""
+TAIL = 1 << 14
+"""Bytes that the last lines of a file are looked for in."""
 
 
 class Prints:
-    """Pipe for the processes and a thread that copies it to a file.
+    """Pipe for processes and a thread that copies it to a file of bounded size.
 
     Output before the call of ``to`` is kept in memory. What cannot be written goes to standard error. So does what is
     still kept at the end, each line behind ``MARK``.
@@ -72,6 +75,23 @@ class Prints:
                 file.write(data)
         except OSError:
             _complain(data)
+
+
+class OutputFile:
+    """Output of one process, in a file without a name, so that nothing is left behind."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+
+    def fileno(self) -> int:
+        """Return the descriptor to print to."""
+        return self._file.fileno()
+
+    def tail(self, lines: int) -> str:
+        """Return the last lines."""
+        size = os.fstat(self.fileno()).st_size
+        text = os.pread(self.fileno(), TAIL, max(0, size - TAIL)).decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
 
 
 def _complain(data: bytes) -> None:

@@ -1,0 +1,1 @@
+"""Child processes: their start, messages, output and end."""

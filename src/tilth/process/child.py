@@ -1,0 +1,181 @@
+"""Child processes, seen from the process that starts them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from tilth.process.frames import drain, take_frames
+from tilth.process.output import OutputFile
+
+BOOT = (
+    "import json, sys; sys.path[:], *rest = json.loads(sys.argv.pop()); "
+    "from tilth.process.program import run; run(*rest)"
+)
+"""Program of a child that speaks by frames."""
+ONE_THREAD = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
+
+
+class Child:
+    """Process started from a command, killed with all that it started.
+
+    environment: all of its variables. stdin, stdout, stderr: as of ``subprocess.Popen``. pass_fds: descriptors that it
+    gets. session: False: it stays in the session of this process, and is killed alone.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: int = subprocess.PIPE,
+        stdout: int | OutputFile | None = None,
+        stderr: int | OutputFile | None = None,
+        pass_fds: Sequence[int] = (),
+        session: bool = True,
+    ) -> None:
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,  # type: ignore[arg-type]  # anything with fileno()
+            stderr=stderr,  # type: ignore[arg-type]
+            env=environment,
+            pass_fds=pass_fds,
+            start_new_session=session,  # Ctrl-C goes to the run alone; killing the group ends its own children too
+        )
+        self._kill = os.killpg if session else os.kill
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Return False once it has ended."""
+        return self.process.poll() is None
+
+    def tell(self, data: bytes) -> None:
+        """Write to its standard input and close that. One that has ended is not told."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(data)
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end; return its exit code (-N: by signal N), None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
+
+    def kill(self) -> int:
+        """Kill it and all that it started; return its exit code. May be called twice."""
+        with suppress(ProcessLookupError):
+            self._kill(self.pid, signal.SIGKILL)  # does not change the exit code of one that died already
+        return self.process.wait()
+
+    def end(self, seconds: float) -> None:
+        """Wait for its end, and kill it if that does not come in time."""
+        if self.wait(seconds) is None:
+            self.kill()
+
+
+class PipedChild(Child):
+    """Child that speaks by frames over pipes that never block, with one thread for numbers.
+
+    main: "module:function", called there with the ends of the pipes and ``arguments`` (``program.run``). greeting:
+    first bytes for it. output: descriptor for what it prints. variables: of its environment. pass_fds: as of ``Child``.
+    """
+
+    def __init__(
+        self,
+        main: str,
+        arguments: Sequence[Any],
+        greeting: bytes,
+        output: int | None = None,
+        *,
+        variables: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        given = json.dumps([[str(path) for path in sys.path], os.getpid(), main, *arguments])
+        super().__init__(
+            [sys.executable, "-P", "-c", BOOT, given],
+            # A fixed hash seed: code that iterates over a set returns the same when the run is replayed.
+            {"PYTHONHASHSEED": "0", **os.environ, **ONE_THREAD, **(variables or {})},
+            stdout=subprocess.PIPE,
+            stderr=output,
+            pass_fds=pass_fds,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.requests, self.replies = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.requests, False)
+        os.set_blocking(self.replies, False)
+        self._outbox, self._inbox = bytearray(greeting), bytearray()
+
+    @property
+    def idle(self) -> bool:
+        """True if it ends by itself once its requests end."""
+        return False
+
+    @property
+    def unsent(self) -> bool:
+        """True if bytes wait to be written to the process."""
+        return bool(self._outbox)
+
+    def send(self, data: bytes) -> None:
+        """Queue a frame."""
+        self._outbox += data
+        self.write()
+
+    def write(self) -> bool:
+        """Write as much as the pipe takes; False if the other end is gone."""
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self.requests, self._outbox)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return False
+        return True
+
+    def read(self) -> bool:
+        """Read what there is; False at the end of the stream."""
+        return drain(self.replies, self._inbox)
+
+    def bodies(self) -> Iterator[bytes]:
+        """Yield the bodies of the complete frames received so far."""
+        yield from take_frames(self._inbox)
+
+    def hang_up(self) -> None:
+        """Close its request pipe, on which an idle process ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> int:
+        """Kill it and all that it started, read its last messages, return its exit code. May be called twice."""
+        code = super().kill()
+        assert self.process.stdout is not None
+        if not self.process.stdout.closed:
+            self.read()
+        self.hang_up()
+        self.process.stdout.close()
+        return code
+
+
+def finalize(owner: object, close: Callable[..., object], *arguments: Any) -> "weakref.finalize[..., Any]":
+    """Call ``close`` once: when it is asked for, ``owner`` is collected, or this process ends. Not in a fork, which may
+    end while what is to be closed belongs to this process."""
+    return weakref.finalize(owner, _close, os.getpid(), close, *arguments)
+
+
+def _close(process: int, close: Callable[..., object], *arguments: Any) -> None:
+    if os.getpid() == process:
+        close(*arguments)
+
+
+def death(code: int) -> str:
+    """Return how a process ended, by its exit code."""
+    return f"died with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
