@@ -1,5 +1,6 @@
 """Engines whose computation a server does: what is lost with a server, what ends with this process, what is refused."""
 
+import gc
 import http.client
 import os
 import signal
@@ -23,7 +24,7 @@ from tilth.rollout import server
 from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request, SamplingParams
 from tilth.rollout.server import EngineProcess, ServerError, ServerLost, find_python
-from tilth.rollout.vllm import VLLM
+from tilth.rollout.vllm import VLLM, VLLMServer
 
 MODEL, OTHER = make_model(), make_model(seed=1)
 REQUESTS = make_requests(10, longest=20)
@@ -123,6 +124,24 @@ def test_a_server_answers_nobody_without_the_token():
         asking.request("POST", path, b"{}", {"Authorization": f"Bearer {token}"} if token else {})
         assert asking.getresponse().status == status
     assert stand_in.call("ready")["device"] == "cpu"
+
+
+def test_a_fork_leaves_the_server_to_the_engines_process(monkeypatch):
+    standing(monkeypatch)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    monkeypatch.setattr(VLLMServer, "stop", lambda server: os.write(writer, b"x"))
+    engine = remote()
+    if (fork := os.fork()) == 0:
+        del engine
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    del engine
+    gc.collect()
+    assert os.read(reader, 2) == b"x"
 
 
 # ---- the process ----

@@ -1,6 +1,5 @@
 """Engines whose computation a server does: requests in flight, weights, restarts; what every such server shares."""
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.models.config import DecoderConfig
 from tilth.models.hf import stored_tensors
 from tilth.plan.shape import parameter_shapes
+from tilth.process.child import finalize
 from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import EngineError, GenerationEngine
 from tilth.rollout.request import Progress, Request, SamplingParams, SequenceState
@@ -248,7 +248,7 @@ class RemoteEngine(GenerationEngine):
 
     def _started(self) -> EngineServer:
         server = self.start_server()
-        weakref.finalize(self, server.stop)
+        finalize(self, server.stop)
         return server
 
     def _restart(self, lost: ServerLost) -> None:

@@ -5,17 +5,17 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tilth.core.errors import RecipeError, TilthError
+from tilth.process.child import Child
+from tilth.process.output import OutputFile
 
 _SECONDS = 600.0
 """Limit of one request; a start, which may compile kernels, is the longest."""
@@ -108,50 +108,35 @@ class EngineProcess(Connection):
     """
 
     def __init__(self, python: str, program: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        token, self._log = secrets.token_hex(16), tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        token, self._log = secrets.token_hex(16), OutputFile()
         with socket.create_server(("127.0.0.1", 0)) as listening:
             super().__init__(listening.getsockname()[1], token)
-            self._process = subprocess.Popen(
+            self._child = Child(
                 [python, "-P", str(_PROGRAMS / program)],
-                stdin=subprocess.PIPE,
+                _environment(environment),
                 stdout=self._log,
                 stderr=self._log,
-                env=_environment(environment),
                 pass_fds=(listening.fileno(),),
-                start_new_session=True,
             )
             told = {**settings, "token": token, "listening": listening.fileno(), "port": self.port}
-        self._tell(json.dumps(told).encode() + b"\n")
-
-    def _tell(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:  # the first request finds out if it has ended
-            pipe.write(line)
+        self._child.tell(json.dumps(told).encode() + b"\n")  # the first request finds out if it has ended
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._child.alive()
 
     @property
     def pid(self) -> int:
         """Number of the process."""
-        return self._process.pid
+        return self._child.pid
 
     def stop(self) -> None:
         """End the process and its children."""
         super().stop()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._child.kill()
 
     def log_tail(self) -> str:
         """Return the last lines of its log."""
-        return _tail(self._log)
-
-
-def _tail(log: IO[bytes]) -> str:
-    size = os.fstat(log.fileno()).st_size
-    lines = os.pread(log.fileno(), 16384, max(0, size - 16384)).decode(errors="replace").splitlines()
-    return "\n".join(lines[-_TAIL:])
+        return self._log.tail(_TAIL)
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

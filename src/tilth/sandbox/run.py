@@ -1,21 +1,20 @@
 """Run programs in a sandbox: limits, outcomes, and the process that they are forked from."""
 
-import contextlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, cast
+from typing import Self
 
 import tilth
+from tilth.process.child import Child, finalize
+from tilth.process.frames import frame, read_frame
 from tilth.sandbox.kernel import SandboxError
 
 BOOT = (
@@ -85,17 +84,14 @@ class Sandbox:
         self._door, theirs = socket.socketpair()
         path = str(Path(tilth.__file__).parents[1])
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = Child(
                 [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT],
-                stdin=subprocess.PIPE,
+                {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
                 stdout=subprocess.DEVNULL,
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,
             )
-            with cast(IO[bytes], self._process.stdin) as stdin:
-                stdin.write(json.dumps([path, theirs.fileno()]).encode())
-        self._closed = weakref.finalize(self, _end, self._process, self._door, os.getpid())
+            self._process.tell(json.dumps([path, theirs.fileno()]).encode())
+        self._closed = finalize(self, _end, self._process, self._door)
         self._door.settimeout(START)
         try:
             problem = "" if self._door.recv(1) == b"\0" else self._door.recv(4096).decode() or "its first process ended"
@@ -139,11 +135,10 @@ class Sandbox:
 
     def _renew(self, door: socket.socket) -> None:
         """Start another first process if that of this door has ended, unless another thread did."""
-        with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
+        with self._lock:
             if self._done:
                 raise SandboxError("the sandbox is closed", key="sandbox.closed")
-            if door is self._door:
-                self._process.wait(DYING)
+            if door is self._door and self._process.wait(DYING) is not None:
                 self._closed()
                 self._begin()
 
@@ -172,7 +167,7 @@ def _request(program: str, limits: SandboxLimits, stdin: str = "", files: Mappin
         except UnicodeEncodeError as error:
             raise SandboxError(f"the input or a file has no UTF-8: {error}", key="sandbox.text") from None
     found = json.dumps({"program": program, "stdin": stdin, "files": dict(names), "limits": asdict(limits)}).encode()
-    return struct.pack("<Q", len(found)) + found
+    return frame(found)
 
 
 def _ask(door: socket.socket, request: bytes, seconds: float) -> SandboxOutcome:
@@ -183,22 +178,13 @@ def _ask(door: socket.socket, request: bytes, seconds: float) -> SandboxOutcome:
             socket.send_fds(door, [b"\0"], [theirs.fileno()])
         ours.settimeout(seconds)
         ours.sendall(request)
-        size = struct.unpack("<Q", _exactly(ours, 8))[0]
-        return SandboxOutcome(**json.loads(_exactly(ours, size)))
+        with ours.makefile("rb") as answers:
+            outcome = read_frame(answers)
+    if outcome is None:
+        raise ConnectionResetError("it ended without an outcome")
+    return SandboxOutcome(**json.loads(outcome))
 
 
-def _exactly(guest: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = guest.recv(min(1 << 20, size - len(found)))
-        if not part:
-            raise ConnectionResetError("it ended without an outcome")
-        found += part
-    return bytes(found)
-
-
-def _end(process: subprocess.Popen[bytes], door: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:
-        door.close()
-        process.kill()
-        process.wait()
+def _end(process: Child, door: socket.socket) -> None:
+    door.close()
+    process.kill()

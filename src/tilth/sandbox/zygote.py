@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+from tilth.process.frames import frame, read_frame
 from tilth.sandbox import kernel
 
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/var", "/tmp", "/home")
@@ -209,10 +210,10 @@ def _answer(door: socket.socket, take: int) -> NoReturn:
             taken = _take(door, ended)
             os.write(take, struct.pack("i", os.getpid()))
             door.close()
-        with socket.socket(fileno=taken) as guest:
-            body = _exactly(guest, struct.unpack("<Q", _exactly(guest, 8))[0])
-            outcome = json.dumps(_run(prepared, json.loads(body), body)).encode()
-            guest.sendall(struct.pack("<Q", len(outcome)) + outcome)
+        with socket.socket(fileno=taken) as guest, guest.makefile("rb") as requests:
+            if (body := read_frame(requests)) is None:
+                os._exit(0)
+            guest.sendall(frame(json.dumps(_run(prepared, json.loads(body), body)).encode()))
     except BaseException:  # noqa: BLE001 - a fork must not return into the loop
         traceback.print_exc()
         code = 1
@@ -234,16 +235,6 @@ def _take(door: socket.socket, ended: int) -> int:
             if not fds:
                 os._exit(0)
             return fds[0]
-
-
-def _exactly(guest: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = guest.recv(min(1 << 20, size - len(found)))
-        if not part:
-            os._exit(0)
-        found += part
-    return bytes(found)
 
 
 def _prepare() -> Prepared:
