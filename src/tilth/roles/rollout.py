@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,50 +97,63 @@ class RolloutWorker:
         column ``carried`` is 1 in ``asked`` for samples that go on, and in the answer for those that are not finished.
         """
         self._check_current()
-        params = self._params(greedy)
-        if self.player is not None and INFO in asked.payload:
-            return self._play(self.player, asked, params, carry)
-        some = params if carry is None else replace(params, max_tokens=self.section.partial)
-        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
-        requests = [
-            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
-            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
-        ]
+        params, player = self._params(greedy), self.player if INFO in asked.payload else None
+        before = {} if carry is None else self._before(asked, carry)
+        work: Callable[[], list[Played]]
+        if player is None:
+            work = partial(self._complete, self._requests(asked, params, carry), params, before)
+        else:
+            work = partial(self._play, player, self._wanted(asked), params, carry, before)
         with span("generate") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
             self._aborting.clear()
             self._asked, self._done = asked["id"].tolist(), 0
             try:
-                before = {} if carry is None else self._resume(asked, params, carry)
-                found = self._finish(requests, before)
+                found = work()
             finally:
                 self._asked = ()
                 self._finished.clear()
-            written = sum(t.completion_length for t in found) - sum(t.completion_length for t in before.values())
-            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
-        batch = to_batch(found, self.store)
-        if carry is None:
-            return batch
-        return self._carried(batch, found, [not self._ended(t) for t in found], carry)
+            trajectories = [one.trajectory for one in found]
+            written = sum(t.completion_length for t in trajectories)
+            written -= sum(t.completion_length for t in before.values())
+            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
+        batch = to_batch(trajectories, self.store, by_turn=player is not None)
+        if player is not None:
+            batch = self._scored(batch, found)
+            trajectories = [one.kept() for one in found]
+        if carry is not None:
+            batch = self._carried(batch, trajectories, [one.paused is not None for one in found], carry)
+        return batch
 
-    def _finish(self, requests: Sequence[Request], before: Mapping[int, Trajectory]) -> list[Trajectory]:
-        """Generate until all requests and resumed samples have ended; return them in the order of ``requests``."""
-        new = [request for request in requests if request.id not in before]
-        resumed = [i for i, t in before.items() if not self._ended(t)]
-        more = (resumed,) if resumed else ()
-        found = dict(before) | {t.id: t for t in self._announced(self.engine.stream(new, self._aborting, *more))}
-        return [found[request.id] for request in requests]
-
-    def _resume(self, asked: Batch, params: SamplingParams, carry: Carry) -> dict[int, Trajectory]:
-        """Go on with samples of the step before; return them by id, finished ones too."""
+    def _before(self, asked: Batch, carry: Carry) -> dict[int, Trajectory]:
+        """Return the samples that go on, and those that wait for the rest of their group."""
         assert self._unfinished is not None
-        resume = self.engine.resume  # type: ignore[attr-defined]  # checked when the engine was made
-        found = self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
-        for t in found.values():
-            if not self._ended(t):
-                most = min(params.max_tokens, t.completion_length + self.section.partial)
-                resume(t, replace(params, max_tokens=most))
-        return found
+        return self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
+
+    def _requests(self, asked: Batch, params: SamplingParams, carry: Carry | None) -> list[Request]:
+        some = params if carry is None else replace(params, max_tokens=self.section.partial)
+        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
+        return [
+            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
+            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
+        ]
+
+    def _complete(
+        self, requests: Sequence[Request], params: SamplingParams, before: Mapping[int, Trajectory]
+    ) -> list[Played]:
+        """Generate until all requests and samples of the step before have ended; return them in the order of
+        ``requests``."""
+        resumed = [t for t in before.values() if not self._ended(t)]
+        for t in resumed:
+            most = min(params.max_tokens, t.completion_length + self.section.partial)
+            self.engine.resume(t, replace(params, max_tokens=most))  # type: ignore[attr-defined]  # checked at start
+        new = [request for request in requests if request.id not in before]
+        more = ([t.id for t in resumed],) if resumed else ()
+        found = {**before}
+        for t in self.engine.stream(new, self._aborting, *more):
+            self._announce(t)
+            found[t.id] = t
+        return [Played(t, {}, paused=None if self._ended(t) else {}) for t in (found[r.id] for r in requests)]
 
     def _ended(self, t: Trajectory) -> bool:
         """True if a trajectory was cut by nothing but ``rollout.max_tokens``, if at all."""
@@ -158,43 +172,37 @@ class RolloutWorker:
         """Keep samples that go on in the next step in this folder."""
         self._unfinished = Unfinished(Path(folder), self.rank)
 
-    def _announced(self, stream: Iterable[Trajectory]) -> Iterator[Trajectory]:
-        """Pass trajectories on, and note them for ``finished``."""
-        for t in stream:
-            self._announce(t)
-            yield t
-
     def _announce(self, t: Trajectory) -> None:
         self._done += 1
         if self.engine.reports:
             self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
 
-    def _play(self, player: Player, asked: Batch, params: SamplingParams, carry: Carry | None) -> Batch:
-        """Play an episode for each row. Rows get the environment's reward, its parts and the number of turns."""
-        before = {} if carry is None else self._paused(asked, carry)
+    def _wanted(self, asked: Batch) -> list[Wanted]:
         infos = texts(asked.read(self.store, INFO)[INFO])
-        wanted = [
-            Wanted(i, json.loads(info), g, p)
-            for info, i, g, p in zip(infos, *(asked[c].tolist() for c in ("id", "group", "prompt")))
-        ]
-        with span("generate") as spent:
-            self.engine.reset_prefix_cache()  # as in ``generate``
-            self._asked, self._done = asked["id"].tolist(), 0
-            if self._journals is not None:
-                about = f"version {self.engine.version}, {params}"
-                about += f", after {sum(len(one.trajectory.tokens) for one in before.values())}" if before else ""
-                player.pool.keep(ObservationJournal(self._journals, self._asked, about))
-            try:
-                most = self.section.partial * (carry is not None)
-                found = player.play(wanted, params, partial=most, before=before, finished=self._announce)
-            finally:
-                self._asked = ()
-                self._finished.clear()
-                player.pool.keep(None)
-            trajectories = [one.trajectory for one in found]
-            written = sum(t.completion_length for t in trajectories)
-            written -= sum(one.trajectory.completion_length for one in before.values())
-            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
+        rows = zip(*(asked[c].tolist() for c in ("id", "group", "prompt")))
+        return [Wanted(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
+
+    def _play(
+        self,
+        player: Player,
+        wanted: Sequence[Wanted],
+        params: SamplingParams,
+        carry: Carry | None,
+        before: Mapping[int, Trajectory],
+    ) -> list[Played]:
+        """Play these episodes to their ends, or with ``carry`` up to a pause."""
+        if self._journals is not None:
+            about = f"version {self.engine.version}, {params}"
+            about += f", after {sum(len(t.tokens) for t in before.values())}" if before else ""
+            player.pool.keep(ObservationJournal(self._journals, self._asked, about))
+        try:
+            most, kept = self.section.partial * (carry is not None), {i: Played.of(t) for i, t in before.items()}
+            return player.play(wanted, params, partial=most, before=kept, finished=self._announce)
+        finally:
+            player.pool.keep(None)
+
+    def _scored(self, batch: Batch, found: Sequence[Played]) -> Batch:
+        """Add the parts of the environment's reward, and numbers of turns and calls; note why rewards are missing."""
         waiting = {one.trajectory.group for one in found if one.paused is not None}
         self._failures = {
             one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}
@@ -205,18 +213,9 @@ class RolloutWorker:
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
         rows[TURNS] = np.array([one.turns for one in found], np.float32)
         rows[CALLS] = np.array([one.calls for one in found], np.float32)
-        batch = to_batch(trajectories, self.store, by_turn=True).with_rows(**rows)
         if CORRECT in names:
-            batch = batch.with_rows(**{OUTCOME: rows[f"part/{CORRECT}"]})
-        if carry is None:
-            return batch
-        return self._carried(batch, [one.kept() for one in found], [one.paused is not None for one in found], carry)
-
-    def _paused(self, asked: Batch, carry: Carry) -> dict[int, Played]:
-        """Return the episodes that go on, and those that wait for the rest of their group."""
-        assert self._unfinished is not None
-        kept = self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
-        return {i: Played.of(t) for i, t in kept.items()}
+            rows[OUTCOME] = rows[f"part/{CORRECT}"]
+        return batch.with_rows(**rows)
 
     @transfer(split="all", gather="first")
     def journal_to(self, folder: str) -> None:
