@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rl_task import Task
 
 import tilth
 from tilth.models.config import DecoderConfig
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.request import Request
 
 
@@ -17,10 +17,10 @@ from tilth.rollout.request import Request
 class GivenLengths(Engine):
     """Ends every completion at its own given length and nowhere else; request ids count up from step to step."""
 
-    def __init__(self, config: DecoderConfig, *, task: str, **options: Any) -> None:
-        """task: file of the task, as JSON."""
-        super().__init__(config, **options)
-        self._task = Task.load(Path(task))
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        """The argument "task" is the file of the task, as JSON."""
+        super().__init__(config, options)
+        self._task = Task.load(Path(options.arguments["task"]))
 
     def submit(self, requests: Iterable[Request]) -> None:
         super().submit([self._cut(request) for request in requests])

@@ -17,6 +17,7 @@ from tilth.plan.lora import pair_of, scale_of, weight_of
 from tilth.rollout import adapters, scheduler
 from tilth.rollout.blocks import BlockError, BlockManager
 from tilth.rollout.engine import Engine
+from tilth.rollout.options import EngineOptions
 from tilth.rollout.protocol import EngineError
 from tilth.rollout.protocol import make_engine as make_native
 from tilth.rollout.request import Request, SamplingParams
@@ -288,7 +289,7 @@ def test_memory_is_counted_and_given_back():
 def made_of(lora, **options):
     """An engine whose weights have adapters, and all its weights."""
     weights = dict(MODEL.named_parameters()) | halves("a", lora=lora)
-    engine = make_native("native", MODEL.config, seed=7, max_length=256, lora=lora, **options)
+    engine = make_native("native", MODEL.config, EngineOptions(seed=7, max_length=256, lora=lora, **options))
     engine.update_weights(weights, version=1)
     return engine, weights
 
@@ -308,7 +309,7 @@ def test_weights_may_have_adapters_that_are_updated_alone(parity):
 
 
 def test_adapters_alone_are_no_first_update():
-    engine = make_native("native", MODEL.config, max_length=64, lora=LORAS["b"])
+    engine = make_native("native", MODEL.config, EngineOptions(max_length=64, lora=LORAS["b"]))
     for weights in (halves("b"), iter(halves("b").items())):
         with raises(ModelError, "lm_head.weight.missing"):
             engine.update_weights(weights, version=1)
@@ -320,7 +321,7 @@ def test_adapters_alone_are_no_first_update():
 def test_an_engine_that_takes_no_adapters_is_refused(monkeypatch):
     monkeypatch.setattr(Engine, "syncs_adapters", False)
     with raises(RecipeError, "rollout.adapters.engine"):
-        make_native("native", MODEL.config, lora=LORAS["a"])
+        make_native("native", MODEL.config, EngineOptions(lora=LORAS["a"]))
 
 
 # ---- refused ----
