@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
+from tilth_studies.dependencies import dependencies
+from tilth_studies.straggler_format import OPTYPES, Trace
 
-from tilth.analysis.graph import dependencies
 from tilth.analysis.replay import schedule
-from tilth.analysis.straggler_format import OPTYPES, Trace
 from tilth.core.errors import DataError
 
 Compute = tuple[str, int, int]

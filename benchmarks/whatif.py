@@ -24,10 +24,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from driver import benchmark_parser, write_rows
 from pipeline_schedules import orders, synthetic, to_table
-
-from tilth.analysis.cause import diagnose
-from tilth.analysis.straggler_format import OPTYPES, Trace, read_study
-from tilth.analysis.whatif import TraceModel, what_if
+from tilth_studies.cause import diagnose
+from tilth_studies.straggler_format import OPTYPES, Trace, read_study
+from tilth_studies.whatif import TraceModel, what_if
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "stragglers"
 SECONDS = {

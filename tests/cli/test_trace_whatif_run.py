@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.analysis.run_jobs import Job
 from tests.analysis.test_run_whatif import pair
-from tests.cli.test_trace_whatif import KEYS
+from tests.studies.test_trace_whatif import KEYS
 from tilth.analysis.run_whatif import analyse
 from tilth.cli.main import app
 

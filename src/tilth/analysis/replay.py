@@ -10,8 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.analysis.graph import ACROSS, TOGETHER, Graph
 from tilth.core.errors import DataError
+
+ALONE, TOGETHER, ACROSS = 0, 1, 2
+"""Start of an operation: alone; with one peer on its dp rank; with its group on all dp ranks."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges between n operations, and groups of operations that start together when the last of them is ready."""
+
+    before: np.ndarray  # int64 [e]: this operation must have ended ...
+    after: np.ndarray  # int64 [e]: ... before this one is ready
+    group: np.ndarray  # int64 [n]: number of the group, whose members are of one kind
+    kind: np.ndarray  # int64 [n]: ALONE, TOGETHER or ACROSS
 
 
 @dataclass(frozen=True)

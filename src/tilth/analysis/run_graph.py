@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.graph import ACROSS, ALONE, Graph
 from tilth.analysis.network import meetings
 from tilth.analysis.profiled import profiled
+from tilth.analysis.replay import ACROSS, ALONE, Graph
 from tilth.core.errors import DataError
 
 LAUNCH, WORK, MEET, REPLY, AWAIT, END = range(6)

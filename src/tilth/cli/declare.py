@@ -12,6 +12,7 @@ from typer import Option
 import tilth
 from tilth.cli.groups import Commands
 from tilth.config.roles import resolve
+from tilth.core.errors import PluginError
 
 
 def _version(wanted: bool) -> None:
@@ -54,17 +55,30 @@ def group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.T
 
 
 def command(target: str, parent: typer.Typer = app, name: str = "") -> Callable[[Callable[..., None]], None]:
-    """Register a command: the function declares its options, ``target`` (module:function of this package) runs it.
+    """Register a command: the function declares its options, ``target`` (module:function) runs it.
 
-    The module is imported when the command runs. Options that are None are left to the target's defaults.
+    target: of this package, or of the studies, as in "studies.module:function". Its module is imported when the command
+    runs. Options that are None are left to the target's defaults.
     """
 
     def register(declared: Callable[..., None]) -> None:
         @functools.wraps(declared)
         def call(**given: Any) -> None:
-            body = resolve(f"tilth.cli.{target}")
+            _, own, name = target.partition("studies.")
+            body = study(name) if own else resolve(f"tilth.cli.{target}")
             body(**{option: value for option, value in given.items() if value is not None})
 
         parent.command(name or declared.__name__)(call)
 
     return register
+
+
+def study(target: str) -> Callable[..., Any]:
+    """Import a function (module:function) of the studies in ``benchmarks/``. PluginError: they are not installed."""
+    try:
+        return resolve(f"tilth_studies.{target}")
+    except ModuleNotFoundError as error:
+        if error.name != "tilth_studies":
+            raise
+        message = "this is a command of the studies, which are not installed: pip install . in Tilth's folder"
+        raise PluginError(message, key="tilth_studies") from error

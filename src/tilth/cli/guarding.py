@@ -91,7 +91,7 @@ MEASURED = Option("--measured", metavar="FILE", help="JSON of benchmarks/faults.
 TRACE = Option("--trace", metavar="FILE", help="faults of nodes, in InfiniteHBD's JSON")
 
 
-@command("guard_simulate:simulate", guard, "simulate")
+@command("studies.guard_simulate:simulate", guard, "simulate")
 def guard_simulate(
     name: RecipeArgument,
     trace: Annotated[Path, TRACE],

@@ -11,13 +11,13 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from tilth.analysis.cause import Cause, diagnose
+from tilth.analysis.cause import Cause
 from tilth.analysis.events import parse_steps
 from tilth.analysis.network import parse_bandwidth, parse_seconds
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
-from tilth.analysis.straggler_format import Trace, read_study
-from tilth.analysis.whatif import Replayed, Slowdown, TraceModel, WhatIf, what_if
+from tilth.analysis.whatif import Replayed, Slowdown
+from tilth.cli.declare import study
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
 from tilth.ui import format
@@ -45,19 +45,7 @@ def analyse(
             "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
             key="RUN",
         )
-    trace = read_study(path, meta)
-    try:
-        model = TraceModel(trace)
-        found = what_if(trace, model)
-    except DataError as error:
-        raise DataError(f"{path}: {error}", key=error.key) from error
-    cause = diagnose(model, found)
-    if svg is not None:
-        _write_map(svg, path.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
-    if as_json:
-        typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
-    else:
-        show(*_file_parts(path, trace, found, cause))
+    study("trace_whatif:analyse")(path, meta, svg, as_json=as_json)
 
 
 def _analyse_run(
@@ -73,7 +61,7 @@ def _analyse_run(
     if svg is not None:
         if not found.by_worker:
             raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
-        _write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
+        write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
     if as_json:
         plain = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
         typer.echo(json.dumps(plain, allow_nan=False))
@@ -119,7 +107,7 @@ def _of_run(found: RunWhatIf) -> dict[str, Any]:
     }
 
 
-def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
+def write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
     """Write the heat map of workers as SVG. StorageError if it cannot be written."""
     note = "Slowdown of a step in which only this worker keeps its recorded times. "
     note += ", ".join(f.kind for f in cause.findings)
@@ -132,7 +120,7 @@ def _write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Seq
         raise StorageError(f"cannot write {path}: {error.strerror}", key=path.name) from error
 
 
-def _summary(found: Replayed, over: str) -> list[str]:
+def summary(found: Replayed, over: str) -> list[str]:
     lost, worst = f"{100 * found.waste:.1f} % of the time is lost", f"worst step {found.per_step.max():.4f}"
     instead = f"a step takes {found.replayed.mean():.4g} s instead of {found.ideal.mean():.4g} s"
     error = f"recorded over {over}; worst step {100 * found.worst_error:.2f} %"
@@ -140,33 +128,6 @@ def _summary(found: Replayed, over: str) -> list[str]:
         f"slowdown S {found.slowdown:.4f}: {instead}, {lost}; {worst}",
         f"error of the model {100 * found.error:.2f} % ({error})",
     ]
-
-
-def _file_parts(file: Path, trace: Trace, found: WhatIf, cause: Cause) -> Iterator[Any]:
-    lost = trace.dropped
-    yield (
-        f"{file}: {format.count(len(found.by_worker), 'worker')} (stages {trace.stages}, dp {trace.dp}), "
-        + format.count(len(found.steps), "step")
-        + (f"; {format.count(len(lost), 'step')} left out: operations are missing" if lost else "")
-    )
-    yield from _summary(found, "replayed")
-    yield f"M_W {found.m_w.share:.4f} (worst 3 % of workers mended), M_S {found.m_s.share:.4f} (last stage mended)"
-    yield (
-        f"forwards against backwards r = {cause.evidence['forward_backward_correlation']:.3f}, forwards vary by "
-        f"{100 * cause.evidence['forward_variation']:.1f} % (medians over workers)"
-    )
-    yield f"cause: {cause.text}\n"
-    yield from _slowdowns("operation", found.by_optype, len(found.by_optype))
-    if len(found.by_stage) > 1:
-        yield from _slowdowns("stage", found.by_stage, len(found.by_stage), ordered=False)
-    if len(found.by_dp) > 1:
-        yield from _slowdowns("dp rank", found.by_dp)
-    rows = [
-        (f"dp {w['dp']} stage {w['stage']}", str(w["rank"]), f"{w['exact']:.4f}", f"{w['shortcut']:.4f}")
-        for w in found.slowest
-    ]
-    yield from _table(("worker", "rank", "S exact", "S shortcut"), rows, right=("rank", "S exact", "S shortcut"))
-    yield _map(found.exact)
 
 
 def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
@@ -180,7 +141,7 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
     )
     left = "".join(f"; {format.count(n, name)} left out: {why}" for n, name, why in reasons if n)
     yield f"{run}: {who}; {which}{left}"
-    yield from _summary(found, "a replay with usual delays of dispatch")
+    yield from summary(found, "a replay with usual delays of dispatch")
     if count:
         which = f"rank{'s' * (len(found.worst) > 1)} {', '.join(map(str, found.worst))}"
         yield (
@@ -188,15 +149,15 @@ def _run_parts(run: Path, found: RunWhatIf, cause: Cause) -> Iterator[Any]:
             f"work, jitter included), communication {found.m_c.share:.4f}; they overlap"
         )
     yield from (*_other_network(found), f"cause: {cause.text}\n")
-    yield from _slowdowns("operation", found.by_optype)
+    yield from slowdowns("operation", found.by_optype)
     if count:
         for name, at in ({"dp": found.by_dp} | found.by_axis).items():
             if len(at) > 1:
-                yield from _slowdowns(f"{name} rank", at)
+                yield from slowdowns(f"{name} rank", at)
         titles = ("worker", "dp rank", "S")
         rows = [(str(w["rank"]), str(w["dp"]), f"{w['exact']:.4f}") for w in found.slowest]
-        yield from _table(titles, rows, right=titles)
-        yield _map(found.exact[None])
+        yield from table(titles, rows, right=titles)
+        yield worker_map(found.exact[None])
 
 
 def _other_network(found: RunWhatIf) -> list[str]:
@@ -212,20 +173,20 @@ def _other_network(found: RunWhatIf) -> list[str]:
     return lines
 
 
-def _slowdowns(what: str, found: Mapping[Any, Slowdown], most: int = SHOWN, *, ordered: bool = True) -> list[Any]:
+def slowdowns(what: str, found: Mapping[Any, Slowdown], most: int = SHOWN, *, ordered: bool = True) -> list[Any]:
     """Make a table of S; ordered: the worst first."""
     rows = sorted(found.items(), key=lambda kv: -kv[1].mean) if ordered else list(found.items())
     cells = [(str(name), f"{s.mean:.4f}", f"{s.per_step.max():.4f}") for name, s in rows]
-    return _table((what, "S", "worst step"), cells, right=("S", "worst step"), most=most)
+    return table((what, "S", "worst step"), cells, right=("S", "worst step"), most=most)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], most: int = SHOWN) -> list[Any]:
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], most: int = SHOWN) -> list[Any]:
     """Make a table of at most ``most`` rows, and count the others."""
     left = [f"and {len(rows) - most} more"] if len(rows) > most else []
     return [new_table(*titles, right=right, rows=rows[:most]), *left, ""]
 
 
-def _map(values: np.ndarray) -> Text:
+def worker_map(values: np.ndarray) -> Text:
     """Draw workers, [stages, dp], with characters; where they do not fit, a cell is the worst of several."""
     stages, dp = values.shape
     room = max(shutil.get_terminal_size((WIDTH, 24)).columns - 12, 8)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from tilth.analysis.straggler_format import read_study
-from tilth.analysis.whatif import what_if
+from tilth_studies.straggler_format import read_study
+from tilth_studies.whatif import what_if
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "stragglers"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the straggler study's traces are not at {DATA}")

@@ -5,26 +5,14 @@ launched their operations in the first step. Definitions: arXiv 2505.05713, sect
 """
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 
-from tilth.analysis.straggler_format import COMPUTE, DATA, OPTYPES, PIPE, Trace
+from tilth.analysis.replay import ACROSS, ALONE, TOGETHER, Graph
 from tilth.core.errors import DataError
+from tilth_studies.straggler_format import COMPUTE, DATA, OPTYPES, PIPE, Trace
 
 FORWARD, BACKWARD = OPTYPES.index("forward-compute"), OPTYPES.index("backward-compute")
-ALONE, TOGETHER, ACROSS = 0, 1, 2
-"""Start of an operation: alone; with one peer on its dp rank; with its group on all dp ranks."""
-
-
-@dataclass(frozen=True)
-class Graph:
-    """Edges between n operations, and groups of operations that start together when the last of them is ready."""
-
-    before: np.ndarray  # int64 [e]: this operation must have ended ...
-    after: np.ndarray  # int64 [e]: ... before this one is ready
-    group: np.ndarray  # int64 [n]: number of the group, whose members are of one kind
-    kind: np.ndarray  # int64 [n]: ALONE, TOGETHER or ACROSS
 
 
 class _Stage:

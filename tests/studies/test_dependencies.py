@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pipeline_schedules import by_type, orders, synthetic, to_table
+from tilth_studies.dependencies import dependencies
+from tilth_studies.straggler_format import OPTYPES, from_table
+from tilth_studies.whatif import TraceModel, what_if
 
 from tests.errors import raises
-from tilth.analysis.graph import ACROSS, ALONE, TOGETHER, dependencies
-from tilth.analysis.straggler_format import OPTYPES, from_table
-from tilth.analysis.whatif import TraceModel, what_if
+from tilth.analysis.replay import ACROSS, ALONE, TOGETHER
 from tilth.core.errors import DataError
 
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, grads_reduce_scatter=0.5, optimizer=0.2)

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
+from tilth_studies.dependencies import dependencies
+from tilth_studies.straggler_format import OPTYPES, from_table
+from tilth_studies.whatif import TraceModel, what_if
 
 from tests.errors import raises
 from tests.examples import examples
-from tilth.analysis.graph import ACROSS, ALONE, TOGETHER, Graph, dependencies
-from tilth.analysis.replay import schedule
-from tilth.analysis.straggler_format import OPTYPES, from_table
-from tilth.analysis.whatif import TraceModel, what_if
+from tilth.analysis.replay import ACROSS, ALONE, TOGETHER, Graph, schedule
 from tilth.core.errors import DataError
 
 PLAIN = by_type(forward_compute=1.0, backward_compute=2.0)

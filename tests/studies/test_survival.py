@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tilth_studies.faults import DAY, FaultTrace, Incident, NodeFault, incidents, read_trace, scaled
+from tilth_studies.survival import MECHANISMS, SurvivalPolicy, simulate, standby, switched_off, worst_window
 
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import ArgumentError, DataError
-from tilth.plan.faults import DAY, FaultTrace, Incident, NodeFault, incidents, read_trace, scaled
-from tilth.plan.survival import MECHANISMS, SurvivalPolicy, simulate, standby, switched_off, worst_window
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "faults" / "infinitehbd_fault_trace.json"
 SURE = SurvivalPolicy(hangs=0.0, again=0.0)

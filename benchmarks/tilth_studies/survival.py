@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tilth.core.errors import ArgumentError, DataError
-from tilth.plan.faults import FaultTrace, Incident, incidents
+from tilth_studies.faults import FaultTrace, Incident, incidents
 
 HOUR = 3600.0
 Without = Literal["shrink", "wait"]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic, to_table
+from tilth_studies.straggler_format import COLUMNS, from_table, read_meta, read_study
+from tilth_studies.whatif import TraceModel, what_if
 
 from tests.errors import raises
 from tests.examples import examples
-from tilth.analysis.straggler_format import COLUMNS, from_table, read_meta, read_study
-from tilth.analysis.whatif import TraceModel, what_if
 from tilth.core.errors import DataError
 
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, optimizer=0.5)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from pipeline_schedules import by_type, orders, synthetic
-
-from tilth.analysis.cause import alikeness, diagnose, paused
-from tilth.analysis.whatif import TraceModel, what_if
+from tilth_studies.cause import alikeness, diagnose, paused
+from tilth_studies.whatif import TraceModel, what_if
 
 USUAL = by_type(
     forward_compute=1.0, backward_compute=2.0, forward_send=0.02, forward_recv=0.02, backward_send=0.02,

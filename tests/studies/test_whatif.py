@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_schedules import by_type, orders, synthetic
+from tilth_studies.cause import alikeness, diagnose
+from tilth_studies.straggler_format import from_table
+from tilth_studies.whatif import TraceModel, what_if, worst_workers
 
 from tests.examples import examples
-from tilth.analysis.cause import alikeness, diagnose
-from tilth.analysis.straggler_format import from_table
-from tilth.analysis.whatif import TraceModel, what_if, worst_workers
 
 USUAL = by_type(
     forward_compute=1.0, backward_compute=2.0, forward_send=0.02, forward_recv=0.02, backward_send=0.02,
@@ -153,7 +153,7 @@ def test_exact_worker_scores_are_those_of_full_replays():
 def test_blocks_of_steps_change_nothing(monkeypatch):
     trace = noisy(lengths)
     whole = what_if(trace)
-    monkeypatch.setattr("tilth.analysis.whatif.BLOCK", 1)
+    monkeypatch.setattr("tilth_studies.whatif.BLOCK", 1)
     small = what_if(trace)
     assert (small.exact_per_step == whole.exact_per_step).all() and (small.replayed == whole.replayed).all()
     assert (small.m_w, small.m_s, small.m_l) == (whole.m_w, whole.m_s, whole.m_l)

@@ -9,10 +9,10 @@ from typing import Any
 
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import RecipeError
-from tilth.plan.faults import DAY, FaultTrace, read_trace, scaled
-from tilth.plan.survival import MECHANISMS, SurvivalPolicy, Survived, measured, standby, switched_off
-from tilth.plan.survival import simulate as survive
 from tilth.runs.trust import load_named
+from tilth_studies.faults import DAY, FaultTrace, read_trace, scaled
+from tilth_studies.survival import MECHANISMS, SurvivalPolicy, Survived, measured, standby, switched_off
+from tilth_studies.survival import simulate as survive
 
 INTERVALS = (1, 6, 60)
 """Checkpoints on disk beside the recipe's, in minutes."""

@@ -1,6 +1,7 @@
 """``tilth trace whatif``: its JSON, what a person reads, the picture, and bad input in one line."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.dom.minidom
@@ -9,11 +10,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from pipeline_schedules import by_type, orders, synthetic, to_table
+from tilth_studies.straggler_format import read_study
+from tilth_studies.whatif import what_if
 from typer.testing import CliRunner
 
-from tilth.analysis.straggler_format import read_study
-from tilth.analysis.whatif import what_if
+from tests.errors import raises
+from tilth.cli.declare import study
 from tilth.cli.main import app
+from tilth.core.errors import PluginError
 
 KEYS = ["slowdown", "ideal_step", "by_optype", "by_stage", "by_dp", "by_worker", "m_w", "m_s", "cause"]
 USUAL = by_type(forward_compute=1.0, backward_compute=2.0, grads_reduce_scatter=0.4, optimizer=0.2)
@@ -112,5 +116,28 @@ def test_no_torch(file):
         "import sys; from typer.testing import CliRunner; from tilth.cli.main import app; "
         f"r = CliRunner().invoke(app, ['trace', 'whatif', {str(file)!r}]); print(r.exit_code, 'torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.split() == ["0", "False"]
+
+
+class Absent:
+    """Finder of modules where the studies are not installed."""
+
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "tilth_studies":
+            raise ModuleNotFoundError(name, name=name)
+
+
+@pytest.mark.parametrize(
+    "command", [["trace", "whatif", "FILE"], ["guard", "simulate", "addition-grpo", "--trace", "FILE"]]
+)
+def test_commands_of_studies_that_are_not_installed_say_so(monkeypatch, command):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tilth_studies"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2 and "pip install . in Tilth's folder" in result.stderr
+    with raises(PluginError, "tilth_studies"):
+        study("trace_whatif:analyse")
