@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from driver import benchmark_parser, write_rows
 from odd_jobs import FAULTS, LIMITS, GeneratedJob, make_job
+from tilth_studies.odd_machine_fit import in_order, with_floors, with_thresholds
 
-from tilth.guard.odd_machine_fit import in_order, with_floors, with_thresholds
 from tilth.guard.odd_machines import (
     MISSING,
     OddMachineRules,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tilth_studies.odd_machine_fit import in_order, peaks, with_floors, with_thresholds
 
 from tests.errors import raises
 from tests.examples import examples
 from tilth.config.errors import ArgumentError
-from tilth.guard.odd_machine_fit import in_order, peaks, with_floors, with_thresholds
 from tilth.guard.odd_machines import (
     MISSING,
     MetricRule,

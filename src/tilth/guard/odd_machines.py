@@ -61,7 +61,7 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class MetricRule:
-    """One metric: its physical limits, and how far healthy machines differ (see ``odd_machine_fit``)."""
+    """One metric: its physical limits, and how far healthy machines differ."""
 
     name: str
     low: float
@@ -191,13 +191,6 @@ def distances(level: np.ndarray) -> np.ndarray:
     found = np.empty_like(sums)
     np.put_along_axis(found, order, sums, axis=1)
     return np.maximum(found, 0)
-
-
-def typical(level: np.ndarray) -> np.ndarray:
-    """Return the mean distance of two machines in each window."""
-    count = level.shape[1]
-    mean: np.ndarray = distances(level).sum(axis=1) / max(1, count * (count - 1))
-    return mean
 
 
 def leave_one_out(distance: np.ndarray, floor: float) -> np.ndarray:

@@ -14,7 +14,6 @@ from tilth.guard.odd_machines import (
     leave_one_out,
     levels,
     sustained,
-    typical,
 )
 
 
@@ -70,6 +69,13 @@ def in_order(rules: OddMachineRules, peak: np.ndarray, faulty: np.ndarray) -> Od
         rest.remove(best)
         left &= ~above[:, best]
     return replace(rules, metrics=tuple(rules.metrics[metric] for metric in order))
+
+
+def typical(level: np.ndarray) -> np.ndarray:
+    """Return the mean distance of two machines in each window."""
+    count = level.shape[1]
+    mean: np.ndarray = distances(level).sum(axis=1) / max(1, count * (count - 1))
+    return mean
 
 
 def _impurity(split: np.ndarray, faulty: np.ndarray) -> float:
