@@ -58,6 +58,7 @@ quick-tests: $(VENV)/.dev
 # At the same time: what lint does is done by one process.
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -j 2 lint quick-tests
+	@$(BIN)/python -m tests.test_size
 
 # Numbers under other instruction sets too: a library chooses the order of a sum by them.
 NUMERIC := tests/models tests/training tests/rollout/test_parity.py -m "not slow and not gpu"
