@@ -8,10 +8,12 @@ from tests.errors import raises
 from tests.plan.test_mapping import brute_force
 from tilth.config.checks import check_cluster
 from tilth.config.load import dump_toml, from_dict
+from tilth.config.schema import LayoutConfig
 from tilth.core.errors import RecipeError
 from tilth.models.family import new_config
 from tilth.plan.devices import DEVICES
 from tilth.plan.layout import per_rank
+from tilth.plan.mapping import Option
 from tilth.plan.search import STAGES, SearchInput, applied, find_mapping
 
 SMALL = {"family": "llama", "hidden": 64, "layers": 2, "heads": 4, "context": 64}
@@ -146,3 +148,16 @@ def evaluation(devices):
 def test_roles_share_16_gpus():
     """One half of the shape in HybridFlow's section 8.3 (arXiv 2409.19256); docs/benchmarks.md has the other one."""
     assert len(find_mapping(evaluation(16)).best.pools) == 1
+
+
+@pytest.mark.parametrize("seconds, axis", [(1.02, "fsdp"), (1.04, "tp")])
+def test_shards_alone_are_taken_where_they_are_nearly_as_fast(seconds, axis):
+    given = replace(asked(2, flow="sft", supervised={"steps": 1}, algorithm={}), generates=False)
+
+    def options(role, devices, beside):
+        found = (("tp", 1.0), ("fsdp", seconds))
+        return [Option(LayoutConfig(**{name: devices}), (0.0, 0.0, s, 0.0), 0) for name, s in found]
+
+    given.__dict__["problem"] = replace(given.problem, options=options, sizes=(2,))
+    [pool] = find_mapping(given).best.pools
+    assert getattr(pool.options[pool.roles.index("policy")].layout, axis) == 2

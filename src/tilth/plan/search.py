@@ -7,7 +7,7 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -22,7 +22,7 @@ from tilth.core.layout import Mesh
 from tilth.plan.devices import DeviceType
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import Placed, check_shape, cut
-from tilth.plan.mapping import MappingProblem, Option, RoleMapping, search
+from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
 from tilth.plan.memory import BASE, CUDA, TOKEN, Need
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.shape import DecoderShape, parameters
@@ -119,12 +119,39 @@ class SearchResult:
 
 
 def find_mapping(given: SearchInput) -> SearchResult:
-    """Search placement, pools and layouts. RecipeError if nothing fits, and for pools, which the search chooses."""
+    """Search placement, pools and layouts; one that only shards what learns wins unless another is faster by ``NEAR``.
+
+    RecipeError if nothing fits, and for pools, which the search chooses.
+    """
     check_cluster(given.recipe.replaced("cluster", search=True))
-    found = search(given.problem)
+    problem = given.problem
+    found = search(problem)
     if not found:
         raise RecipeError(_nothing(given), key="cluster.search")
-    return SearchResult(given, found[0], found[1] if len(found) > 1 else None)
+    best = found[0]
+    simple = search(replace(problem, options=_simple(given, problem.options), found={}), 1)
+    if simple and simple[0].total <= NEAR * best.total:
+        best = simple[0]
+    second = next((mapping for mapping in found if mapping.placement != best.placement), None)
+    return SearchResult(given, best, second)
+
+
+NEAR = 1.03
+"""Seconds of a step over those of the fastest mapping at which the simplest is taken: predictions err by more."""
+
+
+def _simple(given: SearchInput, options: Options) -> Options:
+    """Return the options without those in which a role that learns or scores divides more than rows and shards."""
+
+    def simple(role: str, devices: int, beside: frozenset[str]) -> Sequence[Option]:
+        found = options(role, devices, beside)
+        return found if given.roles[role].mesh != "layout" else [o for o in found if _shards_only(o.layout)]
+
+    return simple
+
+
+def _shards_only(layout: LayoutConfig) -> bool:
+    return all("rows" in axis.splits or getattr(layout, name) == 1 for name, axis in AXES.items())
 
 
 def _nothing(given: SearchInput) -> str:
