@@ -61,7 +61,7 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m tests.test_size
 
 # Numbers under other instruction sets too: a library chooses the order of a sum by them.
-NUMERIC := tests/models tests/training tests/rollout/test_parity.py -m "not slow and not gpu"
+NUMERIC := tests/models tests/training tests/engines/test_parity.py -m "not slow and not gpu"
 
 test-all: lint
 	$(PYTEST) --hypothesis-profile=long

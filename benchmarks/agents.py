@@ -28,14 +28,14 @@ from work import same_work
 from tilth.core.trajectory import Segment, Trajectory
 from tilth.data.template import PlainTemplate
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rollout.buffer import TrajectoryBuffer, joined
-from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Waiting"
 SPREAD = 50.0

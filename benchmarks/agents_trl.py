@@ -22,11 +22,11 @@ from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import load_model
-from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Player
-from tilth.rollout.options import EngineOptions
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Looking"
 CALL = '\n{"name": "look", "arguments": {"number": 7}}\n'

@@ -58,14 +58,14 @@ from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import JudgeConfig
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.process_pool import Item, RewardPool
 from tilth.roles.judge import JudgeWorker
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 
 VOCAB, PROMPT, BATCH = 4096, 16, 64
 """Prompts are of the first so many tokens, which every shape has."""

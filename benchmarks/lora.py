@@ -38,12 +38,12 @@ from work import same_work
 
 from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, converted
 from tilth.plan.lora import adapter_shapes, is_adapter
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 
 LR, CLIP, CHECKED, TOLERANCE = 1e-3, 1.0, 3, 2e-4

@@ -7,10 +7,10 @@ from pathlib import Path
 from rl_task import Task
 
 import tilth
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request
 from tilth.models.config import DecoderConfig
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request
 
 
 @tilth.engine("given_lengths")

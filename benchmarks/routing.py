@@ -13,13 +13,13 @@ import torch
 from driver import benchmark_parser, write_rows
 
 from tilth.core.batch import Jagged
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 from tilth.training.packed import packed_logprobs
 
 DENSE: dict[str, Any] = {

@@ -185,7 +185,7 @@ def test_no_benchmark_replaces_functions_of_the_package():
     "line", ["Engine.generate = f", "Engine.limit += 1", "setattr(e.Engine, 'poll', f)", "tilth.train = f"]
 )
 def test_a_replaced_function_is_seen(line):
-    assert replaced(f"import tilth\nimport tilth.rollout.engine as e\nfrom tilth.rollout.engine import Engine\n{line}")
+    assert replaced(f"import tilth\nimport tilth.engines.engine as e\nfrom tilth.engines.engine import Engine\n{line}")
 
 
 def test_what_belongs_to_others_may_be_replaced():

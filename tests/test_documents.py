@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.cluster.test_backend_declared import BACKEND
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.documents import PAGES, ROOT, Block, Command, blocks
-from tests.rollout.test_engine_conformance import ENGINE
+from tests.engines.test_engine_conformance import ENGINE
 from tilth.cli.main import app
 from tilth.config import plugins
 from tilth.config.load import check_allowed, from_dict, load_recipe
@@ -48,7 +48,7 @@ ELSEWHERE = {
     "srun ": "Slurm",
     "export TINKER_BASE_URL": "a client of a server; tests/service/test_readme.py has it",
     "python -m tinker_cookbook": "a package of its own; tests/service/test_readme.py runs it where it is installed",
-    "python3 -m venv vllm-env": "it makes an environment; tests/rollout/test_vllm.py takes one",
+    "python3 -m venv vllm-env": "it makes an environment; tests/engines/test_vllm.py takes one",
     "vllm-env/bin/pip": "that environment",
     "tilth run addition-grpo rollout.engine=vllm": "that environment",
     "tilth run addition-grpo run.checkpoints=s3://": "a store",
@@ -399,7 +399,7 @@ def a_backend(text, monkeypatch):
 
 
 def an_engine(text, monkeypatch):
-    """An engine; tests/rollout/test_engine_conformance.py does with it what is done with every engine."""
+    """An engine; tests/engines/test_engine_conformance.py does with it what is done with every engine."""
     assert text == ENGINE
     load_plugins([str(write(Path.cwd(), text))])
     assert "slow" in declared("engine")

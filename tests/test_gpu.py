@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.checkpoint.test_saver import alone
+from tests.engines.reference import CONFIG, make_engine, make_model, make_requests
 from tests.flows import tiny
-from tests.rollout.reference import CONFIG, make_engine, make_model, make_requests
 from tests.scripts import SCRIPTS, script
 from tests.training.test_engine import batch, reference_loss
 from tilth.api import run_recipe
@@ -16,10 +16,10 @@ from tilth.checkpoint import Commit, Saver, begin_save, open_checkpoint
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.checksum import checksum
+from tilth.engines.request import SamplingParams
 from tilth.flows.weight_sync import DEFAULT_MISMATCH
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.rollout.request import SamplingParams
 from tilth.runs.readers import read_metrics, read_state
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import packed_logprobs

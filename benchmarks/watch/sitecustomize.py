@@ -10,9 +10,9 @@ from types import CodeType, FrameType
 
 PHASES = (
     ("saving", r"flows/run\.py save|/tilth/checkpoint/"),
-    ("publishing", r"flows/run\.py sync_weights|roles/weight_sync\.py|rollout/engine\.py update_weights"),
+    ("publishing", r"flows/run\.py sync_weights|roles/weight_sync\.py|engines/engine\.py update_weights"),
     ("evaluating", r"flows/heldout\.py (evaluate|measure)$"),
-    ("generating", r"flows/sampler\.py generate_and_score|roles/rollout\.py|rollout/engine\.py"),
+    ("generating", r"flows/sampler\.py generate_and_score|roles/rollout\.py|engines/engine\.py"),
     ("training", r"flows/step_log\.py flush|training/engine\.py|roles/(policy|critic)\.py"),
     ("in a step", r"flows/(run|sampler|policy_gradient|actor_critic|supervised)\.py"),
 )

@@ -18,10 +18,10 @@ from tilth.cli.main import app
 from tilth.core.errors import RewardError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.request import SamplingParams
 from tilth.flows.evaluate import EvalSettings, evaluate
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import RewardPool
-from tilth.rollout.request import SamplingParams
 
 REWARD = """
 def score(prompt, completion, info):

@@ -138,10 +138,10 @@ def generating(context: Context) -> object:
     """The rollout role, with answers of thousands of tokens."""
     from tests.roles import small
     from tilth.config.schema import RolloutConfig
+    from tilth.engines.engine import Engine
+    from tilth.engines.options import EngineOptions
     from tilth.models.decoder import Decoder
     from tilth.roles.rollout import RolloutWorker
-    from tilth.rollout.engine import Engine
-    from tilth.rollout.options import EngineOptions
 
     model = Decoder(small.config())
     model.init_weights_(1)

@@ -12,9 +12,9 @@ with uncollected():
     from tests.flows import tiny
     from tilth.checkpoint.directory import Attempt
     from tilth.checkpoint.storage import Local
+    from tilth.engines.engine import Engine
     from tilth.roles.critic import CriticWorker
     from tilth.roles.policy import PolicyWorker
-    from tilth.rollout.engine import Engine
     from tilth.runs.directory import RunDir
     from tilth.training.optim import Optimizers
 

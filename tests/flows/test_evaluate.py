@@ -15,6 +15,7 @@ from tilth.core.errors import DataError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.request import SamplingParams
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.evaluate import (
     EvalSettings,
@@ -28,7 +29,6 @@ from tilth.flows.evaluate import (
 from tilth.flows.model import load_model
 from tilth.rewards.process_pool import Outcome, RewardPool
 from tilth.rl.passk import avg_at_k, interval, pass_at_k
-from tilth.rollout.request import SamplingParams
 
 PROMPTS = PromptSet.of([{"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)} for a in range(12)])
 SHORT = SamplingParams(max_tokens=8)

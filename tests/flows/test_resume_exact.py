@@ -156,7 +156,7 @@ LOOP = "flows/policy_gradient.py policy_gradient"
     "stack, said",
     [
         (["flows/run.py save"], "saving"),
-        (["flows/heldout.py evaluate", "flows/sampler.py generate_and_score", "rollout/engine.py step"], "evaluating"),
+        (["flows/heldout.py evaluate", "flows/sampler.py generate_and_score", "engines/engine.py step"], "evaluating"),
         (["flows/heldout.py evaluate", "flows/run.py sync_weights", "roles/weight_sync.py relay"], "publishing"),
         ([LOOP, "flows/sampler.py generate_and_score"], "generating"),
         ([LOOP, "flows/step_log.py flush"], "training"),

@@ -25,9 +25,9 @@ from tilth.core.errors import (
 )
 from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
+from tilth.engines.engine import Engine
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.policy import PolicyWorker
-from tilth.rollout.engine import Engine
 from tilth.runs.readers import read_state, read_trajectories
 from tilth.runs.signals import Interrupted
 

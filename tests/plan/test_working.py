@@ -10,15 +10,15 @@ from torch.profiler import ProfilerActivity, profile
 from tilth.config.load import load_recipe
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.plan.memory import judge_need, rollout_need
 from tilth.plan.shape import matrices, parameters
 from tilth.plan.working import ShardFactors, logits_bytes, scoring, total, training
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import appraise, packed_logprobs
 

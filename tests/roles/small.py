@@ -10,14 +10,14 @@ from tilth.core.checksum import checksum
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.loader import PromptLoader
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.rollout import RolloutWorker, ask
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
 from tilth.training.engine import TrainEngine
 
 CONTEXT = 16

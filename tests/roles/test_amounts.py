@@ -9,8 +9,8 @@ from tests.roles.test_pairs import PROMPTS as PAIRS
 from tests.training.test_work import recorded
 from tilth.cluster.backends.inline import InlineStore
 from tilth.core.batch import Batch
+from tilth.engines.request import Request, SamplingParams
 from tilth.roles.experience import on_rows
-from tilth.rollout.request import Request, SamplingParams
 
 __all__ = ["documents"]
 
@@ -82,7 +82,7 @@ def check_engine(told, computed, prompts, lengths) -> None:
 
 @pytest.mark.parametrize("chunk", [4096, 7])
 def test_chunks_of_a_long_prompt_have_the_squares_of_the_whole(told, chunk):
-    from tests.rollout.reference import make_engine, make_model
+    from tests.engines.reference import make_engine, make_model
 
     engine = make_engine(make_model(), step_tokens=chunk)
     lengths = (40, 3, 17)

@@ -11,13 +11,13 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
 from tilth.models.config import DecoderConfig
 from tilth.rewards.judging import question, steps
 from tilth.roles.experience import OUTCOME, to_batch
 from tilth.roles.judge import GRADE, JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.loader import PromptLoader
-from tilth.rollout.engine import Engine
-from tilth.rollout.options import EngineOptions
 
 TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
 PROMPTS = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(5)])

@@ -14,11 +14,11 @@ from tests.core.test_trajectory import episodes
 from tests.examples import examples
 from tests.roles import small
 from tilth.core.trajectory import Segment, Trajectory
+from tilth.engines.request import Request, SamplingParams
 from tilth.models.attention import PackedContext
 from tilth.rl import registry
 from tilth.rl.rollout_correction import Correction, CorrectionRule, Sampled
 from tilth.roles.experience import to_batch
-from tilth.rollout.request import Request, SamplingParams
 
 
 def naive(model, tokens: np.ndarray) -> np.ndarray:

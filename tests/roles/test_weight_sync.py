@@ -17,6 +17,7 @@ from tilth.config.schema import OptimizerConfig
 from tilth.core.checksum import checksum
 from tilth.core.errors import WeightMismatch
 from tilth.core.layout import Mesh
+from tilth.engines.protocol import EngineError
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
@@ -29,7 +30,6 @@ from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.weight_sync import WeightSyncWorker, verify_weights
-from tilth.rollout.protocol import EngineError
 from tilth.training.engine import TrainEngine
 from tilth.training.packed import appraise
 

@@ -8,23 +8,23 @@ import pytest
 import tokenizers
 
 from tests.data.agent_templates import TEMPLATES
+from tests.engines.reference import make_model
 from tests.errors import raises
-from tests.rollout.reference import make_model
 from tilth.core.random import stream
 from tilth.core.trajectory import Trajectory
 from tilth.data.columns import to_prompt
 from tilth.data.template import ChatTemplate, TemplateError, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.engine import Engine
+from tilth.engines.grammar import added_tokens, grammar_of_calls
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import SamplingParams
 from tilth.envs.calls import message_of
 from tilth.envs.environment import Environment, EnvironmentFault, tool
 from tilth.envs.pool import Answer
 from tilth.models.config import DecoderConfig
 from tilth.rollout import buffer, episodes
-from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Episode, Limits, Player, Wanted
-from tilth.rollout.grammar import added_tokens, grammar_of_calls
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import SamplingParams
 
 TEXTS = [
     "What is 12 + 34? It is 46.\n\nThe user said so; add multiply name arguments",

@@ -14,9 +14,9 @@ from tilth.cli.eval import EvalOptions, reward_of
 from tilth.cli.main import app
 from tilth.config.plugins import forget
 from tilth.core.errors import PluginError
+from tilth.engines.options import EngineOptions
 from tilth.flows import model, profiling
 from tilth.flows.model import LoadedModel, make_engine
-from tilth.rollout.options import EngineOptions
 from tilth.runs.model_refs import Named
 from tilth.runs.trust import TRUST, check_trust, load_code, load_named, remember
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.engines.clients import Failing, failing_engine, gathered, opened, request, small_engine
+from tests.engines.reference import LORAS, halves
 from tests.errors import raises
-from tests.rollout.reference import LORAS, halves
-from tests.serve.rooms import Failing, failing_engine, gathered, opened, request, small_engine
 from tests.serve.servers import client_of, model_folder, running
 from tilth.cli.generate import GenerateOptions, complete
 from tilth.core.errors import DataError, ModelError
+from tilth.engines.request import Request
 from tilth.flows.model import load_model
 from tilth.models.peft import save_adapter
-from tilth.rollout.request import Request
 
 
 def adapted(one, name):

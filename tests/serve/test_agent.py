@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.engines.reference import make_model
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_episodes import Falls
 from tests.patience import patience
-from tests.rollout.reference import make_model
 from tests.rollout.test_episodes import TEXTS
 from tests.serve.game import STOPS
 from tests.serve.servers import WEATHER
@@ -19,14 +19,14 @@ from tilth.core.random import stream_id
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import read_trajectories
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import SamplingParams
 from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.buffer import parted
-from tilth.rollout.engine import Engine
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import SamplingParams
 from tilth.serve.agent_server import _called
 from tilth.serve.conversation import MODEL, AgentConversations
 from tilth.serve.errors import HttpError

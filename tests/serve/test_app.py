@@ -21,9 +21,9 @@ from tests.errors import raises
 from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
+from tilth.engines.completion import RequestError
 from tilth.flows.serving import ServeOptions, open_server, served_name
 from tilth.serve.app import BODY, AddressError, PatientProtocol, bare_app, check_address, listen
-from tilth.serve.completion import RoomError
 from tilth.serve.errors import http_error
 
 TOKEN = "a secret"
@@ -134,7 +134,7 @@ def test_tools_that_a_template_cannot_list_are_refused(model, tmp_path):
 
 
 def test_a_traceback_of_a_worker_stays_here():
-    for kind in (WorkerError, RoomError):
+    for kind in (WorkerError, RequestError):
         assert str(http_error(kind("rank 0: it broke\nTraceback ..."))) == "rank 0: it broke"
 
 

@@ -14,9 +14,9 @@ from tinker import types
 from tests.service.served import TOKENIZER, base, service, serving
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import WorkerError
+from tilth.engines.client import ClientLimits
 from tilth.flows.model import load_model
 from tilth.serve.app import BODY
-from tilth.serve.room import RoomLimits
 from tilth.service.api import LARGEST
 from tilth.service.base import ALPHA, TARGETS
 from tilth.service.desk import FACTS
@@ -189,7 +189,7 @@ def test_samples_are_trained_on_by_the_losses_of_recipes(server, client):
 @pytest.mark.parametrize("count, most", [(40, 16), pytest.param(2000, 512, marks=pytest.mark.slow)])
 def test_any_number_of_samples_may_be_asked_for_at_once_and_training_goes_on(model, tmp_path, count, most):
     with serving(model, tmp_path, name="Org/small") as server:
-        server.desk.samplers.line.most, server.desk.room.limits = most, RoomLimits(most=most)
+        server.desk.samplers.line.most, server.desk.room.limits = most, ClientLimits(most=most)
         trained, _ = run(service(server), rank=4, steps=1)
         sampler = trained.save_weights_and_get_sampling_client().result()
         prompts = [types.ModelInput.from_ints(rows(i, (4 + i % 9,))[0].tolist()) for i in range(count)]

@@ -16,10 +16,10 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.options import EngineOptions
+from tilth.engines.protocol import GenerationEngine
+from tilth.engines.request import Request, SamplingParams
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.protocol import GenerationEngine
-from tilth.rollout.request import Request, SamplingParams
 from tilth.ui.format import plain
 
 HELP = """/reset   begin anew

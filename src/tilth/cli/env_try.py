@@ -123,10 +123,10 @@ def _scored(score: Mapping[str, Any]) -> str:
 def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: int, temperature: float,
               max_tokens: int, turns: int, *, as_json: bool) -> None:  # fmt: skip
     from tilth.data.template import make_template
+    from tilth.engines.options import EngineOptions
+    from tilth.engines.request import SamplingParams
     from tilth.flows.model import load_model, make_engine, wants_tokenizer
     from tilth.rollout.episodes import Limits, Player, Wanted
-    from tilth.rollout.options import EngineOptions
-    from tilth.rollout.request import SamplingParams
 
     loaded = load_model(model)
     tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions

@@ -17,6 +17,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RewardError, TilthError
 from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
+from tilth.engines.request import SamplingParams
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.evaluate import (
     EvalSettings,
@@ -32,7 +33,6 @@ from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
 from tilth.rewards.verifiers import verifier_specs
 from tilth.rl.passk import Interval
-from tilth.rollout.request import SamplingParams
 from tilth.runs.files import to_json
 from tilth.runs.readers import read_state
 from tilth.runs.trust import load_code, load_recipe_of

@@ -14,9 +14,9 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.flows.model import load_model, make_engine, wants_tokenizer
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 from tilth.ui.format import plain
 
 MAX_TOKENS = 64

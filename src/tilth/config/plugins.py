@@ -86,9 +86,9 @@ class Declaration:
 
 
 ENGINES = {
-    "native": "tilth.rollout.engine:Engine",
-    "vllm": "tilth.rollout.vllm:VLLM",
-    "sglang": "tilth.rollout.sglang:SGLang",
+    "native": "tilth.engines.engine:Engine",
+    "vllm": "tilth.engines.vllm:VLLM",
+    "sglang": "tilth.engines.sglang:SGLang",
 }
 """Generation engines that come with Tilth: name -> module and class."""
 SERVED = ("vllm", "sglang")
@@ -353,7 +353,7 @@ def role(
 
 def engine(name: str) -> Callable[[T], T]:
     """Declare a generation engine, chosen by ``rollout.engine=name``: a subclass of
-    ``tilth.rollout.protocol.GenerationEngine``. Raises PluginError if the name is taken."""
+    ``tilth.engines.protocol.GenerationEngine``. Raises PluginError if the name is taken."""
     return declare("engine", name, ENGINES)
 
 

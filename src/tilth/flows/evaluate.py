@@ -19,13 +19,13 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import LoadedModel, make_engine, wants_tokenizer
 from tilth.rewards.process_pool import Outcome, RewardPool, Status, commonest
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.request import Request, SamplingParams
 from tilth.runs.files import to_json
 
 SAMPLES = 1 << 20

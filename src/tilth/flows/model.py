@@ -22,6 +22,9 @@ from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Tools
 from tilth.data.tokenizer import Tokenizer, check_vocabulary
+from tilth.engines import protocol
+from tilth.engines.options import EngineOptions
+from tilth.engines.protocol import GenerationEngine
 from tilth.envs.process import listed_tools
 from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known
@@ -31,9 +34,6 @@ from tilth.models.lora import merge
 from tilth.models.peft import load_adapter
 from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
-from tilth.rollout import protocol
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.protocol import GenerationEngine
 from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
 from tilth.runs.trust import check_trust, load_code
 

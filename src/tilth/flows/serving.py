@@ -16,17 +16,17 @@ from tilth.core.errors import DataError
 from tilth.core.memory import host_memory
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.client import ClientLimits, EngineClient
+from tilth.engines.options import EngineOptions
+from tilth.engines.protocol import GenerationEngine
 from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
 from tilth.models.hub import is_hub_id
 from tilth.models.peft import load_adapter
 from tilth.plan.shape import kv_bytes
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.protocol import GenerationEngine
 from tilth.serve.app import Guarded, HttpServer, check_address, listen, new_app
 from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import ServedModel
 from tilth.serve.openai import OpenAI
-from tilth.serve.room import EngineRoom, RoomLimits
 
 ROWS = 64
 """Completions that are decoded at once; further ones wait."""
@@ -56,7 +56,7 @@ class OpenedApp(NamedTuple):
     """Parts of a server whose engine is ready. address: without a path."""
 
     app: FastAPI
-    room: EngineRoom
+    room: EngineClient
     door: socket.socket
     metrics: ServerMetrics
     address: str
@@ -74,11 +74,11 @@ def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     model: as ``load_model`` takes it. Raises TilthError for a model, an adapter, a template or an address that does not
     work.
     """
-    made = open_app(model, options, EngineRoom)
+    made = open_app(model, options, EngineClient)
     return HttpServer(Guarded(made.app, options.token, made.metrics), made.room, made.door), f"{made.address}/v1"
 
 
-def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom], workers: int = 1) -> OpenedApp:
+def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineClient], workers: int = 1) -> OpenedApp:
     """Return OpenAI's interface over a room. kind: makes it of cluster, engine and limits; workers: of the cluster, the
     first of which has the engine."""
     check_address(options.host, options.token)
@@ -109,13 +109,13 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineRoom],
 
 
 def _room(
-    model: str, loaded: LoadedModel, options: ServeOptions, workers: int, kind: Callable[..., EngineRoom]
-) -> EngineRoom:
+    model: str, loaded: LoadedModel, options: ServeOptions, workers: int, kind: Callable[..., EngineClient]
+) -> EngineClient:
     gpu = torch.cuda.is_available() and options.backend != "inline"
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length), options.fast)
-    return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make, limits=RoomLimits())
+    return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make, limits=ClientLimits())
 
 
 def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> GenerationEngine:

@@ -16,6 +16,8 @@ from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Tools, make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.options import EngineOptions
+from tilth.engines.protocol import GenerationEngine, make_engine
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.model import REWARD_MODEL, load_beginning, load_model, wants_tokenizer
 from tilth.flows.weight_sync import DTYPES
@@ -42,8 +44,6 @@ from tilth.roles.rollout import RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
-from tilth.rollout.options import EngineOptions
-from tilth.rollout.protocol import GenerationEngine, make_engine
 from tilth.training.engine import TrainEngine
 from tilth.training.experts import ExpertOptions
 from tilth.training.packed import appraise, rate

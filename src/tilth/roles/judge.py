@@ -14,13 +14,13 @@ from tilth.core.errors import DataError
 from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
+from tilth.engines.protocol import GenerationEngine
+from tilth.engines.request import Request, SamplingParams
 from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.functions import LARGEST
 from tilth.rewards.judging import grade, grading, question, steps, verdict
 from tilth.rewards.process_pool import Item, Outcome
 from tilth.roles.experience import OUTCOME, texts
-from tilth.rollout.protocol import GenerationEngine
-from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
 VERDICT = "verdict"

@@ -19,13 +19,13 @@ from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
 from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
+from tilth.engines.protocol import EngineError, GenerationEngine
+from tilth.engines.request import Request, SamplingParams
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
 from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
-from tilth.rollout.protocol import EngineError, GenerationEngine
-from tilth.rollout.request import Request, SamplingParams
 from tilth.trace.spans import span
 
 

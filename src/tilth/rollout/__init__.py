@@ -1,1 +1,1 @@
-"""Generation engines: protocol, and the native one with continuous batching over the trainer's modules."""
+"""Episodes of several turns, and completions that a step leaves unfinished."""

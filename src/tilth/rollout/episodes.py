@@ -16,14 +16,14 @@ from tilth.core.errors import DataError
 from tilth.core.random import stream_id
 from tilth.core.trajectory import Finish, Trajectory
 from tilth.data.template import Template, TemplateError
+from tilth.engines.grammar import added_tokens, grammar_of_calls
+from tilth.engines.protocol import GenerationEngine
+from tilth.engines.request import Request, SamplingParams
+from tilth.engines.stops import Decodes
 from tilth.envs.calls import message_of
 from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.buffer import TrajectoryBuffer, joined, parted
-from tilth.rollout.grammar import added_tokens, grammar_of_calls
-from tilth.rollout.protocol import GenerationEngine
-from tilth.rollout.request import Request, SamplingParams
-from tilth.rollout.stops import Decodes
 
 KEPT = "played"
 WAIT = 0.2
@@ -137,7 +137,7 @@ class Player:
         limits: Limits,
         constrained: bool = False,
     ) -> None:
-        """constrained: calls of tools follow the tools' schemas (``rollout.grammar``)."""
+        """constrained: calls of tools follow the tools' schemas (``engines.grammar``)."""
         self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
         self._open: dict[int, Episode] = {}

@@ -1,1 +1,1 @@
-"""Servers over generation engines: an engine room that many clients share, and HTTP in front of it."""
+"""Servers over generation engines: an engine client that many clients share, and HTTP in front of it."""

@@ -1,4 +1,4 @@
-"""Answer to one HTTP request: its completions in the engine room, as one object or as a stream of events."""
+"""Answer to one HTTP request: its completions in the engine client, as one object or as a stream of events."""
 
 import asyncio
 import json
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tilth.core.trajectory import Trajectory
-from tilth.rollout.request import Request
+from tilth.engines.client import EngineClient
+from tilth.engines.completion import Completion, Delta
+from tilth.engines.request import Request
 from tilth.serve.app import gathered
-from tilth.serve.completion import Completion, Delta
 from tilth.serve.errors import HttpError, http_error
 from tilth.serve.metrics import ServerMetrics
-from tilth.serve.room import EngineRoom
 
 DONE = "data: [DONE]\n\n"
 
@@ -67,13 +67,13 @@ class HttpAnswer:
         return {"prompt_tokens": self.prompts, "completion_tokens": tokens, "total_tokens": self.prompts + tokens}
 
 
-def check_count(room: EngineRoom, count: int) -> None:
-    """Raise HttpError 400 for more completions than the room can ever have, before any of them is made."""
+def check_count(room: EngineClient, count: int) -> None:
+    """Raise HttpError 400 for more completions than the engine client can ever have, before any of them is made."""
     if count > room.limits.most:
         raise HttpError(400, f"{count} completions at once are more than the {room.limits.most} of this server", "n")
 
 
-def admit(room: EngineRoom, answer: HttpAnswer) -> list[Completion]:
+def admit(room: EngineClient, answer: HttpAnswer) -> list[Completion]:
     """Take the requests of an answer. Raises HttpError 429."""
     try:
         return room.admit(answer.requests)
@@ -91,7 +91,7 @@ def check_sound(trajectory: Trajectory) -> None:
         raise HttpError(400, message, "response_format", "schema_stuck")
 
 
-async def in_one(room: EngineRoom, answer: HttpAnswer, metrics: ServerMetrics) -> dict[str, Any]:
+async def in_one(room: EngineClient, answer: HttpAnswer, metrics: ServerMetrics) -> dict[str, Any]:
     """Return the whole answer; cancelled, it ends its requests. Raises HttpError."""
     completions = admit(room, answer)
     try:

@@ -1,4 +1,4 @@
-"""HTTP server in front of an engine room: who may ask, how much, what errors look like, health, metrics, shutdown."""
+"""HTTP server in front of an engine client: who may ask, how much, what errors look like, health, metrics, shutdown."""
 
 import asyncio
 import errno
@@ -25,8 +25,8 @@ from tilth.core.errors import TilthError
 from tilth.serve.errors import HttpError, first_line, http_error
 
 if TYPE_CHECKING:  # torch, which processes of agents do without
+    from tilth.engines.client import EngineClient
     from tilth.serve.metrics import ServerMetrics
-    from tilth.serve.room import EngineRoom
 
 BODY = 8 << 20
 """Most bytes of a request's body."""
@@ -165,14 +165,14 @@ def bare_app() -> FastAPI:
     return app
 
 
-def new_app(room: "EngineRoom", metrics: "ServerMetrics") -> FastAPI:
+def new_app(room: "EngineClient", metrics: "ServerMetrics") -> FastAPI:
     """Return an application with /health and /metrics besides; ``Guarded`` goes around it."""
     app = bare_app()
 
     @app.get("/health")
     async def health() -> Response:
         if room.failure is not None:
-            return HttpError(503, f"the engine room serves nobody any more: {first_line(room.failure)}").response()
+            return HttpError(503, f"the server serves nobody any more: {first_line(room.failure)}").response()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -249,7 +249,7 @@ class PatientProtocol(H11Protocol):
 class HttpServer(uvicorn.Server):
     """A server whose room ends with it: asked to end, it takes nothing more and lets requests finish for ``GRACE``."""
 
-    def __init__(self, app: Any, room: "EngineRoom", door: socket.socket) -> None:
+    def __init__(self, app: Any, room: "EngineClient", door: socket.socket) -> None:
         """door: bound socket, which it closes."""
         late = int(GRACE) + 5
         super().__init__(
@@ -268,7 +268,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while it serves, without raising them again afterwards: the room is closed then."""
+        """Handle signals while it serves, without raising them again afterwards: the engine client is closed then."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -280,14 +280,14 @@ class HttpServer(uvicorn.Server):
                 signal.signal(one, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End the room beside the requests that are being answered; a second signal ends at once."""
+        """End the engine client beside the requests that are being answered; a second signal ends at once."""
         if self._closing is None:
             self._closing = threading.Thread(target=self.room.close, args=(GRACE,), name="closing")
             self._closing.start()
         super().handle_exit(sig, frame)
 
     def run_here(self) -> None:
-        """Serve until a signal, or until ``should_exit`` is set; then the room is closed."""
+        """Serve until a signal, or until ``should_exit`` is set; then the engine client is closed."""
         try:
             self.run(sockets=[self.door])
         finally:

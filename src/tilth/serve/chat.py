@@ -7,9 +7,9 @@ from typing import Any
 
 from tilth.core.trajectory import Likeliest, Trajectory
 from tilth.data.tokenizer import Tokenizer
+from tilth.engines.completion import Delta
+from tilth.engines.request import Request
 from tilth.envs.calls import ToolCall, before_calls, parse_calls
-from tilth.rollout.request import Request
-from tilth.serve.completion import Delta
 from tilth.serve.errors import HttpError
 from tilth.serve.messages import assistant
 from tilth.serve.schemas import ChatBody, NamedTool

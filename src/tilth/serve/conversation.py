@@ -264,7 +264,7 @@ def _check_repeat(limits: Mapping[str, Any], before: Mapping[str, Any]) -> None:
 
 def _check_followed(tools: list[dict[str, Any]]) -> None:
     """Raise HttpError for a tool whose schema cannot hold the policy's calls."""
-    from tilth.rollout.grammar import check_calls  # here: it imports numpy
+    from tilth.engines.grammar import check_calls  # here: it imports numpy
 
     for at, tool in enumerate(tools):
         try:

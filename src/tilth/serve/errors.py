@@ -52,14 +52,14 @@ class HttpError(Exception):
 
 
 def http_error(error: Exception) -> HttpError:
-    """Return the response for an error of the room, of its engine, or of the text of a request."""
+    """Return the response for an error of the engine client, of its engine, or of the text of a request."""
     if isinstance(error, HttpError):
         return error
-    from tilth.rollout.protocol import EngineError  # here: they import torch, which processes of agents do without
-    from tilth.serve.completion import RoomError
+    from tilth.engines.completion import RequestError
+    from tilth.engines.protocol import EngineError  # here: they import torch, which processes of agents do without
 
     key = error.key if isinstance(error, TilthError) else ""
-    if isinstance(error, RoomError):
+    if isinstance(error, RequestError):
         return HttpError(429 if key in BUSY else 503, first_line(error), code=key)
     if key in FIELDS or isinstance(error, DataError | EngineError):
         return HttpError(400, str(error), FIELDS.get(key), key)

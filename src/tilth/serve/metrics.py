@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from tilth.serve.room import EngineRoom
+from tilth.engines.client import EngineClient
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -14,7 +14,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 class ServerMetrics:
     """Counts of one server, in a registry of its own."""
 
-    def __init__(self, room: EngineRoom) -> None:
+    def __init__(self, room: EngineClient) -> None:
         self.registry, self._room = CollectorRegistry(), room
         kinds: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("tilth_requests", "HTTP requests that were answered", ["path", "status"], **kinds)
@@ -27,9 +27,9 @@ class ServerMetrics:
         self.registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        """Yield counts of the room and of its engine."""
+        """Yield counts of the engine client and of its engine."""
         room = self._room
-        yield GaugeMetricFamily("tilth_requests_in_flight", "requests in the engine room", room.load)
+        yield GaugeMetricFamily("tilth_requests_in_flight", "requests in flight", room.load)
         yield CounterMetricFamily("tilth_worker_restarts", "times that the worker was started again", room.restarts)
         for name, value in room.status().items():
             yield GaugeMetricFamily(f"tilth_engine_{name}", f"engine: {name.replace('_', ' ')}", value)

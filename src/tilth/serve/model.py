@@ -9,7 +9,7 @@ from typing import Any
 from tilth.core.errors import DataError
 from tilth.data.template import PlainTemplate, Template
 from tilth.data.tokenizer import Tokenizer
-from tilth.rollout.request import Request, SamplingParams
+from tilth.engines.request import Request, SamplingParams
 from tilth.serve.errors import HttpError, shortened
 from tilth.serve.messages import listed, plain
 from tilth.serve.schemas import Message, SampledBody, ToolSchema

@@ -1,4 +1,4 @@
-"""OpenAI's interface over an engine room: completions, chat completions, responses, models; vLLM's tokenize and
+"""OpenAI's interface over an engine client: completions, chat completions, responses, models; vLLM's tokenize and
 detokenize."""
 
 import asyncio
@@ -14,7 +14,8 @@ from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from tilth.rollout.request import TextScores
+from tilth.engines.client import EngineClient
+from tilth.engines.request import TextScores
 from tilth.serve.answers import HttpAnswer, admit, check_count, chunks, events, in_one
 from tilth.serve.app import event_stream, unless_gone
 from tilth.serve.chat import ChatChoice, called_schema, hears_calls
@@ -23,7 +24,6 @@ from tilth.serve.metrics import ServerMetrics
 from tilth.serve.model import DEFAULT_TOKENS, ServedModel
 from tilth.serve.response_body import ResponsesBody, renamed
 from tilth.serve.responses import ResponseForm
-from tilth.serve.room import EngineRoom
 from tilth.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, SampledBody, TokenizeBody
 from tilth.serve.text_choice import TextChoice
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class OpenAI:
     """Endpoints of one model."""
 
-    room: EngineRoom
+    room: EngineClient
     model: ServedModel
     metrics: ServerMetrics
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from tilth.core.trajectory import Likeliest, Trajectory
 from tilth.data.tokenizer import Tokenizer
-from tilth.rollout.request import Request, TextScores
-from tilth.serve.completion import Delta
+from tilth.engines.completion import Delta
+from tilth.engines.request import Request, TextScores
 from tilth.serve.schemas import CompletionBody
 from tilth.serve.texts import StreamedText, completion_logprobs
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from tilth.core.trajectory import Likeliest
 from tilth.data.tokenizer import Tokenizer
-from tilth.rollout.stops import GrowingText
+from tilth.engines.stops import GrowingText
 
 _OPEN = "\N{REPLACEMENT CHARACTER}"
 """Output of decoders for a part of a character."""

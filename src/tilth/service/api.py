@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
-from tilth.serve.completion import RoomError
+from tilth.engines.completion import RequestError
 from tilth.serve.errors import first_line, wrong_fields
 from tilth.service.bodies import (
     INT32,
@@ -73,7 +73,7 @@ Numbered = TypeVar("Numbered", StepBody, SaveBody, LoadBody)
 def error_response(error: TilthError) -> JSONResponse:
     """Return the response to a request that an error refuses."""
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    if isinstance(error, RoomError):
+    if isinstance(error, RequestError):
         status = 429 if error.key == "serve.full" else 503
     if isinstance(error, DataError) and error.key == "seq_id.past":
         status = 410

@@ -14,15 +14,15 @@ from typing import Any
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, TilthError
+from tilth.engines.completion import RequestError
 from tilth.serve.app import GRACE
-from tilth.serve.completion import RoomError
 from tilth.service.base import ServedBase, ServiceLimits
 from tilth.service.bodies import CreateBody, LoadBody, OptimizerKind, SampleBody
+from tilth.service.client import TrainClient
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, read_json, write_json
 from tilth.service.losses import TOKENS, check_data, loss_named, options_of
 from tilth.service.provenance import check_provenance
 from tilth.service.queues import BusyError, Operation, StoredAnswer
-from tilth.service.room import TrainRoom
 from tilth.service.runner import Client, ClientRunner
 from tilth.service.samplers import SamplerDesk, WeightSampler
 from tilth.service.wire import TrainRequest, place_of, read_train_request
@@ -38,7 +38,7 @@ WAIT = 20.0
 class TrainingDesk:
     """Sessions, models, samplers and checkpoints of one base model. Call ``open`` before anything else."""
 
-    def __init__(self, room: TrainRoom, folder: ServiceFolder, base: ServedBase, limits: ServiceLimits) -> None:
+    def __init__(self, room: TrainClient, folder: ServiceFolder, base: ServedBase, limits: ServiceLimits) -> None:
         self.room, self.folder, self.base, self.limits = room, folder, base, limits
         self.samplers = SamplerDesk(room, folder, base, limits.requests)
         self.runner = ClientRunner(room, folder, self.samplers, limits)
@@ -239,7 +239,7 @@ class TrainingDesk:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise RoomError("the server shuts down; ask again when it is back", key="serve.closing")
+            raise RequestError("the server shuts down; ask again when it is back", key="serve.closing")
 
     async def answer(self, name: str, seq: int, *, sampling: bool) -> StoredAnswer | None:
         """Return the answer to a request, waiting for a while; None: it is not there yet. CheckpointError: there is no
@@ -257,7 +257,7 @@ class TrainingDesk:
         if answer.done():
             return answer.result()
         if work is None or work.done():
-            raise RoomError("the desk of this server has stopped; start it again", key="service.stopped")
+            raise RequestError("the desk of this server has stopped; start it again", key="service.stopped")
         return None
 
 

@@ -15,14 +15,14 @@ from typing import Any
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
-from tilth.serve.completion import RoomError
-from tilth.serve.room import BREAKS
+from tilth.engines.client import BREAKS
+from tilth.engines.completion import RequestError
 from tilth.service.base import ServiceLimits
 from tilth.service.bodies import AdamBody, LoadBody, SaveBody, StepBody
+from tilth.service.client import TrainClient
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, expires_at, read_json, write_json
 from tilth.service.log import RequestLog
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer, next_of
-from tilth.service.room import TrainRoom
 from tilth.service.samplers import SamplerDesk, sampler_name
 from tilth.service.trained import AdamStep, ModelSpec
 from tilth.service.wire import MEDIA, TrainRequest, read_train_request, write_output
@@ -64,7 +64,7 @@ class Client:
 class ClientRunner:
     """Training runs by name, and the task that runs their requests: the client with fewest tokens first."""
 
-    def __init__(self, room: TrainRoom, folder: ServiceFolder, samplers: SamplerDesk, limits: ServiceLimits) -> None:
+    def __init__(self, room: TrainClient, folder: ServiceFolder, samplers: SamplerDesk, limits: ServiceLimits) -> None:
         self.room, self.folder, self.samplers, self.limits = room, folder, samplers, limits
         self.clients = dict[str, Client]()
         self.trouble: StorageError | None = None
@@ -91,7 +91,7 @@ class ClientRunner:
             await asyncio.gather(*late, return_exceptions=True)
         for client in self.clients.values():
             if client.alive == self.room.restarts and client.queue.next - 1 > client.saved:
-                with suppress(RoomError, StorageError, *BREAKS):  # its requests are on disk
+                with suppress(RequestError, StorageError, *BREAKS):  # its requests are on disk
                     await self._save(client)
 
     def add(self, name: str, about: dict[str, Any]) -> Client:
@@ -185,7 +185,7 @@ class ClientRunner:
             if client.queue.ready() is None and self._until_idle(client) <= 0:
                 try:
                     await self._release(client)
-                except (StorageError, RoomError, *BREAKS) as error:
+                except (StorageError, RequestError, *BREAKS) as error:
                     self.hear(client.session)  # tried again when it is idle again
                     self.trouble = error if isinstance(error, StorageError) else None
 
@@ -217,7 +217,7 @@ class ClientRunner:
             if client.steps >= STEPS or client.queue.fresh >= FRESH or operation.kind == "load_weights":
                 await self._save(client)
             self.trouble = None
-        except (StorageError, RoomError, *BREAKS) as error:  # it goes on from the requests on disk
+        except (StorageError, RequestError, *BREAKS) as error:  # it goes on from the requests on disk
             self.trouble = error if isinstance(error, StorageError) else None
 
     async def _answered(self, client: Client, operation: Operation) -> StoredAnswer:
@@ -230,7 +230,7 @@ class ClientRunner:
                 client.alive = -1
                 if attempt == ATTEMPTS - 1:
                     return StoredAnswer.failure(error, "server")
-            except (RoomError, StorageError) as error:
+            except (RequestError, StorageError) as error:
                 return StoredAnswer.failure(error, "server")
             except TilthError as error:
                 return StoredAnswer.failure(error, "user")

@@ -14,16 +14,16 @@ from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.core.trajectory import Trajectory
-from tilth.rollout.request import Request, SamplingParams
-from tilth.serve.completion import Completion, RoomError
-from tilth.serve.room import BREAKS
+from tilth.engines.client import BREAKS
+from tilth.engines.completion import Completion, RequestError
+from tilth.engines.request import Request, SamplingParams
 from tilth.service.base import ServedBase
 from tilth.service.bodies import SampleBody, TargetsBody
+from tilth.service.client import TrainClient
 from tilth.service.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.service.log import RequestLog
 from tilth.service.provenance import SampleRecord
 from tilth.service.queues import FRESH, Operation, RequestQueue, StoredAnswer
-from tilth.service.room import TrainRoom
 from tilth.service.wire import MEDIA, SampledTokens, Samples, Topk, filled, read_samples, write_samples
 
 EPHEMERAL = 16
@@ -62,7 +62,7 @@ class WeightSampler:
 
 
 class PlaceLine:
-    """Places in the engine room, given to requests in the order of their coming."""
+    """Places in the engine client, given to requests in the order of their coming."""
 
     def __init__(self, most: int) -> None:
         self.most, self.taken = most, 0
@@ -86,7 +86,7 @@ class PlaceLine:
 class SamplerDesk:
     """Samplers of a service and the requests for samples, each a task of the event loop."""
 
-    def __init__(self, room: TrainRoom, folder: ServiceFolder, base: ServedBase, most: int) -> None:
+    def __init__(self, room: TrainClient, folder: ServiceFolder, base: ServedBase, most: int) -> None:
         """most: requests of one sampler that may wait."""
         self.room, self.folder, self.base, self.most = room, folder, base, most
         self.samplers = dict[str, WeightSampler]()
@@ -197,14 +197,14 @@ class SamplerDesk:
                     busy = {one.name for one in self.samplers.values() if one.running}
                     await self.room.publish(sampler.name, sampler.folder, sampler.lora, busy)
                 answer = await sample(self.room, sampler, body, self.base)
-        except (*BREAKS, RoomError, StorageError) as error:
+        except (*BREAKS, RequestError, StorageError) as error:
             answer = StoredAnswer.failure(error, "server")
         except TilthError as error:
             answer = StoredAnswer.failure(error, "user")
         except asyncio.CancelledError:
             if self._closing:  # it runs again when the server is back
                 raise
-            answer = StoredAnswer.failure(RoomError("the client has left", key="sample.left"), "user")
+            answer = StoredAnswer.failure(RequestError("the client has left", key="sample.left"), "user")
         sampler.queue.finish(operation, answer)
         if sampler.queue.fresh >= FRESH:
             sampler.queue.shorten()
@@ -277,18 +277,18 @@ def draws(sampler: str, body: SampleBody, index: int) -> tuple[int, int]:
     return 0, int.from_bytes(digest[:8], "little") >> 2
 
 
-async def admit(room: TrainRoom, wanted: Sequence[Request]) -> list[Completion]:
-    """Take requests into the room as soon as those of other interfaces leave them place. RoomError."""
+async def admit(room: TrainClient, wanted: Sequence[Request]) -> list[Completion]:
+    """Admit requests as soon as those of other interfaces leave them place. RequestError."""
     while True:
         try:
             return room.admit(wanted)
-        except RoomError as error:
+        except RequestError as error:
             if error.key != "serve.full" or not room.load:
                 raise
-            await asyncio.sleep(0.05)  # the room tells nobody that it has place
+            await asyncio.sleep(0.05)  # no event says that there is place
 
 
-async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base: ServedBase) -> StoredAnswer:
+async def sample(room: TrainClient, sampler: WeightSampler, body: SampleBody, base: ServedBase) -> StoredAnswer:
     """Return the answer to a request, whose log-probs of prompts come from a forward pass."""
     prompt, params = np.array(body.prompt.tokens, np.int64), sampling_params(body, base)
     wanted = [
@@ -315,7 +315,7 @@ async def sample(room: TrainRoom, sampler: WeightSampler, body: SampleBody, base
 
 
 async def _sequence(
-    room: TrainRoom, sampler: WeightSampler, found: Trajectory, start: int, body: SampleBody
+    room: TrainClient, sampler: WeightSampler, found: Trajectory, start: int, body: SampleBody
 ) -> SampledTokens:
     topk = None
     if body.topk_sample_logprobs:

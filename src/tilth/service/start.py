@@ -1,4 +1,4 @@
-"""Construction of a training server: OpenAI's and Tinker's interfaces over one engine room and one folder."""
+"""Construction of a training server: OpenAI's and Tinker's interfaces over one engine client and one folder."""
 
 import socket
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ from tilth.runs.model_refs import fingerprint
 from tilth.serve.app import Guarded, HttpServer
 from tilth.service.api import BODIES, router
 from tilth.service.base import ServedBase, ServiceLimits
+from tilth.service.client import TrainClient
 from tilth.service.desk import TrainingDesk
 from tilth.service.folders import ServiceFolder
 from tilth.service.links import Links
-from tilth.service.room import TrainRoom
 
 LAYOUT = frozenset(name for name, axis in AXES.items() if {*axis.splits} <= {"rows", "parameters"})
 """Axes that a layout of clients' models may have."""
@@ -43,12 +43,12 @@ class TrainOptions:
 class TrainServer(HttpServer):
     """A server whose desk opens and closes with its event loop."""
 
-    def __init__(self, app: Any, room: TrainRoom, door: socket.socket, desk: TrainingDesk) -> None:
+    def __init__(self, app: Any, room: TrainClient, door: socket.socket, desk: TrainingDesk) -> None:
         super().__init__(app, room, door)
         self.desk = desk
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop serving. The room stays open until the desk is closed, which writes its states by it."""
+        """Stop serving. The engine client stays open until the desk is closed, which writes its states by it."""
         uvicorn.Server.handle_exit(self, sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -88,11 +88,11 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     mesh, loaded = mesh_of(train.layout), load_model(model)
     folder = ServiceFolder(train.state, train.name or model, fingerprint(model))
     try:
-        made = open_app(model, options, partial(TrainRoom, source=model, mesh=mesh), len(mesh))
+        made = open_app(model, options, partial(TrainClient, source=model, mesh=mesh), len(mesh))
     except BaseException:
         folder.lock.release()
         raise
-    assert isinstance(made.room, TrainRoom)
+    assert isinstance(made.room, TrainClient)
     desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), train.limits)
     made.app.include_router(router(desk, Links(folder.secret)))
     return TrainServer(Guarded(made.app, options.token, made.metrics, BODIES), made.room, made.door, desk), made.address

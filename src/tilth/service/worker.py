@@ -21,6 +21,8 @@ from tilth.config.schema import LoraConfig
 from tilth.core.errors import CheckpointError, TilthError
 from tilth.core.files import atomic_write, make_folder
 from tilth.core.trajectory import Trajectory
+from tilth.engines.request import Request
+from tilth.engines.worker import EngineWorker, MakeEngine, Round
 from tilth.flows.model import load_model
 from tilth.flows.workers import pick_device
 from tilth.models.hf import save_pretrained
@@ -28,8 +30,6 @@ from tilth.models.peft import save_adapter
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.lora import merged_parts
 from tilth.parallel.sharded import ShardedModel
-from tilth.rollout.request import Request
-from tilth.serve.worker import EngineWorker, MakeEngine, Round
 from tilth.service.trained import (
     AdamStep,
     ModelSpec,

@@ -31,13 +31,13 @@ from tilth.core.batch import Batch, Store
 from tilth.core.errors import RecipeError
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
+from tilth.engines.request import Trajectory
 from tilth.flows import launch
 from tilth.rewards.process_pool import RewardPool
 from tilth.rl.advantages import Advantage
 from tilth.rl.registry import build
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
 from tilth.roles.experience import to_batch
-from tilth.rollout.request import Trajectory
 from tilth.runs.readers import read_metrics
 
 MADE = {"remax": "baselines", "distill": "ref_logprobs"}

@@ -42,7 +42,7 @@ END = 10.0
 AHEAD = (
     "tilth.flows.workers",
     "tilth.models.family",
-    "tilth.rollout.engine",
+    "tilth.engines.engine",
     "tilth.guard.diagnosis",
     "numpy.random",
     "torch._dynamo",

@@ -1,0 +1,248 @@
+"""The protocol of generation engines, and the one place that constructs them."""
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from tilth.config.plugins import ENGINES, call_declared, declared, load_plugins
+from tilth.config.roles import resolve
+from tilth.config.schema import LoraConfig
+from tilth.core.checksum import checksum
+from tilth.core.errors import PluginError, RecipeError, TilthError
+from tilth.core.trajectory import Trajectory
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Progress, Request, TextScores
+from tilth.engines.stats import Stats
+from tilth.models.config import DecoderConfig
+
+
+class EngineError(TilthError):
+    """An engine was called in an invalid order."""
+
+
+class GenerationEngine(Protocol):
+    """Generate completions of token ids, many at once, with weights that are replaced in place.
+
+    It fits an engine in this process (vLLM's LLMEngine: ``poll`` is its step) and a server (vLLM, SGLang: ``poll``
+    waits until a response is there). An engine extends this class; ``make_engine`` constructs it as
+    ``Engine(config, options)`` with ``EngineOptions``. One thread calls it. Errors are TilthErrors.
+    """
+
+    version: int = 0
+    """Version of the weights that generate; tokens are stamped with it (``Trajectory.versions``)."""
+    max_length: int
+    """Tokens of the longest sequence, prompt and completion together."""
+    tolerance: float | None = None
+    """How weights are checked after a weight sync. 0: each tensor's bits, by ``fingerprint``. Above 0: each tensor of
+    ``named_parameters`` (quantised, say) is at most this far off, as |found - sent| / |sent|. None: the engine cannot
+    show its weights, so its log-probs of a few prompts are compared with the policy's after every sync."""
+
+    shares: bool = False
+    """True: the policy's shard may lie in the live storage of ``named_parameters``, which weight sync then fills."""
+
+    constrains: bool = False
+    """True: it draws only what ``SamplingParams.schema`` allows, and from changed logits (``SamplingParams.biased``);
+    otherwise ``check_served`` refuses such requests."""
+
+    adapts: bool = False
+    """True: it serves ``Request.adapter``; otherwise ``check_served`` and ``load_adapter`` refuse."""
+
+    syncs_adapters: bool = False
+    """True: it takes ``EngineOptions.lora``: A and B are then among its weights (``plan.lora``), and after an update
+    by all of them an update may bring A and B alone (``rollout.adapters = "adapter"``)."""
+
+    scores: bool = False
+    """True: it reports ``Request.likeliest``, and has ``score`` and ``embed``; otherwise all are refused."""
+
+    reports: bool = True
+    """False on ranks of one engine but its first, whose answers and counts stand for all."""
+
+    @abstractmethod
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests. Raises DataError, and queues none of them, if one cannot be served, such as one that names an
+        adapter which is not there (key "request.adapter"). What ``check_served`` refuses never comes here."""
+
+    @abstractmethod
+    def poll(self) -> list[Trajectory]:
+        """Do a bounded piece of work, or wait for it, and return what has finished since the last call, in any order.
+
+        ``Trajectory.logprobs`` are float32 [tokens], in nats, of the softmax at ``params.temperature`` before filters
+        (at 1 for temperature 0). Raises EngineError while the engine sleeps.
+        """
+
+    @abstractmethod
+    def abort(self, trajectory: int) -> Trajectory:
+        """Stop a request now, free its KV and return what there is of it, with finish "aborted". Raises DataError if it
+        is not in flight."""
+
+    @abstractmethod
+    def peek(self, trajectory: int) -> np.ndarray:
+        """Return a copy of the tokens, int64 [n], that a request in flight has chosen so far. Raises DataError."""
+
+    def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
+        """Return what requests in flight have chosen behind their first ``seen[id]`` tokens, where there is something;
+        none of an engine that shows a completion when it has finished."""
+        return {}
+
+    def score(self, texts: Sequence[np.ndarray], likeliest: int = 0, adapter: str = "") -> list[TextScores]:
+        """Return the log-probs of each text's own tokens, with ``likeliest`` alternatives; nothing in flight changes.
+
+        Raises DataError for a token or an adapter that is not there, EngineError if the engine does not score.
+        """
+        raise self._without_scores()
+
+    def embed(self, texts: Sequence[np.ndarray], pooling: str = "last", adapter: str = "") -> list[np.ndarray]:
+        """Return the hidden state of each text after the final norm, float32 [hidden] of length 1; in flight nothing
+        changes. pooling: "last", of its last token, or "mean", of all.
+
+        Raises DataError for a token or an adapter that is not there, EngineError if the engine does not score.
+        """
+        raise self._without_scores()
+
+    def _without_scores(self) -> EngineError:
+        message = f"{type(self).__name__} reports log-probs of its own tokens only; use the native engine"
+        return EngineError(message, key="request.likeliest.engine")
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by whole tensors, taken one by one, with the names that Hugging Face gives them.
+
+        Requests in flight go on under the new ones. Raises ModelError unless names and shapes match.
+        """
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors that generate, by the names of ``update_weights``; none if they cannot be had."""
+        return iter(())
+
+    def fingerprint(self) -> Mapping[str, int]:
+        """Return numbers that change with the weights: by default the checksum of each tensor by its name."""
+        return {name: checksum(tensor) for name, tensor in self.named_parameters()}
+
+    def load_adapter(self, name: str, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Hold an adapter for requests that name it, in place of the one that has the name.
+
+        tensors: A and B of every weight that it changes, by the names of ``tilth.plan.lora``; they are copied. Requests
+        in flight go on with the adapter that they began with. Raises ModelError, and changes nothing, for an adapter of
+        another base; DataError for an empty name; EngineError if the engine does not adapt.
+        """
+        raise self._without_adapters(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Refuse this adapter to later requests; those in flight go on with it. Raises DataError for an unknown name,
+        EngineError if the engine does not adapt."""
+        raise self._without_adapters(name)
+
+    def _without_adapters(self, name: str) -> EngineError:
+        message = f"{type(self).__name__} does not serve the adapter {name!r} beside its base; use the native engine"
+        return EngineError(message, key="request.adapter.engine")
+
+    def check_served(self, requests: Iterable[Request]) -> None:
+        """Raise EngineError for a request that engines of this class serve to nobody; for callers of ``submit``."""
+        for request in requests:
+            if request.params.schema and not self.constrains:
+                message = f"{type(self).__name__} draws no completions by a schema; use the native engine"
+                raise EngineError(message, key="request.schema.engine")
+            if request.params.biased and not self.constrains:
+                message = f"{type(self).__name__} draws from logits as they are; use the native engine"
+                raise EngineError(message, key="request.bias.engine")
+            if request.likeliest and not self.scores:
+                raise self._without_scores()
+            if request.adapter and not self.adapts:
+                raise self._without_adapters(request.adapter)
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the KV cache's memory back. Requests in flight go on after ``wake_up``, or EngineError is raised."""
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Allow ``poll`` again; weights are those of before ``sleep``."""
+
+    @abstractmethod
+    def stats(self, reset: bool = False) -> Stats:
+        """Return counts since the engine was constructed, or since the last ``reset``; 0 for what it does not count."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget prefixes of finished requests."""
+
+    def agreed(self, ids: list[int]) -> list[int]:
+        """Return the ids that end now, out of those that another thread asked to end: of an engine over several ranks
+        those of the first rank, on all of them."""
+        return ids
+
+    def keep(self, others: list[Trajectory]) -> None:
+        """Return these trajectories of other callers from the next ``poll``. Raises EngineError if unsupported."""
+        if others:
+            message = f"request {others[0].id} of another caller has finished; use submit and poll instead"
+            raise EngineError(message, key="keep")
+
+    def stream(
+        self, requests: Iterable[Request], aborting: deque[int] | None = None, resumed: Iterable[int] = ()
+    ) -> Iterator[Trajectory]:
+        """Submit requests and yield each trajectory as soon as it has finished.
+
+        aborting: ids that another thread may append: those requests end before the next ``poll``. resumed: ids that are
+        in flight already, and yielded too.
+        """
+        requests = list(requests)
+        self.check_served(requests)
+        self.submit(requests)
+        mine = {*(r.id for r in requests), *resumed}
+        others: list[Trajectory] = []
+        try:
+            while mine:
+                ended = [self.abort(i) for i in self.agreed(_popped(aborting)) if i in mine]
+                for trajectory in ended or self.poll():
+                    if trajectory.id in mine:
+                        mine.remove(trajectory.id)
+                        yield trajectory
+                    else:
+                        others.append(trajectory)
+        finally:
+            self.keep(others)
+
+    def generate(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> list[Trajectory]:
+        """Return the trajectories of all requests, in their order. aborting: as ``stream`` takes it."""
+        requests = list(requests)
+        found = {t.id: t for t in self.stream(requests, aborting)}
+        return [found[r.id] for r in requests]
+
+
+def _popped(ids: deque[int] | None) -> list[int]:
+    """Remove and return all ids, each once, in order."""
+    return list(dict.fromkeys(ids.popleft() for _ in range(len(ids)))) if ids else []
+
+
+def make_engine(
+    name: str, config: DecoderConfig, options: EngineOptions, *, plugins: Iterable[str] = ()
+) -> GenerationEngine:
+    """Construct the engine that ``rollout.engine`` names. plugins: those that may declare it.
+
+    Raises RecipeError for an unknown name, PluginError for a declared class that is no engine or cannot be constructed.
+    """
+    if name not in ENGINES and name not in declared("engine"):
+        load_plugins(plugins)
+    if name in ENGINES:
+        _check_adapters(name, resolve(ENGINES[name]), options)
+        shipped: GenerationEngine = resolve(ENGINES[name])(config, options)
+        return shipped
+    if (declaration := declared("engine").get(name)) is None:
+        known = ", ".join([*ENGINES, *declared("engine")])
+        message = f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it"
+        raise RecipeError(message, key="rollout.engine")
+    if GenerationEngine not in getattr(declaration.value, "__mro__", ()):
+        message = f"{declaration.title} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
+        raise PluginError(message, key=f"engine.{name}.class")
+    _check_adapters(name, declaration.value, options)
+    engine: GenerationEngine = call_declared(declaration, config, options)
+    return engine
+
+
+def _check_adapters(name: str, kind: Any, options: EngineOptions) -> None:
+    if options.lora is not None and not kind.syncs_adapters:
+        message = f"rollout.adapters = adapter: rollout.engine = {name} takes no adapters of the policy; use merged"
+        raise RecipeError(message, key="rollout.adapters.engine")

@@ -1,0 +1,208 @@
+"""Sampling: one uniform number per (seed, trajectory, position), inverse CDF, filters as thresholds.
+
+A row's token depends only on its own logits, number and rules: a filter is a threshold on the row's log-probs, so
+neither ties nor the largest ``top_k`` of the batch change it; the inverse CDF follows the order of the vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilth.core.random import stream_id, uniform_rows
+
+if TYPE_CHECKING:  # workers of another engine import this module, and nothing more of Tilth than they need
+    from tilth.engines.request import Request, SamplingParams
+
+_GROUP = 64
+"""Tokens per group: two short cumulative sums replace one over the vocabulary (6 times faster)."""
+_ELEMENTS = 1 << 17
+"""Probabilities processed at a time, so that they stay in a CPU's cache."""
+_WIDTH = 256
+"""Most likely tokens tried first for top-p, before the whole vocabulary is sorted."""
+
+
+def draws(seed: int, requests: "Sequence[Request]", starts: Sequence[int], count: int) -> np.ndarray:
+    """Return the random numbers of ``count`` positions of each request from its own start, float32 [requests, count].
+
+    seed: of requests without ``Request.draws``.
+    """
+    found = np.empty((len(requests), count), np.float32)
+    named = [request.draws or (seed, request.id) for request in requests]
+    for each in dict.fromkeys(one for one, _ in named):
+        rows = [row for row, (one, _) in enumerate(named) if one == each]
+        streams = torch.tensor([stream_id("sample", named[row][1]) for row in rows], dtype=torch.int64)
+        found[rows] = uniform_rows(each, streams, torch.tensor([starts[row] for row in rows]), count).numpy()
+    return found
+
+
+@dataclass
+class Rules:
+    """Sampling parameters of each row, tensors [B] on one device.
+
+    temperature float32, 1 if greedy; greedy bool; top_k int64, 0: off; top_p, min_p float32. Flags of the host skip
+    work: ``unit``, every temperature is 1; ``filtered``, some row has a filter.
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    unit: bool
+    filtered: bool
+    any_greedy: bool
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, params: "Sequence[SamplingParams]", device: torch.device | str = "cpu") -> "Rules":
+        """Return a row for each of these."""
+
+        def column(values: list, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        greedy = [p.temperature == 0 for p in params]
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            greedy=column(greedy, torch.bool),
+            top_k=column([p.top_k if p.filtered else 0 for p in params], torch.int64),
+            top_p=column([p.top_p if p.filtered else 1.0 for p in params], torch.float32),
+            min_p=column([p.min_p if p.filtered else 0.0 for p in params], torch.float32),
+            unit=all(p.temperature in (0.0, 1.0) for p in params),
+            filtered=any(p.filtered for p in params), any_greedy=any(greedy), all_greedy=all(greedy),
+        )  # fmt: skip
+
+
+@dataclass
+class Chosen:
+    """Drawn tokens int64 [B]; logprobs float32 [B] before filters; sampling float32 [B] after them, or None."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    sampling: Tensor | None
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return all three as arrays."""
+        sampling = None if self.sampling is None else self.sampling.cpu().numpy()
+        return self.tokens.cpu().numpy(), self.logprobs.cpu().numpy(), sampling
+
+
+def choose(logits: Tensor, uniform: Tensor, rules: Rules, change: Tensor | None = None) -> Chosen:
+    """Draw one token per row. logits float32 [B, V]; uniform float32 [B] in [0, 1); change: as ``choose_from``."""
+    return choose_from(log_softmax(logits, None if rules.unit else rules.temperature), None, uniform, rules, change)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return log-probs float32 [B, V] at temperature float32 [B], equal to ``models.logprobs.logits_logprobs``."""
+    return torch.log_softmax(logits if temperature is None else logits / temperature[:, None], -1)
+
+
+def choose_from(
+    logp: Tensor, mass: Tensor | None, uniform: Tensor, rules: Rules, change: Tensor | None = None
+) -> Chosen:
+    """Draw one token per row from log-probs [B, V]. mass: their ``group_mass``, if already computed.
+
+    change: float32 [B, V], added to the log-probs before the filters, 0 in a row that nothing changes.
+    """
+    filtered, among = None, logp
+    if change is not None:
+        among = torch.where(change.any(-1, keepdim=True), torch.log_softmax(logp + change, -1), logp)
+    if rules.filtered:
+        low = among < thresholds(among, rules)[:, None]
+        filtered, mass = torch.log_softmax(among.masked_fill(low, -torch.inf), -1), None
+    tokens = argmax(among) if rules.any_greedy else None
+    if not rules.all_greedy:
+        drawn = inverse_cdf(logp if filtered is None else filtered, mass, uniform)
+        tokens = drawn if tokens is None else torch.where(rules.greedy, tokens, drawn)
+    assert tokens is not None
+    return Chosen(tokens, _pick(logp, tokens), None if filtered is None else _pick(filtered, tokens))
+
+
+def _pick(logp: Tensor, tokens: Tensor) -> Tensor:
+    return logp.gather(1, tokens[:, None])[:, 0]
+
+
+def _groups(logp: Tensor) -> Tensor:
+    """Reshape [B, V] to [B, groups, 64], padded with probability 0."""
+    short = -logp.shape[1] % _GROUP
+    return (F.pad(logp, (0, short), value=-torch.inf) if short else logp).unflatten(1, (-1, _GROUP))
+
+
+def _inside(groups: Tensor, group: Tensor) -> Tensor:
+    """Select a group per row: [B, groups, 64], int64 [B, 1] -> [B, 64]."""
+    return groups.gather(1, group[:, :, None].expand(-1, 1, _GROUP))[:, 0]
+
+
+def argmax(logp: Tensor) -> Tensor:
+    """Return the index of the first maximum of each row, int64 [B] (5 times faster than torch's on a CPU)."""
+    groups = _groups(logp)
+    group = groups.amax(-1).argmax(-1, keepdim=True)
+    return group[:, 0] * _GROUP + _inside(groups, group).argmax(-1)
+
+
+def group_mass(logp: Tensor) -> Tensor:
+    """Return the probability of each group of 64 neighbouring tokens: [B, V] -> [B, groups]."""
+    return _groups(logp).exp().sum(-1)
+
+
+def inverse_cdf(logp: Tensor, mass: Tensor | None, uniform: Tensor) -> Tensor:
+    """Index of the token in whose slice of [0, total) the number falls; never one of probability 0.
+
+    logp float32 [B, V]; mass: its ``group_mass``, None: computed here; uniform float32 [B] in [0, 1). -> int64 [B].
+    """
+    if mass is None:
+        rows = max(1, _ELEMENTS // logp.shape[1]) if logp.device.type == "cpu" else len(logp)
+        mass = torch.cat([group_mass(some) for some in logp.split(rows)])
+    mass = mass.cumsum(-1)
+    target = uniform * mass[:, -1]
+    group = (mass <= target[:, None]).sum(-1, keepdim=True)
+    rest = target - torch.where(group > 0, mass.gather(1, (group - 1).clamp(min=0)), 0.0)[:, 0]
+    inside = _inside(_groups(logp), group).exp().cumsum(-1)
+    # The group's sum may exceed the last cumulative value by a rounding: stay strictly below it.
+    rest = torch.minimum(rest, inside[:, -1] * (1 - 2.0**-24))
+    return group[:, 0] * _GROUP + (inside <= rest[:, None]).sum(-1)
+
+
+def thresholds(logp: Tensor, rules: Rules) -> Tensor:
+    """Return the smallest log-prob that each row keeps, float32 [B], -inf without a filter. logp: [B, V]."""
+    vocab = logp.shape[1]
+    open_ended = bool(((rules.top_k == 0) & (rules.top_p < 1)).any())
+    most = max(int(rules.top_k.max()), _WIDTH if open_ended else 1)
+    widest = min(vocab, -(-most // _GROUP) * _GROUP)
+    cutoff, enough = _cutoff(logp, rules, widest)
+    if not enough:
+        cutoff, _ = _cutoff(logp, rules, vocab)
+    return torch.maximum(cutoff, logp.amax(-1) + rules.min_p.log())
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the ``count`` largest values of each row, in descending order: [B, V] -> [B, count].
+
+    Searches only the ``count`` groups with the largest maxima (4 times faster).
+    """
+    size = 1 << int(math.log2(values.shape[1] / count) / 2)
+    if size < 4:
+        return values.topk(count).values
+    groups = F.pad(values, (0, -values.shape[1] % size), value=-torch.inf).unflatten(1, (-1, size))
+    best = groups.amax(-1).topk(count).indices
+    return groups.gather(1, best[:, :, None].expand(-1, -1, size)).flatten(1).topk(count).values
+
+
+def _cutoff(logp: Tensor, rules: Rules, width: int) -> tuple[Tensor, bool]:
+    """Return the threshold of top-k and top-p from the ``width`` most likely tokens; False if a row needs more."""
+    values = largest(logp, width)
+    whole = rules.top_k == 0
+    count = torch.where(whole, width, rules.top_k.clamp(max=width))
+    kept = values.masked_fill(torch.arange(width, device=logp.device) >= count[:, None], -torch.inf)
+    total = kept.logsumexp(-1).masked_fill(whole, 0.0)
+    mass = (kept - total[:, None]).exp().cumsum(-1)
+    before = F.pad(mass[:, :-1], (1, 0))
+    needed = torch.where(rules.top_p < 1, (before < rules.top_p[:, None]).sum(-1), width)
+    cutoff = kept.gather(1, torch.minimum(needed, count)[:, None] - 1)[:, 0]
+    enough = width == logp.shape[1] or not bool((whole & (rules.top_p < 1) & (mass[:, -1] < rules.top_p)).any())
+    return cutoff.masked_fill(whole & (rules.top_p == 1), -torch.inf), enough
