@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tilth.guard.verdict import Verdict
-
 BUDGET = 2.0
 """Seconds of all tests together, on an idle machine."""
 SIDE, COPIED, SENT = 384, 1 << 25, 1 << 22
@@ -70,13 +68,6 @@ def check_node(budget: float = BUDGET) -> NodeCheck:
             rates.append(rate)
             failed += [pair] if not rate else []
     return NodeCheck(compute, memory, float(np.median(rates)), unequal, tuple(failed), time.monotonic() - began)
-
-
-def verdict_on(found: NodeCheck) -> Verdict | None:
-    """Return the verdict on a machine of which something is wrong for certain; it names no rank."""
-    if found.sound:
-        return None
-    return Verdict("corruption", (), f"this machine: {found.sentence()}", {"node": found.as_dict()})
 
 
 def pairings(peers: int) -> list[list[tuple[int, int]]]:

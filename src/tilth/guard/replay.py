@@ -83,11 +83,6 @@ class DualPhase:
         return tuple(x for x in self.machines if x // self.size in first and x % self.groups in second)
 
 
-def failed_groups(groups: Collection[Collection[int]], faulty: Collection[int]) -> list[int]:
-    """Return the numbers of the groups with a faulty machine: what a replay would find."""
-    return [number for number, group in enumerate(groups) if set(group) & set(faulty)]
-
-
 def judge(
     plan: DualPhase,
     first: Sequence[GroupResult],
