@@ -5,15 +5,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the command line names these sets before anything is checked
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-"""Name of each optimizer -> its state tensors of a parameter's shape, 0 at first; plugins add to it. Muon's are for
-block matrices; the other parameters have AdamW's."""
+Needs = Literal["elements", "matrices"]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """State that an optimizer keeps, and parts of parameters that it needs."""
+
+    state: tuple[str, ...]
+    """State tensors of a parameter's shape, 0 at first."""
+    needs: Needs = "elements"
+    """elements: it updates any part of any parameter. matrices: it updates block matrices, each of which it sees whole
+    (``training.optim.MatrixOptimizer``); AdamW updates the other parameters."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq")),
+    "muon": OptimizerSpec(("momentum_buffer",), "matrices"),
+}
+"""Optimizers by name; plugins add to it."""
+
+
+def optimizer_states(name: str) -> set[str]:
+    """Return the kinds of state that a run with this optimizer keeps."""
+    rest = OPTIMIZERS["adamw"].state if OPTIMIZERS[name].needs == "matrices" else ()
+    return {*OPTIMIZERS[name].state, *rest}
+
+
 TRACKERS = {"tensorboard": "TensorBoard", "wandb": "WeightsAndBiases"}
 """Name of each tracker of Tilth -> its class in ``tilth.ui.track``."""
 ALGORITHMS: dict[str, dict[str, Any]] = {}

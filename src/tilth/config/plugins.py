@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 from tilth.config.code import describe, is_missing, place
 from tilth.config.errors import PluginError, TilthError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
-from tilth.config.open_sets import OPTIMIZERS
+from tilth.config.open_sets import OPTIMIZERS, OptimizerSpec
 from tilth.config.roles import ROLES, SHIPPED_ROLES, MeshKind, Receives, RoleSpec
 
 Kind = Literal[
@@ -184,14 +184,16 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
 
     section: [optimizer] of the recipe; ``param_groups`` get the learning rate of each step. state: names of the state
     tensors of each parameter, 0 at first, which memory plans and checkpoints use; a number ``step`` needs no name. If
-    the model is sharded, the parameters are this rank's shards. Raises PluginError if the name is taken.
+    the model is sharded, the parameters are this rank's shards. A ``tilth.training.optim.MatrixOptimizer`` needs whole
+    matrices: its class is called with (parameters by name, sharded model or None, section). Raises PluginError if the
+    name is taken.
     """
     record = declare("optimizer", name, _SHIPPED_OPTIMIZERS)
     _check_names(f"optimizer.{name}.state", state)
 
     def add(make: T) -> T:
         record(make)
-        OPTIMIZERS[name] = tuple(state)
+        OPTIMIZERS[name] = OptimizerSpec(tuple(state), getattr(make, "needs", "elements"))
         return make
 
     return add

@@ -209,7 +209,7 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
 
 
 def _optimizer(recipe: Recipe, cut: ShardFactors) -> int:
-    """Return bytes of optimizer state: Muon's for block matrices, AdamW's for the rest."""
-    name = recipe.optimizer.name
-    own = (cut.adapters or cut.blocks) if name == "muon" else cut.learned
-    return FP32 * (len(OPTIMIZERS[name]) * own + len(OPTIMIZERS["adamw"]) * (cut.learned - own))
+    """Return bytes of optimizer state; of one that needs matrices for these, and AdamW's for the rest."""
+    spec = OPTIMIZERS[recipe.optimizer.name]
+    own = (cut.adapters or cut.blocks) if spec.needs == "matrices" else cut.learned
+    return FP32 * (len(spec.state) * own + len(OPTIMIZERS["adamw"].state) * (cut.learned - own))

@@ -7,6 +7,7 @@ its maximum length, and unknown amounts (lengths of given answers, dropped group
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import Recipe
 from tilth.plan.kernels import (
     BLOCK,
@@ -298,7 +299,8 @@ def _moments(
     last = own + (flying if shape.tie_embeddings else 0) + (table if micro.several else 0)
     yield Item("gradients", last), Item("activations", int(BACKWARD * layer)), *inside
     largest = max(shape.hidden_size, shape.num_heads * shape.head_dim) * max(shape.intermediate_size, shape.hidden_size)
-    scratch = MATMUL_WORK[recipe.optimizer.muon_precision] * FP32 * largest if recipe.optimizer.name == "muon" else 0
+    whole = OPTIMIZERS[recipe.optimizer.name].needs == "matrices"
+    scratch = MATMUL_WORK[recipe.optimizer.muon_precision] * FP32 * largest if whole else 0
     yield Item("gradients", own), Item("scratch of the optimizer", scratch), *inside
 
 

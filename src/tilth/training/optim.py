@@ -7,13 +7,13 @@ construction as named tensors: a checkpoint can be restored in place before the 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tilth.config.code import describe
-from tilth.config.open_sets import OPTIMIZERS
+from tilth.config.open_sets import OPTIMIZERS, Needs
 from tilth.config.plugins import Declaration, declared
 from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
@@ -25,55 +25,82 @@ NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon on matrices or on this rank's parts of them: momentum stays sharded, whole matrices are orthogonalised
-    bucket by bucket, those of experts each for itself.
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Optimizer that computes the change of a matrix from the whole of it, on matrices or this rank's parts of them.
 
-    ``torch.optim.Muon`` iterates in bf16, which turns a gradient's last bits into 1e-2 of the step where its rank is
-    low: another size of micro-batches, or another layout, would train another model. Every rank orthogonalises all
-    matrices and applies its part of the result. Of stacks that are divided by experts alone it orthogonalises its own
-    experts, and nothing is sent.
+    State stays divided; whole matrices are assembled bucket by bucket, those of experts each for itself. Every rank
+    computes the changes of all matrices and applies its part. Of stacks that are divided by experts alone it changes
+    its own experts, and nothing is sent.
     """
+
+    needs: Needs = "matrices"
+    lr_ratio = 1.0
+    """Learning rate of matrices divided by that of the other parameters."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         sharded: ShardedModel | None,
         section: OptimizerSection,
+        **defaults: Any,
     ) -> None:
-        """sharded: the model whose parts these are; None: they are whole."""
-        defaults = {"lr": section.lr * section.muon_lr_ratio, "weight_decay": section.weight_decay, "momentum": 0.95}
-        super().__init__(list(parameters.values()), defaults)  # torch's momentum
+        """sharded: the model whose parts these are; None: they are whole. defaults: further keys of the group."""
+        rate = {"lr": section.lr * self.lr_ratio, "weight_decay": section.weight_decay}
+        super().__init__(list(parameters.values()), {**rate, **defaults})
         self.parameters, self.sharded = dict(parameters), sharded
-        self.bf16 = section.muon_precision == "bf16"
         self.local = [n for n in parameters if sharded is None or _by_experts(sharded.layouts[n])]
         self.names = [n for n in parameters if n not in self.local]
+
+    def part(self, p: nn.Parameter) -> Tensor:
+        """Return this rank's part of what the change is computed from, by default the gradient. Updates the state."""
+        assert p.grad is not None
+        return p.grad
+
+    def change(self, whole: Tensor, lr: float) -> Tensor:
+        """Return what to add to a matrix, or a stack of them, after its decay; whole: of all ranks' parts."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Run one update; a collective call of the replica."""
-        group = self.param_groups[0]
-        lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        lr, decay = (group := self.param_groups[0])["lr"], 1 - group["lr"] * group["weight_decay"]
         for name in self.local:
             p = self.parameters[name]
-            moved = _orthogonal_step(self._momentum(p, group["momentum"]), lr, self.bf16)
+            moved = self.change(self.part(p), lr)
             p.mul_(decay).add_(moved)
         if self.sharded is None:
             return
         for names in buckets({n: self.sharded.layouts[n].shape for n in self.names}):
-            wanted = {n: self._momentum(self.parameters[n], group["momentum"]) for n in names}
+            wanted = {n: self.part(self.parameters[n]) for n in names}
             for name, update in self.sharded.assemble(names, wanted, stage=True).items():
-                p, moved = self.parameters[name], _orthogonal_step(update, lr, self.bf16)
+                p, moved = self.parameters[name], self.change(update, lr)
                 p.mul_(decay)
                 for box in self.sharded.boxes(name):
                     p.add_(moved[box.slices])
 
-    def _momentum(self, p: Tensor, momentum: float) -> Tensor:
+
+class Muon(MatrixOptimizer):
+    """Muon: the gradient with Nesterov momentum, orthogonalised.
+
+    ``torch.optim.Muon`` iterates in bf16, which turns a gradient's last bits into 1e-2 of the step where its rank is
+    low: another size of micro-batches, or another layout, would train another model.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], sharded: ShardedModel | None, section: OptimizerSection
+    ) -> None:
+        self.lr_ratio, self.bf16 = section.muon_lr_ratio, section.muon_precision == "bf16"
+        super().__init__(parameters, sharded, section, momentum=0.95)  # torch's momentum
+
+    def part(self, p: nn.Parameter) -> Tensor:
         """Return this rank's part of the gradient with Nesterov momentum, as in torch's Muon."""
         assert p.grad is not None
-        buffer = self.state[p]["momentum_buffer"]
+        buffer, momentum = self.state[p]["momentum_buffer"], self.param_groups[0]["momentum"]
         buffer.lerp_(p.grad, 1 - momentum)
         return p.grad.lerp(buffer, momentum)
+
+    def change(self, whole: Tensor, lr: float) -> Tensor:
+        return _orthogonal_step(whole, lr, self.bf16)
 
 
 def _by_experts(layout: Layout) -> bool:
@@ -104,10 +131,10 @@ def orthogonal(update: Tensor, bf16: bool = False) -> Tensor:
     return x.T if tall else x
 
 
-def _declared(own: Declaration, parameters: list[nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
+def _declared(own: Declaration, *given: Any) -> torch.optim.Optimizer:
     """Build the optimizer that a plugin declares. PluginError: it cannot be built, or is no torch optimizer."""
     try:
-        made = own.value(parameters, section)
+        made = own.value(*given)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{own.title}: {describe(error, own.file)}", key=own.name) from error
     if not isinstance(made, torch.optim.Optimizer):
@@ -130,22 +157,24 @@ class Optimizers:
         """table: rules of the parameters; sharded: the model whose parts these are; None: they are whole."""
         self.parameters = dict(parameters)
         self.section, self.sharded = section, sharded
-        self._parts: list[tuple[torch.optim.Optimizer, float]]
-        self.table = table
-        self._own = declared("optimizer").get(section.name)
-        if self._own is not None:
-            self._parts = [(_declared(self._own, list(parameters.values()), section), 1.0)]
-            self._materialise()
-            return
-        blocks = {n: p for n, p in parameters.items() if self._by_muon(n)}
+        self.table, self._spec = table, OPTIMIZERS[section.name]
+        own = declared("optimizer").get(section.name)
+        blocks = {n: p for n, p in parameters.items() if self._by_matrix(n)}
         rest = {n: p for n, p in parameters.items() if n not in blocks}
-        self._parts = [(self._adamw(rest), 1.0)] if rest else []  # adapters are matrices alone
+        self._parts: list[tuple[torch.optim.Optimizer, Declaration | None]] = []
+        """Optimizers, each with its declaration by a plugin."""
+        if rest and (own is None or blocks):  # adapters are matrices alone
+            self._parts.append((self._adamw(rest), None))
+        elif rest and own is not None:
+            self._parts.append((_declared(own, list(rest.values()), section), own))
         if blocks:
-            self._parts.append((Muon(blocks, sharded, section), section.muon_lr_ratio))
+            made = (blocks, sharded, section)
+            self._parts.append((Muon(*made) if own is None else _declared(own, *made), own))
         self._materialise()
 
-    def _by_muon(self, name: str) -> bool:
-        return self.section.name == "muon" and rule_of(self.table, name).kind == "matrix"
+    def _by_matrix(self, name: str) -> bool:
+        """Return True if an optimizer that needs matrices updates a parameter."""
+        return self._spec.needs == "matrices" and rule_of(self.table, name).kind == "matrix"
 
     def _is_bias(self, name: str) -> bool:
         """True for a bias of any shape: those of all experts of a layer are stacked in one tensor."""
@@ -162,29 +191,28 @@ class Optimizers:
             [g for g in groups if g["params"]], lr=self.section.lr, betas=self.section.betas, fused=True
         )
 
-    def _kinds(self, *, muon: bool) -> tuple[str, ...]:
-        """Return the kinds of state of a parameter; muon: one that Muon updates."""
-        return OPTIMIZERS["adamw" if self.section.name == "muon" and not muon else self.section.name]
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        """Return the kinds of state of a parameter."""
+        own = self._spec.needs == "elements" or self._by_matrix(name)
+        return (self._spec if own else OPTIMIZERS["adamw"]).state
 
     def state_dtypes(self, parameters: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return '<kind>.<parameter name>' -> dtype of the state of these parameters, also those of other ranks."""
         found: dict[str, torch.dtype] = {}
         for name, dtype in parameters.items():
-            kinds = self._kinds(muon=(muon := self._by_muon(name)))
+            kinds = self._kinds(name)
             found |= {f"{kind}.{name}": dtype for kind in kinds}
-            found |= {f"step.{name}": torch.float32} if kinds and not muon else {}
+            found |= {f"step.{name}": torch.float32} if kinds and not self._by_matrix(name) else {}
         return found
 
     def _materialise(self) -> None:
+        names: dict[Tensor, str] = {p: n for n, p in self.parameters.items()}
         for optimizer, _ in self._parts:
-            muon = isinstance(optimizer, Muon)
-            keys = self._kinds(muon=muon)
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if keys:
-                        optimizer.state[p] = {k: torch.zeros_like(p) for k in keys}
-                    if keys and not muon:
-                        optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if keys := self._kinds(names[p]):
+                    optimizer.state[p] = {k: torch.zeros_like(p) for k in keys}
+                if keys and not self._by_matrix(names[p]):
+                    optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return live state as '<kind>.<parameter name>' -> tensor, for saving and for restoring in place."""
@@ -204,15 +232,15 @@ class Optimizers:
                     group["weight_decay"] = weight_decay
 
     def step(self, lr: float) -> None:
-        """Run one update with this learning rate (Muon's part scaled by its ratio)."""
-        for optimizer, ratio in self._parts:
+        """Run one update with this learning rate (that of matrices scaled by its ratio)."""
+        for optimizer, own in self._parts:
             for group in optimizer.param_groups:
-                group["lr"] = lr * ratio
-            optimizer.step() if self._own is None else self._step_own(self._own)
+                group["lr"] = lr * getattr(optimizer, "lr_ratio", 1.0)
+            optimizer.step() if own is None else self._step_own(optimizer, own)
 
-    def _step_own(self, own: Declaration) -> None:
+    def _step_own(self, optimizer: torch.optim.Optimizer, own: Declaration) -> None:
         """Run one update of a declared optimizer. PluginError: it fails, or holds state that is not declared."""
-        optimizer, named = self._parts[0][0], OPTIMIZERS[own.name]
+        named = self._spec.state
         try:
             optimizer.step()
         except (Exception, SystemExit) as error:
