@@ -169,6 +169,64 @@ def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
     assert tiny.run(made).summary["steps"] == 12
 
 
+class Averages(tilth.Callback):
+    """A moving mean of rewards and the number of updates, which depend on all steps before."""
+
+    def __init__(self, until=0):
+        self.until, self.calls = until, []
+        self.load_state({})
+
+    def state(self):
+        return {"mean": self.mean, "updates": self.updates, "rows": self.rows}
+
+    def load_state(self, state):
+        self.mean, self.updates, self.rows = (state.get(name, 0) for name in ("mean", "updates", "rows"))
+
+    def on_rollout(self, run, step, batch):
+        self.mean, self.rows = 0.9 * self.mean + 0.1 * float(batch["reward"].mean()), self.rows + len(batch)
+        self.calls.append(("rollout", step))
+
+    def on_update(self, run, step, metrics):
+        assert metrics["grad_norm"] >= 0
+        self.updates += 1
+        self.calls.append(("update", step))
+
+    def on_step_end(self, run, step, metrics):
+        self.calls.append(("end", step))
+        if step == self.until:
+            run.stop("here")
+
+
+def test_the_state_of_a_callback_is_that_of_an_undisturbed_run_after_a_resume(tmp_path):
+    short = {"supervised": {"steps": 2}, "algorithm": {"steps": 4, "minibatches": 2}}
+    whole, torn, again = Averages(), Averages(until=4), Averages()
+    tiny.run(tiny.recipe(tmp_path / "a", **short), callbacks=[whole])
+    made = tiny.recipe(tmp_path / "b", **short)
+    with raises(Interrupted, "stop"):
+        tiny.run(made, callbacks=[torn])
+    again.updates = 99  # what it was made with does not count
+    tiny.run(made, callbacks=[again])
+    assert again.state() == whole.state() != torn.state() and whole.state()["rows"] > 0
+    assert torn.calls + again.calls == whole.calls
+    assert whole.calls[:2] == [("update", 1), ("end", 1)]
+    assert whole.calls[4:8] == [("rollout", 3), ("update", 3), ("update", 3), ("end", 3)]
+
+
+@pytest.mark.parametrize("value", [{"x": {1, 2}}, {"x": float("nan")}], ids=str)
+def test_a_state_that_is_no_json_is_named(tmp_path, value):
+    class Odd(Averages):
+        def state(self):
+            return value
+
+    with raises(PluginError, "Odd.state"):
+        tiny.run(tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}), callbacks=[Odd()])
+
+
+def test_a_state_that_is_never_loaded_is_refused():
+    with raises(PluginError, "Half.state"):
+        type("Half", (tilth.Callback,), {"state": lambda self: {}})
+
+
 class Echoes(tilth.Callback):
     """Logs a line about each line that it is told."""
 

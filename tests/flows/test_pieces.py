@@ -336,9 +336,8 @@ def test_a_finished_phase_is_passed_over(new_run):
 
 def test_inside_a_phase_a_run_goes_on_where_it_was(new_run):
     run = new_run()
-    run.restore(
-        {"step": 1, "phase": "grpo", "phase_step": 1, "accuracy_first": 0.5, "accuracy_last": 0.5, "version": 4}
-    )
+    progress = {"step": 1, "phase": "grpo", "phase_step": 1, "accuracy_first": 0.5, "accuracy_last": 0.5, "version": 4}
+    run.restore({"progress": progress})
     assert len(take(run, 3)) == 2
     assert run.state.step == 3 and run.state.accuracy_first == 0.5
     assert not any(greedy for _, greedy in run.rollout.batches[:1])  # no first evaluation again

@@ -428,9 +428,9 @@ class Job:
 
     def say(self, text: str) -> None: ...
 
-    def restore(self, progress: dict[str, int]) -> None:
+    def restore(self, objects: dict[str, Any]) -> None:
         """Check a restored state: whole, of one step, and no older than its tier promises."""
-        step = progress["step"]
+        step = objects["progress"]["step"]
         for process in self.life.backend.processes[:LEARNERS]:
             role = process.executor.roles.get("policy")
             if role is None or (role.value, role.at) != (weights(step), step):
@@ -574,7 +574,7 @@ def restore_from_disk(job: Job, *, fallback: bool) -> None:
     step = max(world.disk, default=0)
     if step:
         job.life.policy.load(f"disk/{step}", {})
-    job.restore({"step": step})
+    job.restore({"progress": {"step": step}})
     job.directory.rewind(step)
 
 

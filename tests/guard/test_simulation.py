@@ -130,7 +130,7 @@ def prefers_an_old_snapshot(monkeypatch):
             launch._restore_from_disk(run, fallback=False)
             return
         launch._load(kept, run.roles, run.directory)
-        run.restore(kept.objects["progress"])
+        run.restore(kept.objects)
         run.directory.rewind(run.state.step)
 
     monkeypatch.setattr(launch, "_restore", restore)

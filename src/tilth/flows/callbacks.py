@@ -1,7 +1,10 @@
 """Callbacks: user code that watches a run, or acts on it between two steps."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +14,7 @@ from tilth.core.errors import PluginError, RecipeError, TilthError
 
 if TYPE_CHECKING:
     from tilth.config.schema import Recipe
+    from tilth.core.batch import Batch
     from tilth.runs.directory import RunDir
     from tilth.runs.state import RunState
 
@@ -59,10 +63,27 @@ class Callback:
                     f"{where} is not a method of a callback; use one of {', '.join(events)}",
                     key=f"{cls.__name__}.{name}",
                 )
+        if (cls.state is Callback.state) != (cls.load_state is Callback.load_state):
+            where = f"{cls.__qualname__} ({source(cls)})"
+            raise PluginError(f"{where} has one of state and load_state; define both", key=f"{cls.__name__}.state")
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this callback, as JSON; {}: nothing."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Return to the state of a checkpoint, before ``on_run_start``; {}: to the beginning, also of a new run."""
 
     def on_run_start(self, run: RunView) -> None:
         """Before the first step. ``run.state.step``: the last committed step; later ones of earlier attempts
         are void."""
+
+    def on_rollout(self, run: RunView, step: int, batch: "Batch") -> None:
+        """The samples from which a step is going to learn are scored: one row each, their tokens are in workers. A step
+        that a failure breaks off runs again, and calls this and ``on_update`` again."""
+
+    def on_update(self, run: RunView, step: int, metrics: dict[str, float]) -> None:
+        """The policy has taken an optimizer step, of which there may be several in a step."""
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """A step was committed. metrics: its line of ``metrics.jsonl``."""
@@ -95,15 +116,48 @@ def notify(callbacks: Iterable[Callback], event: str, *given: Any) -> None:
             continue
         token = _TOLD.set((*told, callback) if event == "on_message" else told)
         try:
-            getattr(callback, event)(*given)
-        except TilthError:
-            raise
-        except (Exception, SystemExit) as error:
-            where = f"{type(callback).__qualname__}.{event} ({source(getattr(type(callback), event))})"
-            file = inspect.getsourcefile(type(callback)) or ""
-            raise PluginError(f"{where}: {describe(error, file)}", key=f"{type(callback).__name__}.{event}") from error
+            with _named(callback, event):
+                getattr(callback, event)(*given)
         finally:
             _TOLD.reset(token)
+
+
+@contextmanager
+def _named(callback: Callback, method: str) -> Iterator[None]:
+    """Raise PluginError with class, method, file and line for what fails in the block, but let a TilthError pass."""
+    try:
+        yield
+    except TilthError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = f"{type(callback).__qualname__}.{method} ({source(getattr(type(callback), method))})"
+        file = inspect.getsourcefile(type(callback)) or ""
+        raise PluginError(f"{where}: {describe(error, file)}", key=f"{type(callback).__name__}.{method}") from error
+
+
+def states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the states of callbacks that have one, by class and number. PluginError: one is no JSON."""
+    found = {}
+    for name, callback in _numbered(callbacks):
+        with _named(callback, "state"):
+            if state := json.loads(json.dumps(callback.state(), allow_nan=False)):
+                found[name] = state
+    return found
+
+
+def load_states(callbacks: Iterable[Callback], found: Mapping[str, Any]) -> None:
+    """Return callbacks to the states of a checkpoint, those without one to their beginning."""
+    for name, callback in _numbered(callbacks):
+        with _named(callback, "load_state"):
+            callback.load_state(found.get(name, {}))
+
+
+def _numbered(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    counts = Counter[str]()
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        counts[name] += 1
+        yield f"{name}.{counts[name]}", callback
 
 
 def checked(callbacks: Sequence[Any], plugins: Iterable[str]) -> list[Callback]:

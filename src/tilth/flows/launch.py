@@ -270,7 +270,7 @@ def _load_from_memory(run: Run, remake: Callable[[], None]) -> bool:
             run.snapshots.discard()
             remake()
             continue
-        run.restore(kept.objects["progress"])
+        run.restore(kept.objects)
         return True
     return False
 
@@ -494,7 +494,7 @@ def _restore_from_disk(run: Run, *, fallback: bool) -> None:
     newest = _newest(run, fallback=fallback)
     if newest is not None:
         _load(newest, run.roles, directory)
-        run.restore(newest.objects["progress"])
+    run.restore({} if newest is None else newest.objects)
     step = run.state.step
     record_best(directory.checkpoints, run.state.best)  # a kill may have come between a checkpoint and this
     directory.rewind(step)

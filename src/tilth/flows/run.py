@@ -21,7 +21,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW
-from tilth.flows.callbacks import Callback, notify
+from tilth.flows.callbacks import Callback, load_states, notify, states
 from tilth.flows.group_filters import Keep
 from tilth.flows.heldout import Evaluator
 from tilth.flows.phases import VALUES, WARMUP, is_supervised
@@ -84,6 +84,7 @@ class Run:
         self.after_step: Callable[[Run], None] | None = None
         """Called when a step and all that belongs to it is committed."""
         self.log = StepLog(recipe, algo, roles, directory, state, metrics, self.bounds, say, spill)
+        self.log.updated = lambda found: notify(callbacks, "on_update", self, state.step + 1, found)
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
@@ -193,6 +194,7 @@ class Run:
             with self._step():
                 sampled = self.sampler.sample(group, keep, rounds)
                 self._empty += not len(sampled.kept)
+                notify(self.callbacks, "on_rollout", self, self.state.step + 1, sampled.kept)
                 yield sampled.kept
                 self.log.record(sampled.drawn)
 
@@ -443,10 +445,12 @@ class Run:
         """Return ``checkpoint_objects`` without the roles' positions."""
         events = {"attempt": self.directory.attempt, "step": self.state.step}
         found = {"progress": asdict(self.state), "digest": self.directory.digest, "events": events}
+        found |= {"callbacks": kept} if (kept := states(self.callbacks)) else {}
         return found if self._base is None else {**found, "base": self._base}
 
-    def restore(self, progress: Mapping[str, Any]) -> None:
-        """Set the state to that of a checkpoint, in place: the parts of the run share it."""
-        vars(self.state).update(vars(RunState(**progress)))
+    def restore(self, objects: Mapping[str, Any]) -> None:
+        """Set the state to that of a checkpoint, in place: the parts of the run share it. {}: to the beginning."""
+        load_states(self.callbacks, objects.get("callbacks", {}))
+        vars(self.state).update(vars(RunState(**objects.get("progress", {}))))
         if any(key.partition(".")[0] == "data" for key in self.directory.changes):  # indices name other prompts now
             self.state.outcomes_first = {}

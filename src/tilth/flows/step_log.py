@@ -47,6 +47,8 @@ class StepLog:
         self._spikes, self._roles = [SpikeRule(name) for name in WATCHED[recipe.flow_spec.samples]], roles
         self._pending: list[tuple[Mapping[str, Metric], bool]] = []
         self._updates: list[Mapping[str, Metric]] = []
+        self.updated: Callable[[dict[str, float]], None] = lambda metrics: None
+        """Called with the metrics of each optimizer step of the policy."""
         if self._writer is not None:
             self._writer.open(str(directory.path.resolve() / TRAJECTORIES), "" if spill is None else str(spill))
             directory.trajectories = self._writer
@@ -76,6 +78,8 @@ class StepLog:
                 for rule in self._spikes:
                     if rule.name in metrics:
                         self._warn(rule.add(float(metrics[rule.name])))
+            if policy:
+                self.updated({name: float(metric) for name, metric in metrics.items()})
             self.metrics.take(metrics)
             if NOT_FINITE in metrics:
                 learner = self._roles.policy if policy else self._roles.critic
