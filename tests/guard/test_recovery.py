@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.cluster.backends.base import MEMORY_RAN_OUT
 from tilth.core import errors
 from tilth.core.write_queue import LATEST, PATIENCE
 from tilth.guard.recovery import EVICTS, SOONEST, TRIES, WINDOW, Nodes, Recovery, verdict_of
 from tilth.guard.verdict import Verdict
+from tilth.process.child import MEMORY_RAN_OUT
 
 
 def failed(kind, message="it", key="policy.update", ranks=()):

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tilth.process.child import Child, PipedChild, death, finalize
+from tilth.process.child import Child, PipedChild, death, finalize, how_ended
 from tilth.process.frames import frame
 from tilth.process.output import OutputFile
 from tilth.process.pool import ChildPool, ready
@@ -130,3 +130,13 @@ def test_what_is_to_be_closed_is_closed_once():
     finalize(owner, closed.append, 2)
     del owner
     assert closed == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [(2, 3, "memory ran out: the kernel"), (2, 2, "not since memory ran out"), (None, 3, "often"), (2, None, "often")],
+)
+def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
+    monkeypatch.setattr("tilth.process.child.oom_kills", lambda: now)
+    assert said in how_ended(-signal.SIGKILL, before)
+    assert "memory" not in how_ended(-signal.SIGTERM, before) + how_ended(3, before)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
-from tilth.cluster.backends.base import MEMORY_RAN_OUT
 from tilth.core.errors import (
     CallTimeout,
     LogprobMismatch,
@@ -29,6 +28,7 @@ from tilth.core.errors import (
 )
 from tilth.core.write_queue import LATEST, PATIENCE
 from tilth.guard.verdict import Kind, Verdict
+from tilth.process.child import MEMORY_RAN_OUT
 
 CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
     (WorkerLost, "crash"),

@@ -29,13 +29,14 @@ import psutil
 
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.fork_server import START, ServerProcess
-from tilth.cluster.backends.local import environment, how_ended
+from tilth.cluster.backends.local import environment
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.core.errors import TilthError, WorkerLost
 from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
 from tilth.guard.updates import NONE, RecipeChange, Undone, Update, put_back, read_updates, waiting
 from tilth.guard.verdict import Verdict
+from tilth.process.child import how_ended
 
 REPLACEABLE = ("local", "ray")
 """Backends whose runs are supervised."""
@@ -554,8 +555,7 @@ def _last_words(run: str, code: int) -> str:
 
 def _end_server(server: ServerProcess | None) -> None:
     if server is not None:
-        server.process.kill()
-        server.process.wait()
+        server.kill()
 
 
 def _exit_code(code: int) -> int:

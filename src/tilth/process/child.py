@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from tilth.core.memory import oom_kills
 from tilth.process.frames import drain, take_frames
 from tilth.process.output import OutputFile
 
@@ -18,6 +19,8 @@ BOOT = (
     "from tilth.process.program import run; run(*rest)"
 )
 """Program of a child that speaks by frames."""
+MEMORY_RAN_OUT = "(memory ran out: "
+"""Part of the description of a process that the kernel killed for want of memory."""
 ONE_THREAD = dict.fromkeys(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"], "1")
 
 
@@ -48,7 +51,7 @@ class Child:
             pass_fds=pass_fds,
             start_new_session=session,  # Ctrl-C goes to the run alone; killing the group ends its own children too
         )
-        self._kill = os.killpg if session else os.kill
+        self._session = session
 
     @property
     def pid(self) -> int:
@@ -73,8 +76,11 @@ class Child:
 
     def kill(self) -> int:
         """Kill it and all that it started; return its exit code. May be called twice."""
-        with suppress(ProcessLookupError):
-            self._kill(self.pid, signal.SIGKILL)  # does not change the exit code of one that died already
+        if self._session:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # does not change the exit code of one that died already
+        else:
+            self.process.kill()
         return self.process.wait()
 
     def end(self, seconds: float) -> None:
@@ -177,5 +183,20 @@ def _close(process: int, close: Callable[..., object], *arguments: Any) -> None:
 
 
 def death(code: int) -> str:
-    """Return how a process ended, by its exit code."""
+    """Return how a process died, by its exit code."""
     return f"died with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def how_ended(code: int, kills: int | None = None) -> str:
+    """Return how a process ended, and whether for want of memory. kills: out-of-memory kills of the kernel at its
+    start."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if code != -signal.SIGKILL:
+        return death(code)
+    now = oom_kills()
+    if kills is None or now is None:
+        return f"{death(code)} (often because memory ran out)"
+    if now > kills:
+        return f"{death(code)} {MEMORY_RAN_OUT}the kernel has killed {now - kills} processes since it started)"
+    return f"{death(code)} (not since memory ran out: the kernel has killed nothing for that)"

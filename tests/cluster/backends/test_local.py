@@ -20,7 +20,7 @@ from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tilth.cluster.backends.fork_server import StartedWorker, fork_server
-from tilth.cluster.backends.local import LocalBackend, _listen, environment, how_ended
+from tilth.cluster.backends.local import LocalBackend, _listen, environment
 from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.controller.cluster import open_cluster
@@ -467,16 +467,6 @@ def test_a_worker_whose_trace_cannot_be_written_ends_in_good_order(watched, tmp_
     assert [line.split(":")[0] for line in told] == ["rank 0", "rank 1"]
     assert all("events were dropped" in line and str(tmp_path / "events") in line for line in told)
     watched.assert_gone()
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [(2, 3, "memory ran out: the kernel"), (2, 2, "not since memory ran out"), (None, 3, "often"), (2, None, "often")],
-)
-def test_who_was_killed_for_want_of_memory_is_told_so(monkeypatch, before, now, said):
-    monkeypatch.setattr("tilth.cluster.backends.local.oom_kills", lambda: now)
-    assert said in how_ended(-signal.SIGKILL, before)
-    assert "memory" not in how_ended(-signal.SIGTERM, before) + how_ended(3, before)
 
 
 @pytest.mark.parametrize(

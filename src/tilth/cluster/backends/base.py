@@ -11,8 +11,6 @@ import cloudpickle
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, TilthError, WorkerError
 
-MEMORY_RAN_OUT = "(memory ran out: "
-"""Part of the message of a WorkerLost that the kernel killed for want of memory."""
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is a role."""
 

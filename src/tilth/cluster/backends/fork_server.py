@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,13 +16,15 @@ from typing import Any
 
 from tilth.cluster.backends.capacity import patience
 from tilth.core.errors import WorkerLost
+from tilth.process.child import Child, how_ended
+from tilth.process.output import OutputFile
 
 START = 120.0
 """Seconds to import what workers need, on an idle machine (``patience``)."""
 END = 10.0
 """Seconds for the server to end by itself."""
-TAIL = 4000
-"""Bytes of its output in an error."""
+TAIL = 40
+"""Lines of its output in an error."""
 AT_IMPORT = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_", "NVIDIA_", "MALLOC_")
 """Beginnings of variables that libraries read when they are loaded: a change asks for another server."""
 
@@ -47,7 +48,7 @@ class StartedWorker:
             raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
 
 
-class ServerProcess:
+class ServerProcess(Child):
     """The process of a fork server, which lives as long as its owner.
 
     socket: the owner's end; kept: folder of a supervisor, whose controllers stay in its session.
@@ -56,33 +57,27 @@ class ServerProcess:
     def __init__(self, environment: Mapping[str, str], kept: str = "") -> None:
         """environment: in which libraries are loaded."""
         self.socket, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its error, as long as it runs
+        self._log = OutputFile()
         with theirs:
-            self.process = subprocess.Popen(
+            super().__init__(
                 [*command(environment), *([kept] if kept else [])],
+                {**environment, "OMP_NUM_THREADS": "1"},
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
-                env={**environment, "OMP_NUM_THREADS": "1"},
-                start_new_session=not kept,
+                session=not kept,
             )
 
     def ending(self) -> str:
         """Describe how it ended, with the end of its output."""
-        self._log.seek(0)
-        text = self._log.read()[-TAIL:].decode(errors="replace").strip()
-        how = f"ended with exit code {self.process.wait()}"
-        return f"the fork server of the workers (process {self.process.pid}) {how}; its output ends:\n{text}"
+        how = how_ended(self.process.wait())
+        return f"the fork server of the workers (process {self.pid}) {how}; its output ends:\n{self._log.tail(TAIL)}"
 
     def close(self) -> None:
         """End the server; its workers go on."""
         with suppress(OSError):  # it has ended
             self.socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(END)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.end(END)
 
 
 class ForkServer:

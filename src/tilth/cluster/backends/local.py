@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -18,7 +17,7 @@ from typing import IO, Any
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import MEMORY_RAN_OUT, Call, Probe, Reply
+from tilth.cluster.backends.base import Call, Probe, Reply
 from tilth.cluster.backends.capacity import check_room, cores, patience
 from tilth.cluster.backends.connection import WorkerConnection
 from tilth.cluster.backends.fork_server import StartedWorker, start_worker
@@ -28,6 +27,7 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.core.errors import RecipeError, StorageError, WorkerLost
 from tilth.core.memory import oom_kills
+from tilth.process.child import Child, how_ended
 
 START = 120.0
 """Seconds in which all workers must connect, on an idle machine (``patience``)."""
@@ -59,7 +59,7 @@ class LocalBackend:
         self._encoded: tuple[Call | None, bytes] = None, b""
         self._processes: dict[int, StartedWorker] = {}
         self._kills = oom_kills()
-        self._reaper = _start_reaper(self.folder)
+        self._reaper = Child([sys.executable, "-P", reaper.__file__, str(self.folder.path)], environment(1))
         self._reaper_lost = self._closed = False
         self.timeout = timeout
         try:
@@ -89,14 +89,14 @@ class LocalBackend:
         self._processes[rank] = process
         self._notify_reaper(process.pid)
 
-    def _notify_reaper(self, line: int | str) -> None:
-        """Write a line to the reaper. Its loss is reported once; it matters only if this process is killed."""
-        pipe: IO[bytes] = self._reaper.stdin  # type: ignore[assignment]
+    def _notify_reaper(self, pid: int) -> None:
+        """Tell the reaper of a worker. Its loss is reported once; it matters only if this process is killed."""
+        pipe: IO[bytes] = self._reaper.process.stdin  # type: ignore[assignment]
         try:
-            pipe.write(f"{line}\n".encode())
+            pipe.write(f"{pid}\n".encode())
             pipe.flush()
         except BrokenPipeError:
-            self._report_reaper(how_ended(self._reaper.wait()))
+            self._report_reaper(how_ended(self._reaper.process.wait()))
 
     def _report_reaper(self, how: str) -> None:
         if not self._reaper_lost:
@@ -105,13 +105,12 @@ class LocalBackend:
             print(f"tilth: {message}", file=sys.stderr)
 
     def _end_reaper(self) -> None:
-        self._notify_reaper("done")
-        try:
-            self._reaper.communicate(timeout=END)
-        except subprocess.TimeoutExpired:
+        self._reaper.tell(b"done\n")
+        if (code := self._reaper.wait(END)) is None:
             self._report_reaper(f"has not ended within {END:g} s and was killed")
             self._reaper.kill()
-            self._reaper.wait()
+        elif code:
+            self._report_reaper(how_ended(code))
 
     def _accept(self, door: socket.socket, ranks: Collection[int]) -> dict[int, tuple[int, Connection]]:
         """Return (process id, connection) of these ranks. Raises WorkerLost if one ends or does not connect in time."""
@@ -273,23 +272,3 @@ def _listen(address: str) -> socket.socket:
     door.listen(128)
     door.settimeout(0.2)  # interval at which workers that ended before connecting are detected
     return door
-
-
-def _start_reaper(folder: SessionDir) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", reaper.__file__, str(folder.path)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment(1), start_new_session=True)
-
-
-def how_ended(code: int, kills: int | None = None) -> str:
-    """Describe how a process ended. kills: out-of-memory kills of the kernel at its start."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    if name != "SIGKILL":
-        return f"was killed by {name}"
-    now = oom_kills()
-    if kills is None or now is None:
-        return f"was killed by {name} (often because memory ran out)"
-    if now > kills:
-        return f"was killed by {name} {MEMORY_RAN_OUT}the kernel has killed {now - kills} processes since it started)"
-    return f"was killed by {name} (not since memory ran out: the kernel has killed nothing for that)"

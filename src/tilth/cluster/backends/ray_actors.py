@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from tilth.cluster.backends import control
-from tilth.cluster.backends.base import MEMORY_RAN_OUT, Probe
+from tilth.cluster.backends.base import Probe
 from tilth.cluster.backends.probe import NodeProbe, show_stacks
 from tilth.cluster.backends.scratch import Scratch
 from tilth.cluster.backends.session_dir import SessionDir
@@ -34,6 +34,7 @@ from tilth.cluster.worker.local_worker import encoded
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import StorageError
 from tilth.core.memory import oom_kills
+from tilth.process.child import MEMORY_RAN_OUT
 from tilth.trace.spans import span
 
 EVERY = 0.25

@@ -19,6 +19,7 @@ from tilth.cluster.backends.local import LocalBackend, environment
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.worker import local_worker
 from tilth.core.errors import RecipeError, StorageError
+from tilth.process.program import outlive_signals
 
 WAIT = 600.0
 """Seconds for a worker to find its controller, which reads the data first."""
@@ -118,7 +119,7 @@ def _serve(launch: Launch, timeout: float) -> None:
     """Serve as a worker. It ignores signals only once it has found its controller; before, it ends with the job."""
     os.environ.update(environment(launch.size))
     folder, controller = _controller(launch)
-    local_worker.leave_to_controller()
+    outlive_signals()
     with controller:
         local_worker.serve(controller, folder, launch.rank, launch.size, timeout)
 

@@ -13,7 +13,6 @@ descriptors of its standard streams. The controller becomes a child of the owner
 a connection of its own over which it asks for workers.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -34,6 +33,7 @@ from tilth.cluster.backends.local import environment
 from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.worker import local_worker
 from tilth.config.roles import resolve
+from tilth.process.program import die_with
 
 IDLE = 60.0
 """Seconds without a worker after which it ends, unless its owner supervises a run."""
@@ -53,8 +53,6 @@ made (torch._dynamo: every optimizer), and what a worker that hangs needs to ans
 its compiler's code)."""
 CONTROLLER = ("tilth.flows.launch", "tilth.cli.main", "tilth.cli.run", "tilth.ui.live", "tilth.ui.track")
 """Modules of a controller besides."""
-_PDEATHSIG = 1
-"""PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -179,9 +177,7 @@ class Server:
         os.close(begin)
         ours.close()
         self._leave()
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != request["owner"]:
-            os._exit(local_worker.GONE)
+        die_with(request["owner"])
         _tell(self._owner, controller=os.getpid())
         return Controller(request, streams, theirs)
 

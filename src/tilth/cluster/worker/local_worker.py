@@ -6,7 +6,6 @@ thread executes the calls in order of arrival.
 
 import os
 import pickle
-import signal
 import threading
 from functools import partial
 from multiprocessing.connection import Client, Connection
@@ -23,6 +22,7 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 from tilth.cluster.worker.life import publish_life
+from tilth.process.program import outlive_signals
 from tilth.trace.spans import show_open
 
 GONE = 70
@@ -31,18 +31,9 @@ GONE = 70
 
 def main(folder: SessionDir, rank: int, workers: int, timeout: float) -> None:
     """Connect to the controller of this directory and serve it until it calls ``end``."""
-    leave_to_controller()
+    outlive_signals()
     with connect(folder) as controller:
         serve(controller, folder, rank, workers, timeout)
-
-
-def leave_to_controller() -> None:
-    """Ignore signals that a terminal or a launcher sends to all processes: the controller saves and ends.
-
-    Uses a handler, because processes that a role starts would inherit SIG_IGN.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
 
 
 def connect(folder: SessionDir) -> Connection:
