@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tilth.core import errors
 from tilth.core.write_queue import LATEST, PATIENCE
-from tilth.guard.recovery import EVICTS, SOONEST, TRIES, WINDOW, Nodes, Recovery, verdict_of
+from tilth.guard.recovery import EVICTS, ROOM, WINDOW, Nodes, Recovery, verdict_of
 from tilth.guard.verdict import Verdict
 from tilth.process.child import MEMORY_RAN_OUT
 
@@ -139,14 +139,14 @@ def test_a_disk_that_takes_nothing_is_tried_for_a_known_time_and_costs_no_restar
         now += action.wait
     assert waits[:7] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LATEST] and PATIENCE <= now < PATIENCE + LATEST
     assert recovery.decide(failed(errors.WorkerLost, ranks=(1,)), 7, now).step == "replace"
-    assert recovery.decide(verdict, 7, now).wait == SOONEST  # it is trouble of its own
+    assert recovery.decide(verdict, 7, now).wait == ROOM.backoff  # it is trouble of its own
 
 
 def test_a_worker_that_alone_cannot_write_is_replaced_once():
     recovery, verdict = Recovery(8), failed(errors.StorageError, key="tokens", ranks=(1,))
     actions = [recovery.decide(verdict, 7, float(at)) for at in range(8)]
     assert [(one.step, one.ranks) for one in actions if one.step != "retry"] == [("replace", (1,))]
-    assert actions[TRIES - 1].step == "replace" and actions[TRIES - 1].wait == 4.0
+    assert actions[3].step == "replace" and actions[3].wait == 4.0
 
 
 def test_a_step_that_is_long_is_tried_several_times():

@@ -20,11 +20,12 @@ from tilth.models.config import DecoderConfig
 from tilth.models.hf import stored_tensors
 from tilth.plan.shape import parameter_shapes
 from tilth.process.child import finalize
+from tilth.process.restarts import RestartPolicy
 
 _BUCKET = 256 << 20
 """Bytes of weights that travel at a time."""
-_RESTARTS = 3
-"""Servers in a row that may end before one of them has generated a token."""
+_RESTARTS = RestartPolicy(fruitless=3)
+"""Fruitless is a server that ends before it has generated a token."""
 T = TypeVar("T")
 
 
@@ -260,7 +261,7 @@ class RemoteEngine(GenerationEngine):
         if server is not None:
             server.stop()
             tail = server.log_tail()
-        if self._lost > _RESTARTS:
+        if not _RESTARTS.again(fruitless=self._lost):
             message = f"rollout.engine = {self.name}: its server ended {self._lost} times ({lost})"
             raise ServerError(f"{message}; the log of the last one:\n{tail}", key="rollout.engine.server")
 

@@ -23,10 +23,13 @@ from tilth.process.child import PipedChild, death
 from tilth.process.frames import frame
 from tilth.process.output import Prints
 from tilth.process.pool import ChildPool, ready
+from tilth.process.restarts import RestartPolicy
 
 Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
 """Seconds for a process to become ready."""
+RESTARTS = RestartPolicy(attempts=2)
+"""An episode begins again once after the death of its process."""
 PING = 1.0
 """Seconds in which a process whose episode hangs answers if its other threads still run."""
 
@@ -320,7 +323,7 @@ class EnvironmentPool:
             self._start()
         for episode in lost:
             episode.strikes += bool(reason) and episode.asked is not None
-            if episode.strikes > 1:
+            if not RESTARTS.again(episode.strikes):
                 found.append(self._fail(episode, reason, "died"))
                 continue
             episode.repeated, episode.deadline = 0, time.monotonic() + self.timeout

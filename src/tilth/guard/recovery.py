@@ -29,6 +29,7 @@ from tilth.core.errors import (
 from tilth.core.write_queue import LATEST, PATIENCE
 from tilth.guard.verdict import Kind, Verdict
 from tilth.process.child import MEMORY_RAN_OUT
+from tilth.process.restarts import RestartPolicy
 
 CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
     (WorkerLost, "crash"),
@@ -45,11 +46,13 @@ CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
 )
 """Class of an error that a run can survive -> kind of its verdict. All other errors are the same again when the step
 runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
-REPEATS: Mapping[Kind, int] = {"crash": 2, "hang": 2, "out-of-memory": 2, "corruption": 2, "files": 2}
-"""Recoveries from one cause at one step, by the kind of failure; the next failure ends the run. Others: 1."""
-SOONEST, TRIES = 0.5, 4
-"""Seconds before a step without room is run again, each pause twice the one before, and failures of it after which the
-workers that fail are replaced, and which end a run at least; they end none before ``PATIENCE`` seconds have passed."""
+TWICE, THRICE = RestartPolicy(attempts=2), RestartPolicy(attempts=3)
+REPEATED: Sequence[Kind] = ("crash", "hang", "out-of-memory", "corruption", "files")
+RESTARTS: Mapping[Kind, RestartPolicy] = dict.fromkeys(REPEATED, THRICE)
+"""Restarts of one step after failures of one cause, by their kind. Others: ``TWICE``."""
+ROOM = RestartPolicy(attempts=4, backoff=0.5, latest=LATEST)
+"""Restarts of a step without room; at the last attempt the workers that fail are replaced, and no run ends before
+``PATIENCE`` seconds have passed."""
 WINDOW = 3600.0
 """Seconds in which ``guard.restarts`` recoveries may happen."""
 
@@ -148,7 +151,7 @@ class Recovery:
         corrupt = verdict.kind == "corruption" and any(past.verdict.kind == "corruption" for past in self._past)
         here = _Past(now, step, verdict, nodes.blamed(verdict))
         self._past.append(here)
-        if not gated and len(alike) >= REPEATS.get(verdict.kind, 1):
+        if not gated and not RESTARTS.get(verdict.kind, TWICE).again(len(alike) + 1):
             return Action("stop", why=f"it has happened {len(alike) + 1} times at this step")
         if len(recent) >= self.restarts:
             return Action("stop", why=f"there were {len(recent)} recoveries within an hour (guard.restarts)")
@@ -168,13 +171,14 @@ class Recovery:
             return (past.step, past.verdict.kind) == (here.step, here.verdict.kind)
 
         tried = list(takewhile(goes_on, reversed(self._past)))
+        begun = len(tried) + 1
         self._past.append(here)
         since = here.at - tried[-1].at if tried else 0.0
-        if since >= PATIENCE and len(tried) + 1 >= TRIES:
+        if since >= PATIENCE and not ROOM.again(begun):
             return Action("stop", why=f"the step was run again for {since:.0f} s, {len(tried)} times")
-        step: Step = "replace" if here.verdict.ranks and len(tried) + 1 == TRIES else "retry"
+        step: Step = "replace" if here.verdict.ranks and begun == ROOM.attempts else "retry"
         ranks = here.verdict.ranks if step == "replace" else ()
-        return Action(step, ranks, wait=min(SOONEST * 2 ** len(tried), LATEST), again=bool(tried))
+        return Action(step, ranks, wait=ROOM.pause(begun), again=bool(tried))
 
     def _refuse_rollback(self, verdict: Verdict) -> str:
         """Return why a step that is not finite ends the run, or ""."""

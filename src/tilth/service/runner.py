@@ -5,6 +5,7 @@ deterministic, so every bit is that of an undisturbed server.
 """
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.engines.client import BREAKS
 from tilth.engines.completion import RequestError
+from tilth.process.restarts import RestartPolicy
 from tilth.service.base import ServiceLimits
 from tilth.service.bodies import AdamBody, LoadBody, SaveBody, StepBody
 from tilth.service.client import TrainClient
@@ -30,8 +32,8 @@ from tilth.service.worker import STATE, read_about
 
 STEPS = 16
 """Optimizer steps after which a model's state is written."""
-ATTEMPTS = 3
-"""Times that a request begins if its worker dies."""
+RESTARTS = RestartPolicy(attempts=3)
+"""Restarts of a request whose worker dies."""
 
 
 @dataclass
@@ -222,13 +224,13 @@ class ClientRunner:
 
     async def _answered(self, client: Client, operation: Operation) -> StoredAnswer:
         """Return the answer to a request, also of one that fails."""
-        for attempt in range(ATTEMPTS):
+        for begun in itertools.count(1):
             try:
                 await self._revive(client, operation.seq)
                 return await OPERATIONS[operation.kind](self, client, operation)
             except BREAKS as error:
                 client.alive = -1
-                if attempt == ATTEMPTS - 1:
+                if not RESTARTS.again(begun):
                     return StoredAnswer.failure(error, "server")
             except (RequestError, StorageError) as error:
                 return StoredAnswer.failure(error, "server")
