@@ -38,7 +38,7 @@ def test_what_a_table_names_is_there(reference):
 
 
 def test_a_name_that_is_not_there_is_seen():
-    (wrong,) = references('TABLE = {"engine": "tilth.rollout.engine:Engin"}')
+    (wrong,) = references('TABLE = {"engine": "tilth.engines.engine:Engin"}')
     with pytest.raises(AttributeError):
         resolved(wrong)
-    assert {"tilth.flows.workers:policy", "tilth.plan.memory:policy_need", "tilth.rollout.vllm:VLLM"} <= set(written())
+    assert {"tilth.flows.workers:policy", "tilth.plan.memory:policy_need", "tilth.engines.vllm:VLLM"} <= set(written())
