@@ -25,8 +25,8 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.envs.pool import EnvironmentPool
-from tilth.flows.model import load_model
 from tilth.rollout.episodes import Limits, Player
+from tilth.runs.models import load_model
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Looking"
 CALL = '\n{"name": "look", "arguments": {"number": 7}}\n'

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
-from tilth.flows.model import load_model, make_engine
+from tilth.runs.models import load_model, make_engine
 from tilth.runs.readers import read_metrics
 
 SETTINGS = ["data.digits=2", "model.hidden=64", "model.layers=2", "model.heads=2", "rollout.prompts=16"]

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.batch import Jagged
-from tilth.flows.model import load_model
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.objective import Objective
+from tilth.runs.models import load_model
 from tilth.training.packed import cut, model_input, plan_micros, score
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -46,15 +46,15 @@ from work import same_work
 
 from tilth.config.schema import LoraConfig
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import load_model
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
-from tilth.service.base import ALPHA, TARGETS
-from tilth.service.folders import CheckpointPath
-from tilth.service.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
-from tilth.service.wire import Datum
-from tilth.service.worker import read_state
+from tilth.runs.models import load_model
+from tilth.serve.tinker.base import ALPHA, TARGETS
+from tilth.serve.tinker.folders import CheckpointPath
+from tilth.serve.tinker.trained import AdamStep, ModelSpec, SharedBase, TrainedModel
+from tilth.serve.tinker.wire import Datum
+from tilth.serve.tinker.worker import read_state
 
 RANK, ROWS, LENGTH = 8, 8, 64
 WARM = 2

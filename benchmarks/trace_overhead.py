@@ -33,8 +33,8 @@ from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.worker.context import Context
 from tilth.config.load import load_recipe
 from tilth.core.layout import Mesh
-from tilth.flows import launch
 from tilth.flows.callbacks import Callback
+from tilth.launch import life as launch
 from tilth.trace.collector import collector
 from tilth.trace.spans import recorder, span
 

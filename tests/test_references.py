@@ -41,4 +41,4 @@ def test_a_name_that_is_not_there_is_seen():
     (wrong,) = references('TABLE = {"engine": "tilth.engines.engine:Engin"}')
     with pytest.raises(AttributeError):
         resolved(wrong)
-    assert {"tilth.flows.workers:policy", "tilth.plan.memory:policy_need", "tilth.engines.vllm:VLLM"} <= set(written())
+    assert {"tilth.launch.workers:policy", "tilth.plan.memory:policy_need", "tilth.engines.vllm:VLLM"} <= set(written())

@@ -186,7 +186,7 @@ AFTER = {
     "torch.distributed.distributed_c10d": throttle,
     "torch._tensor": slow_tensor,
     "tilth.cluster.worker.executor": follow,
-    "tilth.flows.build": deal_unevenly,
+    "tilth.launch.build": deal_unevenly,
     "tilth.models.decoder": slow_model,
     "tilth.training.optim": slow_optimizer,
 }

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from tilth.envs.environment import Environment, tool
     from tilth.flows.callbacks import Callback
-    from tilth.serve.agent import Agent
+    from tilth.serve.agents.agent import Agent
     from tilth.ui.track import Tracker
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ _HOME = {
         ),
         "tilth.config.plugins",
     ),
-    "Agent": "tilth.serve.agent",
+    "Agent": "tilth.serve.agents.agent",
     "Callback": "tilth.flows.callbacks",
     "Environment": "tilth.envs.environment",
     "tool": "tilth.envs.environment",

@@ -16,9 +16,9 @@ from tilth.core.errors import ModelError, RecipeError, RewardError
 if TYPE_CHECKING:
     from tilth.data.given import Given
     from tilth.data.prompts import Key, RecordsByValue
-    from tilth.flows.build import Dataset
     from tilth.flows.callbacks import Callback
-    from tilth.guard.supervisor import Inherited
+    from tilth.launch.build import Dataset
+    from tilth.launch.supervisor import Inherited
     from tilth.rewards.process_pool import RewardPool
     from tilth.ui.result import RunResult
 
@@ -62,7 +62,7 @@ def run_recipe(
             if isinstance(material, PromptSet):
                 recipe = with_holdout(recipe, material)
             with uncollected():  # the pool's processes start while this one imports torch
-                from tilth.flows.launch import launch
+                from tilth.launch.life import launch
 
             directory, summary = launch(
                 recipe,
@@ -138,7 +138,7 @@ def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) 
     if prompts is not None and not isinstance(prompts, PromptSet):
         return prompts
     if recipe.flow_spec.learns == "documents":
-        from tilth.flows.build import PretrainTexts
+        from tilth.launch.build import PretrainTexts
 
         if prompts is None:
             return PretrainTexts(*load_texts(recipe.data))
@@ -239,7 +239,7 @@ def _given(recipe: Recipe, brought: "RecordsByValue") -> "Dataset":
 
     if recipe.flow_spec.learns != "documents":
         return recipe_prompts(recipe, brought)
-    from tilth.flows.build import PretrainTexts
+    from tilth.launch.build import PretrainTexts
 
     return PretrainTexts(*load_texts(recipe.data, brought))
 

@@ -134,7 +134,7 @@ def test_modules_are_changed_when_they_are_imported(inject, monkeypatch, tmp_pat
 def test_every_module_that_is_changed_has_what_is_changed():
     """The names that the injection takes hold of are in the source: a renamed method would make it do nothing."""
     from tilth.cluster.worker.executor import Executor
-    from tilth.flows import build
+    from tilth.launch import build
     from tilth.models.decoder import Decoder
     from tilth.training.optim import Optimizers
 

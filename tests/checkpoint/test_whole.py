@@ -11,9 +11,9 @@ from tests.roles import small
 from tilth.checkpoint import open_checkpoint, save, state_layouts
 from tilth.cli.main import app
 from tilth.core.layout import Layout, Mesh, RaggedShard, Replicate, Shard
-from tilth.flows.model import MODEL_FOLDER, load_model, save_shape
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_pretrained
+from tilth.runs.models import MODEL_FOLDER, load_model, save_shape
 
 MESH = Mesh(("fsdp", "tp"), (2, 2))
 VOCABULARY = small.config().vocab_size

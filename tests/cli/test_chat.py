@@ -23,7 +23,7 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import load_model
+from tilth.runs.models import load_model
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from tilth.core.errors import RewardError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.request import SamplingParams
-from tilth.flows.evaluate import EvalSettings, evaluate
-from tilth.flows.model import load_model
+from tilth.launch.evaluate import EvalSettings, evaluate
 from tilth.rewards.process_pool import RewardPool
+from tilth.runs.models import load_model
 
 REWARD = """
 def score(prompt, completion, info):

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from tilth.cli import export
 from tilth.cli.main import app
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel, load_model, save_shape
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.runs.models import LoadedModel, load_model, save_shape
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tilth.config.keys import keys, sections
 from tilth.config.load import from_dict, load_recipe
 from tilth.config.schema import DataConfig, Recipe
 from tilth.data.prompts import load_source
-from tilth.flows.checks import check_algorithm
+from tilth.launch.checks import check_algorithm
 from tilth.rewards.functions import check_answers, load_reward
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl-and-verl.md").read_text()

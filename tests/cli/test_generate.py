@@ -10,10 +10,10 @@ from tests.cli import speaking
 from tilth.cli import generate
 from tilth.cli.main import app
 from tilth.data.tokenizer import Tokenizer
-from tilth.flows.model import LoadedModel
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.runs.models import LoadedModel
 
 
 @pytest.fixture

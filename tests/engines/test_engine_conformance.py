@@ -30,10 +30,10 @@ from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import EngineError, make_engine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.stats import Stats
-from tilth.flows.evaluate import EvalSettings, evaluate
 from tilth.flows.heldout import Evaluator
-from tilth.flows.model import load_model
+from tilth.launch.evaluate import EvalSettings, evaluate
 from tilth.rewards.process_pool import RewardPool
+from tilth.runs.models import load_model
 
 (ENGINE,) = (block.text for block in blocks("docs/extending.md") if block.first == "# slow.py")
 MODEL, OTHER = make_model(), make_model(seed=1)

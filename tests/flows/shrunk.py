@@ -10,7 +10,7 @@ from pathlib import Path
 import tilth
 from tilth.cluster.backends.local import LocalBackend
 from tilth.core.errors import WorkerLost
-from tilth.flows import hot_update
+from tilth.launch import hot_update
 
 replace = LocalBackend.replace
 

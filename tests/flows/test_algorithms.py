@@ -15,8 +15,8 @@ from tilth.config.load import from_dict
 from tilth.core.errors import RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import from_records
-from tilth.flows.checks import check_algorithm, replaced, unused
 from tilth.flows.run import Run
+from tilth.launch.checks import check_algorithm, replaced, unused
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.policy import PolicyWorker
 from tilth.runs.readers import read_trajectories

@@ -13,8 +13,8 @@ from tests.flows import tiny
 from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import RecipeError, WeightMismatch, WorkerError, WorkerLost
-from tilth.flows import launch
-from tilth.flows.model import load_model
+from tilth.launch import life as launch
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("two_layers")]
@@ -325,7 +325,7 @@ def test_an_interrupted_run_on_two_workers_goes_on_bit_for_bit(tmp_path, shared,
 
 def harmed(context, damage, **given):
     """A rollout worker whose engine harms a tensor from the second publish on; a factory for the workers."""
-    from tilth.flows import workers
+    from tilth.launch import workers
 
     made = workers.rollout(context, **given)
     load = made.engine.update_weights
@@ -343,7 +343,7 @@ def harmed(context, damage, **given):
 
 def dies(context, **given):
     """A rollout worker that is killed in its second call."""
-    from tilth.flows import workers
+    from tilth.launch import workers
 
     made, calls = workers.rollout(context, **given), []
     whole = made.engine.stream
@@ -360,7 +360,7 @@ def dies(context, **given):
 
 def mistaken(context, **given):
     """A rollout worker with an ordinary mistake."""
-    from tilth.flows import workers
+    from tilth.launch import workers
 
     made = workers.rollout(context, **given)
     made.engine.stream = lambda requests, aborting: requests[0].nothing

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.flows import tiny
-from tests.flows.test_survive import FSDP, LOCAL, assert_same_run, recoveries
+from tests.launch.test_survive import FSDP, LOCAL, assert_same_run, recoveries
 from tilth.guard.inject import inject
 
 pytestmark = pytest.mark.dist

@@ -8,7 +8,7 @@ from tests.flows import tiny
 from tests.flows.test_cluster import LAYOUTS, assert_near, shared, workers  # noqa: F401  (fixtures)
 from tilth.core.errors import RecipeError
 from tilth.flows.callbacks import Callback
-from tilth.flows.model import load_model
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics
 
 MODEL = {**tiny.SHAPE, "layers": 2, "context": 16, "family": "qwen3_moe", "experts": 4, "dense_layers": 1}

@@ -13,8 +13,9 @@ from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
-from tilth.flows import ahead, launch
+from tilth.flows import ahead
 from tilth.flows.group_filters import can_differ
+from tilth.launch import life as launch
 from tilth.rewards.judging import question
 from tilth.roles import judge as roles_judge
 from tilth.roles.experience import is_right

@@ -18,8 +18,8 @@ from tilth.core.errors import CheckpointError, PluginError, RecipeError
 from tilth.core.layout import Box
 from tilth.core.random import stream
 from tilth.data.prompts import load_source
-from tilth.flows.model import load_model
 from tilth.models.hf import save_pretrained
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 from tilth.runs.signals import Interrupted
 

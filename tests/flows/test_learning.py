@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.flows import tiny
 from tests.scripts import SCRIPTS, script
 from tilth.config.load import from_dict
-from tilth.flows.checks import check_algorithm
+from tilth.launch.checks import check_algorithm
 from tilth.rewards.verifiers import builtin
 
 sorting = builtin("sorting")

@@ -20,7 +20,6 @@ from tilth.checkpoint.directory import HELD
 from tilth.cli.export import write_model
 from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
 from tilth.engines.engine import Engine
-from tilth.flows.model import MergedTensors, load_beginning, load_model
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
@@ -28,6 +27,7 @@ from tilth.models.peft import CONFIG, TENSORS, load_adapter
 from tilth.plan.lora import is_adapter
 from tilth.roles import state
 from tilth.roles.state import Learner
+from tilth.runs.models import MergedTensors, load_beginning, load_model
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 

@@ -21,12 +21,12 @@ import pytest
 from tests.cli.test_whole import ENVIRONMENT, TILTH
 from tests.flows import tiny
 from tests.flows.lost_node import SECTIONS
-from tests.flows.test_survive import assert_same_run, recoveries
-from tests.guard.test_supervisor import RECIPE
+from tests.launch.test_supervisor import RECIPE
+from tests.launch.test_survive import assert_same_run, recoveries
 from tilth.cluster.backends.capacity import patience
 from tilth.config.load import load_recipe
-from tilth.guard.updates import read_updates
 from tilth.runs.readers import read_metrics
+from tilth.runs.updates import read_updates
 from tilth.ui.result import RunResult
 
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]

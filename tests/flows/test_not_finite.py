@@ -5,7 +5,7 @@ import pytest
 import tilth.rl as rl
 from tests.errors import raises
 from tests.flows import tiny
-from tests.flows.test_survive import recoveries
+from tests.launch.test_survive import recoveries
 from tilth.core.errors import NonFiniteError, RecipeError
 from tilth.runs.readers import read_metrics, read_state
 

@@ -16,7 +16,7 @@ from tilth.runs.readers import read_metrics
 
 LIMITED = """
 import resource, sys
-import tilth.flows.launch
+import tilth.launch.life
 from tilth.cli.main import main
 from tilth.flows.run import Run
 log_update = Run.log_update
@@ -63,14 +63,14 @@ def test_an_allocation_that_fails_is_a_sentence_and_the_run_goes_on(tmp_path):
 
 
 def test_what_can_never_fit_is_refused_before_anything_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilth.flows.build.rooms", lambda recipe: (Room(10**4, 10**4, "this machine"), []))
+    monkeypatch.setattr("tilth.launch.build.rooms", lambda recipe: (Room(10**4, 10**4, "this machine"), []))
     with raises(RecipeError, "memory"):
         tiny.run(tiny.recipe(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
 def test_what_may_not_fit_is_told_at_once_and_stands_in_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilth.flows.build.rooms", lambda recipe: (Room(10**9, 10**5, "this machine"), []))
+    monkeypatch.setattr("tilth.launch.build.rooms", lambda recipe: (Room(10**9, 10**5, "this machine"), []))
     watcher = tiny.Recorder()
     result = tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
     assert watcher.messages[0].startswith("memory may run out")

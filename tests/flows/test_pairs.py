@@ -20,11 +20,11 @@ from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.pairs import load_pairs, pairs_of
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
-from tilth.flows.model import load_model
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
 from tilth.models.value import ValueModel
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_trajectories
 from tilth.runs.signals import Interrupted
 

@@ -20,10 +20,10 @@ from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows import ahead
-from tilth.flows.build import build
 from tilth.flows.group_filters import has_spread
 from tilth.flows.heldout import EVALUATION_IDS
 from tilth.flows.run import Run
+from tilth.launch.build import build
 from tilth.rewards.process_pool import Outcome
 from tilth.roles.rollout import ask
 from tilth.runs.directory import RunDir

@@ -9,7 +9,7 @@ from tests.errors import raises
 from tests.flows import tiny
 from tilth.api import run_recipe
 from tilth.core.errors import PluginError, RecipeError, RewardError
-from tilth.flows.model import load_model
+from tilth.runs.models import load_model
 from tilth.runs.signals import Interrupted
 
 MINE = """

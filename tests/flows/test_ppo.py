@@ -18,11 +18,11 @@ from tests.flows.killed import PPO
 from tilth.checkpoint import open_checkpoint
 from tilth.core.errors import RecipeError
 from tilth.flows import actor_critic as loops
-from tilth.flows import launch
-from tilth.flows.checks import check_algorithm
-from tilth.flows.model import load_model
+from tilth.launch import life as launch
+from tilth.launch.checks import check_algorithm
 from tilth.roles.critic import CriticWorker
 from tilth.roles.policy import PolicyWorker
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 from tilth.runs.signals import Interrupted
 

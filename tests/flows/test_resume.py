@@ -128,7 +128,7 @@ def test_a_supervised_flow_killed_at_every_point(tmp_path, flow, point, call):
 @pytest.mark.slow
 def test_a_forgotten_optimizer_would_be_seen(tmp_path, whole, monkeypatch):
     """The comparison above can fail: resume with fresh optimizer state and the weights differ."""
-    import tilth.flows.launch as launch
+    import tilth.launch.life as launch
 
     assert finish(child(tmp_path, "training", 11))[0] == -signal.SIGKILL
 

@@ -165,7 +165,7 @@ LOOP = "flows/policy_gradient.py policy_gradient"
             "training",
         ),
         ([LOOP], "in a step"),
-        (["flows/build.py build"], "starting or ending"),
+        (["launch/build.py build"], "starting or ending"),
     ],
 )
 def test_the_phase_is_what_the_main_thread_is_in(stack, said):

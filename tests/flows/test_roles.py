@@ -16,13 +16,13 @@ from tilth.config.errors import PluginError, RecipeError
 from tilth.config.load import dump_toml, from_dict, load_recipe
 from tilth.config.roles import ROLES, resolve
 from tilth.config.schema import Recipe
-from tilth.flows import launch
-from tilth.flows.model import load_model
 from tilth.flows.roles import Roles
+from tilth.launch import life as launch
 from tilth.models.family import new_config
 from tilth.plan.layout import per_rank, place
 from tilth.plan.memory import Need
 from tilth.plan.shape import parameters
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_trajectories
 
 TEACHING = """
@@ -31,7 +31,7 @@ import tilth
 import torch
 from tilth.core.checksum import checksum
 from tilth.cluster.protocol import transfer
-from tilth.flows.workers import shard_model, train_engine
+from tilth.launch.workers import shard_model, train_engine
 from tilth.plan.memory import Need
 from tilth.plan.working import FP32, Item, training
 from tilth.roles.state import Learner

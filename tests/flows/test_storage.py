@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.flows import storage, tiny
-from tests.flows.test_survive import assert_same_run, recoveries
+from tests.launch.test_survive import assert_same_run, recoveries
 from tilth.checkpoint import complete, latest, open_checkpoint
 from tilth.checkpoint.directory import step_of
 from tilth.cluster.backends import session_dir

@@ -21,9 +21,9 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
-from tilth.flows.build import CACHE, PretrainTexts, build
-from tilth.flows.model import load_model
+from tilth.launch.build import CACHE, PretrainTexts, build
 from tilth.models.hf import save_pretrained
+from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_trajectories
 
 

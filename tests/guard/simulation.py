@@ -1,7 +1,7 @@
 """Control plane in one process: real decisions, a virtual clock, and workers, links, memory and disk that are models.
 
 Real: ``Cluster``, ``Dispatch``, ``WorkerGroup``, the worker's ``Executor``, ``Recovery``, ``Survival``, ``Snapshots``,
-loop and restores of ``flows.launch``. A message takes a random time, so those of different workers overtake others; an
+loop and restores of ``launch.life``. A message takes a random time, so those of different workers overtake others; an
 answer may come twice or never. A schedule is a seed: faults strike when the n-th message is delivered, wherever the
 controller then is. ``Violation`` is a broken invariant.
 """
@@ -31,8 +31,9 @@ from tilth.core.errors import (
     WorkerLost,
 )
 from tilth.core.layout import Mesh
-from tilth.flows import launch, survive
 from tilth.guard import snapshots as keeping
+from tilth.launch import life as launch
+from tilth.launch import survive
 
 WORKERS, LEARNERS = 3, 2
 SAVE_EVERY = 4

@@ -5,9 +5,10 @@ import pytest
 from tests.guard.simulation import KINDS, Violation, World, simulate
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.dispatch import Dispatch
-from tilth.flows import launch, survive
 from tilth.guard.recovery import Recovery
 from tilth.guard.snapshots import Snapshots
+from tilth.launch import life as launch
+from tilth.launch import survive
 
 QUICK = 80
 MUTANTS = 500

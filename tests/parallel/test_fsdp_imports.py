@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import sys
-import tilth.flows.workers, tilth.roles.policy, tilth.roles.rollout, tilth.training.engine
+import tilth.launch.workers, tilth.roles.policy, tilth.roles.rollout, tilth.training.engine
 print(sorted(name for name in sys.modules if name.startswith(("torch.distributed.fsdp", "torch.distributed.tensor"))))
 """
 

@@ -12,7 +12,7 @@ from tests.flows import tiny
 from tilth.config.flows import FLOWS
 from tilth.config.load import dump_toml, from_dict, load_recipe
 from tilth.core.errors import PluginError, RecipeError
-from tilth.flows.checks import check_algorithm
+from tilth.launch.checks import check_algorithm
 from tilth.rl import registry
 from tilth.rl.algorithm import Algorithm, names
 from tilth.rl.kl import KlForm

@@ -14,8 +14,7 @@ from tests.errors import raises
 from tests.flows import tiny
 from tilth.checkpoint import mark_best
 from tilth.core.errors import CheckpointError, ModelError, StorageError
-from tilth.flows.build import rooted
-from tilth.flows.model import load_model
+from tilth.launch.build import rooted
 from tilth.runs.model_refs import (
     Named,
     explained,
@@ -26,6 +25,7 @@ from tilth.runs.model_refs import (
     run_settings,
     split_spec,
 )
+from tilth.runs.models import load_model
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from tilth.cli.main import app
 from tilth.config.plugins import forget
 from tilth.core.errors import PluginError
 from tilth.engines.options import EngineOptions
-from tilth.flows import model, profiling
-from tilth.flows.model import LoadedModel, make_engine
+from tilth.launch import profiling
+from tilth.runs import models as model
 from tilth.runs.model_refs import Named
+from tilth.runs.models import LoadedModel, make_engine
 from tilth.runs.trust import TRUST, check_trust, load_code, load_named, remember
 
 EVIL = "from pathlib import Path\nimport beside\nPath(__file__).with_name('executed').touch()\n"

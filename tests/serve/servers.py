@@ -7,7 +7,7 @@ import httpx
 import openai
 
 from tests.cli import speaking
-from tilth.flows.serving import ServeOptions, open_server
+from tilth.serve.start import ServeOptions, open_server
 
 TOOLS = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}

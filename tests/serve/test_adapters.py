@@ -13,8 +13,8 @@ from tests.serve.servers import client_of, model_folder, running
 from tilth.cli.generate import GenerateOptions, complete
 from tilth.core.errors import DataError, ModelError
 from tilth.engines.request import Request
-from tilth.flows.model import load_model
 from tilth.models.peft import save_adapter
+from tilth.runs.models import load_model
 
 
 def adapted(one, name):

@@ -27,8 +27,8 @@ from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.buffer import parted
 from tilth.rollout.episodes import Limits, Played, Player, Wanted
-from tilth.serve.agent_server import _called
-from tilth.serve.conversation import MODEL, AgentConversations
+from tilth.serve.agents.conversation import MODEL, AgentConversations
+from tilth.serve.agents.server import _called
 from tilth.serve.errors import HttpError
 from tilth.serve.schemas import ChatBody
 

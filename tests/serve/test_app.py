@@ -22,9 +22,9 @@ from tests.patience import patience
 from tests.serve.servers import WEATHER, client_of, model_folder, raw, running
 from tilth.core.errors import DataError, WorkerError
 from tilth.engines.completion import RequestError
-from tilth.flows.serving import ServeOptions, open_server, served_name
 from tilth.serve.app import BODY, AddressError, PatientProtocol, bare_app, check_address, listen
 from tilth.serve.errors import http_error
+from tilth.serve.start import ServeOptions, open_server, served_name
 
 TOKEN = "a secret"
 

@@ -11,7 +11,7 @@ from tilth.core.errors import PluginError
 from tilth.envs import adapters
 from tilth.envs.environment import EnvironmentFault
 from tilth.envs.process import load_environment
-from tilth.serve.taskset import VerifiersTaskset
+from tilth.serve.agents.taskset import VerifiersTaskset
 
 
 @pytest.fixture

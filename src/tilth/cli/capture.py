@@ -7,7 +7,7 @@ import typer
 
 from tilth.analysis.events import parse_ranks
 from tilth.core.errors import StorageError
-from tilth.flows.profiling import ask, follow, steps_in_words, take_back
+from tilth.launch.profiling import ask, follow, steps_in_words, take_back
 from tilth.ui import format
 
 

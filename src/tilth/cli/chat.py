@@ -19,7 +19,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
-from tilth.flows.model import LoadedModel, load_model, make_engine, wants_tokenizer
+from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
 from tilth.ui.format import plain
 
 HELP = """/reset   begin anew

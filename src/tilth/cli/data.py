@@ -25,10 +25,10 @@ from tilth.data.prompts import Prompt, PromptSet, load_texts, with_holdout
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools
-from tilth.flows.build import CACHE, prompt_checks
-from tilth.flows.model import choose_tokenizer, load_model
+from tilth.launch.build import CACHE, prompt_checks
 from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
+from tilth.runs.models import choose_tokenizer, load_model
 from tilth.runs.trust import load_named
 
 MOST = 20_000  # most records that are tokenised, spread evenly over a larger source

@@ -125,8 +125,8 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
     from tilth.data.template import make_template
     from tilth.engines.options import EngineOptions
     from tilth.engines.request import SamplingParams
-    from tilth.flows.model import load_model, make_engine, wants_tokenizer
     from tilth.rollout.episodes import Limits, Player, Wanted
+    from tilth.runs.models import load_model, make_engine, wants_tokenizer
 
     loaded = load_model(model)
     tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions

@@ -19,7 +19,7 @@ from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
 from tilth.engines.request import SamplingParams
 from tilth.envs.pool import EnvironmentPool
-from tilth.flows.evaluate import (
+from tilth.launch.evaluate import (
     EvalSettings,
     Evaluation,
     Progress,
@@ -28,12 +28,12 @@ from tilth.flows.evaluate import (
     evaluate_episodes,
     write_completions,
 )
-from tilth.flows.model import LoadedModel, load_model
 from tilth.rewards.functions import Reward, check_answers, of_plugins
 from tilth.rewards.process_pool import RewardPool
 from tilth.rewards.verifiers import verifier_specs
 from tilth.rl.passk import Interval
 from tilth.runs.files import to_json
+from tilth.runs.models import LoadedModel, load_model
 from tilth.runs.readers import read_state
 from tilth.runs.trust import load_code, load_recipe_of
 from tilth.ui import format

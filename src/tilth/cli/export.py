@@ -12,9 +12,9 @@ import typer
 
 from tilth.checkpoint.storage import Location, is_url
 from tilth.core.errors import DataError, ModelError, StorageError
-from tilth.flows.model import LoadedModel, MergedTensors, load_model, models
 from tilth.models.hf import save_pretrained
 from tilth.models.peft import save_adapter
+from tilth.runs.models import LoadedModel, MergedTensors, load_model, models
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -16,7 +16,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
-from tilth.flows.model import load_model, make_engine, wants_tokenizer
+from tilth.runs.models import load_model, make_engine, wants_tokenizer
 from tilth.ui.format import plain
 
 MAX_TOKENS = 64

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tilth.analysis.events import parse_ranks
 from tilth.api import run_recipe
-from tilth.flows.replay import Replay
-from tilth.flows.replay import replay as run_again
+from tilth.launch.replay import Replay
+from tilth.launch.replay import replay as run_again
 
 
 def replay(run: Path, *, step: int, ranks: str = "", as_json: bool = False) -> None:

@@ -11,7 +11,9 @@ import typer
 from tilth.config.load import all_differences, dump_value, given, load_recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, RecipeError
-from tilth.guard.updates import (
+from tilth.runs.readers import read_state, supervised
+from tilth.runs.trust import check_trust
+from tilth.runs.updates import (
     PLUGIN_KEYS,
     RecipeChange,
     Update,
@@ -22,8 +24,6 @@ from tilth.guard.updates import (
     read_updates,
     request,
 )
-from tilth.runs.readers import read_state, supervised
-from tilth.runs.trust import check_trust
 
 
 def update(

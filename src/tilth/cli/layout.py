@@ -16,8 +16,8 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
-from tilth.flows.fitting import judged, resolved, rooms
-from tilth.flows.planning import HERE, described, described_models, generating, with_found_layouts
+from tilth.launch.fitting import judged, resolved, rooms
+from tilth.launch.planning import HERE, described, described_models, generating, with_found_layouts
 from tilth.plan.fit import MemoryUse, places
 from tilth.plan.layout import Placed, RankPlan, Seat, per_rank, place
 from tilth.plan.shape import DecoderShape, parameters

@@ -515,7 +515,7 @@ def main() -> None:
 
 def control(handover: Mapping[str, Any]) -> None:
     """Entry point of a controller that the fork server of a supervisor has forked: the command as it was given."""
-    from tilth.guard.supervisor import Inherited
+    from tilth.launch.supervisor import Inherited
 
     end_uncollected()
     handed = Inherited.of(handover)

@@ -11,7 +11,7 @@ from tilth.cli.tables import show as show_parts
 from tilth.config.axes import AXES
 from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
-from tilth.flows.planning import chosen_device, searched
+from tilth.launch.planning import chosen_device, searched
 from tilth.plan.mapping import PoolChoice, RoleMapping
 from tilth.plan.search import STAGES, SearchResult
 from tilth.plan.shape import parameters

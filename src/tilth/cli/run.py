@@ -20,7 +20,7 @@ from tilth.config.checks import pools
 from tilth.config.load import check_allowed, given, load_recipe, recipe_name
 from tilth.config.schema import GuardConfig, Recipe
 from tilth.core.errors import CallTimeout, WorkerLost
-from tilth.guard.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
+from tilth.launch.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
 from tilth.runs.signals import HandOver, Interrupted, ends
 from tilth.ui.output import outlived
 

@@ -7,9 +7,9 @@ from typing import Any
 import typer
 
 from tilth.core.errors import DataError
-from tilth.flows.serving import ServeOptions, open_server, served_name
-from tilth.service.base import ServiceLimits
-from tilth.service.start import TrainOptions, open_training
+from tilth.serve.start import ServeOptions, open_server, served_name
+from tilth.serve.tinker.base import ServiceLimits
+from tilth.serve.tinker.start import TrainOptions, open_training
 
 STATE = "tilth-service"
 """Folder of what clients make, below the current one, unless --state names another."""

@@ -25,8 +25,8 @@ class RoleSpec:
 
     name: str
     worker: str | Callable[..., Any]
-    """Creates the role's object in a worker: ``worker(context, ...)`` with further arguments by name (``flows.build``).
-    A class, or "module:function"."""
+    """Creates the role's object in a worker: ``worker(context, ...)`` with further arguments by name
+    (``launch.build``). A class, or "module:function"."""
     when: "Callable[[Recipe], bool]"
     """True if a run of this recipe has the role."""
     mesh: MeshKind = "one"
@@ -102,7 +102,7 @@ def _home(recipe: "Recipe") -> str:
 def _shipped(name: str, when: "Callable[[Recipe], bool]", mesh: MeshKind = "one", **facts: Any) -> RoleSpec:
     """Return a role whose factory and memory function have its name."""
     memory = None if mesh == "one" else f"tilth.plan.memory:{name}_need"
-    return RoleSpec(name, f"tilth.flows.workers:{name}", when, mesh, memory, **facts)
+    return RoleSpec(name, f"tilth.launch.workers:{name}", when, mesh, memory, **facts)
 
 
 _ENGINE: dict[str, Any] = {"mesh": "engines", "less": "rollout.max_rows"}

@@ -21,7 +21,7 @@ from tilth.envs.environment import Environment, EnvironmentFault, Message
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 INSTALL = {"verifiers": "pip install verifiers", "gymnasium": "pip install gymnasium"}
-TASKSET = "tilth.serve.taskset:VerifiersTaskset"
+TASKSET = "tilth.serve.agents.taskset:VerifiersTaskset"
 """Adapter of what ``verifiers`` is from 0.4 on: programs that call a model over HTTP."""
 
 

@@ -1,4 +1,4 @@
-"""Shape rewards and adapt loss weights before an update: functions of rows and metrics."""
+"""Check and shape rewards and adapt loss weights before an update: functions of rows and metrics."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,10 +7,35 @@ import numpy as np
 import tilth.rl as rl
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.batch import Batch
-from tilth.roles.experience import CUT
+from tilth.core.errors import RecipeError, RewardError
+from tilth.rl.algorithm import Algorithm
+from tilth.roles.experience import CUT, TURN_REWARD
 
 _ADAPTED = {"kl_coef": "kl_target", "entropy_coef": "entropy_target"}
 """Keys of [algorithm] that can be adapted -> key of the target."""
+
+
+def check_parts(algorithm: Algorithm, scored: Batch) -> None:
+    """Raise RewardError if the estimator needs a part that the reward does not return."""
+    parts = {name for name in scored.rows if name.startswith("part/")}
+    wanted = algorithm.parts - parts
+    if wanted and not np.isnan(scored["reward"]).all():
+        have = ", ".join(sorted(name.removeprefix("part/") for name in parts)) or "none"
+        raise RewardError(
+            f"algorithm.advantage={algorithm.keys.advantage} wants the part {min(wanted).removeprefix('part/')!r} of "
+            f"the reward, which returns these parts: {have}",
+            key=min(wanted),
+        )
+
+
+def check_turn_rewards(algorithm: Algorithm, scored: Batch) -> None:
+    """Raise RecipeError if turns have rewards of their own and the estimator reads none."""
+    if not algorithm.estimator.reads_reward and scored[TURN_REWARD].any():
+        raise RecipeError(
+            f"the environment rewards turns, which algorithm.advantage={algorithm.keys.advantage} never reads; use "
+            "grpo_process, gae or another estimator of rewards",
+            key="algorithm.advantage.turn_rewards",
+        )
 
 
 def overlong(batch: Batch, how: AlgorithmConfig, most: int) -> Batch:

@@ -15,9 +15,9 @@ from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.flows.ahead import scored_ahead
-from tilth.flows.checks import check_parts, check_turn_rewards
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
+from tilth.flows.reward_shaping import check_parts, check_turn_rewards
 from tilth.flows.roles import Roles
 from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm

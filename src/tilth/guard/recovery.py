@@ -1,6 +1,6 @@
 """Recovery from failures: run the step again, replace workers, or end the run.
 
-``Recovery`` is a pure state machine over verdicts; ``flows.survive`` carries out what it decides. It changes as little
+``Recovery`` is a pure state machine over verdicts; ``launch.survive`` carries out what it decides. It changes as little
 as it can (ByteRobust, arXiv 2509.16293, section 5): a failure that names no worker is tried again with the same ones, a
 worker that is dead or hangs is replaced, and what happens again at the same step ends the run, since neither would
 help. A user's error never replaces a worker.

@@ -14,8 +14,8 @@ import psutil
 from tilth.core.errors import DataError
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of
-from tilth.guard.updates import Update, read_updates
 from tilth.runs.files import iterate_lines, read_lines
+from tilth.runs.updates import Update, read_updates
 
 __all__ = [
     "checkpoints_of",

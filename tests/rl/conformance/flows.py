@@ -32,7 +32,7 @@ from tilth.core.errors import RecipeError
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.engines.request import Trajectory
-from tilth.flows import launch
+from tilth.launch import life as launch
 from tilth.rewards.process_pool import RewardPool
 from tilth.rl.advantages import Advantage
 from tilth.rl.registry import build

@@ -4,7 +4,7 @@ from tests.rl.conformance.cell import Gap, NotApplicable, Subject
 from tilth import rl
 from tilth.config.flows import FLOWS
 from tilth.config.load import from_dict
-from tilth.flows.checks import unpublished
+from tilth.launch.checks import unpublished
 from tilth.rl.algorithm import Algorithm
 
 TOKENS, ROWS = "token-mean", "seq-mean-token-mean"

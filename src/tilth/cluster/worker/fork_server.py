@@ -8,7 +8,7 @@ It talks to its owner over its standard input, a socket, in JSON lines. A reques
 worker is reported as ``{"ended": PID, "code": CODE}``, negative for a signal. It ends with its owner, or when it
 has had no worker for a while.
 
-An owner that supervises a run (``guard.supervisor``) asks for controllers: ``{"controller": {...}}`` comes with the
+An owner that supervises a run (``launch.supervisor``) asks for controllers: ``{"controller": {...}}`` comes with the
 descriptors of its standard streams. The controller becomes a child of the owner, says ``{"controller": PID}``, and has
 a connection of its own over which it asks for workers.
 """
@@ -40,7 +40,7 @@ IDLE = 60.0
 END = 10.0
 """Seconds in which workers end after a controller that was killed."""
 AHEAD = (
-    "tilth.flows.workers",
+    "tilth.launch.workers",
     "tilth.models.family",
     "tilth.engines.engine",
     "tilth.guard.diagnosis",
@@ -51,7 +51,7 @@ AHEAD = (
 """Modules of the shipped roles, which belong to packages that build on this one, what roles import when they are
 made (torch._dynamo: every optimizer), and what a worker that hangs needs to answer (torch's recorder names frames by
 its compiler's code)."""
-CONTROLLER = ("tilth.flows.launch", "tilth.cli.main", "tilth.cli.run", "tilth.ui.live", "tilth.ui.track")
+CONTROLLER = ("tilth.launch.life", "tilth.cli.main", "tilth.cli.run", "tilth.ui.live", "tilth.ui.track")
 """Modules of a controller besides."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

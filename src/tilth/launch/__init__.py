@@ -1,0 +1,1 @@
+"""Life of a run: build, begin, fail, restore, finish."""

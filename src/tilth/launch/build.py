@@ -1,0 +1,343 @@
+"""Build the roles of a run from its recipe on the workers of a cluster."""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilth.checkpoint import open_checkpoint
+from tilth.checkpoint.storage import is_url
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.open_sets import optimizer_states
+from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
+from tilth.config.schema import Recipe
+from tilth.core.batch import Batch
+from tilth.core.errors import DataError, RecipeError
+from tilth.core.layout import Mesh
+from tilth.data.documents import Corpus
+from tilth.data.examples import check_examples, check_prompts
+from tilth.data.order import Order
+from tilth.data.pairs import check_pairs
+from tilth.data.prompts import PromptSet
+from tilth.data.template import Template, make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.envs.process import listed_tools, load_environment
+from tilth.flows.roles import Roles
+from tilth.flows.sampler import Split
+from tilth.launch.fitting import check_fits, resolved, rooms
+from tilth.models.config import DecoderConfig
+from tilth.models.family import new_config
+from tilth.models.hub import fetched
+from tilth.plan.layout import check_shape, place
+from tilth.plan.packing import divide
+from tilth.plan.steps import RunPlan, plan_run, supervised_steps
+from tilth.rewards.process_pool import RewardPool
+from tilth.runs.model_refs import find_checkpoint, split_spec
+from tilth.runs.models import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
+
+_WORKERS = "tilth.launch.workers"
+CACHE = ".cache"
+"""Folder in run.dir of tokenised documents, which can be made again."""
+
+
+class PretrainTexts(NamedTuple):
+    """Documents of flow pretrain."""
+
+    train: Sequence[str]
+    heldout: Sequence[str]
+
+    @classmethod
+    def of(cls, prompts: PromptSet, holdout: float) -> "PretrainTexts":
+        """Make documents of prompts, each followed by its answer."""
+        return cls(*([p.text + (p.answer or "") for p in side] for side in prompts.split(holdout)))
+
+    def fingerprint(self) -> str:
+        """Return a digest of all documents."""
+        found = hashlib.blake2b(digest_size=8)
+        for text in (*self.train, "\0heldout\0", *self.heldout):
+            found.update(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        return found.hexdigest()
+
+
+Dataset = PromptSet | PretrainTexts
+"""Training data of a run: prompts, or whole documents for flow pretrain."""
+
+
+@dataclass
+class RunParts:
+    """Parts of a run before it has a directory."""
+
+    recipe: Recipe
+    """The recipe with supervised.steps instead of epochs."""
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    train: Split
+    heldout: Split
+    plan: RunPlan
+    roles: Roles
+    notes: list[str]
+    """Lines to log about the data."""
+    adopt: str | None = None
+    """Checkpoint whose optimizer state the run begins with."""
+
+
+@dataclass
+class TrainingData:
+    """Tokenised and checked data. longest: tokens of the longest prompt plus what the plan has to add to it."""
+
+    train: Split
+    heldout: Split
+    longest: int
+    given: dict[str, Any]
+    """Arguments that roles can ask for, by name."""
+    notes: list[str] = field(default_factory=list)
+
+
+def build(
+    recipe: Recipe,
+    material: Dataset,
+    pool: RewardPool | None,
+    cluster: Cluster,
+    earlier: Path | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> RunParts:
+    """Check data, tokenizer, shape and memory, then make the roles on the workers.
+
+    pool: None if nothing is generated. earlier: model folder of the run to resume, with its tokenizer. warn: called
+    before anything is allocated if memory may run out.
+    """
+    loaded = load_beginning(recipe) if recipe.model.path else None
+    adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
+    tokenizer = _tokenizer(recipe, material, loaded, earlier)
+    config = _config(recipe, loaded, tokenizer)
+    others = loaded_models(recipe)
+    check_shape(recipe, config, {role: model.config for role, model in others.items()})
+    for role, model in others.items():
+        if ROLES[role].mesh == "layout":  # reads tokens; an engine reads text with its own tokenizer
+            _check_tokens(recipe, ROLES[role].loads, model, tokenizer)
+    generates = pool is not None or bool(recipe.reward.model or recipe.rollout.environment or recipe.grades)
+    if isinstance(material, PretrainTexts):
+        data = _documents(recipe, material, tokenizer)
+    else:
+        data = _prompts(recipe, material, tokenizer, generates=generates)
+    chats = loaded is not None and loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
+    if chats and not recipe.data.template and recipe.flow_spec.learns != "documents":
+        data.notes.append(
+            "model.path has a chat template, but data.template is empty: prompts and answers are joined as they stand; "
+            "data.template=model writes conversations"
+        )
+    planned = partial(
+        plan_run,
+        shape=config,
+        train_prompts=len(data.train),
+        heldout_prompts=len(data.heldout),
+        longest_prompt=data.longest,
+        generates=generates,
+        loaded={role: model.config for role, model in others.items()},
+    )
+    plan = planned(resolved(recipe))
+    for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
+        warn(text)
+    recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
+    places = place(recipe, generates=generates)
+    given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
+    if pool is not None:
+        given["pool"] = pool
+    else:
+        places.pop("reward", None)  # only a reward model scores
+    roles = make_roles(cluster, {role: placed.mesh for role, placed in places.items()}, given)
+    return RunParts(
+        recipe, config, tokenizer, data.train, data.heldout, plan, roles, [*recipe.told, *data.notes], adopt
+    )
+
+
+def loaded_models(recipe: Recipe) -> dict[str, LoadedModel]:
+    """Return role -> its model, for roles that load one from a path."""
+    return {
+        role: load_of_role(role, recipe, load_model) for role, spec in roles_of(recipe).items() if spec.path(recipe)
+    }
+
+
+def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str, Any]) -> Roles:
+    """Make the worker groups one after the other, each with the arguments that its worker asks for by name.
+
+    The role ``weight_sync`` stands on every worker that holds the policy or receives its weights.
+    """
+    recipe: Recipe = given["recipe"]
+    made = dict[str, WorkerGroup]()
+    for role, mesh in meshes.items():
+        spec = ROLES[role]
+        if isinstance(spec.worker, str):
+            factory, kwargs = spec.worker, _asked_for(spec, given)
+        else:  # unpickling the recipe imports the plugins
+            factory, kwargs = f"{_WORKERS}:plugin_role", {"recipe": recipe, "given": _asked_for(spec, given)}
+        made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch)
+    loaded = frozenset(role for role in made if ROLES[role].path(recipe))
+    targets = {role: mesh for role, mesh in meshes.items() if ROLES[role].receives and role not in loaded}
+    if not targets:
+        return Roles(made, loaded)
+    source = meshes["policy"]
+    ranks = tuple(sorted({rank for mesh in (source, *targets.values()) for rank in mesh.ranks}))
+    kwargs = {"recipe": recipe, "config": given["config"], "source": source, "targets": targets}
+    weight_sync = cluster.group(
+        "weight_sync", f"{_WORKERS}:weight_sync", kwargs, mesh=Mesh(("to",), (len(ranks),), ranks)
+    )
+    return Roles(made, loaded, weight_sync)
+
+
+def _asked_for(spec: RoleSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a worker asks for; RecipeError for one that the flow does not have."""
+    _, *asked = inspect.signature(resolve(spec.worker)).parameters.values()
+    wanted = [p for p in asked if p.kind is not p.KEYWORD_ONLY]
+    missing = [p.name for p in wanted if p.name not in given and p.default is p.empty]
+    if missing:
+        raise RecipeError(
+            f"role {spec.name} asks for {missing[0]!r}; this flow has {', '.join(given)}",
+            key=f"roles.{spec.name}.{missing[0]}",
+        )
+    return {p.name: given[p.name] for p in wanted if p.name in given}
+
+
+def _optimizer_of(recipe: Recipe) -> str:
+    """Return the checkpoint of ``model.path``; RecipeError unless it has the state of the recipe's optimizer."""
+    named = find_checkpoint(recipe.model.path)
+    if named is None:
+        raise RecipeError(
+            f"model.optimizer = true, but model.path = {recipe.model.path} is no run, so it has no optimizer state",
+            key="model.optimizer",
+        )
+    kinds = {name.partition(".")[0] for name in open_checkpoint(named.path).names("optimizer")} - {"step"}
+    if kinds != optimizer_states(recipe.optimizer.name):
+        stored = "muon" if "momentum_buffer" in kinds else "adamw" if "exp_avg_sq" in kinds else "another"
+        raise RecipeError(
+            f"model.optimizer = true, but optimizer.name = {recipe.optimizer.name} and that of {named} is {stored}",
+            key="optimizer.name",
+        )
+    return str(Path(named.path).resolve() if isinstance(named.path, Path) else named.path)
+
+
+def _check_tokens(recipe: Recipe, key: str, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+    """Raise RecipeError unless the model of this key has the policy's tokens and context."""
+    other, ours = loaded.tokenizer, tokenizer.vocab_size
+    theirs = other.vocab_size if other is not None else loaded.config.vocab_size
+    pairs = [(i, other.token(i), tokenizer.token(i)) for i in range(min(theirs, ours))] if other is not None else []
+    found = [f"token {i} is {a!r} there and {b!r} here" for i, a, b in pairs if a != b]
+    found += [f"{theirs} there and {ours} here"] if theirs < ours else []
+    if found:
+        raise RecipeError(
+            f"{key} = {loaded.run or loaded.source} has other tokens than the policy ({found[0]}); both need the same "
+            "tokenizer",
+            key=f"{key}.tokenizer",
+        )
+    _check_context(recipe, loaded.config, f"{key} = {loaded.run or loaded.source}", key=f"{key}.context")
+
+
+def _check_context(recipe: Recipe, config: DecoderConfig, model: str, *, key: str) -> None:
+    """Raise RecipeError if a model has fewer positions than the recipe's context."""
+    if recipe.model.context > config.max_positions:
+        raise RecipeError(
+            f"model.context = {recipe.model.context} is more than the {config.max_positions} positions of {model}",
+            key=key,
+        )
+
+
+def rooted(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths of files that workers read from other working directories."""
+    for key in ("model.path", *(spec.loads for spec in ROLES.values() if spec.loads)):
+        name, _, last = key.rpartition(".")
+        if path := getattr(recipe.section(name), last):
+            folder, which = split_spec(fetched(path))
+            whole = folder if is_url(folder) else Path(folder).resolve()
+            recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
+    if recipe.model.adapter:
+        recipe = recipe.replaced("model", adapter=str(Path(recipe.model.adapter).resolve()))
+    template = Path(recipe.data.template)
+    if recipe.data.template and template.is_file():
+        recipe = recipe.replaced("data", template=str(template.resolve()))
+    return recipe
+
+
+def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
+    """Deal rows of a batch to ``parts`` workers: balanced by tokens if lengths are known, groups kept together."""
+    lengths, groups = batch.rows.get("length"), batch.rows.get("group")
+    if lengths is None and groups is None:
+        return np.array_split(np.arange(len(batch), dtype=np.int64), parts)
+    return divide(lengths, groups, parts)
+
+
+def _tokenizer(recipe: Recipe, material: Dataset, loaded: LoadedModel | None, earlier: Path | None) -> Tokenizer:
+    if earlier is not None and loaded is None and recipe.data.tokenizer.startswith("bpe:"):
+        return Tokenizer.load(earlier)  # trained once, when the run began
+    if isinstance(material, PretrainTexts):
+        return choose_tokenizer(recipe, None, loaded, material.train)
+    return choose_tokenizer(recipe, material, loaded)
+
+
+def _documents(recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer) -> TrainingData:
+    context, folder = recipe.model.context, Path(recipe.run.dir) / CACHE
+    train = Corpus.build(texts.train, tokenizer, context, folder)
+    heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
+    mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
+    return TrainingData(mine, theirs, context, {"train": train, "heldout": heldout}, notes=[f"documents: {train.note}"])
+
+
+def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:
+    train, heldout = prompts.split(recipe.data.holdout)
+    tools = listed_tools(recipe.rollout.environment)
+    template = make_template(recipe.data.template, tokenizer, tools)
+    longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
+    note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
+    return TrainingData(train, heldout, longest, {"prompts": prompts, "tools": tools}, [note] if prompts.copies else [])
+
+
+def prompt_checks(
+    recipe: Recipe, prompts: PromptSet, template: Template, *, generates: bool
+) -> Iterator[Callable[[], int]]:
+    """Yield the checks that a run makes of all its prompts before it starts.
+
+    Each returns the most tokens in front of a completion that it allows for, or raises DataError.
+    """
+    train, heldout = prompts.split(recipe.data.holdout)
+    context, room = recipe.model.context, recipe.rollout.max_tokens
+    if recipe.rollout.environment:
+        yield lambda: _check_episodes(recipe, template)
+    elif generates:
+        yield lambda: check_prompts(prompts, template, context - room)
+    if recipe.flow == "sft":  # held-out answers are evaluated too
+        yield lambda: check_examples(prompts, template, context) - room
+    elif recipe.flow_spec.learns == "pairs":
+        yield lambda: check_pairs(prompts, template, context) - room
+    elif recipe.supervised.steps or recipe.supervised.epochs:
+        yield lambda: check_examples(train, template, context) * 0
+    yield lambda: _check_holdout(recipe, len(prompts), len(heldout))
+
+
+def _check_episodes(recipe: Recipe, template: Template) -> int:
+    """Raise TemplateError for tools that the template does not list. An episode may be as long as the context."""
+    if load_environment(recipe.rollout.environment).lists_tools():
+        template.check_tools()
+    return recipe.model.context - recipe.rollout.max_tokens
+
+
+def _check_holdout(recipe: Recipe, count: int, heldout: int) -> int:
+    if recipe.data.holdout and not recipe.data.heldout and not heldout:
+        raise DataError(
+            f"data.holdout={recipe.data.holdout} of {count} prompts leaves none to evaluate on; "
+            f"set a larger data.holdout, data.heldout=FILE, or data.holdout=0 for no evaluation",
+            key="data.holdout",
+        )
+    return 0
+
+
+def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
+    """Return the shape of a new model, or of the loaded one with the recipe's dropout."""
+    if loaded is None:
+        return new_config(recipe.model, tokenizer.vocab_size)
+    _check_context(recipe, loaded.config, f"model.path = {recipe.model.path}", key="model.context")
+    return replace(loaded.config, dropout=recipe.model.dropout)

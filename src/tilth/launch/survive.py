@@ -1,0 +1,292 @@
+"""Survive failures: bring workers and roles back to work in the process of the controller.
+
+A recovery is a resume without a new process: workers that are lost are replaced, the roles are made again on the living
+cluster, and the run goes on from its last committed step, with the state from shared memory if it is there and from
+disk if not. A training loop does not know of it: ``launch`` begins its phase again, as it does after a restart.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.controller.cluster import Cluster
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.roles import ROLES
+from tilth.core.errors import CallTimeout, TilthError, WorkerLost
+from tilth.core.write_queue import PATIENCE
+from tilth.flows.callbacks import Callback, RunView
+from tilth.guard.diagnosis import diagnosed
+from tilth.guard.node_check import check_node, second_time
+from tilth.guard.recovery import EVICTS, NOWHERE, Action, Nodes, Recovery, verdict_of
+from tilth.guard.signatures import with_cause
+from tilth.guard.snapshots import Snapshots
+from tilth.guard.verdict import Verdict
+from tilth.launch.build import RunParts
+from tilth.launch.supervisor import Death
+from tilth.runs.directory import OBSERVATIONS, PARTIAL, REWARD_LOG, RunDir
+from tilth.trace.spans import recorder
+
+SETTLE = 0.5
+"""Seconds without the end of a call, after a failure, in which workers may still end theirs by themselves."""
+WEIGHT_SYNC = "weight_sync"
+
+
+class Survival(Callback):
+    """Recoveries of one run. snapshots: None if the backend cannot replace workers."""
+
+    def __init__(self, parts: RunParts, cluster: Cluster, directory: RunDir, say: Callable[[str], None]) -> None:
+        self.parts, self.cluster, self.directory, self.say = parts, cluster, directory, say
+        able, self.restarts = cluster.repairable, parts.recipe.guard.restarts
+        self.recovery = Recovery(self.restarts if able is not None else 0, parts.recipe.guard.on_nan)
+        self.snapshots: Snapshots | None = None
+        if able is not None and able.scratch and self.restarts:
+            writer = 0 if parts.roles.writer is None else parts.roles.writer.mesh.ranks[0]
+            self.snapshots = Snapshots(Path(able.scratch), able.files, cluster.workers, writer)
+        self._replaced = Counter[int]()
+        self._lost, self._new, self._failed = set[int](), set[int](), set[str]()
+        """Of recoveries that another failure broke off: workers to replace, new workers and roles that failed, whose
+        roles are not made again yet."""
+        self._evicted = set[int]()
+        """Those of the workers to replace whose nodes are given up."""
+        self._doubtful = False
+        """True if no role that trains may be kept."""
+        self._full: float | None = None
+        """When the step that is run again until there is room for it first failed."""
+
+    def recover(self, error: TilthError, step: int) -> Action:
+        """Recover from a failure after this committed step; return what was done. Raises the error if it is hopeless.
+
+        After a "rollback" the state must come from a checkpoint on disk, also if replacing a worker followed.
+        """
+        rollback = False
+        while True:
+            if self.cluster.dispatch.failed is not None:  # its policy has ended it
+                raise error
+            began, verdict = time.monotonic(), self._judge(error)
+            nodes = NOWHERE if self.cluster.repairable is None else Nodes(*self.cluster.repairable.nodes())
+            action = self.recovery.decide(verdict, step, began, nodes)
+            if verdict is None or action.step == "stop":
+                if verdict is not None and verdict.details.get("culprits"):
+                    self.say(_first_line(verdict, step))
+                if self.restarts and self.snapshots is not None and verdict is not None:
+                    error.add_note(f"the run does not go on after it: {action.why}{self._longer(verdict)}")
+                raise error
+            rollback = rollback or action.step == "rollback"
+            try:
+                self._carry_out(verdict, action, step, began)
+                return replace(action, step="rollback") if rollback else action
+            except TilthError as another:  # a second failure during the recovery from the first
+                error = another
+
+    def _longer(self, verdict: Verdict) -> str:
+        """Return what to do if nothing hangs and the limit is below the length of an operation."""
+        if verdict.kind != "hang":
+            return ""
+        limit = self.parts.recipe.guard.hang_after
+        more = f"; if nothing hangs there, it takes longer than guard.hang_after = {limit:g}: use more, as "
+        return f"{more}guard.hang_after={max(4 * limit, 120.0):g}"
+
+    @property
+    def lost(self) -> AbstractSet[int]:
+        """Workers that could not be replaced yet."""
+        return self._lost
+
+    def _judge(self, error: TilthError) -> Verdict | None:
+        """Return the verdict on an error, with what the living workers know."""
+        verdict = verdict_of(error)
+        return None if verdict is None else with_cause(diagnosed(verdict, error, self.cluster))
+
+    def _check_node(self, verdict: Verdict) -> Verdict:
+        """Test this machine before one of its workers is replaced again, and add the result to the verdict."""
+        found = check_node()
+        self.say(f"{'' if found.sound else 'warning: '}this machine: {found.sentence()}")
+        return replace(verdict, details={**verdict.details, "node": found.as_dict()})
+
+    def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
+        """Tell that a step which had no room is complete."""
+        if self._full is not None:
+            self.say(f"there is room again, {time.monotonic() - self._full:.1f} s later: step {step} is complete")
+            self._full = None
+
+    def _carry_out(self, verdict: Verdict, action: Action, step: int, began: float) -> None:
+        if not action.again:
+            self.say(_first_line(verdict, step))
+        if action.wait and not action.again:
+            self._full = began
+            self.say(f"the step is run again until there is room, for {PATIENCE:g} s at least")
+        time.sleep(action.wait)  # nothing to wait on
+        if second_time(self._replaced, action.ranks) and isinstance(self.cluster.backend, LocalBackend):
+            verdict = self._check_node(verdict)
+        self._lost.update(action.ranks if action.ranks else verdict.details.get("dead", ()))
+        if action.evict:
+            self.say(
+                f"node {action.evict} is given up: its workers failed at {EVICTS} steps, and those of others did not"
+            )
+            self._evicted.update(action.ranks)
+        role = str(verdict.details.get("key", "")).partition(".")[0]
+        self._failed.add(role)
+        self._doubtful |= not self._has_place(verdict, action, role)
+        replaced: list[int] = []
+        made: list[str] = []
+        try:
+            self._repair(replaced, made)
+            self.prepare()
+        except TilthError:
+            self.directory.break_off(_record(verdict, action, step, replaced, made, began))
+            raise
+        record = _record(verdict, action, step, replaced, made, began)
+        self._begin_attempt(record)
+        new = _named(sorted(self._new), verdict.ranks)
+        self._new.clear()
+        self._failed.clear()
+        self._doubtful = False
+        where = "from a checkpoint" if action.step == "rollback" else f"after step {step}"
+        if not action.again:
+            self.say(f"going on {where}, {new}, {record['seconds']:.1f} s later")
+
+    def _repair(self, replaced: list[int], made: list[str]) -> None:
+        """Replace the workers that are lost and make roles again. Adds the new workers to ``replaced``, the roles to
+        ``made``."""
+        failed = () if self._doubtful else self._failed
+        replaced += self.cluster.repair(self._lost, SETTLE, self._evicted, failed)
+        self._lost.clear()
+        self._evicted.clear()
+        self._new.update(replaced)
+        self._replaced.update(replaced)
+        for group in self._not_kept():
+            self.cluster.make(group)
+            made.append(group.role)
+
+    def _has_place(self, verdict: Verdict, action: Action, role: str) -> bool:
+        """Return True if the failure is one of a known role or worker, and says nothing about the state of others."""
+        if action.step == "rollback" or verdict.kind in ("corruption", "not-finite"):
+            return False
+        known = any(group.role == role for group in self.cluster.groups)
+        return known or bool(action.ranks) or verdict.kind == "storage"
+
+    def _not_kept(self) -> list[WorkerGroup]:
+        """Return the roles to make again: those that failed, that lost a worker or a process group, or that pass
+        weights to one of these."""
+        groups = self.cluster.groups
+        if self._doubtful:
+            return [group for group in groups if not _is_kept(group, self._new, self._failed)]
+        broken = {
+            rank for group in groups if group.role in self._failed and len(group.mesh) > 1 for rank in group.mesh.ranks
+        }
+        lost = [
+            group
+            for group in groups
+            if group.role in self._failed
+            or not self._new.isdisjoint(group.mesh.ranks)
+            or (len(group.mesh) > 1 and not broken.isdisjoint(group.mesh.ranks))
+        ]
+        passes = [group for group in groups if group.role == WEIGHT_SYNC and group not in lost]
+        return lost + passes if any(_has_weights(group.role) for group in lost) else lost
+
+    def _begin_attempt(self, record: dict[str, Any]) -> None:
+        """Record the recovery; events and metrics belong to the next attempt."""
+        self.directory.recover(record)
+        recorder.conclude()
+        recorder.start(self.directory.events, self.cluster.rank, self.directory.attempt)
+        self.trace()
+
+    def note(self, death: Death) -> None:
+        """Record that the run has survived the death of its former controller."""
+        record = death.record()
+        self.directory.survive(record)
+        self.say(f"going on after step {death.step} with a new controller, {record['seconds']:.1f} s later")
+
+    def trace(self) -> None:
+        """Record the spans of the workers in this attempt."""
+        planned = bool(self.parts.recipe.run.collect_every)
+        self.cluster.trace(self.directory.events.resolve(), self.directory.attempt, planned)
+
+    def remake(self) -> None:
+        """Construct the roles with a state again: what they have loaded is not whole."""
+        for group in self.cluster.groups:
+            if not _is_kept(group, frozenset(), frozenset()):
+                self.cluster.make(group)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Prepare roles that were made: the processes of rewards and environments, and their output."""
+        reward = self.parts.roles.reward
+        if reward is not None:
+            reward.ready()
+            reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
+        rollout = self.parts.roles.rollout
+        if rollout is not None and self.parts.recipe.rollout.environment:
+            rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+            rollout.print_to(str(self.directory.path.resolve()))
+        if rollout is not None and self.parts.recipe.rollout.partial:
+            rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
+
+
+def close(cluster: Cluster, directory: RunDir, step: int) -> list[str]:
+    """End the workers after the last step; return the lines of ``Cluster.close``.
+
+    One that has died, or stands still, since its last call is named and recorded: the run has ended by then.
+    """
+    try:
+        return cluster.close()
+    except (WorkerLost, CallTimeout) as error:
+        verdict = verdict_of(error)
+        assert verdict is not None
+        verdict = with_cause(verdict)
+        directory.say(_first_line(verdict, step))
+        directory.say("nothing is lost with it: the run had come to its end")
+        facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+        facts |= {"step": step, "action": "none", "details": verdict.details, "replaced": [], "made": []}
+        directory.note_late({**facts, "seconds": 0.0})
+        return []
+
+
+def _record(
+    verdict: Verdict, action: Action, step: int, replaced: list[int], made: list[str], began: float
+) -> dict[str, Any]:
+    """Return the line of a recovery."""
+    facts: dict[str, Any] = {"kind": verdict.kind, "ranks": verdict.ranks, "evidence": verdict.evidence}
+    facts |= {"action": action.step, "details": verdict.details}
+    facts |= {"evicted": action.evict} if action.evict else {}
+    return {"step": step, **facts, "replaced": replaced, "made": made, "seconds": round(time.monotonic() - began, 3)}
+
+
+def _named(new: Sequence[int], culprits: Collection[int]) -> str:
+    """Return in words which workers are new. culprits: ranks that the verdict names, which may stay as they are."""
+    if not new:
+        return "with the same workers"
+    said = f"worker {new[0]} is new" if len(new) == 1 else f"workers {', '.join(map(str, new))} are new"
+    held = culprits and not set(new) & set(culprits)
+    return f"{said} (held up in a call with {', '.join(map(str, sorted(culprits)))})" if held else said
+
+
+def _first_line(verdict: Verdict, step: int) -> str:
+    first = verdict.evidence.partition("\n")[0]
+    return f"after step {step}: {verdict.kind}: {first}"
+
+
+def unchanged(group: WorkerGroup, step: int) -> bool:
+    """Return True if a role still has the state that it had after this step."""
+    return group.marked == step and not group.changed_by
+
+
+def is_new(group: WorkerGroup) -> bool:
+    """Return True if a role has the state that it was made with."""
+    return group.marked is None and not group.changed_by
+
+
+def _has_weights(role: str) -> bool:
+    spec = ROLES.get(role)
+    return spec is not None and spec.mesh != "one"
+
+
+def _is_kept(group: WorkerGroup, replaced: AbstractSet[int], failed: AbstractSet[str]) -> bool:
+    """Return True for a role that a failure elsewhere leaves as it is: on one worker, without collectives or state."""
+    spec = ROLES.get(group.role)
+    alone = spec is not None and spec.mesh == "one" and not spec.trains
+    return alone and group.role not in failed and replaced.isdisjoint(group.mesh.ranks)

@@ -1,0 +1,1 @@
+"""Agents: programs of any OpenAI client, whose calls the policy answers."""

@@ -1,0 +1,165 @@
+"""HTTP server of a process of agents: OpenAI's chat completions on this machine, a key for each episode."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import Any
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tilth.serve.agents.conversation import MODEL, PARALLEL, AgentConversations, Turn
+from tilth.serve.app import LEFT, bare_app, event_stream, listen, unless_gone
+from tilth.serve.errors import HttpError, read
+from tilth.serve.schemas import ChatBody
+
+KEEP_ALIVE = 3600
+"""Seconds that an idle connection of a client stays open: an agent may work long between two calls."""
+LEAVING = 1.0
+"""Seconds in which the server has seen that a client has left, whose call the client makes anew."""
+
+Wait = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
+"""Waits for something unless the client leaves, which is an error."""
+
+
+class AgentServer:
+    """Server on 127.0.0.1 in a thread of its own. address: ``base_url`` of clients."""
+
+    def __init__(self) -> None:
+        self._talks: dict[str, AgentConversations] = {}
+        door = listen("127.0.0.1", 0)
+        self.address = f"http://127.0.0.1:{door.getsockname()[1]}/v1"
+        app = bare_app()
+        app.post("/v1/chat/completions")(self.chat)
+        app.get("/v1/models")(self.models)
+        app.post("/{path:path}")(self.other)
+        quiet: dict[str, Any] = {"lifespan": "off", "server_header": False, "log_level": "warning", "access_log": False}
+        server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet))
+        Thread(target=server.run, kwargs={"sockets": [door]}, name="agent-server", daemon=True).start()
+
+    def open(self, talk: AgentConversations) -> AgentConversations:
+        """Answer calls of an episode from now on."""
+        self._talks[talk.token] = talk
+        return talk
+
+    def remove(self, talk: AgentConversations) -> None:
+        """Know an episode no longer."""
+        self._talks.pop(talk.token, None)
+
+    def _talk(self, request: Request) -> AgentConversations:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        talk = self._talks.get(token.strip()) if scheme.lower() == "bearer" else None
+        if talk is None:
+            message = "the api_key is that of no episode which goes on: it is wrong, or its episode has ended"
+            raise HttpError(401, message, code="invalid_api_key")
+        return talk
+
+    async def models(self, request: Request) -> Response:
+        """List the policy."""
+        self._talk(request)
+        card = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "tilth"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def other(self, request: Request) -> Response:
+        """Refuse a call of something else."""
+        talk = self._talk(request)
+        message = f"there is no {request.url.path} for an agent; call /v1/chat/completions (chat.completions.create)"
+        error = HttpError(404, message)
+        talk.refuse(error)
+        raise error
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a call with the policy's turn."""
+        talk = self._talk(request)
+        try:
+            body = read(ChatBody, await request.body())
+            if body.model != MODEL:
+                message = f"there is no model {body.model!r}; this server has {MODEL}"
+                raise HttpError(404, message, "model", "model_not_found")
+            again = request.headers.get("x-stainless-retry-count", "0") != "0"
+            turn = await _called(talk, body, again, lambda work: unless_gone(request, work))
+        except HttpError as error:
+            if error.status != LEFT:
+                talk.refuse(error)
+            raise
+        try:
+            found = await unless_gone(request, _answered(turn))
+        except HttpError:
+            talk.leave(turn)
+            raise
+        if isinstance(found, HttpError):
+            raise found
+        head = {"id": f"chatcmpl-{talk.token[:8]}", "created": int(time.time()), "model": MODEL}
+        if body.stream:
+            return event_stream(_events(head, found, body))
+        choice = {"index": 0, "message": found.message, "finish_reason": found.finish, **_logprobs(found, body)}
+        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(found)})
+
+
+async def _called(talk: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
+    """Take a call. One beside another waits for its turn where the agent may have several conversations; elsewhere it
+    repeats the other one if its client proves to have left."""
+    while True:
+        try:
+            return talk.call(body, again)
+        except HttpError as error:
+            until = time.monotonic() + LEAVING
+            while error.code == PARALLEL and talk.most == 1 and not talk.left and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            if error.code != PARALLEL or (talk.most == 1 and not talk.left):
+                raise
+        if talk.most > 1 and (beside := talk.turn) is not None:
+            await wait(_answered(beside))
+
+
+async def _answered(turn: "Future[Turn | HttpError]") -> Turn | HttpError:
+    """Wait for an answer, which comes even if nobody waits any more."""
+    return await asyncio.shield(asyncio.wrap_future(turn))
+
+
+async def _events(head: dict[str, Any], turn: Turn, body: ChatBody) -> AsyncIterator[str]:
+    """Yield a turn as a stream: its text in one piece, then each call."""
+    calls = turn.message.get("tool_calls", ())
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": turn.message["content"] or ""}]
+    deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(calls)]
+    head = {**head, "object": "chat.completion.chunk"}
+    for at, delta in enumerate([*deltas, {}]):
+        finish = turn.finish if at == len(deltas) else None
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **(_logprobs(turn, body) if at == 0 else {})}
+        yield _event({**head, "choices": [choice]})
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield _event({**head, "choices": [], "usage": _usage(turn)})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    before, new = turn.facts.get("counts", (0, 0))
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
+
+def _logprobs(turn: Turn, body: ChatBody) -> dict[str, Any]:
+    if not body.logprobs or "ids" not in turn.facts:
+        return {}
+    pairs = zip(turn.facts["pieces"], turn.facts["logprobs"], strict=True)
+    rows = [{"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []} for text, x in pairs]
+    return {"logprobs": {"content": rows, "refusal": None}}
+
+
+_LOCK = Lock()
+_SERVERS: list[AgentServer] = []
+
+
+def agent_server() -> AgentServer:
+    """Return the server of this process; the first call starts it."""
+    with _LOCK:
+        if not _SERVERS:
+            _SERVERS.append(AgentServer())
+        return _SERVERS[0]

@@ -1,0 +1,1 @@
+"""Tinker's API: models of many clients over one base."""

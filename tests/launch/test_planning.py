@@ -1,0 +1,72 @@
+"""``cluster.search``: a run takes the pools and layouts that the search finds, and goes on with them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.errors import raises
+from tilth.api import run_recipe
+from tilth.config.load import from_dict, load_recipe
+from tilth.core.errors import RecipeError
+from tilth.launch import planning
+
+SMALL = {
+    "flow": "sft",
+    "model": {"hidden": 32, "layers": 2, "heads": 2, "context": 64},
+    "data": {"digits": 1},
+    "supervised": {"steps": 2, "batch": 8},
+    "train": {"device": "cpu", "threads": 1},
+    "optimizer": {"name": "adamw"},
+}
+
+
+def recipe_in(folder, **cluster):
+    run = {"dir": str(folder), "eval_prompts": 4}
+    return from_dict({**SMALL, "run": run, "cluster": cluster})
+
+
+def test_a_run_records_what_the_search_found_and_the_same_command_finds_the_same(tmp_path):
+    recipe, note = planning.with_found_layouts(recipe_in(tmp_path, backend="local", workers=2, search=True))
+    assert note.startswith("cluster.search: ") and not recipe.cluster.search
+    assert planning.with_found_layouts(recipe_in(tmp_path, backend="local", workers=2, search=True))[0] == recipe
+    assert sum(recipe.cluster.pools.values()) in (0, 2) and recipe.cluster.workers == 2
+
+
+def test_a_run_with_the_search(tmp_path):
+    result = run_recipe(recipe_in(tmp_path, search=True), name="found")
+    written = load_recipe(str(result.directory / "recipe.toml"))
+    assert not written.cluster.search and written.policy.layout.dp == 1
+    assert "cluster.search: policy" in (result.directory / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_on_two_workers_with_the_search(tmp_path):
+    result = run_recipe(recipe_in(tmp_path, backend="local", workers=2, search=True), name="found")
+    written = load_recipe(str(result.directory / "recipe.toml"))
+    sizes, pools = written.policy.layout, written.cluster.pools
+    assert sizes.dp * sizes.fsdp * sizes.tp == 2 or sum(pools.values()) == 2
+    assert result.summary["steps"] == 2
+
+
+def test_a_short_profile_measures_compute_memory_and_gloo():
+    recipe = from_dict(SMALL)
+    found, base = planning.chosen_device("here", recipe, 2), planning.published(recipe, 2)
+    assert "gloo measured" in found.source and found.memory == base.memory
+    for name in ("hop", "far", "intra", "inter", "memory_bandwidth"):
+        assert 0 < getattr(found, name) != getattr(base, name), name
+    assert set(found.flops.values()) != set(base.flops.values()) and found.bandwidth(range(2)) < 1e12
+
+
+def test_a_gpu_is_known_by_its_name_and_has_its_own_memory(monkeypatch):
+    recipe = from_dict({**SMALL, "train": {"device": "cuda"}})
+    with raises(RecipeError, "cluster.search.device"):
+        planning.published(recipe, 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=84_987_740_160))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda i: "NVIDIA A100-SXM4-80GB")
+    found = planning.published(recipe, 1)
+    assert (found.name, found.memory) == ("a100-80g", 84_987_740_160)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda i: "Voodoo 2")
+    with raises(RecipeError, "cluster.search.device"):
+        planning.published(recipe, 1)
