@@ -142,7 +142,7 @@ def test_the_quick_form_gives_rows(name, tmp_path):
 
 
 REPLACED = {
-    "corruption.py": {"span", "self.learner.engine", "self.learner.sharded"},
+    "corruption.py": {"span", "self.learner.engine", "self.learner.sharded.gradients"},
     "trace_overhead.py": {"span", "launch"},
 }
 """Script -> what of the package it changes: faults that it makes, each of which must be found; spans, which have no

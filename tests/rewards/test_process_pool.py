@@ -538,9 +538,9 @@ def test_an_error_of_the_run_leaves_nothing():
 
 
 def test_trivial_calls_go_to_the_processes_in_few_messages(monkeypatch):
-    give, chunks = process_pool.Child.give, list[int]()
+    give, chunks = process_pool.ScoringProcess.give, list[int]()
     monkeypatch.setattr(
-        process_pool.Child, "give", lambda one, chunk, job: (chunks.append(len(chunk)), give(one, chunk, job))
+        process_pool.ScoringProcess, "give", lambda one, chunk, job: (chunks.append(len(chunk)), give(one, chunk, job))
     )
     with RewardPool(lambda p, c, i: float(c == i["answer"]), workers=2) as pool:
         asked = [(i, "12+34=", "0046", {"answer": "0046"}) for i in range(512)]
