@@ -584,3 +584,11 @@ for kind, names in read.items():
     assert sorted(names) == sorted(ALGORITHMS[kind]) != [], kind
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tokenizer_of_a_shipped_recipe_gives_way_to_that_of_a_model(tmp_path):
+    """A person's own does not, and is refused when it makes new tokens."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 128}')
+    fitted = load_recipe("pretrain", [f"model.path={tmp_path}"])
+    assert (fitted.data.tokenizer, fitted.model.context) == ("", 128)
+    assert load_recipe("pretrain", [f"model.path={tmp_path}", "data.tokenizer=bpe:300"]).data.tokenizer == "bpe:300"

@@ -116,6 +116,9 @@ def test_supervised_takes_the_loss_on_answer_and_end(prompts, tokenizer, templat
 def test_supervised_without_an_answer(template):
     with raises(DataError, "record 2.answer"):
         supervised(list(PromptSet.of([*RECORDS[:1], "1+1="])), template, 16)
+    with raises(DataError, "record 1.answer") as caught:
+        supervised(list(PromptSet.of([{"prompt": "1+1=", "completion": "2"}])), template, 16)
+    assert "data.columns.answer=completion" in str(caught.value)
 
 
 def test_supervised_too_long(prompts, template):

@@ -100,7 +100,7 @@ def _model(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fitted(data: dict[str, Any], chosen: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the data with lengths that fit the model and each other, and a line on each that this has changed.
+    """Return the data with lengths and a tokenizer that fit the model, and a line on each that this has changed.
 
     chosen: what a person has set, which is never changed.
     """
@@ -116,6 +116,10 @@ def _fitted(data: dict[str, Any], chosen: Mapping[str, Any]) -> tuple[dict[str, 
     if lengths and "max_tokens" not in _section(chosen, "rollout") and data.get("flow") in (None, *_sampling()):
         told.append(f"rollout.max_tokens = {context // 2}, not {most}: half of model.context = {context}")
         data = _merge(data, {"rollout": {"max_tokens": context // 2}})
+    named = _section(data, "data").get("tokenizer", "")
+    if path and isinstance(named, str) and named.startswith("bpe:") and "tokenizer" not in _section(chosen, "data"):
+        told.append(f'data.tokenizer = "", not {named}: {path} has its own')
+        data = _merge(data, {"data": {"tokenizer": ""}})
     return data, told
 
 

@@ -18,7 +18,7 @@ from tilth.core.errors import DataError
 Columns = Mapping[ColumnRole, str]
 """Role of a column -> its name in the source, a path into an object, or a pattern of columns."""
 
-_SYNONYMS = {
+SYNONYMS = {
     "prompt": ("question", "problem", "instruction", "input", "query"),
     "answer": ("solution", "response", "completion", "output", "target"),
     "messages": ("conversations", "conversation", "chat"),
@@ -185,7 +185,7 @@ def _rendered(prompt: Prompt, render: Callable[[Prompt], str] | None) -> str:
 
 def _prompt_in_pattern(pattern: str, record: Mapping[str, Any], where: str, columns: Columns) -> str:
     """Prompt inside a pattern such as ``"Q: {question} A: {answer}"``: the columns before the answer's."""
-    answers = {columns.get("answer", "answer"), "answer", *_SYNONYMS["answer"]}
+    answers = {columns.get("answer", "answer"), "answer", *SYNONYMS["answer"]}
     found = list(_PATTERN.finditer(pattern))
     end = next((i for i, match in enumerate(found) if match[1] in answers), 0)
     if pattern in record or not end:
@@ -240,7 +240,7 @@ def _column_hint(record: Mapping[str, Any], role: str, name: str) -> str:
         return "there is none"
     typed = [(role, near) for near in difflib.get_close_matches(name, names, 1, 0.75)]
     roles = ("prompt", "messages") if role == "prompt" else (role,)
-    usual = [(key, near) for key in roles for near in _SYNONYMS[key] if near in names]
+    usual = [(key, near) for key in roles for near in SYNONYMS[key] if near in names]
     key, near = next(iter([*typed, *usual]), (role, _pattern_hint(names) if role == "text" else "NAME"))
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return f"there is {listed}; try data.columns.{key}={near}"
@@ -248,7 +248,7 @@ def _column_hint(record: Mapping[str, Any], role: str, name: str) -> str:
 
 def _pattern_hint(names: Sequence[str]) -> str:
     """Pattern of the columns that look like a prompt and its answer, or of the first column."""
-    usual = [next((n for n in (role, *_SYNONYMS[role]) if n in names), "") for role in ("prompt", "answer")]
+    usual = [next((n for n in (role, *SYNONYMS[role]) if n in names), "") for role in ("prompt", "answer")]
     pattern = "\\n".join(f"{{{name}}}" for name in filter(None, usual))
     return f"'\"{pattern or f'{{{names[0]}}}'}\"', a pattern of columns"
 

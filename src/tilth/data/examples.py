@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.data.columns import RecordError, record_key
+from tilth.data.columns import SYNONYMS, RecordError, record_key
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Joined, Prompt, Records
 from tilth.data.template import Example, Template
@@ -70,7 +70,9 @@ def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> l
     """
     for prompt in prompts:
         if prompt.answer is None:
-            message = f"{prompt.name} has no answer, which supervised steps need; or set supervised.steps = 0"
+            like = next((name for name in SYNONYMS["answer"] if isinstance(prompt.info.get(name), str)), "")
+            hint = f"if it is in the column {like}, set data.columns.answer={like}; " if like else ""
+            message = f"{prompt.name} has no answer, which supervised steps need; {hint}or set supervised.steps = 0"
             raise DataError(message, key=record_key(prompt.name, "answer"))
     found = template.examples(prompts)
     for prompt, example in zip(prompts, found):
