@@ -322,7 +322,7 @@ def _work(recipe: Recipe) -> dict[str, Any]:
         for name in names:
             del data[section][name]
     del data["guard"]
-    del data["plugins"]  # flows.launch compares their content; their paths do not matter
+    del data["plugins"]  # launch.life compares their content; their paths do not matter
     newer = ((data, "roles"), (data["data"], "options"), (data["rollout"], "options"))
     for table, key in newer:  # keys that older runs do not have
         if not table[key]:
