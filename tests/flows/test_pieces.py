@@ -40,7 +40,7 @@ def test_no_module_of_flows_needs_one_that_needs_it():
     for file in Path(flows.__file__).parent.glob("*.py"):
         found = [n.module or "" for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)]
         needs[f"tilth.flows.{file.stem}"] = [module for module in found if module.startswith("tilth.flows.")]
-    assert len(needs) > 20 and "tilth.flows.heldout" in needs["tilth.flows.run"]
+    assert len(needs) > 15 and "tilth.flows.heldout" in needs["tilth.flows.run"]
     TopologicalSorter(needs).prepare()  # CycleError names the circle
 
 
