@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -77,6 +78,7 @@ def test_signals_reach_it_and_it_goes_with_its_client():
 
 
 def test_fork_servers_of_workers_are_forks_but_where_libraries_would_load_in_another_way(monkeypatch):
-    assert fork_server.command(local.environment(2))[: len(forked.python()) - 1] == forked.python()[:-1]
+    alike = {**fork_server.loaded_by(os.environ), "PYTHONPATH": str(Path(__file__).parent)}
+    assert fork_server.command(alike)[: len(forked.python()) - 1] == forked.python()[:-1]
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
     assert fork_server.command({**local.environment(2), "TORCH_LOGS": "all"})[1:3] == ["-u", "-P"]
