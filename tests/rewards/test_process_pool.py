@@ -122,7 +122,7 @@ def test_a_fork_that_comes_back_scores_nothing(pool):
 @pytest.mark.parametrize(
     "completion, status, reason",
     [
-        ("raise", "error", "ZeroDivisionError: division by zero at "),  # of what file, cloudpickle 3.1.3 leaves out
+        ("raise", "error", "ZeroDivisionError: division by zero at test_process_pool.py:"),
         ("unheard of", "error", "KeyError: 'unheard of'"),
         ("leave", "error", "SystemExit: 4"),
         ("input", "error", "EOFError"),

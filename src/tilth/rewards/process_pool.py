@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 import cloudpickle
 
 from tilth.core.errors import RewardError
+from tilth.process.by_value import dumps
 from tilth.process.child import PipedChild, death
 from tilth.process.frames import frame
 from tilth.process.output import Prints
@@ -386,7 +387,7 @@ def _travelling(function: str | Mapping[str, float] | Reward) -> tuple[str, Any]
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
-        return "value", cloudpickle.dumps(function)
+        return "value", dumps(function)
     except Exception as error:
         hint = "give it as FILE.py:function"
         message = f"the reward cannot be sent to its process ({hint}): {describe(error)}"

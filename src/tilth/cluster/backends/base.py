@@ -10,6 +10,7 @@ import cloudpickle
 
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, TilthError, WorkerError
+from tilth.process.by_value import dumps
 
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is a role."""
@@ -238,7 +239,7 @@ class PickledKwargs:
         self.kwargs = dict(kwargs)
 
     def __reduce__(self) -> tuple[Callable[[bytes], "PickledKwargs"], tuple[bytes]]:
-        return _unpack, (cloudpickle.dumps(self.kwargs),)
+        return _unpack, (dumps(self.kwargs),)
 
 
 def _unpack(data: bytes) -> PickledKwargs:
