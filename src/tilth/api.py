@@ -98,19 +98,20 @@ def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec 
 
 
 def _check_places(recipe: Recipe, function: Spec | None) -> None:
-    """Raise an error for models, functions and environments that do not exist, and for an adapter of another kind than
-    W + s B A; import none of them."""
+    """Raise an error for places and names that are not there, or an adapter of another kind; import none of them."""
     from tilth.envs.process import check_place as check_environment
     from tilth.models.adapter_config import read_lora
     from tilth.models.hub import check_place
     from tilth.rewards.functions import check_place as check_reward
 
     loaded = {spec.loads: spec.path(recipe) for spec in roles_of(recipe).values() if spec.loads}
-    paths = [*({"model.path": recipe.model.path} | loaded).items(), ("model.adapter", recipe.model.adapter)]
-    for key, path in paths:
+    paths = {"model.path": recipe.model.path, **loaded, "model.adapter": recipe.model.adapter}
+    for key, path in paths.items():
         try:
-            if path:
-                read_lora(Path(path)) if key == "model.adapter" else check_place(path)
+            if path and key == "model.adapter":
+                read_lora(Path(path))
+            elif path:
+                check_place(path)
         except ModelError as error:
             raise ModelError(f"{key}: {error}", key=key) from None
     for spec in [function] if isinstance(function, str) else function if isinstance(function, Mapping) else ():

@@ -33,8 +33,6 @@ Placed = tuple[str, Record]
 END_OF_TEXT = "<|endoftext|>"
 """Line of a text file that separates two documents."""
 
-_FIELD = 1 << 28
-"""Most characters of a value of CSV: a quote without its end takes in all that follows."""
 _LONGEST = 4096
 """Most characters of a path."""
 

@@ -59,7 +59,7 @@ class VerifiersEnvironment(Environment, declares=False):
     @classmethod
     def prepare(cls) -> None:
         """Load the environment, so that one that is missing ends the run at its start."""
-        _loop()  # here, since several threads that ask at once would each make one
+        event_loop()  # here, since several threads that ask at once would each make one
         try:
             _verifiers(cls)
         except ImportError as error:
@@ -82,7 +82,7 @@ class VerifiersEnvironment(Environment, declares=False):
         row = {"example_id": 0, "answer": "", "info": {}, **info.get("row", {**info, "prompt": list(turns)})}
         self._policy = _policy_client()
         self._rollout = asyncio.run_coroutine_threadsafe(
-            _verifiers(type(self)).run_rollout(row, self._policy, "policy", {}), _loop()
+            _verifiers(type(self)).run_rollout(row, self._policy, "policy", {}), event_loop()
         )
         self._heard: list[Message] = []
         return _on_loop(self._next())[0]
@@ -96,7 +96,7 @@ class VerifiersEnvironment(Environment, declares=False):
     def reward(self) -> dict[str, Any]:
         """Return the score of its rubric; its metrics are parts. An episode that was cut is scored as it is."""
         if not self._rollout.done():
-            _loop().call_soon_threadsafe(self._policy.cut)
+            event_loop().call_soon_threadsafe(self._policy.cut)
         found = self._rollout.result()
         if found.get("error"):
             raise EnvironmentFault(
@@ -150,7 +150,7 @@ def _verifiers(kind: type[VerifiersEnvironment]) -> Any:
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
@@ -158,7 +158,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _on_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+    return asyncio.run_coroutine_threadsafe(work, event_loop()).result()
 
 
 def _policy_client() -> Any:
@@ -189,7 +189,7 @@ def _policy_client() -> Any:
                 is_truncated=False,
             )
             response = Response(id="turn", created=int(time.time()), model="policy", message=said)
-            _loop().call_soon_threadsafe(self._said.put_nowait, response)
+            event_loop().call_soon_threadsafe(self._said.put_nowait, response)
 
         def cut(self) -> None:
             """End the episode as one whose prompt is too long for the policy, which the environment then scores."""

@@ -296,11 +296,8 @@ class EnvironmentPool:
 
     def _too_late(self, episode: _Episode) -> list[Answer]:
         assert episode.asked is not None
-        return [
-            self._fail(
-                episode, f"{episode.asked.op} took longer than {self.timeout:g} s (rollout.turn_seconds)", "timeout"
-            )
-        ]
+        why = f"{episode.asked.op} took longer than {self.timeout:g} s (rollout.turn_seconds)"
+        return [self._fail(episode, why, "timeout")]
 
     def _holder(self, child: "_Child", before: dict[int, float]) -> _Episode | None:
         """Return the episode whose thread has computed most since ``before``; None if that is less than it could, or if

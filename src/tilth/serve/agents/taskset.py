@@ -5,14 +5,12 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator, Mapping
-from functools import cache
 from itertools import islice
 from typing import Any, ClassVar
 
 from tilth.core.errors import PluginError
-from tilth.envs.adapters import missing
+from tilth.envs.adapters import event_loop, missing
 from tilth.envs.environment import EnvironmentFault
 from tilth.serve.agents.agent import Agent
 
@@ -46,7 +44,7 @@ class VerifiersTaskset(Agent, declares=False):
     async def run(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
         """Play the record's ``task``; any other record is the prompt of one."""
         work = self._run_episode(info, base_url, api_key, model)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, event_loop()))
 
     async def _run_episode(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -109,13 +107,6 @@ def _loaded(kind: type[VerifiersTaskset]) -> Any:
     """Return the environment of a class, loaded once in a process, with what its agents share."""
     if kind not in _LOADED:
         env = _environment(kind)
-        asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), _loop()).result()
+        asyncio.run_coroutine_threadsafe(env.serving().__aenter__(), event_loop()).result()
         _LOADED[kind] = env
     return _LOADED[kind]
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
-    return loop
