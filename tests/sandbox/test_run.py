@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import tilth
@@ -109,7 +110,8 @@ def test_a_program_with_many_processes_leaves_others_their_limit(sandbox):
 @pytest.mark.skipif(os.geteuid() != 0 or not os.access("/usr/bin/python3.11", os.X_OK), reason="becomes another user")
 def test_without_root_programs_leave_others_their_limit_too():
     """Its processes are counted in a namespace of users of its own."""
-    code = f"import sys, threading; sys.path.insert(0, {str(Path(tilth.__file__).parents[1])!r})\n"
+    paths = [str(Path(module.__file__).parents[1]) for module in (tilth, psutil)]
+    code = f"import sys, threading; sys.path[:0] = {paths}\n"
     code += f"from tilth.sandbox.run import Sandbox, SandboxLimits\nFORKS = {FORKS!r}\n{inspect.getsource(beside_many)}"
     code += "found = list(beside_many(Sandbox()))\nassert found and all(one.state == 'ok' for one in found), found"
     command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3.11", "-c", code]
@@ -187,6 +189,32 @@ def test_a_sandbox_goes_on_when_processes_of_it_die(own, dies):
     for _ in range(2):
         dies(own)
         assert [own.run("print(1)").stdout for _ in range(3)] == ["1\n"] * 3
+
+
+ORPHAN = """
+import os
+from tilth.sandbox import zygote
+zygote.kernel.prctl = zygote.kernel.mount = zygote.kernel.call = lambda *ignored: 0
+zygote._program = lambda *ignored: os._exit(0)
+(asked, request), (ended, alive), (read, stdin), (stdout, out), (stderr, err) = (os.pipe() for _ in range(5))
+child = os.fork()
+if child == 0:
+    for fd in (request, ended, stdin, stdout, stderr):
+        os.close(fd)
+    try:
+        zygote._first(asked, alive, [read, out, err], 0)
+    finally:
+        os._exit(77)
+for fd in (request, ended, stdin, stdout, stderr):
+    os.close(fd)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_process_1_ends_when_its_fork_died_before_it_could_ask_to_die_with_it():
+    assert int(subprocess.check_output([sys.executable, "-c", ORPHAN])) != 77, (
+        "it goes on as a fork, and takes a request"
+    )
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -337,6 +337,8 @@ def _first(asked: int, alive: int, fds: list[int], user: int) -> NoReturn:
             os.close(fd)
         with open(asked, "rb") as file:
             body = file.read()
+        if not body:  # its fork died, perhaps before this process could ask to die with it
+            os._exit(1)
         request = json.loads(body)
         for folder, mode in FOLDERS.items():
             options = f"{mode},size={request['limits']['files']}"
@@ -347,9 +349,12 @@ def _first(asked: int, alive: int, fds: list[int], user: int) -> NoReturn:
             json.dump({"program": request["program"], "limits": request["limits"]}, file)
         status = _wait(child)
     except BaseException:  # noqa: BLE001 - told as the program's error
-        os.write(fds[2], traceback.format_exc().encode())
-    os.write(alive, struct.pack("i", status))
-    os._exit(0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fds[2], traceback.format_exc().encode())
+    finally:  # whatever happens, it must not go on as the fork that it was
+        with contextlib.suppress(BrokenPipeError):
+            os.write(alive, struct.pack("i", status))
+        os._exit(0)
 
 
 def _write_files(files: Mapping[str, str]) -> None:
