@@ -86,7 +86,7 @@ def test_some_steps(run):
     ("arguments", "message"),
     [
         (("nowhere",), "no event file or folder at nowhere"),
-        (("run", "--steps", "3"), "run: nothing to learn costs from"),
+        (("run", "--steps", "3"), "run: too little data to fit costs"),
         (("run", "--steps", "90:95"), "has no events of steps 90:95; its steps are 1 to 10"),
         (("run", "--save", "none/costs.json"), "cannot write none/costs.json"),
     ],

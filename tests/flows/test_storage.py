@@ -139,7 +139,7 @@ def test_a_step_whose_rows_only_their_writer_has_is_no_snapshot():
     run.state = state
     Run._keep_in_memory(run, None)
     Run._keep_in_memory(run, None)
-    assert not run.kept_in_memory and len(said) == 1 and "find no room in /dev/shm/x: full" in said[0]
+    assert not run.kept_in_memory and len(said) == 1 and "cannot write its trajectories to /dev/shm/x: full" in said[0]
 
 
 def table_of(step):

@@ -44,7 +44,7 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
     found = [k for k in every if k.count >= ENOUGH]
     left += [f"{k.op} among {k.ranks} ranks: {k.count} of {ENOUGH} spans" for k in every if k.count < ENOUGH]
     if not compute and not found:
-        message = f"nothing to learn costs from ({'; '.join(left) or 'no work in the trace'}); let more steps run"
+        message = f"too little data to fit costs ({'; '.join(left) or 'no work in the trace'}); record more steps"
         raise DataError(message, key="events.few" if left else "events.work")
     ordered = sorted(compute, key=lambda c: (c.role, c.op))
     return Costs(tuple(ordered), tuple(found), tuple(sorted(left)), dict(about or {}))

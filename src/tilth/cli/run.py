@@ -122,7 +122,7 @@ def _supervised(supervisor: Supervisor, check: Callable[[], object]) -> int:
 
 
 def _launched(name: str, overrides: Sequence[str], allow: Sequence[str]) -> Recipe:
-    """Load the recipe in the controller; a process that a launcher started as a worker ends in here."""
+    """Load the recipe in the controller; in a process that a launcher started as a worker, never return."""
     check_allowed(allow)
     recipe = load_recipe(name, overrides, job_size())
     enter_job(recipe.cluster.backend, sum(pools(recipe).values()), recipe.cluster.timeout)

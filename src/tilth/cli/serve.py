@@ -44,7 +44,7 @@ def serve(
     if not train and (first := next((key for key, value in given.items() if value is not None), "")):
         raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
     if train and fast:
-        raise DataError("--fast: a training client samples the same again after a restart; leave it out", key="--fast")
+        raise DataError("--fast with --train: samples must be reproducible after a restart", key="--fast")
     if train:
         own: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
         how = TrainOptions(state or Path(STATE), name, ServiceLimits(**own), layout)

@@ -49,7 +49,7 @@ class LoadedAdapter:
 
 
 def salt_of(version: int, adapter: LoadedAdapter | None) -> int:
-    """Return the number of what KV depends on beside tokens: the weights and the adapter that computed it."""
+    """Return the salt of the prefix cache: a hash of the version of the weights and the adapter."""
     return version + ((adapter.serial if adapter else 0) << 32)
 
 

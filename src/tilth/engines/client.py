@@ -86,7 +86,7 @@ class EngineClient:
         self._asked: deque[_Asked] = deque()
         self._running: dict[int, Completion] = {}
         self._suspects: list[list[Completion]] = []
-        """Groups of requests one of which breaks the worker; each runs without other company."""
+        """Batches under bisection: one request of each crashes the worker, so each batch runs alone."""
         self._seeking = False
         """True while the requests that run are such a group."""
         self._fruitless = 0

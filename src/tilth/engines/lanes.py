@@ -31,7 +31,7 @@ class RowState:
     """Position of the newest token, the next to be computed."""
     end: np.ndarray
     tokens: np.ndarray
-    """By absolute position, as the next three; valid from the newest token at placing."""
+    """[rows, limit] by absolute position, as the next three. Entries before the newest token at placing are stale."""
     logprobs: np.ndarray
     sampling: np.ndarray
     uniform: np.ndarray

@@ -381,7 +381,7 @@ class Run:
         before, self.kept_in_memory = self.kept_in_memory, True
         try:
             if rows.get("alone"):
-                raise StorageError(f"its trajectories find no room in {rows['path']}: {rows['reason']}", key="snapshot")
+                raise StorageError(f"cannot write its trajectories to {rows['path']}: {rows['reason']}", key="snapshot")
             snapshots.take(self.roles.stateful_roles(), self.state.step, self._objects(), self.policy.mesh)
         except StorageError as error:
             self.kept_in_memory = False

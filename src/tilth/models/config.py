@@ -56,7 +56,7 @@ class DecoderConfig:
     dropout: float = 0.0
     """Probability on both residual branches, while training."""
     num_experts: int = 0
-    """0: a dense model, and no field below counts."""
+    """0: a dense model; the fields below are ignored."""
     experts_per_token: int = 0
     expert_size: int = 0
     """Inner width of each expert."""

@@ -141,7 +141,7 @@ class LazyTensors(Unread):
         for one, shape in zip(names, found):
             if shape != found[0]:
                 message = (
-                    f"{self._directory}: {one} is {list(shape)}, and {names[0]} {list(found[0])}: no stack of experts"
+                    f"{self._directory}: experts differ in shape: {one} is {list(shape)}, {names[0]} {list(found[0])}"
                 )
                 raise ModelError(message, key=f"{one}.shape")
         return (len(names), *found[0]) if name in self._stacks else found[0]

@@ -46,7 +46,7 @@ class GradientSums:
         self._fsdp = [module for module in modules if is_fsdp(module)]
         self._stacked = {p for module in modules if isinstance(module, Experts) for p in module.parameters()}
         self.looks: list[tuple[bool, int]] = [(False, 1), (True, self._experts_every())]
-        """Of experts -> number of steps of which one has its gradients looked at."""
+        """(experts only, N): the gradients are checked every N steps."""
         self.given = [given for look in self.looks if (given := self._watched(*look)) is not None]
         self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
         self._early = dict[str, Tensor]()
@@ -60,8 +60,8 @@ class GradientSums:
             single.begin(step)
 
     def _experts_every(self) -> int:
-        """Return the number of steps of which one has gradients of experts looked at: a token has few of a rank's
-        experts, so that to look at all of them in each step would be dear."""
+        """Return N, where gradients of experts are checked every N steps: a token reaches few of a rank's experts, and
+        checking all of them in every step would be too slow."""
         config = self._config
         chosen = self._grid.mesh.count("experts") * config.experts_per_token
         return max(1, round(config.num_experts / chosen)) if chosen else 1

@@ -182,7 +182,7 @@ class PolicyWorker(Learner):
         return None
 
     def _compared(self, how: Algorithm, metrics: Metrics) -> Metrics:
-        """Drop the gap to the engine if the measured policy has moved since its weights were sent."""
+        """Drop the metrics of the mismatch if the policy was updated after the last weight sync."""
         moved, self._moved = self._moved, True
         if moved and how.bypass:
             return {name: metric for name, metric in metrics.items() if not name.startswith("mismatch/")}

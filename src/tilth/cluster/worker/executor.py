@@ -32,7 +32,7 @@ OWN = {"inject": "tilth.guard.strike:strike", "recorder": "tilth.guard.diagnosis
 REFUSALS = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN
 )  # fmt: skip
-"""Numbers of the errors of a file system that is full, read-only or gone."""
+"""errno values of a file system that is full, read-only or unmounted."""
 _TIMEOUT = re.compile("time(d |d-)?out", re.IGNORECASE)
 
 

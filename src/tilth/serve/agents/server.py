@@ -54,7 +54,7 @@ class AgentServer:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         talk = self._talks.get(token.strip()) if scheme.lower() == "bearer" else None
         if talk is None:
-            message = "the api_key is that of no episode which goes on: it is wrong, or its episode has ended"
+            message = "no running episode has this api_key: it is wrong, or the episode has ended"
             raise HttpError(401, message, code="invalid_api_key")
         return talk
 

@@ -309,7 +309,7 @@ def _parsed(name: str) -> tuple[str, str, int]:
     """Return kind, owner and number of a request's name. DataError."""
     parts = name.split("/")
     if len(parts) != 3 or parts[0] not in ("c", "f", "l", "s") or not parts[2].isdecimal() or len(parts[2]) > 19:
-        raise DataError(f"request_id={name!r} is none of this server", key="request_id")
+        raise DataError(f"unknown request_id {name!r}", key="request_id")
     return parts[0], parts[1], int(parts[2])
 
 

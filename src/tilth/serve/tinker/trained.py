@@ -198,8 +198,8 @@ class TrainedModel:
 
 
 class _Packed(NamedTuple):
-    """Sequences of one request behind each other. Behind each input stands one more token, so that the place after a
-    token is that of its target."""
+    """Packed sequences of one request, each one token longer than its input: position t + 1 holds the target of
+    token t."""
 
     tokens: Jagged
     mask: np.ndarray

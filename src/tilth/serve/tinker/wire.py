@@ -289,7 +289,7 @@ def filled(
 
 def _numbers(raw: bytes, kind: np.dtype[Any], where: str) -> np.ndarray:
     if len(raw) % kind.itemsize:
-        message = f"{where} has {len(raw)} bytes, which are no numbers of {kind.itemsize} bytes"
+        message = f"{where} has {len(raw)} bytes, not a multiple of the {kind.itemsize} bytes of an element"
         raise DataError(message, key=f"{where}.bytes")
     return np.frombuffer(raw, kind)
 
