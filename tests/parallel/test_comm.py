@@ -161,7 +161,7 @@ def test_every_communication_of_four_ranks_is_a_span(pool, tmp_path, case):
 
 
 def check_copies(ranks: list[list[dict]]) -> None:
-    """The sum over copies, which torch issues after the scatter of a module, begins where that ended."""
+    """The sum over copies, which torch issues after the scatter of a module, begins when that has ended."""
     for events in ranks:
         mine = [e for e in communications(events) if e["op"] in ("reduce_scatter", "all_reduce")]
         copies = [i for i, e in enumerate(mine) if e["op"] == "all_reduce" and e["detail"] in ("0,2", "1,3")]
@@ -169,7 +169,7 @@ def check_copies(ranks: list[list[dict]]) -> None:
         for i in copies:
             before = mine[i - 1]
             assert before["op"] == "reduce_scatter" and before["parent"] == mine[i]["parent"]
-            assert mine[i]["start"] == before["start"] + before["duration"] and mine[i]["duration"] > 0
+            assert mine[i]["start"] >= before["start"] + before["duration"] and mine[i]["duration"] > 0
             assert mine[i]["bytes"] * 2 == before["bytes"]
 
 
