@@ -61,6 +61,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rewards.ahead import ScoringAhead
@@ -349,13 +350,13 @@ def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
     with judging(model) if case == "judge" else RewardPool(waiting, workers=SCORERS) as pool:
         pool.score(list(items.values())[:8])
         began = time.perf_counter()
-        for _ in engine.stream(requests):
+        for _ in EngineRounds(engine).drain(requests):
             pass
         generated = time.perf_counter() - began
         at_end = dict(zip(items, pool.score(list(items.values()))))
         one_after_the_other = time.perf_counter() - began
         ahead, began = ScoringAhead(pool, 16), time.perf_counter()
-        for trajectory in engine.stream(requests):
+        for trajectory in EngineRounds(engine).drain(requests):
             ahead.begin({trajectory.id: items[trajectory.id]})
         beside = time.perf_counter() - began
         overlap = len(ahead._outcomes) / len(items)

@@ -17,7 +17,7 @@ BUDGETS = {
     "parallel": (3_250, 3_000),
     "checkpoint": (4_300, 3_600),
     "training": (1_750, 1_700),
-    "engines rollout": (5_900, 5_700),
+    "engines rollout": (6_000, 5_700),
     "roles": (2_550, 1_700),
     "guard": (3_400, 2_700),
     "runs": (3_650, 2_650),

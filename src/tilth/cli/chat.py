@@ -19,6 +19,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
 from tilth.ui.format import plain
 
@@ -199,15 +200,14 @@ class Voice:
 
 def listen(engine: GenerationEngine, request: Request, voice: Voice) -> Trajectory:
     """Generate and stream one answer. Ctrl-C ends it at its next token and keeps the tokens so far."""
-    engine.submit([request])
+    rounds, tokens = EngineRounds(engine), np.zeros(0, np.int64)
+    rounds.submit([request])
     with _interruptible() as interrupted:
         while True:
-            done = engine.poll()
-            if done:
-                return done[0]
-            if interrupted.is_set():
-                return engine.abort(request.id)
-            voice.hear(engine.peek(request.id))
+            for finished in rounds.advance(aborted=[request.id] if interrupted.is_set() else []).finished:
+                return finished
+            tokens = np.concatenate([tokens, *(newest.tokens for newest in rounds.progress().values())])
+            voice.hear(tokens)
 
 
 @contextlib.contextmanager

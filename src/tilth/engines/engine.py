@@ -231,15 +231,6 @@ class Engine(GenerationEngine):
             answer = self._vacate(*found)
         return self._finish(answer, "aborted")
 
-    def peek(self, trajectory: int) -> np.ndarray:
-        """Return a copy of the completion so far, int64, of a request in flight. Raises DataError."""
-        if (found := self._row_of(trajectory)) is not None:
-            return found[0].peek(found[1])
-        for answer in self._scheduler.answers():
-            if answer.request.id == trajectory:
-                return answer.completion.copy()
-        raise DataError(f"trajectory {trajectory} is not in flight, so it has no tokens to return", key="trajectory")
-
     def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
         return {id: new for lane in self._lanes.values() for id, new in lane.progress(seen)}
 

@@ -180,12 +180,6 @@ class LengthBucket:
         answer.append(c.tokens[row, some], c.logprobs[row, some], c.sampling[row, some] if c.filtered[row] else None)
         return answer
 
-    def peek(self, row: int) -> np.ndarray:
-        """Return the completion of a live row so far, including tokens of earlier lanes."""
-        c, answer = self.columns, self.answer(row)
-        newest = c.tokens[row, len(answer.tokens) : int(c.position[row]) + 1]
-        return np.concatenate([answer.completion, newest])
-
     def progress(self, seen: Mapping[int, int]) -> Iterator[tuple[int, Progress]]:
         """Yield what live rows have chosen behind the first ``seen[id]`` tokens of their completions, where there is
         something, with the id of the request."""

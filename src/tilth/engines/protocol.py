@@ -16,6 +16,7 @@ from tilth.core.errors import PluginError, RecipeError, TilthError
 from tilth.core.trajectory import Trajectory
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Progress, Request, TextScores
+from tilth.engines.rounds import EngineRounds
 from tilth.engines.stats import Stats
 from tilth.models.config import DecoderConfig
 
@@ -78,10 +79,6 @@ class GenerationEngine(Protocol):
     def abort(self, trajectory: int) -> Trajectory:
         """Stop a request now, free its KV and return what there is of it, with finish "aborted". Raises DataError if it
         is not in flight."""
-
-    @abstractmethod
-    def peek(self, trajectory: int) -> np.ndarray:
-        """Return a copy of the tokens, int64 [n], that a request in flight has chosen so far. Raises DataError."""
 
     def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
         """Return what requests in flight have chosen behind their first ``seen[id]`` tokens, where there is something;
@@ -205,10 +202,10 @@ class GenerationEngine(Protocol):
         finally:
             self.keep(others)
 
-    def generate(self, requests: Iterable[Request], aborting: deque[int] | None = None) -> list[Trajectory]:
-        """Return the trajectories of all requests, in their order. aborting: as ``stream`` takes it."""
+    def generate(self, requests: Iterable[Request]) -> list[Trajectory]:
+        """Return the trajectories of all requests, in their order, where nothing else is in flight."""
         requests = list(requests)
-        found = {t.id: t for t in self.stream(requests, aborting)}
+        found = {t.id: t for t in EngineRounds(self).drain(requests)}
         return [found[r.id] for r in requests]
 
 

@@ -150,9 +150,6 @@ class RemoteEngine(GenerationEngine):
         self._cancel(flying)
         return self._finish(flying.answer, "aborted")
 
-    def peek(self, trajectory: int) -> np.ndarray:
-        return self._found(trajectory).answer.completion.copy()
-
     def progress(self, seen: Mapping[int, int]) -> dict[int, Progress]:
         found = {}
         for i, answer in ((i, self._flying[i].answer) for i in seen if i in self._flying):

@@ -1,7 +1,6 @@
 """Worker with an engine that takes and answers requests of many clients in rounds."""
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,9 @@ from torch import Tensor
 from tilth.cluster.protocol import control, transfer
 from tilth.cluster.worker.context import Context
 from tilth.config.schema import LoraConfig
-from tilth.core.errors import TilthError
-from tilth.core.trajectory import Trajectory
 from tilth.engines.protocol import GenerationEngine
-from tilth.engines.request import Progress, Request, TextScores
+from tilth.engines.request import Request, TextScores
+from tilth.engines.rounds import EngineRounds, Round, RoundLimits
 
 MakeEngine = Callable[[], GenerationEngine]
 """Constructs the engine in the worker, weights and all; pickled by cloudpickle."""
@@ -29,52 +27,21 @@ class Abilities(NamedTuple):
     scores: bool
 
 
-STEPS, SECONDS = 4, 0.01
-"""Most steps of the engine in a round, and the time after which none begins: a round costs messages and threads about
-3 ms, a step of one request as much, and new requests wait for it."""
-
-
-class Round(NamedTuple):
-    """Answer to one round. progress: newest tokens of requests in flight; failed: why a new one is not served."""
-
-    progress: dict[int, Progress]
-    finished: list[Trajectory]
-    failed: dict[int, TilthError]
+LIMITS = RoundLimits(steps=4, seconds=0.01)
+"""A round costs messages and threads about 3 ms, a step of one request as much, and new requests wait for it."""
 
 
 class EngineWorker:
-    """A generation engine and what its clients have seen of their requests."""
+    """A generation engine that is driven in rounds."""
 
     def __init__(self, make: MakeEngine) -> None:
         self.engine = make()
-        self._seen: dict[int, int] = {}
+        self.rounds = EngineRounds(self.engine, LIMITS)
 
     @transfer(split="all", gather="first", patient=True)
     def advance(self, new: Sequence[Request], aborted: Iterable[int]) -> Round:
         """Take and end requests, then do a bounded piece of work on those in flight."""
-        failed: dict[int, TilthError] = {}
-        for request in new:
-            try:
-                self.engine.check_served([request])
-                self.engine.submit([request])
-                self._seen[request.id] = 0
-            except TilthError as error:
-                failed[request.id] = error
-        for id in aborted:
-            if self._seen.pop(id, None) is not None:
-                self.engine.abort(id)
-        finished: list[Trajectory] = []
-        begin = time.monotonic()
-        for _ in range(STEPS if self._seen else 0):
-            finished += self.engine.poll()
-            if finished or time.monotonic() - begin > SECONDS:
-                break
-        for trajectory in finished:
-            self._seen.pop(trajectory.id)
-        progress = self.engine.progress(self._seen)
-        for id, newest in progress.items():
-            self._seen[id] += len(newest.tokens)
-        return Round(progress, finished, failed)
+        return self.rounds.advance(new, aborted)._replace(progress=self.rounds.progress())
 
     @transfer(split="all", gather="first")
     def abilities(self) -> Abilities:
@@ -105,7 +72,7 @@ class EngineWorker:
     @control
     def status(self) -> dict[str, Any]:
         """Return the engine's counts (``Stats.dump``), the number of requests ``in_flight`` and the process."""
-        return {"in_flight": len(self._seen), "pid": os.getpid(), **self.engine.stats().dump()}
+        return {"in_flight": len(self.rounds), "pid": os.getpid(), **self.engine.stats().dump()}
 
 
 def engine_worker(context: Context, make: MakeEngine) -> EngineWorker:

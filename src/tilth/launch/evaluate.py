@@ -21,6 +21,7 @@ from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.envs.pool import EnvironmentPool
 from tilth.rewards.process_pool import Outcome, RewardPool, Status, commonest
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
@@ -283,7 +284,7 @@ def _generate(
     ]
     begin, found, show = time.perf_counter(), dict[int, Trajectory](), progress or (lambda done, of: None)
     show(0, len(requests))
-    for trajectory in engine.stream(requests):
+    for trajectory in EngineRounds(engine).drain(requests):
         found[trajectory.id] = trajectory
         show(len(found), len(requests))
     return [found[r.id] for r in requests], time.perf_counter() - begin

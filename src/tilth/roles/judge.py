@@ -16,6 +16,7 @@ from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.functions import LARGEST
 from tilth.rewards.judging import grade, grading, question, steps, verdict
@@ -68,7 +69,7 @@ class JudgeWorker:
         requests = [request for request in asked if request is not None]
         with span("judge") as spent:
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            replies = {t.id: t.text for t in self.engine.generate(requests)}
+            replies = {t.id: t.text for t in EngineRounds(self.engine).drain(requests)}
             spent.set(tokens=sum(len(request.prompt) for request in requests))
         found = [verdict(replies.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
         rows = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
@@ -134,7 +135,7 @@ class JudgeWorker:
         requests = [request for request in asked if request is not None]
         with self._engine_free, span("judge") as spent:
             self.engine.reset_prefix_cache()  # as in ``verdicts``
-            replies = {t.id: t.text for t in self.engine.generate(requests)}
+            replies = {t.id: t.text for t in EngineRounds(self.engine).drain(requests)}
             spent.set(tokens=sum(len(request.prompt) for request in requests))
         return [_graded(replies.get(i)) for i in ids]
 

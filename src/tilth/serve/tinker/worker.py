@@ -22,7 +22,8 @@ from tilth.core.errors import CheckpointError, TilthError
 from tilth.core.files import atomic_write, make_folder
 from tilth.core.trajectory import Trajectory
 from tilth.engines.request import Request
-from tilth.engines.worker import EngineWorker, MakeEngine, Round
+from tilth.engines.rounds import Round
+from tilth.engines.worker import EngineWorker, MakeEngine
 from tilth.launch.workers import pick_device
 from tilth.models.hf import save_pretrained
 from tilth.models.peft import save_adapter
@@ -122,7 +123,7 @@ class SampleWorker(EngineWorker):
             progress |= one.progress
             failed |= one.failed
             finished += one.finished
-        return Round(progress, finished, failed)
+        return Round(finished, failed, progress)
 
 
 class TrainWorker:
