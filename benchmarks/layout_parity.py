@@ -50,6 +50,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
+from tilth.plan.batch import MicroBatchLimits
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import Scored, computed_tokens, cut, model_input, plan_micros, run_forward
 
@@ -276,7 +277,7 @@ def choices(sharded: ShardedModel, tokens: Jagged, starts: np.ndarray, budget: i
             yield Scored(x, ctx, index, micro)
 
     places = np.repeat(starts - tokens.offsets[:-1], tokens.lengths) + np.arange(len(mask))
-    plan = plan_micros(tokens, mask, budget)
+    plan = plan_micros(tokens, mask, MicroBatchLimits(budget)).score
     run_forward(sharded, begin(), len(plan))
     sharded.reshard()
     found = dict[int, tuple[np.ndarray, np.ndarray]]()

@@ -19,6 +19,7 @@ from tilth.config.schema import AlgorithmConfig
 from tilth.core.batch import Jagged
 from tilth.models.decoder import Decoder
 from tilth.models.hf import load_weights
+from tilth.plan.batch import MicroBatchLimits
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.objective import Objective
 from tilth.runs.models import load_model
@@ -73,7 +74,7 @@ def tilth_side(task: Task, batch: Batch) -> tuple[Tensor, float, dict[str, Tenso
     tokens, mask, advantages = batch.rows()
     loss = Objective.of(Algorithm(AlgorithmConfig(), task.longest), mask, tokens)
     total, found = 0.0, np.zeros(len(mask), np.float32)
-    plan = plan_micros(tokens, mask, 16_384, share=True)
+    plan = plan_micros(tokens, mask, MicroBatchLimits(16_384, share=True)).learn
     for index, micro in cut(tokens, mask, {"advantages": advantages}, plan, torch.device(task.device)):
         score(model, micro, model(*model_input(micro)), temperature=1.0, entropy=True)
         value, _ = loss(micro)

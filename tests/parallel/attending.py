@@ -20,6 +20,7 @@ from tilth.parallel.collectives import gather_tokens
 from tilth.parallel.context import ContextParallel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
+from tilth.plan.batch import MicroBatchLimits
 from tilth.rl.packing import segment_sum
 from tilth.training.packed import appraise, cut, model_input, plan_micros, score
 
@@ -118,7 +119,7 @@ def compare(
 
 def _backward(sharded: ShardedModel, tokens: Jagged, mask: np.ndarray, after: bool) -> Tensor:
     """Add the gradients of a loss that is not a sum over tokens; return it."""
-    plan, total = plan_micros(tokens, mask, 1000), torch.zeros(())
+    plan, total = plan_micros(tokens, mask, MicroBatchLimits(1000)).learn, torch.zeros(())
     for index, micro in cut(tokens, mask, {}, plan, torch.device("cpu"), sharded.context):
         dropout = DropoutContext(3, 1, 100 + torch.from_numpy(index)) if sharded.model.config.dropout else None
         hidden = sharded.forward(*model_input(micro, dropout=dropout))

@@ -24,6 +24,7 @@ from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchPlan, PlannedMicroBatch
 from tilth.rl.metrics import merge_metrics
 from tilth.training import engine as engine_room
 from tilth.training.engine import TrainEngine, negative_log_likelihood
@@ -401,7 +402,9 @@ def halves():
 
     def two(tokens, *args, **how):
         n = len(tokens.lengths)
-        return [([rows], False) for rows in (every if n == len(LENGTHS) else [np.arange(n)])]
+        parts = every if n == len(LENGTHS) else [np.arange(n)]
+        micros = tuple(PlannedMicroBatch((rows,), shared=False, cost=0.0, check=0) for rows in parts)
+        return MicroBatchPlan(micros, micros)
 
     engine_room.plan_micros = two
     try:

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import tilth.training.packed as packed
+import tilth.plan.batch as planning
 from tests.errors import raises
 from tilth.config.schema import OptimizerConfig
 from tilth.core.batch import Jagged
@@ -119,7 +119,7 @@ def test_temperature_divides_the_logits():
 
 @pytest.mark.parametrize("broken", [[[0, 1], [1, 2, 3, 4]], [[0, 1, 2]]])
 def test_a_row_used_twice_or_left_out_is_an_error(monkeypatch, broken):
-    monkeypatch.setattr(packed, "micro_batches", lambda lengths, most: [np.array(b) for b in broken if len(lengths)])
+    monkeypatch.setattr(planning, "micro_batches", lambda lengths, most: [np.array(b) for b in broken if len(lengths)])
     tokens, mask = batch()
     before = engine()
     start = weights(before).clone()

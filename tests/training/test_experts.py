@@ -157,7 +157,7 @@ def test_flips_of_a_shared_prompt_count_in_each_of_its_samples() -> None:
     found = []
     for shares in (False, True):
         engine = TrainEngine(double(), OptimizerConfig(), total_steps=1, micro_tokens=1000)
-        engine._shares = shares
+        engine.limits = replace(engine.limits, share=shares)
         done = engine.update(tokens, mask, {}, negative_log_likelihood(1.0), routing=recorded)
         assert (done.computed < len(mask)) == shares
         flips = done.metrics["experts/flips"]

@@ -13,15 +13,13 @@ from tilth.core.trajectory import OPENS
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.plan.batch import COPIES, MicroBatchLimits, RowTable, prefix_groups, prompt_lengths
 from tilth.training.engine import TrainEngine, negative_log_likelihood
 from tilth.training.packed import (
-    COPIES,
     model_input,
     packed_logprobs,
     packed_squares,
     plan_micros,
-    prompt_groups,
-    prompt_lengths,
     score,
     shares_prompts,
 )
@@ -62,7 +60,7 @@ def test_prompt_lengths_equal_a_loop(samples):
 @given(SAMPLES, st.integers(1, 40))
 def test_groups_are_a_partition_into_equal_prompts(samples, most):
     tokens, mask = batch(samples)
-    groups = prompt_groups(tokens, mask, most)
+    groups = prefix_groups(RowTable.of(tokens, mask), most)
     assert sorted(int(r) for g in groups for r in g) == list(range(len(samples)))
     for g in groups:
         assert len({tuple(samples[r][0]) for r in g}) == 1
@@ -71,7 +69,7 @@ def test_groups_are_a_partition_into_equal_prompts(samples, most):
 def test_a_tree_has_a_greatest_size():
     long = [0] * 128
     tokens, mask = batch(group([1, 2], [long, long, long, long]) + group([3], [[0] * 512]))
-    groups = prompt_groups(tokens, mask, 260)
+    groups = prefix_groups(RowTable.of(tokens, mask), 260)
     sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * 2) for g in groups if len(g) > 1]
     assert sizes == [258, 258]
     assert sum(len(g) for g in groups) == 5
@@ -219,6 +217,6 @@ def test_only_a_first_token_in_the_mask_is_refused(samples, data):
     cut, masked = Jagged.of(rows), np.concatenate([*mask, np.zeros(0, np.uint8)])
     if any(len(m) and m[0] for m in mask):
         with pytest.raises(LossMaskError):
-            plan_micros(cut, masked, 8, share=True)
+            plan_micros(cut, masked, MicroBatchLimits(8, share=True))
     else:
-        plan_micros(cut, masked, 8, share=True)
+        plan_micros(cut, masked, MicroBatchLimits(8, share=True))

@@ -72,6 +72,10 @@ class TokenCountError(TilthError):
     """A token was trained on twice or never, or the parts of a loss do not add up to its denominator."""
 
 
+class PlanError(TilthError):
+    """The plan of a batch is not one of the rows that came with it."""
+
+
 class TokenDivisionError(TilthError):
     """The tokens that all ranks have computed in an update are not those of the batch."""
 

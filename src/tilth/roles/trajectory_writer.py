@@ -15,8 +15,8 @@ from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
 from tilth.data.tokenizer import Tokenizer
 from tilth.data.trajectories import COLUMNS, TrajectoryFiles
+from tilth.plan.batch import prompt_lengths
 from tilth.roles.experience import FINISHES, TURN_REWARDS, decoded_segments, texts
-from tilth.training.packed import prompt_lengths
 
 SHOWN = 1000
 """Characters of a prompt and an answer that the terminal shows."""

@@ -40,11 +40,11 @@ from tilth.training.packed import (
     Scorer,
     WorkAmounts,
     cut,
+    limits_of,
     model_input,
     plan_micros,
     run_forward,
     score,
-    shares_prompts,
 )
 
 Metrics = dict[str, Metric]
@@ -186,7 +186,8 @@ class TrainEngine:
         self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
         modules = (module for part in self.sharded.parts for module in part.modules())
         self._drops = bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in modules)
-        self._shares = shares_prompts(model.config, parity, self.sharded.context is not None)
+        limits = limits_of(self.sharded, micro_tokens, parity=parity)
+        self.limits = replace(limits, several=self.noise is not None, dropout=self._drops)
         self.device = next(iter(self.optimizers.parameters.values())).device
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
@@ -273,8 +274,7 @@ class TrainEngine:
         """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         drops = dropout and self._drops
-        share = self._shares and not drops and OPENS not in columns  # each sample has a mask of its own
-        plan = plan_micros(tokens, mask, self.micro_tokens, share=share, several=self.noise is not None)
+        plan = plan_micros(tokens, mask, self.limits, columns.get(OPENS), dropout=dropout).learn
         given = columns if routing is None else {**columns, ROUTING: routing}
         cutting = partial(cut, tokens, mask, given, plan, self.device, self.sharded.context)
         every, step = cutting(), self._expert_step(len(mask))
@@ -289,7 +289,7 @@ class TrainEngine:
             used[index] += 1
         check_used(used)
         values = torch.stack([one.value for one in done]).tolist() if done else []
-        bad = suspects([np.concatenate(groups) for groups, _ in plan], values, tokens, columns)
+        bad = suspects([micro.rows for micro in plan], values, tokens, columns)
         found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
         amounts = {"tokens": len(mask), "padded": rounds - len(plan), **_amounts(done)}
         return Passed(*self.sharded.share_object(found), amounts, step)

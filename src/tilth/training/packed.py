@@ -21,15 +21,10 @@ from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
 from tilth.parallel.context import ContextParallel, TokenShare
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatches, MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows, prompt_lengths
 from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.lora import has_adapters
-from tilth.plan.packing import micro_batches
 from tilth.trace.spans import span
-
-WORTH = 0.9
-"""Largest share of the tokens that may remain for prompt sharing to be worth a separate micro-batch."""
-COPIES = 4
-"""Samples per prompt token of memory: the keys and values of a prompt are copied to each of its samples."""
 
 
 def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -> bool:
@@ -39,6 +34,11 @@ def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -
     length of its sample) or where ranks divide the tokens of each sequence (``divided``).
     """
     return not parity and not divided and config.rope_type != "dynamic"
+
+
+def limits_of(sharded: ShardedModel, tokens: int, *, parity: bool) -> MicroBatchLimits:
+    """Return the limits of a model's micro-batches of at most ``tokens`` tokens."""
+    return MicroBatchLimits(tokens, shares_prompts(sharded.model.config, parity, sharded.context is not None))
 
 
 @dataclass
@@ -94,15 +94,13 @@ ROUTING = "routing"
 """Column of the generation engine's choices of experts, int64 [N, layers with experts, k]; below 0: not known."""
 TARGETS = "targets"
 """Column of tokens whose log-probs are asked for at the places of others, int64 [N]."""
-Parts = list[tuple[list[np.ndarray], bool]]
-"""Groups of rows of each micro-batch, and True if the rows of a group share their prompt."""
 
 
 def cut(
     tokens: Jagged,
     mask: np.ndarray,
     columns: Mapping[str, np.ndarray],
-    plan: Parts,
+    plan: MicroBatches,
     device: torch.device,
     context: ContextParallel | None = None,
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
@@ -115,14 +113,14 @@ def cut(
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-    for groups, shared in plan:
-        rows = np.concatenate(groups)
+    for planned in plan:
+        rows = planned.rows
         part = every.take(rows)
         index = part.values
         trees = None
-        if shared:
+        if planned.shared:
             prompts = prompt_lengths(Jagged(mask[index], part.offsets))
-            marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in groups])[:-1])
+            marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in planned.groups])[:-1])
             trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
         own = {name: tensor(values[index]) for name, values in columns.items()}
         opens = own.pop(OPENS, None)
@@ -137,18 +135,17 @@ def _conversations(offsets: np.ndarray, opens: np.ndarray) -> np.ndarray:
     return np.diff(np.unique(np.concatenate([offsets, np.flatnonzero(opens)]))).astype(np.int64)
 
 
-def plan_micros(tokens: Jagged, mask: np.ndarray, most: int, *, share: bool = False, several: bool = False) -> Parts:
-    """Split into micro-batches of at most ``most`` tokens.
-
-    share: sequences with the same prompt become trees, if that saves enough. several: split a single micro-batch into
-    two or more, unless it is one sequence. Raises LossMaskError for a mask that has the first token of a row.
-    """
+def plan_micros(
+    tokens: Jagged,
+    mask: np.ndarray,
+    limits: MicroBatchLimits,
+    opens: np.ndarray | None = None,
+    *,
+    dropout: bool = False,
+) -> MicroBatchPlan:
+    """Plan rows that no controller has planned. Raises LossMaskError for a mask that has the first token of a row."""
     _check_mask(tokens, mask)
-    plan = _split(tokens, mask, most, share)
-    while several and len(plan) == 1 and len(tokens.lengths) > 1 and most > 1:
-        most = min(most, len(mask)) // 2
-        plan = _split(tokens, mask, most, share)
-    return plan
+    return plan_rows(RowTable.of(tokens, mask, opens, digests=limits.share), limits, dropout=dropout)
 
 
 def _check_mask(tokens: Jagged, mask: np.ndarray) -> None:
@@ -160,48 +157,6 @@ def _check_mask(tokens: Jagged, mask: np.ndarray) -> None:
             "none that could predict it; a prompt needs at least one token",
             key=f"mask.{wrong[0]}",
         )
-
-
-def _split(tokens: Jagged, mask: np.ndarray, most: int, share: bool) -> Parts:
-    groups = prompt_groups(tokens, mask, most) if share else []
-    shared = [g for g in groups if len(g) > 1]
-    sizes = _tree_sizes(tokens, mask, shared)
-    in_trees = np.concatenate(shared) if shared else np.zeros(0, np.int64)
-    if shared and sizes.sum() > WORTH * tokens.lengths[in_trees].sum():
-        shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
-    alone = np.setdiff1d(np.arange(len(tokens.lengths)), in_trees)
-    sizes = np.maximum(sizes, np.array([tokens.lengths[g].sum() // COPIES for g in shared], np.int64))
-    trees = [([shared[u] for u in units], True) for units in micro_batches(sizes, most)]
-    return trees + [([alone[rows]], False) for rows in micro_batches(tokens.lengths[alone], most)]
-
-
-def prompt_lengths(mask: Jagged) -> np.ndarray:
-    """Return the tokens before the first one that the policy chose: int64 [n]; the length if it chose none."""
-    chosen = np.append(np.flatnonzero(mask.values), len(mask.values))
-    first = chosen[np.searchsorted(chosen, mask.offsets[:-1])]
-    return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
-
-
-def prompt_groups(tokens: Jagged, mask: np.ndarray, most: int) -> list[np.ndarray]:
-    """Group rows with the same prompt, up to trees of ``most`` tokens."""
-    prompts = prompt_lengths(Jagged(mask, tokens.offsets))
-    groups: list[list[int]] = []
-    newest: dict[bytes, tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
-    for row, (start, length, prompt) in enumerate(zip(tokens.offsets, tokens.lengths, prompts)):
-        key = tokens.values[start : start + prompt].tobytes()
-        group, size = newest.get(key, (-1, most))
-        if prompt == length or size + length - prompt > most:
-            groups.append([])
-            group, size = len(groups) - 1, int(prompt)
-        groups[group].append(row)
-        newest[key] = group, size + int(length - prompt)
-    return [np.array(g, np.int64) for g in groups]
-
-
-def _tree_sizes(tokens: Jagged, mask: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-    prompts = prompt_lengths(Jagged(mask, tokens.offsets))
-    sizes = [int(tokens.lengths[g].sum() - (len(g) - 1) * prompts[g[0]]) for g in groups]
-    return np.array(sizes, np.int64)
 
 
 class Scorer(Protocol):
@@ -371,11 +326,10 @@ def _without_gradient(
     """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
     sharded = ShardedModel.of(model)
-    decoder, divided = sharded.model, sharded.context is not None
+    decoder, limits = sharded.model, limits_of(sharded, max_tokens, parity=parity)
     device = next(iter(sharded.parameters.values())).device
     given = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
-    shares = shares_prompts(decoder.config, parity, divided) and OPENS not in given
-    plan = plan_micros(tokens, mask, max_tokens, share=shares)
+    plan = plan_micros(tokens, mask, limits, given.get(OPENS)).score
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:

@@ -1,0 +1,210 @@
+"""Plan of a batch: rows to ranks, and the rows of each rank to micro-batches, with the predicted cost of each.
+
+Samples with the same prompt may be computed as a tree, their prompt once. A plan needs the length of each row, and the
+length and digest of its prompt, never the tokens themselves, so the controller makes it for all ranks.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tilth.core.batch import Jagged
+from tilth.core.errors import PlanError
+from tilth.plan.packing import divide, micro_batches
+
+WORTH = 0.9
+"""Largest share of the tokens that may remain for prompt sharing to be worth a separate micro-batch."""
+COPIES = 4
+"""Samples per prompt token of memory: the keys and values of a prompt are copied to each of its samples."""
+RowCosts = Callable[[np.ndarray], np.ndarray]
+"""Lengths [n] -> cost of each sequence, float64 [n]."""
+
+
+def token_costs(lengths: np.ndarray) -> np.ndarray:
+    """Return the tokens of each sequence as its cost."""
+    return lengths.astype(np.float64)
+
+
+def prompt_lengths(mask: Jagged) -> np.ndarray:
+    """Return the tokens before the first one that the policy chose: int64 [n]; the length if it chose none."""
+    chosen = np.append(np.flatnonzero(mask.values), len(mask.values))
+    first = chosen[np.searchsorted(chosen, mask.offsets[:-1])]
+    return np.minimum(first, mask.offsets[1:]) - mask.offsets[:-1]
+
+
+class RowTable(NamedTuple):
+    """Columns that a plan is made from, int64 [n] each."""
+
+    lengths: np.ndarray
+    prefixes: np.ndarray
+    """Tokens of the prompt, which other rows may share; 0 for a row of several conversations, which shares nothing."""
+    digests: np.ndarray
+    """64-bit digest of these tokens."""
+
+    @classmethod
+    def of(
+        cls, tokens: Jagged, mask: np.ndarray, opens: np.ndarray | None = None, *, digests: bool = True
+    ) -> "RowTable":
+        """Make the table of packed rows. opens: [N], 1 where a further conversation of a row begins. digests: False
+        leaves them 0, for a plan that shares nothing."""
+        prefixes = prompt_lengths(Jagged(mask, tokens.offsets))
+        if opens is not None:
+            prefixes[np.searchsorted(tokens.offsets, np.flatnonzero(opens), side="right") - 1] = 0
+        found = np.zeros(len(prefixes), np.int64)
+        if digests:
+            found[:] = [_digest(tokens.values[a : a + n]) for a, n in zip(tokens.offsets, prefixes)]
+        return cls(tokens.lengths, prefixes, found)
+
+    def take(self, rows: np.ndarray) -> "RowTable":
+        """Select rows."""
+        return RowTable(*(column[rows] for column in self))
+
+    def check(self, rows: np.ndarray, *, shared: bool) -> int:
+        """Return a checksum of what a micro-batch of these rows depends on."""
+        columns = self.take(rows) if shared else (self.lengths[rows],)
+        return zlib.crc32(np.concatenate(columns).astype(np.int64).tobytes())
+
+
+def _digest(tokens: np.ndarray) -> int:
+    data = np.ascontiguousarray(tokens, np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """Limits of the micro-batches of one model."""
+
+    tokens: int
+    """Most tokens of a micro-batch; a longer row is alone."""
+    share: bool = False
+    """True: rows with the same prompt may be computed as one tree."""
+    several: bool = False
+    """True: a pass that learns has two micro-batches or more, unless there is one row."""
+    dropout: bool = False
+    """True: the model has dropout, under which each row has a mask of its own and no prompt is shared."""
+
+
+class PlannedMicroBatch(NamedTuple):
+    """Rows of one micro-batch, as indices into those of its rank."""
+
+    groups: tuple[np.ndarray, ...]
+    shared: bool
+    """True if the rows of each group share their prompt."""
+    cost: float
+    """Predicted, in the unit of the costs that the plan was made with."""
+    check: int
+    """``RowTable.check`` of its rows."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows of all groups, in the order in which they are packed."""
+        return np.concatenate(self.groups)
+
+
+MicroBatches = tuple[PlannedMicroBatch, ...]
+
+
+class MicroBatchPlan(NamedTuple):
+    """Micro-batches of one rank's rows: of passes without a gradient, and of those that learn."""
+
+    score: MicroBatches
+    learn: MicroBatches
+
+
+class BatchPlan(NamedTuple):
+    """Rows of each rank, int64 indices into the batch, and what each rank does with them."""
+
+    rows: tuple[np.ndarray, ...]
+    ranks: tuple[MicroBatchPlan, ...]
+
+
+def plan_batch(
+    table: RowTable,
+    groups: np.ndarray | None,
+    ranks: int,
+    limits: MicroBatchLimits,
+    *,
+    dropout: bool = False,
+    costs: RowCosts = token_costs,
+) -> BatchPlan:
+    """Plan a batch for ``ranks`` ranks that divide its rows.
+
+    groups: [n], rows with the same number stay on one rank as far as balance allows (``packing.divide``). dropout: True
+    for passes with the dropout of the model.
+    """
+    every = np.arange(len(table.lengths))
+    rows = tuple(divide(costs(table.lengths), groups, ranks)) if ranks > 1 else (every,)
+    return BatchPlan(rows, tuple(plan_rows(table.take(r), limits, dropout=dropout, costs=costs) for r in rows))
+
+
+def plan_rows(
+    table: RowTable, limits: MicroBatchLimits, *, dropout: bool = False, costs: RowCosts = token_costs
+) -> MicroBatchPlan:
+    """Plan the micro-batches of one rank. Nothing is shared on a rank with a row of several conversations."""
+    share = limits.share and not ((table.prefixes == 0) & (table.lengths > 0)).any()
+    score = learn = _split(table, limits.tokens, costs, share=share)
+    if share and dropout and limits.dropout:
+        learn = _split(table, limits.tokens, costs, share=False)
+        share = False
+    most, total = limits.tokens, int(table.lengths.sum())
+    while limits.several and len(learn) == 1 and len(table.lengths) > 1 and most > 1:
+        most = min(most, total) // 2
+        learn = _split(table, most, costs, share=share)
+    return MicroBatchPlan(score, learn)
+
+
+def _split(table: RowTable, most: int, costs: RowCosts, *, share: bool) -> MicroBatches:
+    """Split into micro-batches of at most ``most`` tokens; those with trees come first, if trees save enough."""
+    lengths, prefixes = table.lengths, table.prefixes
+    shared = [group for group in prefix_groups(table, most) if len(group) > 1] if share else []
+    sizes = np.array([lengths[g].sum() - (len(g) - 1) * prefixes[g[0]] for g in shared], np.int64)
+    in_trees = np.concatenate(shared) if shared else np.zeros(0, np.int64)
+    if sizes.sum() > WORTH * lengths[in_trees].sum():
+        shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
+    alone = np.setdiff1d(np.arange(len(lengths)), in_trees)
+    sizes = np.maximum(sizes, np.array([lengths[g].sum() // COPIES for g in shared], np.int64))
+    found = [(tuple(shared[u] for u in units), True) for units in micro_batches(sizes, most)]
+    found += [((alone[rows],), False) for rows in micro_batches(lengths[alone], most)]
+    whole, once = costs(lengths), costs(prefixes)
+    return tuple(
+        PlannedMicroBatch(
+            groups,
+            trees,
+            float(sum(whole[g].sum() - trees * (len(g) - 1) * once[g[0]] for g in groups)),
+            table.check(np.concatenate(groups), shared=trees),
+        )
+        for groups, trees in found
+    )
+
+
+def prefix_groups(table: RowTable, most: int) -> list[np.ndarray]:
+    """Group rows with the same prompt, up to trees of ``most`` tokens."""
+    groups: list[list[int]] = []
+    newest: dict[tuple[int, int], tuple[int, int]] = {}  # prompt -> (its open group, tokens of that tree)
+    for row, (length, prefix, digest) in enumerate(zip(*(column.tolist() for column in table))):
+        group, size = newest.get((prefix, digest), (-1, most))
+        if prefix == length or size + length - prefix > most:
+            groups.append([])
+            group, size = len(groups) - 1, prefix
+        groups[group].append(row)
+        newest[prefix, digest] = group, size + length - prefix
+    return [np.array(g, np.int64) for g in groups]
+
+
+def check_plan(plan: Sequence[PlannedMicroBatch], table: RowTable) -> None:
+    """Raise PlanError unless a plan has each of these rows once, and was made from their lengths and prompts."""
+    rows = np.concatenate([np.zeros(0, np.int64), *(micro.rows for micro in plan)])
+    if not np.array_equal(np.sort(rows), np.arange(len(table.lengths))):
+        message = f"the plan has {len(rows)} rows, not each of the {len(table.lengths)} of this rank once"
+        raise PlanError(f"{message}; make it from the batch of the call", key="plan.rows")
+    for number, micro in enumerate(plan):
+        if micro.check != table.check(micro.rows, shared=micro.shared):
+            raise PlanError(
+                f"micro-batch {number} of the plan was made from other lengths or prompts than those of its "
+                f"{len(micro.rows)} rows: the row columns of a batch must follow its tokens and mask",
+                key=f"plan.{number}",
+            )
