@@ -18,14 +18,13 @@ from tilth.core.errors import ModelError, StorageError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import (
-    Unread,
     load_pretrained,
     load_weights,
     open_tensors,
     read_config,
     save_pretrained,
-    shapes,
 )
+from tilth.models.unread import Unread, block, shapes
 from tilth.models.value import ValueModel
 from tilth.plan.shape import parameter_shapes
 
@@ -349,13 +348,14 @@ class Counted(Unread):
     """Tensors that come into being when asked for; how many of them there were at once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
         self.tensors, self.alive, self.most, self.read = tensors, 0, 0, list[str]()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        made = self.tensors[name].clone()
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        made = self.tensors[name][slices].clone()
         self.alive += 1
         self.most = max(self.most, self.alive)
         self.read.append(name)
@@ -365,11 +365,14 @@ class Counted(Unread):
     def _gone(self) -> None:
         self.alive -= 1
 
-    def __iter__(self):
-        return iter(self.tensors)
 
-    def __len__(self) -> int:
-        return len(self.tensors)
+def test_names_and_shapes_are_known_without_reading() -> None:
+    tensors = Counted({"a": torch.zeros(2, 3), "b": torch.zeros(4)})
+    assert "a" in tensors and "c" not in tensors and list(tensors) == ["a", "b"] and len(tensors) == 2
+    assert shapes(tensors) == {"a": (2, 3), "b": (4,)}
+    with pytest.raises(KeyError):
+        tensors["c"]
+    assert tensors.read == [] and block(tensors, "a", (slice(1),)).shape == (1, 3)
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 30_000])

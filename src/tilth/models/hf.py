@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import is_known
 from tilth.models.hub import missing
+from tilth.models.unread import Unread, shapes
 from tilth.plan.shape import Fused, hf_experts, hf_fused, hf_names, parameter_shapes
 
 WEIGHTS = "model.safetensors"
@@ -50,18 +50,6 @@ class SavesTokenizer(Protocol):
         """Write tokenizer.json and its companion files."""
 
 
-class Unread(Mapping[str, Tensor]):
-    """Tensors by name that are read on access, one at a time; shapes are known without reading."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading it."""
-
-    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return a block of a tensor, reading only its bytes if possible."""
-        return self[name][slices]
-
-
 class LazyTensors(Unread):
     """Tensors of a directory by name, read on access. dtype: cast to it; None: as stored."""
 
@@ -85,9 +73,7 @@ class LazyTensors(Unread):
         self._files = {name: file for name, file in self._all.items() if name not in inside}
         self._files |= {name: self._all[names[0]] for name, names in self._stacks.items()}
         self._open: dict[str, tuple[Any, frozenset[str]]] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.part(name, ())
+        super().__init__(self._files)
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         if name not in self._stacks:
@@ -126,12 +112,6 @@ class LazyTensors(Unread):
     def files(self) -> Mapping[str, str]:
         """File of each tensor by name; of a stack, that of its first tensor."""
         return self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._fused:
@@ -262,12 +242,6 @@ def load_weights(model: Decoder, tensors: Mapping[str, Tensor], source: str = "s
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
-
-
-def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by name, without reading unread tensors."""
-    shape_of = tensors.shape if isinstance(tensors, Unread) else (lambda name: tuple(tensors[name].shape))
-    return {name: shape_of(name) for name in tensors}
 
 
 def open_tensors(directory: str | os.PathLike[str]) -> LazyTensors:

@@ -19,8 +19,9 @@ from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import Converter, converted
 from tilth.models.decoder import Decoder
-from tilth.models.hf import Unread, check_tensors, shapes
+from tilth.models.hf import check_tensors
 from tilth.models.rope import Rope
+from tilth.models.unread import block, shapes
 from tilth.models.value import HEAD, OUTPUT, ValueModel
 from tilth.parallel.comm import all_gather, is_dtensor, is_fsdp
 from tilth.parallel.context import ContextParallel, Style
@@ -239,8 +240,7 @@ class ShardedModel:
 
     def _copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         for box in self.boxes(name):
-            mine = tensors.part(name, box.slices) if isinstance(tensors, Unread) else tensors[name][box.slices]
-            self.parameters[name].copy_(mine)
+            self.parameters[name].copy_(block(tensors, name, box.slices))
 
     @torch.no_grad()
     def assemble(

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from tilth.config.roles import ROLES
 from tilth.config.schema import LoraConfig, Recipe
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.core.files import make_folder, rename, writing
-from tilth.core.layout import Box
 from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Tools
@@ -28,13 +27,15 @@ from tilth.engines.protocol import GenerationEngine
 from tilth.envs.process import listed_tools
 from tilth.models.config import DecoderConfig
 from tilth.models.family import is_known
-from tilth.models.hf import Unread, check_tensors, load_pretrained, read_config, shapes
+from tilth.models.hf import check_tensors, load_pretrained, read_config
 from tilth.models.hub import fetched
 from tilth.models.lora import merge
 from tilth.models.peft import load_adapter
+from tilth.models.unread import Unread, block, shapes
 from tilth.plan.lora import adapter_shapes, blocks_of, has_adapters, is_adapter, pair_of, scale_of
 from tilth.plan.shape import parameter_shapes
 from tilth.runs.model_refs import EMA, Named, check_pinned, explained, find_checkpoint, run_settings
+from tilth.runs.tensors import StoredTensors
 from tilth.runs.trust import check_trust, load_code
 
 MODEL_FOLDER = "model"
@@ -77,39 +78,6 @@ def models() -> dict[str, bool]:
     """Return name -> "is a value model" for the groups of a checkpoint that are weights of a model."""
     held = {name: spec.values for name, spec in ROLES.items() if spec.mesh == "layout" and name != "policy"}
     return {"model": False, EMA: False, **held}
-
-
-class StoredTensors(Unread):
-    """Tensors of a group of a checkpoint, read and verified on access; CheckpointError if damaged."""
-
-    def __init__(self, checkpoint: Checkpoint, group: str, named: Named) -> None:
-        self._checkpoint, self._group, self._named = checkpoint, group, named
-        self._names = dict.fromkeys(checkpoint.names(group))
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        with explained(self._named):
-            return self._checkpoint.read(self._group, name)
-
-    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return one block of a tensor, reading only that part of the file."""
-        box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
-        with explained(self._named):
-            return self._checkpoint.read(self._group, name, box)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return self._checkpoint.entry(self._group, name).shape
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def load_model(spec: str | Path, group: str = "") -> LoadedModel:
@@ -214,18 +182,14 @@ class MergedTensors(Unread):
 
     def __init__(self, tensors: Unread, lora: LoraConfig) -> None:
         """lora: of the adapters."""
+        super().__init__(name for name in tensors if not is_adapter(name))
         self._tensors, self.lora, self._scale = tensors, lora, scale_of(lora)
-        self._names = [name for name in tensors if not is_adapter(name)]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.part(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return one block of a weight, reading only what it needs."""
         found, (a, b) = self._tensors.part(name, slices), pair_of(name)
         if a not in self._tensors:
             return found
-        of_a, of_b = blocks_of(slices, self.lora.rank)
+        of_a, of_b = blocks_of(slices, self.lora.rank) if slices else ((), ())
         return merge(found, self._tensors.part(a, of_a), self._tensors.part(b, of_b), self._scale)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -235,43 +199,22 @@ class MergedTensors(Unread):
         """Return the adapters' own tensors, read."""
         return {name: self._tensors[name] for name in self._tensors if is_adapter(name)}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
 
 class WithAdapter(Unread):
     """Weights of a model, and the adapters beside them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], more: Mapping[str, Tensor], names: Collection[str] = ()) -> None:
         """names: weights to take of ``tensors``; empty: all."""
-        self._tensors, self._more = tensors, more
         base = shapes(tensors)
         self._shapes = {name: base[name] for name in names or base} | shapes(more)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source(name)[name]
-
-    def _source(self, name: str) -> Mapping[str, Tensor]:
-        if name not in self._shapes:
-            raise KeyError(name)
-        return self._more if name in self._more else self._tensors
+        super().__init__(self._shapes)
+        self._tensors, self._more = tensors, more
 
     def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """Return one block of a tensor, reading only what it needs."""
-        source = self._source(name)
-        return source.part(name, slices) if isinstance(source, Unread) else source[name][slices]
+        return block(self._more if name in self._more else self._tensors, name, slices)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
 
 def _with_base(stored: StoredTensors, checkpoint: Checkpoint, named: Named, wanted: Collection[str]) -> Unread:

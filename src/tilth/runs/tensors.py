@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilth.checkpoint import open_checkpoint
+from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
+from tilth.models.unread import Unread
 from tilth.runs.files import flattened
 from tilth.runs.model_refs import EMA, Named, explained, find_checkpoint
 
@@ -26,6 +27,26 @@ ATTEMPT = "events"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Report = Callable[[str, int, int], None]
 """Called with the group that is read, the bytes so far and the bytes in all."""
+
+
+class StoredTensors(Unread):
+    """Tensors of a group of a checkpoint, verified as they are read; CheckpointError if damaged."""
+
+    def __init__(self, checkpoint: Checkpoint, group: str, named: Named) -> None:
+        super().__init__(checkpoint.names(group))
+        self._checkpoint, self._group, self._named = checkpoint, group, named
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)) if slices else None
+        with explained(self._named):
+            return self._checkpoint.read(self._group, name, box)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._checkpoint.entry(self._group, name).shape
+
+
+def _read(tensors: Unread, name: str, box: Box) -> Tensor:
+    return tensors.part(name, box.slices)
 
 
 @dataclass(frozen=True)
@@ -76,15 +97,10 @@ def open_source(spec: str) -> TensorSource:
         for name in found:
             shape = found.shape(name)
             dtype = found.part(name, tuple(slice(0, 0) for _ in shape)).dtype
-            tensors[name] = SourceTensor(shape, dtype, partial(_part, found, name), found.files[name])
+            tensors[name] = SourceTensor(shape, dtype, partial(_read, found, name), found.files[name])
         return TensorSource(str(Path(spec)), {MODEL: tensors})
     with explained(named):
         return _checkpoint(named)
-
-
-def _part(tensors: Any, name: str, box: Box) -> Tensor:
-    found: Tensor = tensors.part(name, box.slices)
-    return found
 
 
 def _checkpoint(named: Named) -> TensorSource:
@@ -95,18 +111,15 @@ def _checkpoint(named: Named) -> TensorSource:
         raise ModelError(
             f"{checkpoint.path} has no group {named.group}; its groups are: {there}", key=f"group.{named.group}"
         )
-
-    def read(group: str, name: str, box: Box) -> Tensor:
-        with explained(named):
-            return checkpoint.read(group, name, box)
-
     groups = {MODEL: EMA} if named.group == EMA else {group: group for group in checkpoint.groups}
     tensors: dict[str, dict[str, SourceTensor]] = {shown: {} for shown in groups}
     for shown, group in groups.items():
-        for name in checkpoint.names(group):
+        stored = StoredTensors(checkpoint, group, named)
+        for name in stored:
             entry = checkpoint.entry(group, name)
-            reader = partial(read, group, name)
-            tensors[shown][name] = SourceTensor(entry.shape, entry.torch_dtype, reader, entry=entry)
+            tensors[shown][name] = SourceTensor(
+                entry.shape, entry.torch_dtype, partial(_read, stored, name), entry=entry
+            )
     return TensorSource(str(checkpoint.path), tensors, checkpoint.manifest)
 
 
