@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilth.rewards.fingerprint import Imports, fingerprint
+from tilth.rewards.fingerprint import Imports, files_fingerprint, fingerprint
 
 # ---- functions of files and modules ----
 
@@ -105,6 +105,15 @@ def test_two_files_of_one_name_are_two(folder):
     before = fingerprint(spec)
     (folder / "b" / "r.py").write_text("1")
     assert fingerprint(spec) != before
+
+
+def test_a_neighbour_that_one_plugin_finds_beside_another_counts(folder):
+    for place in ("a", "b"):
+        (folder / place).mkdir()
+        (folder / place / "r.py").write_text("import neighbour\n" if place == "b" else "")
+    before = files_fingerprint(["a/r.py", "b/r.py"])
+    (folder / "a" / "neighbour.py").write_text("")
+    assert files_fingerprint(["a/r.py", "b/r.py"]) != before
 
 
 def test_names_and_weights_count():

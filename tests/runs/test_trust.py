@@ -2,7 +2,10 @@
 
 import json
 import os
+import py_compile
+from importlib.util import cache_from_source
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from unittest.mock import Mock
 
 import pytest
@@ -127,6 +130,75 @@ def test_code_that_its_user_has_trained_with_is_trusted_wherever_it_lies_until_i
     check_trust(run, settings(run))
 
 
+def copied(run, folder, *, neighbour=""):
+    """Code of the run in another folder, with another neighbour."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evil.py").write_text(EVIL)
+    (folder / "beside.py").write_text(neighbour)
+    return folder / "evil.py"
+
+
+def linked(run, tmp_path):
+    shown, hidden = copied(run, tmp_path / "shown"), copied(run, tmp_path / "hidden", neighbour="x = 1\n")
+    shown.unlink()
+    shown.symlink_to(hidden)
+    return [shown]
+
+
+def alone(run, tmp_path):
+    """Code without its neighbour, that its user trusts."""
+    found = copied(run, tmp_path / "alone")
+    found.with_name("beside.py").unlink()
+    remember({"plugins": [str(found)]})
+    return found
+
+
+def through_another(run, tmp_path):
+    """Its neighbour is found in the folder of another plugin."""
+    found = alone(run, tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "other.py").write_text("")
+    (tmp_path / "other" / "beside.py").write_text("x = 1\n")
+    remember({"plugins": [str(tmp_path / "other" / "other.py")]})
+    return [tmp_path / "other" / "other.py", found]
+
+
+def as_if_installed(run, tmp_path):
+    alone(run, tmp_path)
+    return [copied(run, tmp_path / "site-packages", neighbour="x = 1\n")]
+
+
+@pytest.mark.parametrize("plugins", [linked, through_another, as_if_installed])
+def test_code_is_what_python_would_import(run, tmp_path, plugins):
+    remember(settings(run))
+    with raises(PluginError, "--trust"):
+        check_trust(run, {"plugins": [str(name) for name in plugins(run, tmp_path)]})
+
+
+def test_bytecode_beside_code_that_is_trusted_is_not_executed(run, tmp_path):
+    (tmp_path / "other.py").write_text("from pathlib import Path\nPath(__file__).with_name('hidden').touch()\n")
+    cache, unchecked = cache_from_source(str(tmp_path / "beside.py")), PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(tmp_path / "other.py"), cache, str(tmp_path / "beside.py"), invalidation_mode=unchecked)
+    remember(settings(run))
+    load_code(run, settings(run))
+    assert (tmp_path / "executed").exists() and not (tmp_path / "hidden").exists()
+
+
+def test_a_folder_that_a_run_could_bring_along_holds_no_trust(run, monkeypatch):
+    remember(settings(run))
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setenv("HOME", str(run / "home"))
+    with raises(PluginError, "--trust"):
+        check_trust(run, settings(run))
+
+
+def test_code_in_the_home_of_its_user_is_there(run, monkeypatch):
+    monkeypatch.setenv("HOME", str(run.parent))
+    remember({"reward": {"function": "~/evil.py:reward"}})
+    check_trust(run, {"reward": {"function": "~/evil.py:reward"}})
+
+
 @pytest.mark.parametrize(
     "named",
     [
@@ -134,6 +206,7 @@ def test_code_that_its_user_has_trained_with_is_trusted_wherever_it_lies_until_i
         {"reward": {"function": {"exact": 1.0, "os:system": 1.0}}},
         {"rollout": {"environment": "evil.py:Game"}},
         {"rollout": {"python": "/tmp/python"}},
+        {"rollout": {"engine": "vllm", "options": {"worker_extension_cls": "evil.Worker"}}},
         {"plugins": ["this"]},
     ],
 )

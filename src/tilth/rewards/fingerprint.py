@@ -60,18 +60,25 @@ def files_fingerprint(plugins: Iterable[str]) -> str:
 
     Folders of the files do not count.
     """
-    importlib.invalidate_caches()
-    found = []
-    for name in plugins:
-        imports = Imports()
-        if name.endswith(".py"):
-            imports.search(str(Path(name).parent))
-            imports.file("", Path(name))
-        else:
-            imports.search(os.getcwd())
-            imports.module(name)
-        found.append(sorted(imports.found.items()))
+    found = [sorted(one.found.items()) for one in imports_of(list(plugins))]
     return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+def imports_of(names: Sequence[str]) -> list["Imports"]:
+    """Return the imports of each file, module, ``FILE.py:function`` or ``module:function``, which one process imports:
+    each finds modules in its own folder first, then in those of the others."""
+    importlib.invalidate_caches()
+    files = [Path(name if name.endswith(".py") else name.rpartition(":")[0]).expanduser().resolve() for name in names]
+    folders = [str(file.parent) if file.suffix == ".py" else os.getcwd() for file in files]
+    every = [Imports(dict.fromkeys([own, *folders])) for own in folders]
+    for imports, name, file in zip(every, names, files, strict=True):
+        if name.endswith(".py"):
+            imports.file("", file)
+        elif ":" in name:
+            imports.spec(name)
+        else:
+            imports.module(name)
+    return every
 
 
 # ---- files ----
@@ -80,13 +87,14 @@ def files_fingerprint(plugins: Iterable[str]) -> str:
 class Imports:
     """User modules that some code imports, transitively. Executes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Iterable[str] = ()) -> None:
+        """folders: where modules are looked for behind the import path."""
         self.found: dict[str, str] = {}
         """Name of a module or file -> hash of its bytes."""
         self.files: list[Path] = []
         """Their paths."""
         self._specs: dict[str, ModuleSpec | None] = {}
-        self._folders: list[str] = []
+        self._folders = list(folders)
 
     def spec(self, name: str) -> None:
         """Add the file or module of ``FILE.py:function`` or ``module:function``; ignore a built-in verifier."""
@@ -149,8 +157,6 @@ def _is_own(spec: ModuleSpec) -> bool:
 
 
 def _is_installed(file: Path) -> bool:
-    if {"site-packages", "dist-packages"} & set(file.parts):
-        return True
     return any(file.is_relative_to(folder) for folder in _installed())
 
 
@@ -158,6 +164,7 @@ def _is_installed(file: Path) -> bool:
 def _installed() -> list[Path]:
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    paths += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # of another Python
     return [Path(path).resolve() for path in paths]
 
 

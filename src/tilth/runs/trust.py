@@ -7,9 +7,9 @@ user's modules that they import, wherever they lie; a digest of each is in ``$XD
 """
 
 import hashlib
-import importlib
+import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tilth.config.load import load_recipe
 from tilth.config.plugins import load_plugins
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError
-from tilth.rewards.fingerprint import Imports
+from tilth.rewards.fingerprint import imports_of
 from tilth.rewards.verifiers import builtin
 from tilth.runs.model_refs import run_settings
 
@@ -33,9 +33,9 @@ def trust_all() -> None:
 def remember(settings: Mapping[str, Any]) -> str:
     """Remember the code that a recipe names, as plain data, as trusted by this user; return a warning if that fails."""
     try:
-        for name in _code(settings):
+        for digest in _digests(settings).values():
             _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-            (_folder() / _digest(name)).touch()
+            (_folder() / digest).touch()
     except OSError as error:
         return f"cannot remember that you trust the code of this run, so commands on it need --trust: {error}"
     return ""
@@ -44,17 +44,29 @@ def remember(settings: Mapping[str, Any]) -> str:
 def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
     """Raise PluginError if the recipe of a run names code that is gone, or that this user does not trust."""
     for name in _code(settings):
-        file = name.partition(":")[0]
-        if file.endswith(".py") and not os.path.isfile(file):
+        file = name.rpartition(":")[0] or name
+        if file.endswith(".py") and not Path(file).expanduser().is_file():
             message = f"{run} names {file!r} in its recipe, which is gone; put it back, or name its new place there"
             raise PluginError(message, key=f"{os.path.basename(file)}.gone")
     if os.environ.get(TRUST):
         remember(settings)
-    elif new := [name for name in _code(settings) if not os.path.exists(_folder() / _digest(name))]:
+    elif new := [name for name, digest in _digests(settings).items() if not (_folder() / digest).exists()]:
         raise PluginError(
             f"{run} names code that you have not trained with: {', '.join(new)}; read it, then: tilth --trust COMMAND",
             key="--trust",
         )
+    for file in {file for one in imports_of(_code(settings)) for file in one.files}:
+        _drop_bytecode(file)
+
+
+def _drop_bytecode(file: Path) -> None:
+    """Delete the bytecode beside a source, which Python would execute in its place. PluginError."""
+    cached = Path(importlib.util.cache_from_source(str(file)))
+    try:
+        cached.unlink(missing_ok=True)
+    except OSError as error:
+        message = f"{cached} may hold other code than {file.name}, and cannot be deleted: {error.strerror}; delete it"
+        raise PluginError(message, key=f"{cached.name}.delete") from error
 
 
 def load_code(run: Path | None, settings: Mapping[str, Any]) -> None:
@@ -78,35 +90,35 @@ def load_named(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def _folder() -> Path:
     try:
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        state = Path(os.environ.get("XDG_STATE_HOME", ""))
+        state = state if state.is_absolute() else Path.home() / ".local" / "state"  # else a run could bring it along
     except RuntimeError:  # a user without a home: a folder that never is
-        state = os.devnull
-    return Path(state) / "tilth" / "trusted"
+        state = Path(os.devnull)
+    return state / "tilth" / "trusted"
 
 
-def _code(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the files, modules and programs that a recipe names."""
-    yield from settings.get("plugins", ())
-    rollout, reward = settings.get("rollout", {}), settings.get("reward", {}).get("function", "")
-    for spec in (*([reward] if isinstance(reward, str) else reward), rollout.get("environment", "")):
-        if ":" in spec and builtin(spec) is None:
-            yield spec
-    if python := rollout.get("python"):
-        yield f"rollout.python={python}"
+def _code(settings: Mapping[str, Any]) -> list[str]:
+    """Return the files and modules that a recipe names, with the functions and classes in them."""
+    reward, game = (
+        settings.get(name, {}).get(key, "") for name, key in (("reward", "function"), ("rollout", "environment"))
+    )
+    named = [*([reward] if isinstance(reward, str) else reward), game]
+    return [*settings.get("plugins", ()), *(spec for spec in named if ":" in spec and builtin(spec) is None)]
 
 
-def _digest(name: str) -> str:
-    """Return a digest of a name and of the user's files that importing it executes."""
-    importlib.invalidate_caches()
-    imports, path = Imports(), Path(name)
-    if name.endswith(".py"):
-        imports.search(str(path.parent))
-        imports.file("", path)
-    elif ":" in name:
-        imports.spec(name)
-    elif "=" not in name:
-        imports.search(os.getcwd())
-        imports.module(name)
-    label = name if "=" in name else path.name
-    found = sorted((file.name, hashlib.blake2b(file.read_bytes()).hexdigest()) for file in imports.files)
-    return hashlib.blake2b(repr((label, found)).encode(), digest_size=32).hexdigest()
+def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of all that a recipe names and that executes code: of files and modules with what they import,
+    of the interpreter and the options of an engine."""
+    names, rollout = _code(settings), settings.get("rollout", {})
+    found = {name: (Path(name).name, one.files) for name, one in zip(names, imports_of(names), strict=True)}
+    found |= {
+        text: (text, [])
+        for key in ("python", "options")
+        if rollout.get(key) and (text := f"rollout.{key}={rollout[key]}")
+    }
+    return {name: _digest(*code) for name, code in found.items()}
+
+
+def _digest(label: str, files: Sequence[Path]) -> str:
+    contents = sorted((file.name, hashlib.blake2b(file.read_bytes()).hexdigest()) for file in files)
+    return hashlib.blake2b(repr((label, contents)).encode(), digest_size=32).hexdigest()

@@ -20,7 +20,7 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
 from tilth.core.files import atomic_write, make_folder, writing
 from tilth.core.write_queue import settle
-from tilth.rewards.fingerprint import Imports, files_fingerprint
+from tilth.rewards.fingerprint import files_fingerprint, imports_of
 
 UPDATES = "updates"
 """Folder of a run with its updates."""
@@ -241,8 +241,6 @@ def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:
 
 def _with_neighbours(plugin: Path, place: Path) -> list[tuple[Path, Path]]:
     """Return source and place of a plugin and of the files in its folder that it imports."""
-    plugin, imports = plugin.resolve(), Imports()
-    imports.search(str(plugin.parent))
-    imports.file("", plugin)
+    plugin, (imports,) = plugin.resolve(), imports_of([str(plugin)])
     beside = [file.resolve() for file in imports.files if file.resolve().is_relative_to(plugin.parent)]
     return [(file, place.parent / file.relative_to(plugin.parent)) for file in beside]
