@@ -1,6 +1,7 @@
 """The unmodified client of OpenAI over every endpoint of a server."""
 
 import asyncio
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import ToolCall
 from tilth.serve.model import ServedModel
 from tilth.serve.openai import LONG
+from tilth.serve.texts import StreamedText
 
 HELLO = [{"role": "user", "content": "How are you?"}]
 
@@ -87,6 +89,37 @@ def test_a_stream_is_the_answer_in_parts(client, model, prompt, more):
         if "logprobs" in more:
             for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
                 assert [x for c in mine for x in getattr(c.logprobs, name)] == getattr(choice.logprobs, name)
+
+
+def test_no_part_of_a_stop_string_is_sent_before_it_is_whole():
+    tokenizer = Tokenizer.characters("ab")
+    texts = ["".join(letters) for length in range(1, 5) for letters in itertools.product("ab", repeat=length)]
+    for stop, text in itertools.product(texts[6:], texts):
+        kept, sent = text.partition(stop)[0], StreamedText(tokenizer, (), [stop])
+        for letter in text[: len(kept) + len(stop) - 1]:
+            sent.push(np.array(tokenizer.encode(letter, special=False)))
+            assert kept.startswith(sent.sent), (stop, text)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_no_text_of_a_token_behind_a_stop_string_is_sent(client, model, chat):
+    ask = client.chat.completions.create if chat else client.completions.create
+    asked = {
+        "model": model,
+        "seed": 3,
+        "n": 4,
+        "max_tokens": 12,
+        **({"messages": HELLO} if chat else {"prompt": "what"}),
+    }
+    ids = [one.token_ids for one in ask(**asked, extra_body={"return_token_ids": True}).choices]
+    tokens = [client.post("/../detokenize", cast_to=object, body={"tokens": [i]})["prompt"] for own in ids for i in own]
+    said = lambda one: one.message.content if chat else one.text  # noqa: E731
+    part = lambda one: one.delta.content if chat else one.text  # noqa: E731
+    for stop in [token[0] for token in tokens if len(token) > 1 and token.isascii()][:3]:
+        whole, parts = ask(**asked, stop=stop), list(ask(**asked, stop=stop, stream=True))
+        for choice in whole.choices:
+            mine = [part(c) or "" for one in parts for c in one.choices if c.index == choice.index]
+            assert "".join(mine) == said(choice) and stop not in said(choice)
 
 
 def test_a_prompt_with_log_probs_is_scored(client, model):

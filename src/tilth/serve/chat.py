@@ -65,16 +65,16 @@ class ChatChoice:
 
     def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
         certain = self._text.hear(delta.tokens)
-        sure = self._text.send(before_calls(certain) if self.calls else certain)
         details = self._details(delta.tokens.tolist(), delta.logprobs.tolist(), delta.likeliest)
         head = {"index": self.request.id, "finish_reason": None}
         if delta.whole is None:
+            sure = self._text.send(before_calls(certain) if self.calls else certain)
             if sure or any(details.values()):
                 yield {**head, "delta": {"content": sure}, **details}
             return
         content, calls = self._heard(delta.whole)
         whole = content if content.startswith(self._text.sent) else self._text.text  # with special tokens in it
-        sure += self._text.send(whole)
+        sure = self._text.send(whole)
         yield {**head, "delta": {"content": sure} if sure else {}, **details}
         for at, one in enumerate(assistant("", calls, _ids(calls)).get("tool_calls", ())):
             yield {**head, "delta": {"tool_calls": [{"index": at, **one}]}}

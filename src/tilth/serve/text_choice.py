@@ -49,10 +49,10 @@ class TextChoice:
             yield self._choice(self.echoed, [], [], None, None, prompt=True)
 
     def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
-        text = self._text.push(delta.tokens)
-        finish = None
-        if delta.whole is not None:
-            text, finish = text + self._text.send(delta.whole.text), delta.whole.finish
+        certain, finish = self._text.hear(delta.tokens), None
+        if delta.whole is not None:  # its last token may have text behind a stop string
+            certain, finish = delta.whole.text, delta.whole.finish
+        text = self._text.send(certain)
         found = self._choice(text, delta.tokens.tolist(), delta.logprobs.tolist(), delta.likeliest, finish)
         if text or finish or self.body.logprobs is not None or self.body.return_token_ids:
             yield found

@@ -35,7 +35,7 @@ class StreamedText:
         for token in tokens.tolist():
             if token not in self._ends:
                 self._growing.push(token)
-        return self.text[: len(self.text) - self._held]
+        return self.text[: max(len(self.text) - self._held, 0)]
 
     def push(self, tokens: np.ndarray) -> str:
         """Add tokens and send what is certain with them."""
