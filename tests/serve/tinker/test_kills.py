@@ -8,18 +8,19 @@ import time
 
 import httpx
 import pytest
+import tinker
 import torch
 from tinker import types
 
 from tests.errors import raises
 from tests.serve.tinker.served import TOKENIZER, Served, base, service, serving
-from tests.serve.tinker.test_api import ADAM, datum, rows, sampled_datum
-from tilth.core.errors import CheckpointError, StorageError
+from tests.serve.tinker.test_api import ADAM, datum, rows, run, sampled_datum, weights_of
+from tilth.core.errors import CheckpointError, StorageError, WorkerLost
 from tilth.serve.start import ServeOptions
 from tilth.serve.tinker import desk, runner
 from tilth.serve.tinker.folders import ABOUT, CheckpointPath, ServiceFolder, write_json
 from tilth.serve.tinker.start import TrainOptions, open_training
-from tilth.serve.tinker.worker import read_about, read_state
+from tilth.serve.tinker.worker import STATE, read_about, read_state
 
 PROMPT = types.ModelInput.from_ints(TOKENIZER.encode("1+2="))
 
@@ -122,6 +123,61 @@ def test_a_killed_worker_changes_no_bit(model, tmp_path, undisturbed_worker, pha
         found = read_state(server.desk.folder.checkpoint(CheckpointPath.read(path)))[0]
     assert found.keys() == undisturbed_worker.keys()
     assert all(torch.equal(found[name], undisturbed_worker[name]) for name in found)
+
+
+def losing(server, monkeypatch, lost):
+    """Let the worker die in each call that ``lost`` selects."""
+    room, call = server.desk.room, server.desk.room.call
+
+    async def dies(method, *arguments, **more):
+        if lost(method, arguments):
+            room.restarts += 1  # what it held counts no more
+            raise WorkerLost("it died", key="train")
+        return await call(method, *arguments, **more)
+
+    monkeypatch.setattr(room, "call", dies)
+
+
+def test_a_request_that_kills_each_worker_fails_and_those_behind_it_do_not(model, tmp_path, monkeypatch):
+    found = []
+    with serving(model, tmp_path, name="Org/small") as server:
+        losing(server, monkeypatch, lambda method, given: method == "forward_backward" and len(given[0][0]) == 1)
+        for poisoned in (False, True):
+            trained = service(server).create_lora_training_client("Org/small", rank=4, seed=3).result()
+            for step in range(2):
+                if poisoned:
+                    with pytest.raises(tinker.RequestFailedError) as failed:
+                        trained.forward_backward([datum(rows(9)[0])], "cross_entropy").result()
+                    assert failed.value.category is types.RequestErrorCategory.Server
+                run(None, steps=1, begin=step, trained=trained)
+            found.append(weights_of(server, trained, "end"))
+    calm, struck = found
+    assert calm.keys() == struck.keys() and all(torch.equal(calm[name], struck[name]) for name in calm)
+
+
+def test_a_run_begins_at_its_checkpoint_though_the_worker_dies(model, tmp_path, monkeypatch):
+    with serving(model, tmp_path, name="Org/small") as server:
+        trained, _ = run(service(server), rank=4, seed=3, steps=1)
+        wanted, deaths = weights_of(server, trained, "mine"), iter([True, True])
+        losing(server, monkeypatch, lambda method, given: method == "read" and next(deaths, False))
+        path = f"tinker://{trained.model_id}/weights/mine"
+        again = service(server).create_training_client_from_state_with_optimizer(path).result()
+        found = weights_of(server, again, "same")
+    assert next(deaths, None) is None
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_a_run_that_could_not_be_loaded_trains_nothing(model, tmp_path):
+    with serving(model, tmp_path, name="Org/small") as server:
+        trained, _ = run(service(server), rank=4, seed=3, steps=1)
+        path = trained.save_state("mine").result().path
+        (server.desk.folder.checkpoint(CheckpointPath.read(path)) / STATE).write_bytes(b"damaged")
+        with pytest.raises(tinker.RequestFailedError):
+            service(server).create_training_client_from_state(path).result()
+        body = {"model_id": list(server.desk.clients)[-1], "seq_id": 1, "path": "mine"}
+        name = httpx.post(f"{server.url}/api/v1/save_weights", json=body).json()["request_id"]
+        found = httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": name}).json()
+        assert found["category"] == "user" and path in found["error"]
 
 
 @pytest.mark.slow

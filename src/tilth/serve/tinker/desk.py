@@ -14,6 +14,7 @@ from typing import Any
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
 from tilth.core.errors import CheckpointError, DataError, TilthError
+from tilth.engines.client import BREAKS
 from tilth.engines.completion import RequestError
 from tilth.serve.app import GRACE
 from tilth.serve.tinker.base import ServedBase, ServiceLimits
@@ -168,7 +169,7 @@ class TrainingDesk:
 
     def _begin_load(self, client: Client) -> None:
         """Begin to load a run's first state, if that is not on disk and nobody does it."""
-        if "path" in client.about["request"] and not self.runner.has_state(client.id) and client.id not in self._loads:
+        if client.begins_at and not self.runner.has_state(client.id) and client.id not in self._loads:
             body = LoadBody.model_validate(client.about["request"])
             self._loads[client.id] = asyncio.create_task(self.runner.begin_at(client, body))
 
@@ -181,8 +182,8 @@ class TrainingDesk:
             except TimeoutError:
                 return None
             except TilthError as error:
-                return StoredAnswer.failure(error, "user")
-        return StoredAnswer.of({"path": client.about["request"].get("path"), "model_id": name, "type": "load_weights"})
+                return StoredAnswer.failure(error, "server" if isinstance(error, BREAKS) else "user")
+        return StoredAnswer.of({"path": client.begins_at, "model_id": name, "type": "load_weights"})
 
     # ---- requests and answers ----
 

@@ -42,6 +42,11 @@ class StoredAnswer(NamedTuple):
         """Return the answer to a request that failed. category: whose fault it is, "user" or "server"."""
         return cls(json.dumps({"error": first_line(error), "category": category}).encode(), error=True)
 
+    @property
+    def undone(self) -> bool:
+        """True if the request failed by the server's fault, so that its model is as if it had not been asked for."""
+        return self.error and json.loads(self.body)["category"] == "server"
+
 
 @dataclass
 class Operation:

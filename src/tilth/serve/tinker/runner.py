@@ -62,6 +62,11 @@ class Client:
         """Session that it belongs to."""
         return str(self.about["session"])
 
+    @property
+    def begins_at(self) -> str:
+        """Path of the checkpoint that it begins at; "": it is new."""
+        return str(self.about["request"].get("path", ""))
+
 
 class ClientRunner:
     """Training runs by name, and the task that runs their requests: the client with fewest tokens first."""
@@ -137,13 +142,20 @@ class ClientRunner:
         self._changed.set()
 
     async def begin_at(self, client: Client, body: LoadBody) -> None:
-        """Load the first state of a run that begins at a checkpoint."""
-        async with self._working:
-            await self._make_place(client)
-            await self.room.call("create", client.id, client.spec, idempotent=True)
-            await self.room.call("read", client.id, str(self.folder.loadable(body)), body.optimizer)
-            client.alive = self.room.restarts
-            await self._save(client)
+        """Load the first state of a run that begins at a checkpoint, again if the worker dies."""
+        for begun in itertools.count(1):
+            try:
+                async with self._working:
+                    await self._make_place(client)
+                    await self.room.call("create", client.id, client.spec)
+                    await self.room.call("read", client.id, str(self.folder.loadable(body)), body.optimizer)
+                    client.alive = self.room.restarts
+                    await self._save(client)
+                return
+            except BREAKS:
+                client.alive = -1
+                if not RESTARTS.again(begun):
+                    raise
 
     # ---- the task that works ----
 
@@ -245,6 +257,9 @@ class ClientRunner:
         """Give the worker this model if it has not: the state on disk, and the requests since, run again."""
         if client.alive == self.room.restarts:
             return
+        if client.begins_at and not self.has_state(client.id):
+            message = f"{client.id} could not be loaded from {client.begins_at}; create it again from a checkpoint"
+            raise CheckpointError(message, key="model_id.unloaded")
         await self._make_place(client)
         restarts = self.room.restarts
         await self.room.call("create", client.id, client.spec)
@@ -252,7 +267,7 @@ class ClientRunner:
             await self.room.call("read", client.id, str(self.folder.entry("models", client.id)), True)
         for seq in range(client.saved + 1, upto):
             operation = client.queue.operations[seq]
-            if operation.kind in REPEATED:
+            if operation.kind in REPEATED and not operation.answer.result().undone:
                 try:
                     await OPERATIONS[operation.kind](self, client, operation)
                 except BREAKS:
