@@ -13,7 +13,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.core import write_queue
 from tilth.core.errors import StorageError
-from tilth.core.write_queue import WriteQueue
+from tilth.core.write_queue import WriteQueue, described
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def test_a_write_is_done_when_it_returns_while_the_disk_is_well(queue, tmp_path)
     for number in range(5):
         queue.put(disk.path, disk.write(number), 1)
         assert disk.wrote[-1] == number
-    assert queue.settle(10) == {} == queue.status() and queue.news() == []
+    assert queue.settle(10) == {} == queue.status()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOENT, errno.ESTALE])
-def test_what_is_refused_waits_in_order_and_is_told_once(queue, tmp_path, number):
+def test_what_is_refused_waits_in_order_and_is_described_at_its_begin_and_end(queue, tmp_path, number):
     disk = Disk(tmp_path)
     disk.refuses = number
     for what in range(4):
@@ -57,15 +57,15 @@ def test_what_is_refused_waits_in_order_and_is_told_once(queue, tmp_path, number
         told = queue.status()
     assert (told["bytes"], told["writes"], told["reason"]) == (40, 4, os.strerror(number)) and not told["slow"]
     assert queue.settle(10)["files"] == ["file (4)"]
-    said = [text for _ in range(3) for text in queue.news()]
-    assert len(said) == 1 and os.strerror(number) in said[0] and str(disk.path) in said[0]
+    said = described({}, told)
+    assert os.strerror(number) in said and str(disk.path) in said and described(told, queue.status()) == ""
     disk.refuses = 0
     queue.put(disk.path, disk.write(4), 10)
     deadline = time.monotonic() + 30
     while queue.settle(1) and time.monotonic() < deadline:
         pass
     assert disk.wrote == [0, 1, 2, 3, 4] and queue.status() == {}
-    assert len(again := queue.news()) == 1 and "nothing is missing" in again[0]
+    assert str(disk.path) in described(told, {}) and described({}, {}) == ""
 
 
 def test_the_newest_of_a_file_takes_the_place_of_older_ones(queue, tmp_path):

@@ -48,10 +48,8 @@ class _Failing:
     path: Path
     reason: str
     slow: bool = False
-    began: float = field(default_factory=time.monotonic)
     since: str = field(default_factory=lambda: utc_now("seconds"))
     pause: float = SOONEST
-    reported: bool = False
 
 
 class WriteQueue:
@@ -64,7 +62,6 @@ class WriteQueue:
         """When the try under way began."""
         self._failing: _Failing | None = None
         self._bug: BaseException | None = None
-        self._news: list[str] = []
         self._slow = self._closed = False
         self._thread: _QueueThread | None = None
 
@@ -107,18 +104,12 @@ class WriteQueue:
     def status(self) -> Trouble:
         """Return what cannot be written now."""
         with self._changed:
-            self._look()
+            took = 0.0 if self._began is None else time.monotonic() - self._began
+            if took > SLOW and self._failing is None and self._waiting:
+                self._failing = _Failing(
+                    self._waiting[0].path, f"the disk has not answered for {took:.0f} s", slow=True
+                )
             return self._trouble("") if self._failing is not None else {}
-
-    def news(self) -> list[str]:
-        """Return what a user must know since the last call: trouble that has begun or ended."""
-        with self._changed:
-            self._look()
-            if self._failing is not None and not self._failing.reported:
-                self._failing.reported = True
-                self._news.append(describe(self._trouble("")))
-            found, self._news = self._news, []
-        return found
 
     def close(self) -> None:
         """End the thread; what waits is given up."""
@@ -147,12 +138,6 @@ class WriteQueue:
         if full():
             raise lost(self._trouble("it takes too long"), f"more than {LIMIT:,} bytes wait in memory")
 
-    def _look(self) -> None:
-        """Note a write that takes too long."""
-        took = 0.0 if self._began is None else time.monotonic() - self._began
-        if took > SLOW and self._failing is None and self._waiting:
-            self._failing = _Failing(self._waiting[0].path, f"the disk has not answered for {took:.0f} s", slow=True)
-
     def _trouble(self, reason: str) -> Trouble:
         if not self._waiting:
             return {}
@@ -179,7 +164,10 @@ class WriteQueue:
                     continue
                 write.done, self._slow = True, took > PROMPT
                 self._waiting.popleft()
-                self._succeeded()
+                if not self._waiting:
+                    self._failing = None
+                elif self._failing is not None:
+                    self._failing.pause = SOONEST
                 self._changed.notify_all()
 
     def _next(self) -> _Write | None:
@@ -208,17 +196,6 @@ class WriteQueue:
             self._failing.path, self._failing.reason, self._failing.slow = write.path, reason, False
             self._failing.pause = min(2 * self._failing.pause, LATEST)
 
-    def _succeeded(self) -> None:
-        failing = self._failing
-        if failing is None:
-            return
-        failing.pause = SOONEST
-        if not self._waiting:
-            self._failing = None
-            took = time.monotonic() - failing.began
-            if failing.reported:
-                self._news.append(f"{failing.path} can be written again, {took:.1f} s later: nothing is missing")
-
 
 class _QueueThread(Thread):
     """Thread of a queue. The queues of this process are found by their threads, of which a fork has none."""
@@ -239,11 +216,15 @@ def settle(path: str | Path, seconds: float = SLOW) -> None:
             thread.queue.wait(os.path.abspath(path), seconds)
 
 
-def describe(trouble: Trouble) -> str:
-    """Return a sentence for who watches a run that goes on."""
+def described(before: Trouble, now: Trouble) -> str:
+    """Return a sentence on trouble that has begun or ended, for who watches a run that goes on; "" for neither."""
+    if before and not now:
+        return f"{before['path']} can be written again: nothing is missing"
+    if before or not now:
+        return ""
     return (
-        f"cannot write {trouble['path']}: {trouble['reason']}; training goes on, {trouble['bytes']:,} bytes wait in "
-        f"memory (at most {LIMIT:,}), and it is tried again"
+        f"cannot write {now['path']}: {now['reason']}; training goes on, {now['bytes']:,} bytes wait in memory "
+        f"(at most {LIMIT:,}), and it is tried again"
     )
 
 

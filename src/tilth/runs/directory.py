@@ -28,7 +28,7 @@ from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.files import make_folder, writing
-from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, describe, lost
+from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, described, lost
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.runs.environment import environment
 from tilth.runs.files import Lines, Lock, replace, to_json
@@ -98,7 +98,8 @@ class RunDir:
         """Called with a line about trouble of the disk."""
         self._answer: Mapping[str, Any] = {}
         """Trouble of the trajectories' disk, as of their last commit."""
-        self._told: list[Trouble] = []
+        self._told: tuple[Trouble, Trouble] = {}, {}
+        """Trouble of this process and of the trajectories' disk that was reported."""
         self._state = self._begin(before)
         self._announce()
 
@@ -171,17 +172,11 @@ class RunDir:
 
     def _tell(self, elsewhere: Trouble) -> None:
         """Report trouble that has begun or ended, also in run.json. elsewhere: that of the trajectories."""
-        for text in self._queue.news():
+        before, self._told = self._told, (self._queue.status(), elsewhere)
+        for text in filter(None, map(described, before, self._told)):
             self.say(text)
-        others = [one for one in self._told if Path(one["path"]).name == TRAJECTORIES]
-        if elsewhere and not others:
-            self.say(describe(elsewhere))
-        elif others and not elsewhere:
-            self.say(f"{others[0]['path']} can be written again: nothing is missing")
-        now = [one for one in (self._queue.status(), elsewhere) if one]
-        if now != self._told:
-            self._told = now
-            self.update(storage=now)
+        if self._told != before:
+            self.update(storage=[one for one in self._told if one])
 
     def flush(self, seconds: float = SLOW) -> Trouble:
         """Flush everything committed to disk; to call before a checkpoint is written. Return what cannot be written
@@ -244,8 +239,7 @@ class RunDir:
 
     def note_finding(self, record: Mapping[str, Any]) -> None:
         """Append a warning of a watch to ``warnings.jsonl``; any thread may call it. Raises StorageError."""
-        line = to_json({"time": utc_now(), "attempt": self.attempt, **record})
-        self._queue.put(self.path / WARNINGS, partial(_append_line, self.path / WARNINGS, line), len(line))
+        self._append(WARNINGS, {"attempt": self.attempt, **record})
 
     def recover(self, record: Mapping[str, Any]) -> None:
         """End this attempt, which a failure has ended, and begin the next one in this process.
@@ -264,12 +258,12 @@ class RunDir:
         """Record a recovery that another failure broke off; this attempt goes on to the next recovery. record: as of
         ``recover``."""
         spent = time.monotonic() - self._committed - float(record["seconds"])
-        self._survived({"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
+        self._append(RECOVERIES, {"attempt": self.attempt, **record, "lost": round(max(spent, 0.0), 3)})
         self._committed = time.monotonic()
 
     def note_late(self, record: Mapping[str, Any]) -> None:
         """Record a failure after the end of the run, which lost nothing. record: as of ``recover``."""
-        self._survived({"attempt": self.attempt, **record, "lost": 0.0})
+        self._append(RECOVERIES, {"attempt": self.attempt, **record, "lost": 0.0})
         self._queue.settle(SLOW)
         self.update(summary=summarise(self.path))
 
@@ -278,12 +272,13 @@ class RunDir:
         ``recover``, with ``lost``."""
         *earlier, current = self._state["attempts"]
         former = [one | _recovered(record, current["started"]) for one in earlier[-1:]]  # none: it had made no run yet
-        self._survived({"attempt": (former or [current])[0]["attempt"], **record})
+        self._append(RECOVERIES, {"attempt": (former or [current])[0]["attempt"], **record})
         self.update(attempts=[*earlier[:-1], *former, current])
 
-    def _survived(self, record: Mapping[str, Any]) -> None:
-        line = to_json({"time": utc_now(), **record})
-        self._queue.put(self.path / RECOVERIES, partial(_append_line, self.path / RECOVERIES, line), len(line))
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append a record with the time to a file."""
+        path, line = self.path / name, to_json({"time": utc_now(), **record})
+        self._queue.put(path, partial(_append_line, path, line), len(line))
 
     def set_plan(self, plan: Mapping[str, Any]) -> None:
         """Store the plan; its ``memory_peak`` is the predicted peak memory."""
