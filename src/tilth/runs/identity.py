@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,17 +152,15 @@ def claim(who: Identity, name: str) -> tuple[Path, Lock]:
         make_folder(root)
     if who.recipe.run.name:
         return _named(root / who.recipe.run.name, who)
-    return _unfinished(root, name, who) or _numbered(root, name)
+    return _resumed(who, name) or _numbered(root, name)
 
 
 def find(who: Identity, name: str) -> Path | None:
     """Return the folder that ``claim`` would resume; None if it would make a new one."""
-    root = Path(who.recipe.run.dir)
     if who.folder is not None or who.recipe.run.name:
-        path = who.folder or root / who.recipe.run.name
+        path = who.folder or Path(who.recipe.run.dir) / who.recipe.run.name
         return path if (path / "run.json").exists() and who.same(path, read_state(path)) else None
-    found = _unfinished(root, name, who) if root.is_dir() else None
-    if found is None:
+    if (found := _resumed(who, name)) is None:
         return None
     found[1].release()
     return found[0]
@@ -170,31 +169,21 @@ def find(who: Identity, name: str) -> Path | None:
 def of_command(who: Identity, name: str) -> Path | None:
     """Return the newest unfinished run that this command resumes, or that it began and updates have changed since; None
     without one, or if another process writes it."""
-    root = Path(who.recipe.run.dir)
-    named = [root / who.recipe.run.name] if who.recipe.run.name else []
-    for path in named or [path for _, path in reversed(_runs(root, name) if root.is_dir() else [])]:
-        try:
-            state = read_state(path)
-            if state["state"] != "finished" and (who.same(path, state) or who.began(state)):
+    for path, state in _unfinished(who, name):
+        if who.same(path, state) or who.began(state):
+            with suppress(StorageError):  # another process is writing it
                 Lock(path / "run.lock").release()
                 return path
-        except (DataError, StorageError):  # not a run, a damaged one, or an active one
-            continue
     return None
 
 
 def passed_over(who: Identity, name: str) -> list[str]:
     """Return a log line on the newest unfinished run of the same recipe if ``claim`` makes a new one, since something
     that the recipe only names has changed (a plugin, the reward, data), or a key is newer than the run."""
-    root = Path(who.recipe.run.dir)
-    if who.folder is not None or who.recipe.run.name or not root.is_dir():
+    if who.folder is not None or who.recipe.run.name:
         return []
-    for _, path in reversed(_runs(root, name)):
-        try:
-            state = read_state(path)
-        except DataError:  # not a run, or a damaged one
-            continue
-        if state["state"] == "finished" or not who.same_recipe(path, state):
+    for path, state in _unfinished(who, name):
+        if not who.same_recipe(path, state):
             continue
         if who.same(path, state):
             return []
@@ -219,18 +208,23 @@ def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
     return path, lock
 
 
-def _unfinished(root: Path, name: str, who: Identity) -> tuple[Path, Lock] | None:
-    for _, path in reversed(_runs(root, name)):
-        try:
+def _unfinished(who: Identity, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield folder and state of each unfinished run with the name of the recipe, or of its file, newest first."""
+    root, given = Path(who.recipe.run.dir), who.recipe.run.name
+    there = _runs(root, name) if root.is_dir() and not given else []
+    for path in [root / given] if given else [path for _, path in reversed(there)]:
+        with suppress(DataError):  # not a run, or a damaged one
             state = read_state(path)
-        except DataError:  # not a run, or a damaged one
-            continue
-        if state["state"] == "finished" or not who.same(path, state):
-            continue
-        try:
-            return path, Lock(path / "run.lock")
-        except StorageError:  # another process is writing it
-            continue
+            if state["state"] != "finished":
+                yield path, state
+
+
+def _resumed(who: Identity, name: str) -> tuple[Path, Lock] | None:
+    """Return the newest run that this one resumes, with its lock."""
+    for path, state in _unfinished(who, name):
+        if who.same(path, state):
+            with suppress(StorageError):  # another process is writing it
+                return path, Lock(path / "run.lock")
     return None
 
 
