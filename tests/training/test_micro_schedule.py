@@ -10,6 +10,7 @@ from tests.parallel.layouts import CONFIG, Case, engine_of, loss_of, rows_of, sp
 from tilth.core.errors import ScheduleError
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
+from tilth.models.inputs import ModelInput
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.layout import nested
@@ -66,8 +67,8 @@ class Beginning(nn.Module):
         super().__init__()
         self.model, self.layers = model, layers
 
-    def forward(self, x, ctx):
-        tables = self.model.rope.tables(ctx.positions, None, self.model.dtype)
+    def forward(self, given, ctx):
+        x, tables = given.ids, self.model.rope.tables(ctx.positions, None, self.model.dtype)
         x = self.model.model.embed_tokens(x) if x.dtype == torch.int64 else x
         for layer in self.layers:
             x = layer(x, tables, ctx)
@@ -77,8 +78,8 @@ class Beginning(nn.Module):
 class Rest(Decoder):
     """The last layers, the norm and the head; its parameters are the whole decoder's."""
 
-    def forward(self, x, ctx):
-        return self.model.norm(Beginning.forward(self.beginning, x, ctx))
+    def forward(self, given, ctx):
+        return self.model.norm(Beginning.forward(self.beginning, given, ctx))
 
 
 def in_two_parts(case, cut):
@@ -103,7 +104,7 @@ def test_a_model_in_two_parts_learns_as_one(order, cut):
     whole = ShardedModel.alone(Decoder(CONFIG))
     whole.load_(weights(case))
     ctx = PackedContext([9])
-    assert torch.equal(parts.forward(ids, ctx), whole.forward(ids, ctx))
+    assert torch.equal(parts.forward(ModelInput(ids), ctx), whole.forward(ModelInput(ids), ctx))
     found, wanted = steps(parts, case, order), steps(whole, case, "sequential")
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
     for name in wanted[2]:  # the tied embedding gets the gradients of its two uses in another order

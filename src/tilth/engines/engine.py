@@ -31,6 +31,7 @@ from tilth.engines.stats import Stats
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
+from tilth.models.inputs import ModelInput
 from tilth.models.parity import check_parity
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import shard
@@ -370,7 +371,7 @@ class Engine(GenerationEngine):
         last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
         squares = int((((start + chunk) ** 2) - start**2).sum())
         with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
-            tensors = (self._tensor(ids), self._tensor(start), length, self._tensor(last))
+            tensors = (ModelInput(self._tensor(ids)), self._tensor(start), length, self._tensor(last))
             with self._adapters.serving([p.adapter for p in batch.prompts], ids.shape[1]):
                 logits = self._runner.prefill(batch.slab, *tensors)
         for i, row in enumerate(ending):

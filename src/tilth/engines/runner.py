@@ -12,6 +12,7 @@ from torch import Tensor
 from tilth.engines.cache import CachedContext, KVCache, KVCacheView
 from tilth.engines.sampling import group_mass, log_softmax
 from tilth.models.decoder import Decoder
+from tilth.models.inputs import ModelInput
 from tilth.models.moe import ExpertContext
 
 Forward = Callable[[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
@@ -39,22 +40,22 @@ class Runner:
         """True if decode is one compiled graph for many numbers of rows, of which 1 would be another."""
         return self._compiled is not None
 
-    def forward_rows(self, slab: KVCache | KVCacheView, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        """Return hidden [B * C, hidden] of new tokens ids int64 [B, C] in the first B rows, from positions start [B].
+    def forward_rows(self, slab: KVCache | KVCacheView, given: ModelInput, start: Tensor, length: int) -> Tensor:
+        """Return hidden [B * C, hidden] of new tokens, ids int64 [B, C], in the first B rows, from positions start [B].
 
         length: slots of the cache to read. A row with fewer than C tokens is padded at its end.
         """
         records = isinstance(slab, KVCache) and bool(slab.routing)
         experts = ExpertContext(parity=self._parity, record=True) if records else None
-        ctx = CachedContext(slab, start, ids.shape[1], length, self._parity, padded=self._padded, experts=experts)
-        hidden: Tensor = self.model(ids.flatten(), ctx)
+        ctx = CachedContext(slab, start, given.ids.shape[1], length, self._parity, padded=self._padded, experts=experts)
+        hidden: Tensor = self.model(given._replace(ids=given.ids.flatten()), ctx)
         if records:
             ctx.keep_routing()
         return hidden
 
-    def prefill(self, slab: KVCache, ids: Tensor, start: Tensor, length: int, last: Tensor) -> Tensor:
+    def prefill(self, slab: KVCache, given: ModelInput, start: Tensor, length: int, last: Tensor) -> Tensor:
         """Return logits float32 [rows, V] after the tokens at flat indices ``last`` of [B * C] (may be empty)."""
-        return self.model.logits(self.forward_rows(slab, ids, start, length)[last])
+        return self.model.logits(self.forward_rows(slab, given, start, length)[last])
 
     def decode(
         self,
@@ -76,7 +77,7 @@ class Runner:
         if self._graphs is not None and not eager:
             logits = self._graphs.decode(slab, ids, start, length)
         else:
-            logits = self.model.logits(self.forward_rows(slab, ids[:, None], start, length))
+            logits = self.model.logits(self.forward_rows(slab, ModelInput(ids[:, None]), start, length))
         return log_softmax(logits, None if unit else temperature), None
 
     def warm_up(self, slab: KVCache) -> None:
@@ -97,7 +98,7 @@ class CompiledDecode:
             ids: Tensor, start: Tensor, temperature: Tensor, keys: list[Tensor], values: list[Tensor]
         ) -> tuple[Tensor, Tensor]:
             context = CachedContext(KVCacheView(keys, values), start, 1, keys[0].shape[2], fused=True)
-            logp = log_softmax(model.logits(model(ids, context)), temperature)
+            logp = log_softmax(model.logits(model(ModelInput(ids), context)), temperature)
             return logp, group_mass(logp)
 
         # Compiled code is cached by code object; without guards on the model, each engine needs its own.
@@ -169,7 +170,7 @@ class Graphs:
         return graph, ids, start, logits
 
     def _step(self, slab: KVCache, ids: Tensor, start: Tensor, length: int) -> Tensor:
-        return self._runner.model.logits(self._runner.forward_rows(slab, ids[:, None], start, length))
+        return self._runner.model.logits(self._runner.forward_rows(slab, ModelInput(ids[:, None]), start, length))
 
 
 def _filled(buffer: Tensor, given: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from tilth.core.trajectory import Likeliest
 from tilth.engines.request import TextScores
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
+from tilth.models.inputs import ModelInput
 from tilth.plan.kernels import chunk_rows
 
 Serving = Callable[[int], AbstractContextManager[object]]
@@ -27,7 +28,7 @@ def _passed(model: Decoder, texts: Sequence[np.ndarray], parity: bool, serving: 
     device = model.head_weight.device
     context = PackedContext([len(text) for text in texts], device, parity)
     with serving(len(context.positions)):
-        return ids, model(torch.from_numpy(ids).to(device), context)
+        return ids, model(ModelInput(torch.from_numpy(ids).to(device)), context)
 
 
 @torch.inference_mode()

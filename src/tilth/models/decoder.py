@@ -21,10 +21,11 @@ from tilth.models.activations import HostActivations, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig
 from tilth.models.family import family_of
+from tilth.models.inputs import ModelInput
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
-from tilth.models.rope import Rope, Tables, rotate, tables_of
+from tilth.models.rope import Rope, Tables, along_one_axis, rotate, tables_of
 from tilth.models.steady import elementwise, linear, steady
 from tilth.plan.rules import rule_of
 from tilth.plan.shape import parameter_shapes
@@ -339,15 +340,20 @@ class Decoder(nn.Module):
         """Weight of the output head [V, hidden], the embedding's if tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, ids: Tensor, ctx: AttentionContext) -> Tensor:
-        """Return hidden states [N, hidden] of ids int64 [N] after the final norm, in the compute dtype.
+    def forward(self, given: ModelInput | Tensor, ctx: AttentionContext) -> Tensor:
+        """Return hidden states [N, hidden] of the input after the final norm, in the compute dtype.
 
-        If ``ctx.positions`` is longer than ids (parity), rows of token 0 are padded and dropped at the end. A part that
-        is not the first takes hidden states instead of ids; one that is not the last returns them before the norm.
+        given: ids alone, int64 [N], are those of texts. If ``ctx.positions`` is longer than ids (parity), rows of token
+        0 are padded and dropped at the end. A part that is not the first takes hidden states instead of ids; one that
+        is not the last returns them before the norm.
         """
-        n, rows = ids.shape[0], ctx.positions.shape[0]
+        given = given if isinstance(given, ModelInput) else ModelInput(given)
+        ids, places = given.ids, ctx.positions
+        n, rows = ids.shape[0], places.shape[0]
         x = self.embed(ids if rows == n else F.pad(ids, (0, rows - n))) if self.first else ids
-        tables = self.rope.tables(ctx.positions, getattr(ctx, "extents", None), self.dtype)
+        if given.positions is not None:
+            places = along_one_axis(given.positions, rows)
+        tables = self.rope.tables(places, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
             with nullcontext() if self.offload is None else self.offload():
                 x = run_layer(layer, self.checkpointing, x, tables, ctx)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilth.models.config import DecoderConfig
+from tilth.models.config import DecoderConfig, check
 from tilth.models.logprobs import wide
 
 Tables = tuple[Tensor, ...]
@@ -114,6 +114,13 @@ class Rope:
         base = self.config.rope_theta * (factor * length / limit - (factor - 1)) ** (dim / (dim - 2))
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
         return 1.0 / base[:, None] ** exponent
+
+
+def along_one_axis(positions: Tensor, rows: int) -> Tensor:
+    """Return positions int64 [rows] of int64 [rows, 1]. ModelError: there are others, or several axes."""
+    found, right = list(positions.shape), [rows, 1]
+    check(found == right, "positions", found, f"{right}: rotary embedding has one axis")
+    return positions[:, 0]
 
 
 def tables_of(tables: Tables, windowed: bool) -> Tables:

@@ -20,6 +20,7 @@ from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import Converter, converted
 from tilth.models.decoder import Decoder
 from tilth.models.hf import check_tensors
+from tilth.models.inputs import ModelInput
 from tilth.models.rope import Rope
 from tilth.models.unread import block, shapes
 from tilth.models.value import HEAD, OUTPUT, ValueModel
@@ -321,11 +322,11 @@ class ShardedModel:
         self.gradients.begin(step)
         self.reshard()
 
-    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
-        """Run token ids [N] through all parts -> hidden [N, hidden]."""
+    def forward(self, given: ModelInput, ctx: AttentionContext) -> Tensor:
+        """Run an input of N tokens through all parts -> hidden [N, hidden]."""
         for part in self.parts:
-            x = part(x, ctx)
-        return x
+            given = given._replace(ids=part(given, ctx))
+        return given.ids
 
     # Passes of the parts
 
@@ -383,9 +384,10 @@ class ShardedModel:
             else:
                 root.set_requires_gradient_sync(last)
 
-    def blank_input(self, parity: bool = False) -> tuple[Tensor, AttentionContext]:
+    def blank_input(self, parity: bool = False) -> tuple[ModelInput, AttentionContext]:
         """Return one token, the input of a blank; parity: that of the others, which decides how experts get tokens."""
-        return torch.zeros(1, dtype=torch.int64, device=self.device), PackedContext([1], self.device, parity)
+        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return ModelInput(ids), PackedContext([1], self.device, parity)
 
     def nothing(self, hidden: Tensor) -> Tensor:
         """Return 0 that depends on hidden states, thus on all layers, and on what the loss uses beside them.

@@ -22,6 +22,7 @@ from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch
 from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
+from tilth.models.inputs import ModelInput
 from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
@@ -95,11 +96,10 @@ class InFlight:
     """One micro-batch from its first forward pass on; after its last backward pass it holds loss and metrics only."""
 
     def __init__(
-        self, x: Tensor, ctx: AttentionContext, micro: MicroBatch | None = None, work: WorkAmounts | None = None
+        self, given: ModelInput, ctx: AttentionContext, micro: MicroBatch | None = None, work: WorkAmounts | None = None
     ) -> None:
-        """x, ctx: input of the first part; micro, work: None of a blank."""
-        self.micro, self.ctx, self.work = micro, ctx, work
-        self.x = x
+        """given, ctx: arguments of the first part; micro, work: None of a blank."""
+        self.given, self.ctx, self.micro, self.work = given, ctx, micro, work
         self.inputs, self.outputs = dict[int, Tensor](), dict[int, Tensor]()
         """By number of the part."""
         self.products = dict[int, Any]()
@@ -298,25 +298,25 @@ class TrainEngine:
         self,
         every: Iterable[tuple[np.ndarray, MicroBatch]],
         used: np.ndarray,
-        input_of: Callable[..., tuple[Tensor, AttentionContext]],
+        input_of: Callable[..., tuple[ModelInput, AttentionContext]],
     ) -> Iterator[InFlight]:
         """Yield the micro-batches, then blanks without end; count in ``used`` each token that is used."""
         for index, micro in every:
             used[index] += 1
-            x, ctx = input_of(index, micro)
-            self._tokens += len(index), len(x) if micro.trees is None else len(index)
-            yield InFlight(x, ctx, micro, WorkAmounts.of(self.model, micro))
+            given, ctx = input_of(index, micro)
+            self._tokens += len(index), len(given.ids) if micro.trees is None else len(index)
+            yield InFlight(given, ctx, micro, WorkAmounts.of(self.model, micro))
         while True:  # other ranks have more
             yield InFlight(*self.sharded.blank_input(self.parity))
 
     def _input_of(
         self, index: np.ndarray, micro: MicroBatch, *, places: np.ndarray | None, experts: ExpertStep | None
-    ) -> tuple[Tensor, AttentionContext]:
-        """Return the input of a micro-batch. places: of all tokens in the whole batch; None: no dropout."""
-        x, ctx = model_input(micro, self.parity, None if places is None else self._dropout(places[index]))
+    ) -> tuple[ModelInput, AttentionContext]:
+        """Return a model's arguments for a micro-batch. places: of all tokens in the whole batch; None: no dropout."""
+        given, ctx = model_input(micro, self.parity, None if places is None else self._dropout(places[index]))
         if experts is not None:
             ctx.experts = experts.context(micro)
-        return x, ctx
+        return given, ctx
 
     def _expert_step(self, tokens: int) -> ExpertStep | None:
         """Return what routers need in one step; None for a dense model. tokens: of this rank's rows."""
@@ -371,10 +371,11 @@ class TrainEngine:
         loss: Loss,
     ) -> None:
         """Run the forward pass of a part and, after the last one, the loss."""
-        x = flight.x
+        given = flight.given
         if one.part:
-            x = flight.inputs[one.part] = handover.take(one).requires_grad_()
-        hidden = self.sharded.parts[self.sharded.part(one.part)](x, flight.ctx)
+            flight.inputs[one.part] = handover.take(one).requires_grad_()
+            given = given._replace(ids=flight.inputs[one.part])
+        hidden = self.sharded.parts[self.sharded.part(one.part)](given, flight.ctx)
         if one.part < handover.parts - 1:
             handover.give(one, hidden.detach())
         elif flight.micro is None:

@@ -15,6 +15,7 @@ from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.models.inputs import ModelInput
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import take_rows
 from tilth.models.tree import PrefixTrees, TreeContext, plant
@@ -167,14 +168,14 @@ class Scorer(Protocol):
 
 def model_input(
     micro: MicroBatch, parity: bool = False, dropout: DropoutContext | None = None
-) -> tuple[Tensor, AttentionContext]:
-    """Return the input of a model's first part: token ids and attention context."""
+) -> tuple[ModelInput, AttentionContext]:
+    """Return the arguments of a model's first part."""
     device = micro.ids.device
     if micro.share is not None:
-        return micro.ids[micro.share.tokens], micro.share.context(dropout)
+        return ModelInput(micro.ids[micro.share.tokens]), micro.share.context(dropout)
     if micro.trees is None:
-        return micro.ids, PackedContext(micro.seen, device, parity, dropout)
-    return micro.ids[torch.from_numpy(micro.trees.source).to(device)], TreeContext(micro.trees, device)
+        return ModelInput(micro.ids), PackedContext(micro.seen, device, parity, dropout)
+    return ModelInput(micro.ids[torch.from_numpy(micro.trees.source).to(device)]), TreeContext(micro.trees, device)
 
 
 def recorded_of(micro: MicroBatch) -> Tensor | None:
@@ -328,16 +329,16 @@ def _without_gradient(
     sharded = ShardedModel.of(model)
     decoder, limits = sharded.model, limits_of(sharded, max_tokens, parity=parity)
     device = next(iter(sharded.parameters.values())).device
-    given = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
-    plan = plan_micros(tokens, mask, limits, given.get(OPENS)).score
+    beside = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
+    plan = plan_micros(tokens, mask, limits, beside.get(OPENS)).score
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:
-        for index, micro in cut(tokens, mask, given, plan, device, sharded.context):
-            x, ctx = model_input(micro, parity)
+        for index, micro in cut(tokens, mask, beside, plan, device, sharded.context):
+            given, ctx = model_input(micro, parity)
             if (recorded := recorded_of(micro)) is not None:
                 ctx.experts = ExpertContext(parity=parity, replay=recorded)
-            yield Scored(x, ctx, index, micro)
+            yield Scored(given, ctx, index, micro)
 
     def keep(index: np.ndarray, micro: MicroBatch, hidden: Tensor) -> None:
         score_micro(micro, hidden)
@@ -354,7 +355,7 @@ def _without_gradient(
 class Scored:
     """Micro-batch on its way through the parts of a model without gradients; a blank has no ``micro``."""
 
-    x: Tensor
+    given: ModelInput
     ctx: AttentionContext
     index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     micro: MicroBatch | None = None
@@ -390,8 +391,8 @@ def run_forward(
     for one in handover.passes(context):
         each = started[one.micro_batch] if one.part < final else started.pop(one.micro_batch)
         with each.timed(sharded.model, one.micro_batch, handover.parts):
-            x = handover.take(one) if one.part else each.x
-            hidden = sharded.parts[sharded.part(one.part)](x, each.ctx)
+            given = each.given._replace(ids=handover.take(one)) if one.part else each.given
+            hidden = sharded.parts[sharded.part(one.part)](given, each.ctx)
             if one.part < handover.parts - 1:
                 handover.give(one, hidden)
             elif each.micro is not None:

@@ -17,6 +17,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank
 from tilth.models.decoder import Decoder
+from tilth.models.inputs import ModelInput
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, buckets, shard
 from tilth.plan.lora import is_adapter
@@ -263,7 +264,7 @@ def score_sequence(
     """Return log-probs of one sequence int64 [n]. targets: int64 [n - 1, K]; below 0: NaN."""
     device = model.device
     ids = torch.from_numpy(tokens).to(device)
-    hidden = model.forward(ids, PackedContext([len(tokens)], device))[:-1]
+    hidden = model.forward(ModelInput(ids), PackedContext([len(tokens)], device))[:-1]
     own, best, others = [np.full(1, np.nan, np.float32)], [], []
     for at in range(0, len(hidden), ROWS):
         logp = torch.log_softmax(model.model.logits(hidden[at : at + ROWS]), -1)
