@@ -36,6 +36,7 @@ Kind = Literal[
     "reward",
     "flow",
     "family",
+    "encoder",
     "task",
     "role",
     "engine",
@@ -277,6 +278,12 @@ def family(name: str) -> Callable[[T], T]:
     taken.
     """
     return declare("family", name, shipped_families())
+
+
+def encoder(name: str) -> Callable[[T], T]:
+    """Declare an encoder of media, ``() -> tilth.models.family.Encoder``, for families that name it. Raises
+    PluginError if the name is taken."""
+    return declare("encoder", name)
 
 
 def family_names() -> list[str]:

@@ -157,8 +157,8 @@ class DecoderConfig:
 
     @property
     def table(self) -> Table:
-        """Table of parameters of its family."""
-        return _families().family_of(self.family).table
+        """Table of parameters of its family, and of its encoders."""
+        return _families().table_of(self.family)
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> "DecoderConfig":

@@ -19,9 +19,9 @@ from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
 from tilth.models.activations import HostActivations, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
-from tilth.models.config import DecoderConfig
-from tilth.models.family import family_of
-from tilth.models.inputs import ModelInput
+from tilth.models.config import DecoderConfig, check
+from tilth.models.family import encoder_of, family_of
+from tilth.models.inputs import EncoderInput, ModelInput
 from tilth.models.logprobs import head_logits, token_logprobs, token_squares, wide
 from tilth.models.lora import Adapter, LinearChange
 from tilth.models.moe import ExpertContext, MoE
@@ -312,6 +312,8 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()  # rounded, as in transformers
         self.model = Stack(config)
         self.lm_head = None if config.tie_embeddings else Linear()
+        names = family_of(config.family).encoders
+        self.encoders = nn.ModuleDict({name: encoder_of(name).module(config) for name in names})
         self.rope = Rope(config)
         self.table = config.table
         self._allocate()
@@ -351,6 +353,8 @@ class Decoder(nn.Module):
         ids, places = given.ids, ctx.positions
         n, rows = ids.shape[0], places.shape[0]
         x = self.embed(ids if rows == n else F.pad(ids, (0, rows - n))) if self.first else ids
+        if given.media and self.first:
+            x = self._with_media(x, given.media, ctx.experts is not None and ctx.experts.parity)
         if given.positions is not None:
             places = along_one_axis(given.positions, rows)
         tables = self.rope.tables(places, getattr(ctx, "extents", None), self.dtype)
@@ -366,6 +370,19 @@ class Decoder(nn.Module):
         """Return embeddings [N, hidden] of ids int64 [N] in the compute dtype, scaled if the family scales them."""
         x = self.model.embed_tokens(ids).to(self.dtype)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
+
+    def _with_media(self, x: Tensor, media: Sequence[EncoderInput], parity: bool) -> Tensor:
+        """Return embeddings [rows, hidden] with those of media in their places. Raises ModelError."""
+        for one in media:
+            known = f"one of family {self.config.family}, which has {', '.join(self.encoders) or 'none'}"
+            check(one.encoder in self.encoders, "media.encoder", one.encoder, known)
+            with steady() if parity else nullcontext():
+                found = self.encoders[one.encoder](one.items, one.counts, self.dtype)
+            right, given = [len(one.places), x.shape[1]], list(found.shape)
+            check(given == right, f"encoders.{one.encoder}", given, f"{right} for items of {one.counts} positions")
+            inside = one.places >= 0
+            x = x.index_copy(0, one.places[inside], found[inside])
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits float32 [N, V] (float64 of float64) of hidden [N, hidden]."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tilth.config.errors import RecipeError
 from tilth.config.plugins import Declaration, call_declared, declared, shipped_families
@@ -176,6 +176,8 @@ class Family:
     """Key of config.json for the rotary base of layers with a window, which have no scaling; "": it is no other."""
     model_type: str = ""
     """``model_type`` in config.json; "": the name."""
+    encoders: tuple[str, ...] = ()
+    """Names of the encoders of media that its models have; their rows follow those of ``table``."""
     name: str = ""
     """Name of the declaration: ``model.family`` in a recipe."""
 
@@ -352,6 +354,21 @@ class Family:
         }
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """Declaration of an encoder of media, by ``tilth.encoder``."""
+
+    table: Table
+    """Rows of its parameters, whose names begin with ``encoders.NAME.``."""
+    module: Callable[[DecoderConfig], Any]
+    """Returns a module whose forward pass takes the bytes of each item, uint8 [n], the count of positions of each, and
+    a dtype: it returns embeddings [sum of counts, hidden] of that dtype; those of an item depend on it alone."""
+    name: str = ""
+
+
+Declared = TypeVar("Declared", Family, Encoder)
+
+
 def of_experts(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields that follow from the others where every layer has experts (``ExpertFamily.implied``)."""
     return {"expert_layers": tuple(range(config.num_layers)), "intermediate_size": config.expert_size}
@@ -385,17 +402,17 @@ def _shipped() -> dict[str, Family]:
 
 
 @cache
-def _of_plugin(declaration: Declaration) -> Family:
+def _of_plugin(declaration: Declaration, kind: type[Declared]) -> Declared:
     made = call_declared(declaration)
-    if not isinstance(made, Family):
-        message = f"{declaration.title} returns no tilth.models.family.Family"
-        raise PluginError(message, key=f"family.{declaration.name}")
+    if not isinstance(made, kind):
+        message = f"{declaration.title} returns no {kind.__module__}.{kind.__name__}"
+        raise PluginError(message, key=f"{declaration.kind}.{declaration.name}")
     return replace(made, name=declaration.name)
 
 
 def families() -> dict[str, Family]:
     """Return the families by name: those of Tilth, then those of plugins."""
-    return _shipped() | {name: _of_plugin(found) for name, found in declared("family").items()}
+    return _shipped() | {name: _of_plugin(found, Family) for name, found in declared("family").items()}
 
 
 def family_of(name: str) -> Family:
@@ -403,6 +420,19 @@ def family_of(name: str) -> Family:
     known = families()
     check(name in known, "family", name, f"one of {', '.join(known)}")
     return known[name]
+
+
+def encoder_of(name: str) -> Encoder:
+    """Return the encoder of this name. Raises ModelError with the known names."""
+    known = declared("encoder")
+    check(name in known, "encoder", name, f"one that a plugin declares, here {', '.join(known) or 'none'}")
+    return _of_plugin(known[name], Encoder)
+
+
+def table_of(name: str) -> Table:
+    """Return the rows of a family's decoders, then those of its encoders."""
+    family = family_of(name)
+    return family.table + tuple(row for one in family.encoders for row in encoder_of(one).table)
 
 
 def new_config(model: ModelConfig, vocab_size: int) -> DecoderConfig:

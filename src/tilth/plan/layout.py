@@ -12,13 +12,14 @@ from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import LayoutConfig as Wanted
 from tilth.config.schema import Recipe
+from tilth.core.errors import ModelError
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
 from tilth.plan.lora import adapter_rows, adapter_shapes
 from tilth.plan.memory import BASE, Memory, Need, together
 from tilth.plan.pipeline import ON_STAGES, Stages, chunks_of, in_flight, misfit_stages, stages_of, waiting
 from tilth.plan.reshard import generation_ranks
-from tilth.plan.rules import VALUE_HEAD, Table, along_model, rule_of
+from tilth.plan.rules import ENCODERS, VALUE_HEAD, Table, along_model, rule_of
 from tilth.plan.shape import DecoderShape, parameter_shapes
 from tilth.plan.working import ShardFactors, StagePart
 
@@ -176,9 +177,14 @@ def layouts(
     """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model.
 
     schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter. engine: of
-    generation engines. table, sizes: those of a model that converters changed; by default the family's.
+    generation engines. table, sizes: those of a model that converters changed; by default the family's. ModelError: an
+    axis but dp divides a model with encoders of media.
     """
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), table or shape.table + VALUE_HEAD
+    divided = next((axis for axis in mesh.over("tokens", *MODEL) if mesh.size(axis) > 1), "")
+    if divided and any(row.name.startswith(ENCODERS) for row in table):
+        message = f"layout.{divided} = {mesh.size(divided)} would divide a model with encoders of media"
+        raise ModelError(f"{message}, whose ranks may be replicas alone (dp); use 1", key=f"layout.{divided}.encoders")
     stages = stages_of(shape, mesh.size("pp"), schedule, value=value)
     made = cache(lambda own, size, along: nested(own, size, dict(along)))  # equal in all layers
     on = cache(lambda holders: mesh if stages.count == 1 else mesh.only("pp", holders))

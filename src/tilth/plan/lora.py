@@ -11,7 +11,7 @@ from typing import Any
 
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import RecipeError
-from tilth.plan.rules import Parameter, Table
+from tilth.plan.rules import ENCODERS, Parameter, Table
 from tilth.plan.shape import DecoderShape, sized_names
 
 INFIX = ".lora."
@@ -51,11 +51,13 @@ def scale_of(lora: LoraConfig) -> float:
 
 
 def targets(table: Table, lora: LoraConfig, key: str = "policy.lora.targets") -> tuple[Parameter, ...]:
-    """Return the rows that get adapters: matrices whose module matches a pattern. RecipeError: a pattern matches none.
+    """Return the rows that get adapters: matrices of the decoder whose module matches a pattern. RecipeError: a pattern
+    matches none.
 
     A pattern is the end of a module's name, as in PEFT's ``target_modules``, or matches it with ``*``.
     """
-    rows = {row.name.removesuffix(_WEIGHT): row for row in table if row.kind == "matrix" and row.name.endswith(_WEIGHT)}
+    matrices = (row for row in table if row.kind == "matrix" and row.name.endswith(_WEIGHT))
+    rows = {row.name.removesuffix(_WEIGHT): row for row in matrices if not row.name.startswith(ENCODERS)}
     found = dict[str, Parameter]()
     for pattern in lora.targets:
         fits = [path for path in rows if fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")]

@@ -46,6 +46,8 @@ class Parameter(NamedTuple):
 
 
 Table = tuple[Parameter, ...]
+ENCODERS = "encoders."
+"""Prefix of the parameters of encoders of media."""
 VALUE_HEAD: Table = (
     Parameter("score.weight", (1, "hidden_size"), "embedding", "whole", "zeros"),
     Parameter("score.bias", (1,), "bias", "whole", "zeros"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from tilth.plan.rules import VALUE_HEAD, Parameter, Table
+from tilth.plan.rules import ENCODERS, VALUE_HEAD, Parameter, Table
 
 
 class DecoderShape(Protocol):
@@ -169,7 +169,8 @@ def matrices(shape: DecoderShape, *, active: bool = False) -> int:
     """Count the elements of the weight matrices of all layers. active: of those that one token meets, which are
     ``experts_per_token`` of all experts, and of routers."""
     wanted = ("matrix", "router") if active else ("matrix",)
-    return sum(_numel(shape, one, active) for one in _sized(shape) if one[0].kind in wanted)
+    rows = [one for one in _sized(shape) if one[0].kind in wanted and not one[0].name.startswith(ENCODERS)]
+    return sum(_numel(shape, one, active) for one in rows)
 
 
 def parameters(shape: DecoderShape, *, value: bool = False, active: bool = False) -> int:

@@ -19,7 +19,7 @@ from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets
-from tilth.plan.rules import Table, rule_of
+from tilth.plan.rules import ENCODERS, Table, rule_of
 
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
@@ -332,7 +332,9 @@ _NAMES = {"embed_tokens": "embedding", "lm_head": "head"}
 
 
 def layer_of(parameter: str) -> str:
-    """Return the layer of a parameter: its number, or embedding, norm (the final one), head."""
+    """Return the layer of a parameter: its number, or embedding, norm (the final one), head; or the encoder."""
+    if parameter.startswith(ENCODERS):
+        return parameter.split(".")[1]
     inside = _LAYER.search(parameter)
     if inside:
         return inside[1]
