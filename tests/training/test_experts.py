@@ -123,7 +123,7 @@ def test_the_loss_of_balance_evens_the_loads() -> None:
 def loads_of(model: Decoder, tokens: Jagged, mask: np.ndarray, **options) -> torch.Tensor:
     ((_, micro),) = micros(tokens, mask, {}, 1000, torch.device("cpu"))
     x, ctx = model_input(micro)
-    ctx.experts = ExpertContext(weights=torch.ones(len(x), dtype=torch.float64), **options)
+    ctx.experts = ExpertContext(weights=torch.ones(len(x.ids), dtype=torch.float64), **options)
     with torch.no_grad():
         model(x, ctx)
     return torch.stack([ctx.experts.loads[i] for i in range(2)])
