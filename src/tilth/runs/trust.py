@@ -55,8 +55,8 @@ def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
             f"{run} names code that you have not trained with: {', '.join(new)}; read it, then: tilth --trust COMMAND",
             key="--trust",
         )
-    for file in {file for one in imports_of(_code(settings)) for file in one.files}:
-        _drop_bytecode(file)
+    for source in {file for one in imports_of(_code(settings)) for file in one.files}:
+        _drop_bytecode(source)
 
 
 def _drop_bytecode(file: Path) -> None:
