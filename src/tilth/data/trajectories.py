@@ -4,7 +4,6 @@ import errno
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, StorageError
-from tilth.core.files import atomic_write, make_folder, rename, writing
+from tilth.core.files import atomic_write, make_folder, writing
 from tilth.core.write_queue import SLOW, Trouble, WriteQueue, settle
 
 COLUMNS = pa.schema(
@@ -162,15 +161,8 @@ class TrajectoryFiles:
     def _write(self, table: pa.Table) -> Path:
         first, last = (f(table["step"]).as_py() for f in (pc.min, pc.max))
         target = self.folder / f"steps-{first:06d}-{last:06d}.parquet"
-        temporary = target.with_name(f".{target.name}.tmp")
-        with writing(target):
-            try:
-                pq.write_table(table, temporary, compression="zstd")
-                rename(temporary, target)
-            except OSError:
-                with suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
+        with atomic_write(target, follow=False) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
         return target
 
     def rewind(self, step: int) -> None:
