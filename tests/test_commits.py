@@ -18,7 +18,7 @@ Join Journal Judge Keep Kill Learn Limit List Load Lock Log Make Mark Mask Match
 Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin Place Plan Play Plot Poll
 Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild Record Recover Reduce Refuse
 Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require Rerun Reset Resolve
-Restart Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule Score Scrub Send
+Restart Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule Score Scrub Search Send
 Separate Serve Set Shard Share Show Shrink Shut Simplify Skip Sort Specify Split Start Stop Store Stream Strip
 Sum Support Survive Swap Sync Test Time Tokenise Trace Train Transfer Treat Trim Try Tune Type Unify Update
 Upgrade Use Validate Verify Wait Wake Warm Warn Wrap Write
