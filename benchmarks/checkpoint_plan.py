@@ -181,7 +181,7 @@ def check_tilth(groups: Groups) -> dict[str, Any]:
     for specs in groups.values():
         plan = plan_group(specs)
         load += np.array(plan.nbytes)
-        for spec, columns in zip(specs, plan.columns()):
+        for spec, columns in zip(specs, plan.rows(np.arange(len(plan.ranks))).values()):
             problem = tiling_problem(spec.layout.shape, columns.offset, columns.size)
             assert not problem, (spec.name, problem)
     total = sum(DTYPES[s.dtype].itemsize * int(np.prod(s.layout.shape)) for specs in groups.values() for s in specs)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -27,6 +28,11 @@ def least(nbytes):
         patch.setattr(balance, "LEAST", nbytes)
         yield
     forget()
+
+
+def columns_of(plan):
+    """The row of each tensor of a plan; ``file``: index of the rank that writes it."""
+    return list(plan.rows(np.arange(len(plan.ranks))).values())
 
 
 @st.composite

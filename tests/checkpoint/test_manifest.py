@@ -146,6 +146,17 @@ def test_large_pieces_have_the_checksums_of_their_tiles():
     assert sum(len(piece.checksums) for _, piece in pieces) == sum(f.tiles for f in manifest.files.values()) == 26
 
 
+def test_the_bytes_of_a_manifest_do_not_change_with_the_code():
+    """Its digest names a checkpoint whose weights another run holds fixed; 80 boxes make a column that is named."""
+    mesh = Mesh(("fsdp",), (80,))
+    rows, ragged = Layout(mesh, (Shard(0),), (160, 3)), Layout(mesh, (RaggedShard((1, 3) * 40),), (8, 20))
+    layouts = {"w": rows, '\u00e9"': rows, "r": ragged, "s": Layout(mesh, (Replicate(),), ())}
+    reports, _, _ = reports_of({"model": [Spec(name, one, "float32") for name, one in layouts.items()], "none": []})
+    text = assemble(FOLDER, 7, reports, {"seed": [1, None, "\u00e9"]}, saved=SAVED).dump()
+    assert b'"offset": "w"' in text and parse_manifest(text, "m.json").dump() == text
+    assert xxhash.xxh3_64_hexdigest(text) == "2437bde1ea922a53"
+
+
 def test_the_file_is_json_with_a_line_for_each_tensor_and_file():
     text = made().dump().decode()
     lines = text.splitlines()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.checkpoint.cases import layouts, least, meshes, specs
+from tests.checkpoint.cases import columns_of, layouts, least, meshes, specs
 from tests.errors import raises
 from tests.examples import examples
 from tilth.checkpoint import balance, covering, planning
@@ -103,10 +103,10 @@ def check_columns(group, plan):
         (p.name, p.box.offset, p.box.size, rank, p.byte0) for rank in plan.ranks for p in plan.pieces(rank)
     )
     from_columns = []
-    for spec, columns in zip(group, plan.columns(), strict=True):
+    for spec, columns in zip(group, columns_of(plan), strict=True):
         offsets = [tuple(o) for o in columns.offset.tolist()]
         assert offsets == sorted(offsets)
-        for o, s, w, b in zip(offsets, columns.size.tolist(), columns.writer.tolist(), columns.byte0.tolist()):
+        for o, s, w, b in zip(offsets, columns.size.tolist(), columns.file.tolist(), columns.byte0.tolist()):
             from_columns.append((spec.name, o, tuple(s), plan.ranks[w], b))
     assert from_ranks == sorted(from_columns)
 
@@ -226,7 +226,7 @@ def test_planning_for_thousands_of_ranks_takes_moments():
     plan = plan_group(group)
     assert 27 <= len(plan.pieces(4095)) <= 30  # a quarter of the matrices, 1/32 of the vectors
     assert sum(plan.nbytes) == 400 * (4096**2 + 4096)
-    assert sum(len(columns.byte0) for columns in plan.columns()) == 100 * (1024 + 128)
+    assert sum(len(columns.byte0) for columns in columns_of(plan)) == 100 * (1024 + 128)
 
 
 def test_ragged_shards_of_many_ranks():
@@ -277,7 +277,7 @@ def test_a_name_that_a_part_of_another_tensor_needs():
 
 def test_a_group_without_tensors():
     plan = plan_group([])
-    assert plan.ranks == () and plan.pieces(0) == () and plan.columns() == [] and plan.data_nbytes(0) == 0
+    assert plan.ranks == () and plan.pieces(0) == () and columns_of(plan) == [] and plan.data_nbytes(0) == 0
     assert plan.header(0) == safetensors_header([])
 
 
@@ -343,7 +343,7 @@ def test_digest_and_plan_are_the_same_everywhere():
     table = json.loads(json.dumps(spec_table(base())))
     assert told[0] == digest_of(table) == plan_group(base()).digest == "73c65dccb41f17d9ed36ef3429d206be"
     assert specs_of(table) == base() and told[1] == files_of(large())
-    assert sum(len(columns.size) for columns in plan_group(large()).columns()) > 6  # else nothing was cut
+    assert sum(len(columns.size) for columns in columns_of(plan_group(large()))) > 6  # else nothing was cut
 
 
 def test_a_plan_from_the_cache_is_the_same_object_and_gives_the_same_bytes():
@@ -354,7 +354,7 @@ def test_a_plan_from_the_cache_is_the_same_object_and_gives_the_same_bytes():
     assert again is not first and again.digest == first.digest
     for rank in first.ranks:
         assert first.header(rank) == again.header(rank) and first.pieces(rank) == again.pieces(rank)
-    for a, b in zip(first.columns(), again.columns(), strict=True):
+    for a, b in zip(columns_of(first), columns_of(again), strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 

@@ -5,28 +5,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tilth.checkpoint.covering import tiling_problem
-from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, tile_counts
+from tilth.checkpoint.planning import DIMENSIONS, DTYPES, MOST, TensorRow, tile_counts
 from tilth.core.errors import CheckpointError
-from tilth.core.layout import Shape
 
 _COLUMNS = ("offset", "size", "file", "byte0")
 _LONG = 64  # a column with more numbers is written once
-
-
-class TensorRow(NamedTuple):
-    """A tensor in the manifest. B: boxes, D: dimensions."""
-
-    shape: Shape
-    dtype: str
-    offset: np.ndarray  # int64 [B, D]
-    size: np.ndarray  # int64 [B, D]
-    file: np.ndarray  # int64 [B]: index of the file in ``files``
-    byte0: np.ndarray  # int64 [B]: from the start of the file's data section
 
 
 class TensorTable:
@@ -42,17 +30,15 @@ class TensorTable:
         A long column equal to one of an earlier tensor is the name of the first such tensor: most tensors of a model
         have the layout of another one.
         """
-        known: dict[tuple[str, bytes], bytes] = {}
+        known: dict[tuple[str, bytes], str] = {}
 
         def line(name: str, row: TensorRow) -> Iterator[bytes]:
             yield f'{{"shape": {json.dumps(row.shape)}, "dtype": "{row.dtype}"'.encode()
             for column in _COLUMNS:
                 yield f', "{column}": '.encode()
                 values = getattr(row, column).reshape(-1)
-                key = column, values.tobytes() if len(values) > _LONG else b""
-                yield known[key] if key in known else _numbers(values)
-                if key[1]:
-                    known.setdefault(key, json.dumps(name).encode())
+                first = known.setdefault((column, values.tobytes()), name) if len(values) > _LONG else name
+                yield _numbers(values) if first == name else json.dumps(first).encode()
             yield b"}"
 
         return list(json_object({name: line(name, row) for name, row in self.rows.items()}))
@@ -88,16 +74,9 @@ class Pieces:
 
     @classmethod
     def of(cls, rows: Sequence[TensorRow]) -> "Pieces":
-        known: dict[tuple[Shape, bytes, int], np.ndarray] = {}
-        counts, nbytes = [], []
-        for row in rows:
-            itemsize = DTYPES[row.dtype].itemsize
-            key = row.size.shape, row.size.tobytes(), itemsize  # (4, 3) is one box of a matrix, or two of a vector
-            if key not in known:
-                known[key] = tile_counts(row.size, itemsize)
-            counts.append(known[key])
-            nbytes.append(row.size.prod(1) * itemsize)
-        none = [np.zeros(0, np.int64)]
+        sizes, none = [DTYPES[row.dtype].itemsize for row in rows], [np.zeros(0, np.int64)]
+        nbytes = [row.size.prod(1) * itemsize for row, itemsize in zip(rows, sizes)]
+        counts = [tile_counts(row.size, itemsize) for row, itemsize in zip(rows, sizes)]
         columns = ([row.file for row in rows], [row.byte0 for row in rows], nbytes, counts)
         return cls(*(np.concatenate(none + column) for column in columns))
 

@@ -19,8 +19,8 @@ import torch
 import xxhash
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tilth.checkpoint.columns import Pieces, TensorRow, TensorTable, WrongField, json_object, rows_of
-from tilth.checkpoint.planning import DTYPES, MOST, GroupPlan, plan_group, spec_table, specs_of, tiles
+from tilth.checkpoint.columns import Pieces, TensorTable, WrongField, json_object, rows_of
+from tilth.checkpoint.planning import DTYPES, MOST, GroupPlan, TensorRow, plan_group, spec_table, specs_of, tiles
 from tilth.core.errors import CheckpointError
 from tilth.core.layout import MOST_RANKS, Box, Mesh, Shape
 from tilth.core.names import name_problem
@@ -144,6 +144,11 @@ class TensorEntry:
         start = file.header_nbytes + int(row.byte0[i])
         return Piece(tuple(row.offset[i].tolist()), size, name, start, math.prod(size) * itemsize, sums)
 
+    def meeting(self, box: Box) -> list[Piece]:
+        """Return the boxes that have elements of a box."""
+        hits = ((self.offset < box.stop) & (self.offset + self.size > box.offset)).all(1)
+        return [self.piece(i) for i in np.flatnonzero(hits).tolist()]
+
     @cached_property
     def boxes(self) -> tuple[Piece, ...]:
         """All boxes."""
@@ -198,7 +203,12 @@ class Manifest:
         """By id of a row of a table: index of each box's first tile in its file, int64 [B]."""
         rows = [row for table in self.tables.values() for row in table.rows.values()]
         cuts = np.cumsum([len(row.file) for row in rows])[:-1]
-        return dict(zip(map(id, rows), np.split(Pieces.of(rows).first_tile, cuts)))
+        return dict(zip(map(id, rows), np.split(self.pieces.first_tile, cuts)))
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Boxes of all tensors."""
+        return Pieces.of([row for table in self.tables.values() for row in table.rows.values()])
 
     def dump(self) -> bytes:
         """Return the contents of ``manifest.json``: one line for each file and each tensor."""
@@ -286,7 +296,7 @@ def _contradictions(manifest: Manifest) -> Iterator[WrongField]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield WrongField(f"{type(error).__name__}: {error}", key="layout.mesh")
     named = [(f"{group}.{name}", row) for group, table in manifest.tables.items() for name, row in table.rows.items()]
-    pieces = Pieces.of([row for _, row in named])
+    pieces = manifest.pieces
     files = list(manifest.files.items())
     at = pieces.gap()
     if at >= 0:
@@ -482,9 +492,4 @@ def _wrong_files(plan: GroupPlan, reports: Sequence[Report]) -> Iterator[Checkpo
 @lru_cache(maxsize=8)
 def _planned_table(plan: GroupPlan, files: int) -> TensorTable:
     """Return the tensors of a plan, whose files come behind ``files`` others; its text is made once."""
-    number = files + np.cumsum(plan.writes) - 1
-    rows = {
-        spec.name: TensorRow(spec.layout.shape, spec.dtype, c.offset, c.size, number[c.writer], c.byte0)
-        for spec, c in zip(plan.specs, plan.columns())
-    }
-    return TensorTable(rows)
+    return TensorTable(plan.rows(files + np.cumsum(plan.writes) - 1))

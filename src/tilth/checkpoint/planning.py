@@ -73,13 +73,15 @@ class Planned(NamedTuple):
     dtype: str
 
 
-class TensorBoxes(NamedTuple):
-    """All boxes of a tensor, sorted by offset. B: boxes, D: dimensions."""
+class TensorRow(NamedTuple):
+    """A tensor and its boxes, sorted by offset, in a plan and in a manifest. B: boxes, D: dimensions."""
 
+    shape: Shape
+    dtype: str
     offset: np.ndarray  # int64 [B, D]
     size: np.ndarray  # int64 [B, D]
-    writer: np.ndarray  # int64 [B]: index in ``GroupPlan.ranks`` of the rank that writes it
-    byte0: np.ndarray  # int64 [B]: where it starts in the data section of that rank's file
+    file: np.ndarray  # int64 [B]: index of the file that has it
+    byte0: np.ndarray  # int64 [B]: from the start of the file's data section
 
 
 class Tiles(NamedTuple):
@@ -166,8 +168,13 @@ def _height(rows: int, nbytes: int) -> int:
 
 
 def tile_counts(size: np.ndarray, itemsize: int) -> np.ndarray:
-    """Count the tiles of pieces of these sizes: int64 [B, D] -> int64 [B]."""
-    sizes = [tuple(one) for one in size.tolist()]
+    """Count the tiles of pieces of these sizes: int64 [B, D] -> int64 [B]. Most tensors have the boxes of another."""
+    return _tile_counts(size.tobytes(), size.shape, itemsize)
+
+
+@lru_cache(maxsize=64)
+def _tile_counts(raw: bytes, shape: Shape, itemsize: int) -> np.ndarray:
+    sizes = list(map(tuple, np.frombuffer(raw, np.int64).reshape(shape).tolist()))
     known = {one: _tile_count(one, itemsize) for one in set(sizes)}
     return np.array([known[one] for one in sizes], np.int64)
 
@@ -408,12 +415,9 @@ class GroupPlan:
     @cached_property
     def tiles(self) -> list[int]:
         """For each of ``ranks``, the number of tiles of its pieces."""
-        found, known = np.zeros(len(self.ranks), np.int64), {}
+        found = np.zeros(len(self.ranks), np.int64)
         for dealt, itemsize, times in self._different:
-            key = id(dealt.size), itemsize
-            if key not in known:
-                known[key] = tile_counts(dealt.size, itemsize)
-            np.add.at(found, dealt.writer, known[key] * times)
+            np.add.at(found, dealt.writer, tile_counts(dealt.size, itemsize) * times)
         return found.tolist()
 
     def data_nbytes(self, rank: int) -> int:
@@ -442,15 +446,18 @@ class GroupPlan:
         """Return the safetensors header of a rank's file, see ``safetensors_header``."""
         return safetensors_header(self.pieces(rank))
 
-    def columns(self) -> list[TensorBoxes]:
-        """Return the boxes of each tensor in the files of all ranks, in the order of the specs."""
-        end = np.zeros(len(self.ranks), np.int64)
-        found: dict[int, TensorBoxes] = {}
+    def rows(self, files: np.ndarray) -> dict[str, TensorRow]:
+        """Return each tensor in the files of all ranks, in the order of the specs. files: index of each rank's file."""
+        end, byte0 = np.zeros(len(self.ranks), np.int64), dict[int, np.ndarray]()
         for i in self._file_order:
             dealt = self._dealt[i]
-            found[i] = TensorBoxes(dealt.offset, dealt.size, dealt.writer, end[dealt.writer] + dealt.before)
+            byte0[i] = end[dealt.writer] + dealt.before
             end[dealt.writers] += dealt.nbytes
-        return [found[i] for i in range(len(self.specs))]
+        each = enumerate(zip(self.specs, self._dealt))
+        return {
+            spec.name: TensorRow(spec.layout.shape, spec.dtype, d.offset, d.size, files[d.writer], byte0[i])
+            for i, (spec, d) in each
+        }
 
 
 def _check(specs: Iterable[Spec]) -> None:

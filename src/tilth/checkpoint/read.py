@@ -2,19 +2,18 @@
 
 import errno
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from tilth.checkpoint.directory import complete, quarantine, step_of
-from tilth.checkpoint.manifest import Manifest, Piece, TensorEntry, load_manifest, raise_problems
+from tilth.checkpoint.manifest import Manifest, TensorEntry, load_manifest, raise_problems
 from tilth.checkpoint.replica_read import Share, together
 from tilth.checkpoint.shards import held, views
 from tilth.checkpoint.storage import Location, Storage, is_url, split, storage_of
@@ -26,7 +25,6 @@ _T = TypeVar("_T")
 
 _THREADS = 4
 _HEADER = 8 << 20  # bytes of a header that are read at a time
-_FEW = 8  # up to this many pieces are searched one by one
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and their total."""
@@ -115,7 +113,6 @@ class Checkpoint:
         self.bytes_read = 0
         """Bytes of data files requested from the storage since it was opened."""
         self._storage = storage
-        self._indices: dict[tuple[str, str], _Index] = {}
 
     @property
     def step(self) -> int:
@@ -203,21 +200,17 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path}: no group {group}; it has {known}", key=group)
         return self.manifest.groups[group].keys()
 
-    def _index(self, group: str, name: str) -> "_Index":
-        if (group, name) not in self._indices:
-            self._indices[group, name] = _Index(self.manifest.entry(group, name))
-        return self._indices[group, name]
-
     def _wants(self, group: str, name: str, boxes: Sequence[Box], targets: Sequence[Tensor]) -> Iterator[Want]:
         """Yield the parts of stored pieces that make up these boxes."""
-        index, what = self._index(group, name), f"{group}/{name}"
+        entry, what = self.manifest.entry(group, name), f"{group}/{name}"
+        itemsize = entry.torch_dtype.itemsize
         for box, target in zip(boxes, targets):
-            for piece in index.meeting(box):
-                if piece.offset == box.offset and piece.size == box.size and piece.nbytes:
-                    yield Want(what, piece, index.itemsize, Box.whole(box.size), target)
+            for piece in entry.meeting(box):
+                if piece.offset == box.offset and piece.size == box.size:
+                    yield Want(what, piece, itemsize, Box.whole(box.size), target)
                 elif common := piece.box.intersect(box):
                     part = target[common.within(box).slices]
-                    yield Want(what, piece, index.itemsize, common.within(piece.box), part)
+                    yield Want(what, piece, itemsize, common.within(piece.box), part)
 
     def _pieces(self, group: str, name: str) -> Iterator[Want]:
         """Yield all pieces of a tensor, to verify them."""
@@ -256,29 +249,6 @@ class _Counter:
         with self._lock:
             self._done += more
             self._progress(self._done, self._total)
-
-
-class _Index:
-    """The pieces of a tensor, sorted by their first rows, searched by box."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self.itemsize = entry.torch_dtype.itemsize
-        self._entry = entry
-        self._few = entry.boxes if len(entry) <= _FEW else None
-        if self._few is None:
-            self._stop = entry.offset + entry.size
-            self._reach = np.maximum.accumulate(self._stop[:, 0])  # the largest stop of all pieces up to each
-
-    def meeting(self, box: Box) -> Iterable[Piece]:
-        """Return the pieces that meet a box; all pieces if there are few."""
-        if self._few is not None:
-            return self._few
-        offset = self._entry.offset
-        first = int(np.searchsorted(self._reach, box.offset[0], "right"))
-        last = int(np.searchsorted(offset[:, 0], box.stop[0], "left"))
-        rows = slice(first, max(first, last))
-        hits = ((offset[rows] < box.stop) & (self._stop[rows] > box.offset)).all(1)
-        return [self._entry.piece(first + i) for i in np.flatnonzero(hits).tolist()]
 
 
 def _threads() -> int:

@@ -82,29 +82,17 @@ def _shares(wants: Sequence[Want], parts: int) -> list[Sequence[Want]]:
     return [wants[i:j] for i, j in pairwise(cuts)]
 
 
-class _Matrix(NamedTuple):
-    """A piece as rows under tiles; the elements of a single row count as rows, so that its tiles are bands of rows."""
+class _PieceCut(NamedTuple):
+    """The wanted part of a piece, as rows under tiles, and the tiles that contain it.
+
+    The elements of a single row count as rows, so that its tiles are bands of rows.
+    """
 
     leading: Shape
     width: int
     rows: Sequence[int]  # cuts of the tiles, from 0 to the end
     columns: Sequence[int]
-    is_row: bool  # one row, or a single number
-
-
-@lru_cache(maxsize=4096)
-def _matrix(size: Shape, itemsize: int) -> _Matrix:
-    cut, last = tiles(size, itemsize), size[-1] if size else 1
-    if math.prod(size[:-1]) == 1:
-        return _Matrix((last,), 1, cut.columns, (0, 1), True)
-    return _Matrix(size[:-1], last, cut.rows, cut.columns, False)
-
-
-class _PieceCut(NamedTuple):
-    """The wanted part of a piece, and the tiles that contain it."""
-
-    matrix: _Matrix
-    wanted: Box  # rows, as a box of ``matrix.leading``
+    wanted: Box  # rows, as a box of ``leading``
     interval: tuple[int, int]  # rows [first, last) if they are neighbours, else (0, 0)
     left: int  # columns [left, right)
     right: int
@@ -116,41 +104,42 @@ class _PieceCut(NamedTuple):
     @property
     def edges(self) -> tuple[int, int]:
         """Columns [start, stop) that are read."""
-        return self.matrix.columns[self.first], self.matrix.columns[self.last]
+        return self.columns[self.first], self.columns[self.last]
 
     @property
     def start(self) -> int:
-        return self.matrix.columns[self.first]
+        return self.columns[self.first]
 
     @property
     def nbytes(self) -> int:
         """Bytes of a row that are read."""
-        return (self.matrix.columns[self.last] - self.start) * self.itemsize
+        return (self.columns[self.last] - self.start) * self.itemsize
 
     @property
     def stride(self) -> int:
         """Bytes from a row to the next."""
-        return self.matrix.width * self.itemsize
+        return self.width * self.itemsize
 
 
 @lru_cache(maxsize=4096)
 def _cut(size: Shape, itemsize: int, common: Box) -> _PieceCut:
-    matrix = _matrix(size, itemsize)
-    if matrix.is_row:
+    rows, columns = tiles(size, itemsize)
+    if math.prod(size[:-1]) == 1:  # one row, or a single number
+        leading, width, rows, columns = size[-1:] or (1,), 1, columns, [0, 1]
         wanted, left, right = Box(common.offset[-1:] or (0,), common.size[-1:] or (1,)), 0, 1
     else:
-        wanted, left = Box(common.offset[:-1], common.size[:-1]), common.offset[-1]
-        right = left + common.size[-1]
-    first, last = bisect_right(matrix.columns, left) - 1, bisect_left(matrix.columns, right)
-    found = runs(wanted, matrix.leading)
+        leading, width, left = size[:-1], size[-1], common.offset[-1]
+        wanted, right = Box(common.offset[:-1], common.size[:-1]), left + common.size[-1]
+    first, last = bisect_right(columns, left) - 1, bisect_left(columns, right)
+    found = runs(wanted, leading)
     interval = (found.starts[0], found.starts[0] + found.length) if len(found.starts) == 1 else (0, 0)
     bands: list[tuple[int, int]] = []
     for start in found.starts:
-        i, j = bisect_right(matrix.rows, start) - 1, bisect_left(matrix.rows, start + found.length)
+        i, j = bisect_right(rows, start) - 1, bisect_left(rows, start + found.length)
         if bands and i <= bands[-1][1]:
             i = bands.pop()[0]
         bands.append((i, j))
-    return _PieceCut(matrix, wanted, interval, left, right, first, last, bands, itemsize)
+    return _PieceCut(leading, width, rows, columns, wanted, interval, left, right, first, last, bands, itemsize)
 
 
 class _Step(NamedTuple):
@@ -164,7 +153,7 @@ class _Step(NamedTuple):
 
 
 def _steps(cut: _PieceCut) -> Iterator[_Step]:
-    rows, nbytes = cut.matrix.rows, cut.nbytes
+    rows, nbytes = cut.rows, cut.nbytes
     for i, end in cut.bands:
         while i < end:
             start, height = rows[i], rows[i + 1] - rows[i]
@@ -201,7 +190,7 @@ class _TileHasher:
         self._open = self._open or [xxh3_64() for _ in range(columns)]  # tiles larger than a step
         for hasher, part in zip(self._open, parts):
             hasher.update(part)
-        if step.stop == cut.matrix.rows[step.first + 1]:
+        if step.stop == cut.rows[step.first + 1]:
             self.found += [hasher.intdigest() for hasher in self._open]
             self._open = []
 
@@ -328,7 +317,7 @@ def _place(target: Tensor, scratch: Tensor, cut: _PieceCut, rows: slice) -> None
     width = cut.nbytes // cut.itemsize
     read = scratch[: (rows.stop - rows.start) * cut.nbytes].view(target.dtype).view(-1, width)
     columns, at = slice(cut.left - cut.start, cut.right - cut.start), 0
-    for box in interval_boxes(cut.matrix.leading, rows.start, rows.stop):
+    for box in interval_boxes(cut.leading, rows.start, rows.stop):
         common = box.intersect(cut.wanted)
         if common:
             block = read[at : at + box.numel].view(*box.size, width)
@@ -337,7 +326,7 @@ def _place(target: Tensor, scratch: Tensor, cut: _PieceCut, rows: slice) -> None
 
 
 def _expected(piece: Piece, cut: _PieceCut) -> list[int]:
-    columns = len(cut.matrix.columns) - 1
+    columns = len(cut.columns) - 1
     bands = (band for i, j in cut.bands for band in range(i, j))
     if cut.last - cut.first == columns and len(cut.bands) == 1:
         return list(piece.checksums[cut.bands[0][0] * columns : cut.bands[0][1] * columns])
@@ -364,7 +353,7 @@ def _extents(wants: Iterable[Want], gap: int) -> Iterator[tuple[int, int]]:
             yield start, start + want.piece.nbytes
             continue
         cut = _cut(want.piece.size, want.itemsize, want.common)
-        rows, left = cut.matrix.rows, start + cut.start * cut.itemsize
+        rows, left = cut.rows, start + cut.start * cut.itemsize
         for i, j in cut.bands:
             if cut.stride - cut.nbytes <= gap:
                 yield left + rows[i] * cut.stride, left + (rows[j] - 1) * cut.stride + cut.nbytes
