@@ -1,10 +1,9 @@
 """Answer to one HTTP request: its completions in the engine client, as one object or as a stream of events."""
 
 import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,11 +12,9 @@ from tilth.core.trajectory import Trajectory
 from tilth.engines.client import EngineClient
 from tilth.engines.completion import Completion, Delta
 from tilth.engines.request import Request
-from tilth.serve.app import gathered
+from tilth.serve.app import DONE, event, gathered
 from tilth.serve.errors import HttpError, http_error
 from tilth.serve.metrics import ServerMetrics
-
-DONE = "data: [DONE]\n\n"
 
 
 class Choice(Protocol):
@@ -148,14 +145,10 @@ async def events(parts: AsyncGenerator[dict[str, Any]]) -> AsyncIterator[str]:
     async with aclosing(parts):
         try:
             async for part in parts:
-                yield _event(part)
+                yield event(part)
             yield DONE
         except HttpError as error:
-            yield _event(error.body)
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+            yield event(error.body)
 
 
 async def _merged(completions: list[Completion]) -> AsyncIterator[tuple[int, Delta]]:
@@ -164,16 +157,18 @@ async def _merged(completions: list[Completion]) -> AsyncIterator[tuple[int, Del
         async for delta in completions[0]:
             yield 0, delta
         return
-    found: asyncio.Queue[Callable[[], tuple[int, Delta]] | None] = asyncio.Queue()
+    found: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(i, one, found)) for i, one in enumerate(completions)]
     try:
         left = len(tasks)
         while left:
-            give = await found.get()
-            if give is None:
+            come = await found.get()
+            if isinstance(come, Exception):
+                raise come
+            if come is None:
                 left -= 1
             else:
-                yield give()
+                yield come
     finally:
         for task in tasks:
             task.cancel()
@@ -182,14 +177,10 @@ async def _merged(completions: list[Completion]) -> AsyncIterator[tuple[int, Del
 
 
 async def _forward(index: int, completion: Completion, found: asyncio.Queue[Any]) -> None:
-    """Put the deltas of a completion, then None; an error is raised where it is taken."""
+    """Put the deltas of a completion, then None; or its error."""
     try:
         async for delta in completion:
-            found.put_nowait(lambda delta=delta: (index, delta))
+            found.put_nowait((index, delta))
         found.put_nowait(None)
     except Exception as error:  # noqa: BLE001 - raised by the one who takes it
-
-        def failed(error: Exception = error) -> tuple[int, Delta]:
-            raise error
-
-        found.put_nowait(failed)
+        found.put_nowait(error)

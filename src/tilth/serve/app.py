@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hmac
 import ipaddress
+import json
 import re
 import signal
 import socket
@@ -32,6 +33,8 @@ BODY = 8 << 20
 """Most bytes of a request's body."""
 GRACE = 30.0
 """Seconds in which requests may finish when the server is asked to end."""
+DONE = "data: [DONE]\n\n"
+"""Last event of a stream."""
 LEFT = 499
 """Status of a request whose client has left."""
 SILENCE = 60.0
@@ -203,6 +206,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def event(value: Mapping[str, Any]) -> str:
+    """Return a server-sent event, with the name of its type if it has one."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def event_stream(events: AsyncIterator[str]) -> Response:

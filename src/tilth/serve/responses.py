@@ -1,6 +1,5 @@
 """Form of ``/v1/responses``: items and events, made from the choices of a chat completion."""
 
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
@@ -8,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from tilth.serve.answers import HttpAnswer
+from tilth.serve.app import event
 from tilth.serve.errors import HttpError
 from tilth.serve.response_body import ResponsesBody, renamed
 
@@ -37,14 +37,14 @@ class ResponseForm:
         """Yield the events of a stream of a chat completion's chunks. An error is the last event."""
         async with aclosing(parts):
             for kind in ("created", "in_progress"):
-                yield _line(self._event(f"response.{kind}", response=self._response()))
+                yield event(self._event(f"response.{kind}", response=self._response()))
             try:
                 async for part in parts:
-                    for event in self._hear(part):
-                        yield _line(event)
+                    for one in self._hear(part):
+                        yield event(one)
             except HttpError as error:
                 told = renamed(error)
-                yield _line(self._event("error", message=str(told), code=told.code, param=told.param))
+                yield event(self._event("error", message=str(told), code=told.code, param=told.param))
 
     def _hear(self, part: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of a chunk, or of a whole chat completion."""
@@ -170,7 +170,3 @@ def _counts(usage: Mapping[str, int]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _line(event: dict[str, Any]) -> str:
-    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"

@@ -56,14 +56,9 @@ class Turn(NamedTuple):
     @property
     def finish(self) -> str:
         """Return ``finish_reason``."""
-        found = self.facts.get("finish", "stop")
-        return (
-            "tool_calls"
-            if found == "stop" and "tool_calls" in self.message
-            else "stop"
-            if found == "stop"
-            else "length"
-        )
+        if self.facts.get("finish", "stop") != "stop":
+            return "length"
+        return "tool_calls" if "tool_calls" in self.message else "stop"
 
 
 class _Talk:

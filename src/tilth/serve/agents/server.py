@@ -1,7 +1,6 @@
 """HTTP server of a process of agents: OpenAI's chat completions on this machine, a key for each episode."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tilth.serve.agents.conversation import MODEL, PARALLEL, AgentConversations, Turn
-from tilth.serve.app import LEFT, bare_app, event_stream, listen, unless_gone
+from tilth.serve.app import DONE, LEFT, bare_app, event, event_stream, listen, unless_gone
 from tilth.serve.errors import HttpError, read
 from tilth.serve.schemas import ChatBody
 
@@ -130,14 +129,10 @@ async def _events(head: dict[str, Any], turn: Turn, body: ChatBody) -> AsyncIter
     for at, delta in enumerate([*deltas, {}]):
         finish = turn.finish if at == len(deltas) else None
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **(_logprobs(turn, body) if at == 0 else {})}
-        yield _event({**head, "choices": [choice]})
+        yield event({**head, "choices": [choice]})
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(turn)})
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+        yield event({**head, "choices": [], "usage": _usage(turn)})
+    yield DONE
 
 
 def _usage(turn: Turn) -> dict[str, int]:
