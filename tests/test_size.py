@@ -4,13 +4,13 @@ from tests.errors import SOURCE, packages
 
 BUDGETS = {
     "config": (3_250, 2_600),
-    "core": (1_900, 1_800),
+    "core": (2_100, 1_800),
     "trace": (1_500, 1_400),
     "plan": (4_600, 3_700),
     "rl": (4_000, 3_900),
     "process": (900, 900),
     "sandbox": (1_100, 800),
-    "rewards envs tasks": (4_850, 3_900),
+    "rewards envs tasks": (4_800, 3_900),
     "cluster": (5_350, 4_500),
     "data": (3_750, 2_600),
     "models": (4_950, 4_200),
@@ -20,10 +20,10 @@ BUDGETS = {
     "engines rollout": (6_000, 5_700),
     "roles": (2_550, 1_700),
     "guard": (3_400, 2_700),
-    "runs": (3_600, 2_650),
+    "runs": (3_400, 2_650),
     "flows": (2_150, 1_850),
     "launch": (4_000, 2_700),
-    "serve": (6_400, 4_200),
+    "serve": (6_450, 4_200),
     "analysis": (3_700, 3_000),
     "ui cli api": (8_100, 6_100),
 }

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from tilth.cli import capture
 from tilth.cli.main import app
 from tilth.config.load import from_dict
+from tilth.core.lines import Lines
 from tilth.launch import profiling
 from tilth.launch.profiling import FOLDER, LOG, REQUEST
 from tilth.runs.directory import RunDir
-from tilth.runs.files import Lines
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ def test_another_turn_goes_another_way(pool, tmp_path):
 
 def test_files_of_other_calls_torn_lines_and_old_calls(tmp_path):
     one = ObservationJournal(tmp_path, [0], "version 1")
-    one._file.write('[0, "begin", {}, 5]\n[0, "step", {}, 6')
     one.close()
+    one.path.write_text('[0, "begin", {}, 5]\n[0, "step", {}, 6')
     assert not ObservationJournal(tmp_path, [0], "version 2").known
     assert not ObservationJournal(tmp_path, [1], "version 1").known
     again = ObservationJournal(tmp_path, [0], "version 1")

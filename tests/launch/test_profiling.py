@@ -16,6 +16,7 @@ from tilth.analysis.events import load
 from tilth.analysis.profiled import profiled
 from tilth.config.load import from_dict
 from tilth.core.errors import DataError, PluginError
+from tilth.core.lines import read_lines
 from tilth.launch import profiling
 from tilth.launch.profiling import (
     FOLDER,
@@ -29,7 +30,6 @@ from tilth.launch.profiling import (
     take_back,
 )
 from tilth.runs.directory import RunDir
-from tilth.runs.files import read_lines
 from tilth.runs.signals import StopRequest
 from tilth.trace import capture
 from tilth.trace.capture import Captured

@@ -21,8 +21,8 @@ from tests.ui.fake import fake_run
 from tilth.cli.main import app
 from tilth.cli.top import _follow, _lines
 from tilth.config.load import load_recipe
+from tilth.core.lines import replace
 from tilth.runs.directory import RunDir
-from tilth.runs.files import replace
 from tilth.ui import top as ui
 from tilth.ui.top import RunWatcher, Tail, as_dict, drawn, last_line, shares
 

@@ -23,8 +23,9 @@ from tilth.config.checks import MOST_PROFILED, profiled, unknown_ranks
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import writing
+from tilth.core.lines import Lines, read_lines
 from tilth.flows.callbacks import Callback, RunView, Say
-from tilth.runs.files import Lines, read_lines, to_json
+from tilth.runs.files import to_json
 from tilth.runs.readers import read_state
 from tilth.runs.signals import StopRequest
 from tilth.runs.trust import load_recipe_of

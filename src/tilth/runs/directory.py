@@ -28,10 +28,11 @@ from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import StorageError, TilthError
 from tilth.core.files import make_folder, writing
+from tilth.core.lines import Lines, replace
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, described, lost
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.runs.environment import environment
-from tilth.runs.files import Lines, Lock, replace, to_json
+from tilth.runs.files import Lock, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema

@@ -1,31 +1,15 @@
-"""Atomic writes, append-only JSONL files and the lock of a run; a failed write is a StorageError."""
+"""The lock of a run; strict JSON, and its dotted keys."""
 
-import errno
 import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tilth.core.errors import DataError, StorageError
-from tilth.core.files import atomic_write, sync, writing
-from tilth.core.write_queue import WriteQueue, settle
-
-
-def replace(path: Path, data: bytes, queue: WriteQueue | None = None) -> None:
-    """Write a file atomically: a reader sees the old bytes or the new, also after a power cut. StorageError.
-
-    queue: where it waits while the disk refuses it, unless a newer one takes its place.
-    """
-    if queue is not None:
-        queue.put(path, partial(replace, path, data), len(data), newest=True)
-        return
-    with atomic_write(path, follow=False) as temporary:  # the target of a link is not the run's
-        temporary.write_bytes(data)
+from tilth.core.errors import StorageError
+from tilth.core.files import writing
 
 
 def to_json(value: Any) -> str:
@@ -39,153 +23,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-class Lines:
-    """An append-only file of JSON objects, one a line. Opening it drops what follows the last of them: a line that is
-    not complete, or that something else wrote."""
-
-    def __init__(self, path: Path, queue: WriteQueue | None = None, *, text: bool = False) -> None:
-        """queue: where writes wait while the disk refuses them; None: they are errors. text: any line is one of it."""
-        self.path, self._queue = path, queue
-        self.dropped = b""
-        if there := path.exists():
-            found = path.read_bytes()
-            end = found.rfind(b"\n") + 1
-            while not text and end and not _is_object(found[(start := found.rfind(b"\n", 0, end - 1) + 1) : end]):
-                end = start
-            self.dropped = found[end:]
-            if self.dropped:
-                replace(path, found[:end])
-        with writing(path):
-            self._open(os.O_CREAT)
-            if not there:
-                sync(path.parent)
-
-    def _open(self, flags: int = 0) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
-        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
-        self._durable = self._end = os.fstat(descriptor).st_size
-        self._torn = self._unsure = False
-
-    def append(self, line: str, *, sync: bool = False) -> None:
-        """Append a line, durably if ``sync``. StorageError if that fails; the file is then unchanged."""
-        data = line.encode() + b"\n"
-        self._do(partial(self._append, data, sync), len(data))
-
-    def sync(self) -> None:
-        """Flush all lines to disk."""
-        self._do(self._sync)
-
-    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the lines whose objects ``keep`` refuses."""
-        self._do(partial(self._rewrite, keep))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _do(self, work: Callable[[], None], nbytes: int = 0) -> None:
-        if self._queue is not None:
-            self._queue.put(self.path, work, nbytes)
-            return
-        with writing(self.path):
-            work()
-
-    def _append(self, data: bytes, durably: bool) -> None:
-        """Append bytes to the whole lines, after an earlier try too."""
-        self._find()
-        left = data
-        try:
-            if self._torn:
-                self._file.truncate(self._end)
-                self._torn = False
-            while left:
-                left = left[self._file.write(left) :]
-            if durably:
-                os.fsync(self._file.fileno())
-        except OSError:
-            self._torn = True
-            with suppress(OSError):  # else before the next try
-                self._file.truncate(self._end)
-                self._torn = False
-            raise
-        self._end += len(data)
-        self._durable = self._end if durably else self._durable
-
-    def _sync(self) -> None:
-        """Make all lines durable."""
-        self._find()
-        try:
-            if self._unsure:
-                with open(self.path, "r+b") as file:
-                    file.seek(self._durable)
-                    whole = file.read(self._end - self._durable)
-                    file.seek(self._durable)
-                    file.write(whole)
-            os.fsync(self._file.fileno())
-        except OSError:
-            self._unsure = True  # the kernel may forget bytes that it failed to write, unless they are written again
-            raise
-        self._durable, self._unsure = self._end, False
-
-    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        self._find()
-        whole = "".join(to_json(entry) + "\n" for entry in iterate_lines(self.path) if keep(entry))
-        replace(self.path, whole.encode())
-        self._file.close()
-        self._open()
-
-    def _find(self) -> None:
-        """Check that the path still leads to the open file, or open it again. OSError while its disk is not there, or
-        another one is in its place."""
-        there, mine = os.stat(self.path), os.fstat(self._file.fileno())
-        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
-            return
-        if there.st_size < self._end:
-            raise OSError(errno.ESTALE, "another file is in its place, with fewer lines", str(self.path))
-        end = self._end
-        self._file.close()
-        self._open()
-        self._torn, self._end = self._end > end, end
-        self._durable = 0
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def iterate_lines(path: Path, *, lenient: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, none if it does not exist. An incomplete last line is skipped.
-
-    DataError for any other line that is not JSON; lenient: {} in its place.
-    """
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
-        return
-    with file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if lenient:
-                    yield {}
-                    continue
-                raise DataError(
-                    f"{path} line {number} is not JSON: {line[:60].rstrip()!r}", key=f"{path.name}.{number}"
-                ) from error
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file, with what this process has still to write: see ``iterate_lines``."""
-    settle(path)
-    return list(iterate_lines(path))
 
 
 class Lock:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from tilth.core.batch import Batch
+from tilth.core.lines import Lines, iterate_lines
 from tilth.core.write_queue import PROMPT, WriteQueue
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import OUTCOME
-from tilth.runs.files import Lines, iterate_lines, to_json
+from tilth.runs.files import to_json
 
 PART = "part/"
 Known = dict[tuple[int, int], dict[str, Any]]

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 
 from tilth.core.errors import DataError
+from tilth.core.lines import iterate_lines, read_lines
 from tilth.core.write_queue import settle
 from tilth.data.trajectories import read_trajectories, steps_of
-from tilth.runs.files import iterate_lines, read_lines
 from tilth.runs.updates import Update, read_updates
 
 __all__ = [

@@ -21,7 +21,7 @@ from tilth.analysis.recent import told
 from tilth.analysis.run_trace import open_run
 from tilth.analysis.time_breakdown import account
 from tilth.core.errors import DataError
-from tilth.runs.files import read_lines, replace
+from tilth.core.lines import read_lines, replace
 from tilth.runs.readers import curve as points
 from tilth.runs.readers import (
     ettr_curve,
