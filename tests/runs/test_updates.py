@@ -30,7 +30,7 @@ from tilth.launch.supervisor import LEFT, Inherited
 from tilth.runs.directory import RunDir
 from tilth.runs.readers import read_state, summarise
 from tilth.runs.signals import Interrupted
-from tilth.runs.updates import FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, path_of, read_updates
+from tilth.runs.updates import CODE, FIXED, NONE, RecipeChange, Update, allowed, check, keep_code, path_of, read_updates
 from tilth.ui import format
 from tilth.ui.result import RunResult
 
@@ -95,25 +95,28 @@ def test_a_broken_plugin_is_undone_and_other_keys_are_those_of_a_resume_at_that_
     asks = {
         3: [["--plugin", str(broken), "--now"]],
         5: [["model.hidden=32", "--now"], ["optimizer.lr=3e-3"], ["guard.hang_after=60", "--now", "--json"]],
+        7: [["--now"]],
     }
     code, errors, found = run(tmp_path, asks)
     assert code == 0, errors
     assert "is undone" in errors and "a mistake" in errors
 
-    undone, first, second = read_updates(found)
+    undone, first, second, code = read_updates(found)
     assert (undone.state, undone.step, first.state, second.state) == ("undone", 3, "in force", "in force")
+    assert (code.state, code.step, dict(code.changes)) == ("in force", 7, CODE)
     assert "a mistake" in undone.why and dict(undone.changes) == {"plugins": "plugins: broken.py"}
     assert (first.step, second.step) == (5, 5) and not first.urgent  # one restart for both
     assert dict(second.changes) == {"guard.hang_after": "guard.hang_after was 120.0 and is 60.0"}
     states = [one["state"] for one in read_state(found)["attempts"]]
-    assert states == ["left", "failed", "left", "finished"]
-    assert (found / "log.txt").read_text().count("from memory") == 3  # no step was lost, and no checkpoint was saved
+    assert states == ["left", "failed", "left", "left", "finished"]
+    assert (found / "log.txt").read_text().count("from memory") == 4  # no step was lost
+    assert not (found / "checkpoints" / "step-000005").exists() and (found / "checkpoints" / "step-000007").exists()
     said = answers(tmp_path)
-    assert [one[0] for one in said] == [0, 2, 0, 0]
+    assert [one[0] for one in said] == [0, 2, 0, 0, 0]
     assert "model.hidden" in said[1][2] and FIXED["model"] in said[1][2]
     assert json.loads(said[3][1])["number"] == 3
     brief = summarise(found)["updates"]
-    assert [one["state"] for one in brief] == ["undone", "in force", "in force"]
+    assert [one["state"] for one in brief] == ["undone", "in force", "in force", "in force"]
     assert "optimizer.lr was" in format.updated(brief[1])
     assert "a mistake" in (found / "report.html").read_text()
     assert "hang_after = 60.0" in (found / "recipe.toml").read_text()
@@ -294,32 +297,64 @@ def supervised(active, monkeypatch):
     return one
 
 
-def test_an_update_that_fails_before_its_first_commit_goes_back_to_the_former_code_and_keys(supervised, active):
-    old = supervised._server
+def test_an_update_that_fails_before_its_first_commit_goes_back_to_the_former_keys_and_plugins(supervised, active):
+    server = supervised._server
     state = json.loads((active / "run.json").read_text()) | {"plugins": ["/kept/mine.py"]}
     (active / "run.json").write_text(json.dumps(state))
     handed = supervised._with_updates(Inherited(str(active), str(active)))
-    assert handed.change.number == 1 and "optimizer.lr=0.5" in handed.change.overrides
-    new = supervised._server
-    supervised._note_taken()  # no commit yet
-    assert new is not old and not old.killed
-    back = supervised._undo(supervised._trying, "it is broken")
-    assert supervised._server is old and new.killed and not old.killed
+    assert handed.tried == handed.change.number == 1 and "optimizer.lr=0.5" in handed.change.overrides
+    back = supervised._with_updates(supervised._undo(supervised._trying, "it is broken"))
+    assert supervised._trying is None and (back.tried, back.undone) == (1, "it is broken")
     assert back.change.number == 0 and back.change.overrides == ('plugins=["/kept/mine.py"]',)
-    assert back.change.allow == ("optimizer.lr", "guard.restarts") and back.undone.why == "it is broken"
+    assert back.change.allow == ("optimizer.lr", "guard.restarts")
+    assert supervised._server is server and not server.killed
     assert Inherited.of(json.loads(json.dumps(supervisor.asdict(back)))) == back
 
 
-def test_the_first_commit_lets_the_former_code_go(supervised, active, monkeypatch):
-    old = supervised._server
+def test_the_code_of_tilth_comes_with_another_fork_server(supervised, active):
+    guard_update.update(active, now=False)
+    guard_update.update(active, ["optimizer.lr=0.6"], now=False)
+    server = supervised._server
     handed = supervised._with_updates(Inherited(str(active), str(active)))
-    sent = []
-    monkeypatch.setattr(supervisor.os, "kill", lambda *given: sent.append(given))
-    handed.take()
-    assert sent == [(os.getppid(), signal.SIGIO)]
-    supervised._note_taken()
-    assert old.killed and supervised._change == handed.change and supervised._recovery.restarts == 3
-    assert supervised._trying is None and supervised._former is None
+    assert server.killed and supervised._server is not server and handed.tried == 3
+
+
+def controller(folder, directory, **handed):
+    """The updates of a run as its next controller has them, before it begins."""
+    return HotUpdates(Inherited(str(folder), str(directory.path), **handed), directory, [], lambda workers: True)
+
+
+def test_updates_are_in_force_with_their_first_commit_or_undone_with_those_that_hold_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with RunDir.create(shape(), "demo") as directory:
+        directory.say = said.append
+
+        def ask(*overrides):
+            change = RecipeChange(0, overrides)
+            guard_update.request(directory.path, Update(change, {"a": "a is new"}, 8, True, "me", utc_now()))
+
+        def states():
+            directory.flush()
+            return [(one.state, one.step) for one in read_updates(directory.path)]
+
+        controller(tmp_path, directory)
+        ask("optimizer.lr=1")
+        tries = controller(tmp_path, directory, change=RecipeChange(1, ("optimizer.lr=1",)), tried=1)
+        tries.begin(4)
+        ask("optimizer.lr=1", "optimizer.lr=2")
+        assert not tries.waiting() and states() == [("waiting", 0), ("waiting", 0)]
+        tries.finish()
+        assert states() == [("in force", 4), ("waiting", 0)] and (tmp_path / supervisor.TAKEN).exists()
+        assert [one.number for one in tries.waiting()] == [2]
+        ask("optimizer.lr=3")
+        back = controller(tmp_path, directory, change=RecipeChange(1, ("optimizer.lr=1",)), tried=2, undone="a mistake")
+        back.begin(5)
+        assert states() == [("in force", 4), ("undone", 5), ("undone", 5)] and not back.waiting()
+        assert "built on update 2: a mistake" in read_updates(directory.path)[2].why
+        assert read_state(directory.path)["change"]["overrides"] == ["optimizer.lr=1"]
+    assert said[0].startswith("going on after step 4 with update 1")
+    assert ["is undone" in text for text in said] == [False, True, True]
 
 
 def test_changes_of_tables_are_allowed_by_the_table():
@@ -350,8 +385,6 @@ class Asked:
             state = json.loads((self.active / "run.json").read_text()) | {"attempts": [{"state": "running"}]}
             (self.active / "run.json").write_text(json.dumps(state))
             return LEFT, ""
-        (update,) = read_updates(self.active)
-        path_of(self.active, 1).write_bytes(replace(update, state="trying").dump())
         if len(self.handed) == 2 and self.asked:
             Inherited(handover.folder).ask(signal.SIGTERM)
         return (143 if self.asked else 1 if len(self.handed) == 2 else 0), ""
@@ -377,23 +410,25 @@ def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(ac
     assert len(controllers.handed) == (2 if asked else 3)
     assert controllers.handed[1].change.overrides == ("optimizer.lr=0.5",)
     (update,) = read_updates(active)
-    assert update.state == ("waiting" if asked else "trying")  # the third controller calls it undone
-    assert asked or controllers.handed[2].undone.number == 1
+    assert update.state == "waiting"  # the third controller calls it undone
+    assert asked or (controllers.handed[2].tried == 1 and "exit code 1" in controllers.handed[2].undone)
 
 
-def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active, monkeypatch):
-    monkeypatch.setattr(supervisor.os, "kill", lambda *given: None)
+def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active):
     guard_update.update(active, ["guard.hang_after=33"], now=True)
     handed = supervised._with_updates(Inherited(str(active), str(active)))
-    handed.take()
-    supervised._note_taken()
     assert (supervised._recovery.restarts, supervised._hang_after) == (3, 33.0)
+    supervised._with_updates(supervised._undo(supervised._trying, "it is broken"))
+    assert (supervised._recovery.restarts, supervised._hang_after) == (8, 120.0)
     state = json.loads((active / "run.json").read_text()) | {"change": asdict(handed.change)}
     (active / "run.json").write_text(json.dumps(state))
+    for number in (1, 2):
+        made = read_updates(active)[number - 1]
+        path_of(active, number).write_bytes(replace(made, state="in force").dump())
     another = supervisor_in(active)
     another._inherit()  # the command that began the run, given again
+    assert another._with_updates(Inherited(str(active), str(active))).change == another._change == handed.change
     assert (another._recovery.restarts, another._hang_after) == (3, 33.0)
-    assert another._change == handed.change
     assert "hang_after" not in json.loads(path_of(active, 1).read_text())["changes"]
 
 

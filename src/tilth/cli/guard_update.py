@@ -14,6 +14,7 @@ from tilth.core.errors import DataError, RecipeError
 from tilth.runs.readers import read_state, supervised
 from tilth.runs.trust import check_trust
 from tilth.runs.updates import (
+    CODE,
     PLUGIN_KEYS,
     RecipeChange,
     Update,
@@ -21,8 +22,8 @@ from tilth.runs.updates import (
     asked_by,
     check,
     keep_code,
-    read_updates,
     request,
+    waiting,
 )
 
 
@@ -63,7 +64,7 @@ def _update(
     run: Path, state: Mapping[str, Any], overrides: Sequence[str], files: Sequence[str], *, urgent: bool
 ) -> Update:
     recipe = str(run / "recipe.toml")
-    pending = [one for one in read_updates(run) if one.state in ("waiting", "trying")]
+    pending = waiting(run)
     base = pending[-1].change if pending else RecipeChange.of(state["change"])
     plugins = _plugins(run, given(recipe, base.overrides).get("plugins", ()), files)
     brought = (f"plugins={dump_value(plugins)}",) if files else ()
@@ -80,7 +81,7 @@ def _update(
     allow = (*allowed(changes), *(PLUGIN_KEYS if files else ()))
     return Update(
         RecipeChange(0, (*base.overrides, *own), tuple(dict.fromkeys((*base.allow, *allow)))),
-        changes or {"code": "the code of Tilth"},
+        changes or CODE,
         after.guard.restarts,
         urgent,
         asked_by(),

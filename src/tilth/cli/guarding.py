@@ -43,9 +43,9 @@ def guard_update(
 ) -> None:
     """Update keys or code of an active run: another controller goes on with them, from the state in memory.
 
-    As in: tilth guard update runs/addition-grpo-001 optimizer.lr=1e-4 --now. Without keys, the code of Tilth is
-    imported again. At the next restart, in 24 hours at the latest. An update that fails before its first commit is
-    undone. Keys of --json: number, changes (key -> message), urgent.
+    As in: tilth guard update runs/addition-grpo-001 optimizer.lr=1e-4 --now. Without keys and plugins, the code of
+    Tilth is imported again, after a checkpoint. At the next restart, in 24 hours at the latest. An update that fails
+    before its first commit is undone. Keys of --json: number, changes (key -> message), urgent.
     """
 
 

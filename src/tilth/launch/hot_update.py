@@ -1,7 +1,7 @@
 """Hot updates of a run, from the side of its controller: when it leaves, and what became of an update.
 
 step commits, an update is due --> state in memory, everything flushed --> the controller leaves (``HandOver``)
-the next controller --> the state from memory --> first commit: in force | fails before: undone by the supervisor
+the next controller --> the state from memory --> first commit: in force | fails before: the next one goes on without
 """
 
 import os
@@ -69,7 +69,9 @@ class HotUpdates:
         workers surely find no place."""
         self._has_room, self._began = has_room, time.monotonic()
         self._handed, self._directory = handed, directory
-        self._attempt, self._taken, self._told = directory.attempt, not handed.change.number, False
+        self._attempt, self._step, self._told = directory.attempt, 0, False
+        self._taken = not handed.tried or bool(handed.undone)
+        """True once a step is committed with the update that is tried, if one is."""
         self._modules = {name: files_fingerprint([name]) for name in plugins if not name.endswith(".py")}
         """Plugins that are named as modules, and what is in them."""
         supervisor = psutil.Process(os.getppid())
@@ -81,22 +83,19 @@ class HotUpdates:
             began = {"recipe": digest(directory.recipe), "inputs": dict(directory.inputs)}
             directory.update(began=began, **self._facts)
         self._known: list[Update] = []
-        self._look()
 
     def begin(self, step: int) -> None:
         """Report, after the state is restored, which update is tried or undone."""
-        undone, number = self._handed.undone, self._handed.change.number
-        for one in list(self._known):
-            if undone is not None and one.state in ("waiting", "trying"):
-                built = "" if one.number <= undone.number else f"it was built on update {undone.number}: "
-                self._set(one, "undone", step, built + undone.why)
-                seconds = time.monotonic() - undone.at
-                self._directory.say(f"{one.title()} is undone, {seconds:.1f} s later: {built}{undone.why}")
-            elif one.state in ("waiting", "trying") and one.number <= number:
-                self._set(one, "trying", step)
+        self._step, why, tried = step, self._handed.undone, self._handed.tried
+        if why:
+            self._directory.update(**self._facts)
+        for one in self._waiting():
+            if why:
+                built = "" if one.number <= tried else f"it was built on update {tried}: "
+                self._set(one, "undone", step, built + why)
+                self._directory.say(f"{one.title()} is undone: {built}{why}")
+            elif one.number <= tried:
                 self._directory.say(f"going on after step {step} with {one.title()}, asked for by {one.by}")
-            elif one.state == "trying":
-                self._set(one, "undone", step, "the run ended before its first commit")
 
     def after_step(self, run: Run) -> None:
         """Take note of the first commit with an update; leave the run (HandOver) if the next one is due.
@@ -117,7 +116,9 @@ class HotUpdates:
                 run.say(f"{waits[-1].title()} waits for {trouble['path']}: {trouble['reason']}")
             self._told = True
             return
-        if run.kept_in_memory and run.snapshots is not None and self._outlives(run):
+        lasts = run.snapshots is not None and str(run.snapshots.folder) == self._handed.folder
+        # Nothing goes back to the former code of Tilth: the state must outlive the supervisor too.
+        if lasts and run.kept_in_memory and not any(one.renews_tilth for one in waits):
             run.saving.finish()
         else:
             run.secure()
@@ -143,8 +144,9 @@ class HotUpdates:
             return
         self._taken = True
         self._directory.update(**self._facts)
-        for one in [one for one in self._known if one.state == "trying"]:
-            self._set(one, "in force", one.step)
+        for one in self._waiting():
+            if one.number <= self._handed.tried:
+                self._set(one, "in force", self._step)
         self._handed.take()
 
     def leave(self) -> None:
@@ -199,18 +201,14 @@ class HotUpdates:
 
     def waiting(self) -> list[Update]:
         """Return the updates that wait; none before the first commit with earlier ones."""
-        self._look()
-        return [one for one in self._known if one.state == "waiting"] if self._taken else []
+        return self._waiting() if self._taken else []
 
-    def _outlives(self, run: Run) -> bool:
-        """True if the snapshots are in the folder that the supervisor keeps."""
-        return run.snapshots is not None and str(run.snapshots.folder) == self._handed.folder
-
-    def _look(self) -> None:
-        """Read requests that are new."""
+    def _waiting(self) -> list[Update]:
+        """Read requests that are new, and return those that wait."""
         number = self._known[-1].number if self._known else 0
         if path_of(self._directory.path, number + 1).exists():
             self._known += read_updates(self._directory.path)[len(self._known) :]
+        return [one for one in self._known if one.state == "waiting"]
 
     def _set(self, update: Update, state: State, step: int, why: str = "") -> None:
         new = replace(update, state=state, step=step, why=why)

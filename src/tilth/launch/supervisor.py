@@ -36,14 +36,14 @@ from tilth.core.memory import oom_kills
 from tilth.guard.recovery import Recovery
 from tilth.guard.verdict import Verdict
 from tilth.process.child import how_ended
-from tilth.runs.updates import NONE, RecipeChange, Undone, Update, put_back, read_updates, waiting
+from tilth.runs.updates import NONE, RecipeChange, Update, read_updates
 
 REPLACEABLE = ("local", "ray")
 """Backends whose runs are supervised."""
 RUN = "run"
 """File of the handover with the path of the run's folder."""
 TAKEN = "taken"
-"""File of the handover with the number of the update that has its first commit."""
+"""File of the handover that is there once the controller has committed a step with the update that it tries."""
 LEFT = 75
 """Exit code of a controller that leaves its run to the next one, which has an update (EX_TEMPFAIL)."""
 PULSE = "pulse"
@@ -89,37 +89,30 @@ class Inherited:
     """Inheritance of a controller from its supervisor.
 
     folder: in shared memory, outlives controllers; run: folder of the run that a former controller began, "": none;
-    death: of that controller; change: updates of the recipe; undone: the update that has just failed.
+    death: of that controller; change: updates of the recipe; tried: number of the newest update, with which no step was
+    committed yet; 0: none; undone: why the former controller has failed with it, and this one goes on without.
     """
 
     folder: str
     run: str = ""
     death: Death | None = None
     change: RecipeChange = NONE
-    undone: Undone | None = None
+    tried: int = 0
+    undone: str = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Inherited":
         """Return it from its JSON."""
-        death, undone = values.get("death"), values.get("undone")
-        return cls(
-            values["folder"],
-            values["run"],
-            None if death is None else Death(**death),
-            RecipeChange.of(values["change"]),
-            None if undone is None else Undone(**undone),
-        )
+        death = None if values["death"] is None else Death(**values["death"])
+        return cls(**{**values, "death": death, "change": RecipeChange.of(values["change"])})
 
     def enter(self, run: Path) -> None:
         """Let the supervisor know the folder of the run."""
         (Path(self.folder) / RUN).write_text(str(run.resolve()))
 
     def take(self) -> None:
-        """Let the supervisor know that the newest update has its first commit."""
-        new = Path(self.folder) / f"{TAKEN}.new"
-        new.write_text(str(self.change.number))
-        os.replace(new, new.with_suffix(""))
-        os.kill(os.getppid(), signal.SIGIO)
+        """Let the supervisor know that a step is committed with the update that was tried."""
+        (Path(self.folder) / TAKEN).touch()
 
     def begin(self) -> None:
         """Let the supervisor know that the run goes on: whatever fails now, this process recovers from it."""
@@ -197,15 +190,15 @@ class Supervisor:
     controller may stand still, at least ``LEAST``; note: adds a recovery that has failed to the record of a run."""
 
     def __init__(self, restarts: int, hang_after: float, note: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._limits = restarts, hang_after
         self._recovery, self._hang_after, self._note = Recovery(restarts), hang_after, note
         self._still: PulseWatch | None = None
         self._hung = ""
         """What held the controller that this process has killed for it."""
-        self._change = self._kept = NONE
-        """Updates in force; the same with plugins as they were kept, to go back to."""
+        self._change = NONE
+        """Updates in force."""
         self._trying: Update | None = None
-        self._former: ServerProcess | None = None
-        """Fork server with the code of before the update that is tried."""
+        """Update that the controller tries."""
         self._asked = 0
         """Signal that has asked the run to end; 0: none."""
         self._kills = oom_kills()
@@ -232,17 +225,16 @@ class Supervisor:
             code = self._wait()
             if code:
                 return _exit_code(code)
-            handover = Inherited(str(self._scratch), change=self._change)
+            handover = Inherited(str(self._scratch))
             while True:
                 code, why = self._control(handover)
-                self._note_taken()
                 asked = bool(self._asked) or (self._scratch / ASKED).exists()
-                if self._trying is not None and asked:
-                    put_back(Path(self._run()))
-                elif self._trying is not None and code:
-                    handover = self._undo(self._trying, why or self._fallen()[0] or _last_words(self._run(), code))
-                    continue
-                if code == LEFT and not asked:
+                if self._trying is not None and (self._scratch / TAKEN).exists():
+                    self._change, self._trying = self._trying.change, None
+                if self._trying is not None and code and not asked:
+                    why = why or self._fallen()[0] or _last_words(self._run(), code)
+                    handover = self._with_updates(self._undo(self._trying, why))
+                elif code == LEFT and not asked:
                     self._inherit()
                     handover = self._with_updates(Inherited(str(self._scratch), self._run()))
                 elif self._asked or not (self._fallen()[0] if code >= 0 else -code in _FATAL):
@@ -252,8 +244,7 @@ class Supervisor:
                 else:
                     handover = self._with_updates(self._after(code))
         finally:
-            for server in (self._server, self._former):
-                _end_server(server)
+            self._server.kill()
             self._folder.remove()
 
     def _control(self, handover: Inherited) -> tuple[int, str]:
@@ -273,55 +264,33 @@ class Supervisor:
     # ---- updates ----
 
     def _with_updates(self, handover: Inherited) -> Inherited:
-        """Add the updates in force, and those that wait, whose code another fork server imports."""
-        run = handover.run
-        if not run or not (found := waiting(run)):
-            return replace(handover, change=self._change)
-        self._trying, self._former, self._server = found[-1], self._server, self._serve()
-        kept = _state(run).get("plugins")
-        plugins = (f"plugins={json.dumps(kept)}",) if kept else ()
-        self._kept = replace(self._change, overrides=(*self._change.overrides, *plugins))
-        return replace(handover, change=self._trying.change)
+        """Add the updates in force, and those that wait unless one has just failed, with the limits of the newest."""
+        past = read_updates(handover.run) if handover.run else []
+        new = [one for one in past if one.state == "waiting" and not handover.undone]
+        if any(one.renews_tilth for one in new):
+            self._server.kill()
+            self._server = self._serve()
+        self._trying = new[-1] if new else None
+        change = self._trying.change if self._trying is not None else self._change
+        self._recovery.restarts, self._hang_after = self._limits
+        for one in past:
+            if one.number == change.number:
+                self._recovery.restarts, self._hang_after = one.restarts, one.hang_after or self._hang_after
+        return replace(handover, change=change, tried=change.number if new else handover.tried)
 
     def _inherit(self) -> None:
         """Take over the updates that the run has had under another supervisor."""
-        run = self._run()
-        now, past = RecipeChange.of(_state(run)["change"]), read_updates(run)
-        if now.number < self._change.number:
-            return
-        allow = dict.fromkeys(key for one in past for key in one.change.allow)
-        self._change = replace(now, allow=tuple(allow))
-        for one in past:
-            if one.number == now.number:
-                self._limit(one)
-
-    def _limit(self, update: Update) -> None:
-        """Take the limits of an update for this process."""
-        self._recovery.restarts, self._hang_after = update.restarts, update.hang_after or self._hang_after
-
-    def _note_taken(self) -> None:
-        """Let the former code go once an update has its first commit."""
-        taken = self._scratch / TAKEN
-        if self._trying is None or not taken.exists() or int(taken.read_text()) < self._trying.number:
-            return
-        _end_server(self._former)
-        self._change = self._trying.change
-        self._limit(self._trying)
-        self._former = self._trying = None
+        now = RecipeChange.of(_state(self._run())["change"])
+        if now.number >= self._change.number:
+            self._change = now
 
     def _undo(self, failed: Update, why: str) -> Inherited:
-        """Go back from an update that failed before its first commit to the former code and recipe."""
+        """Go back from an update that failed before its first commit to the former recipe, with the plugins as kept."""
         print(f"tilth: {failed.title()} is undone: {why}", file=sys.stderr)
-        assert self._former is not None
-        _end_server(self._server)
-        self._server, self._former, self._trying = self._former, None, None
-        self._change = replace(self._kept, allow=(*self._kept.allow, *failed.change.allow))
-        return Inherited(
-            str(self._scratch),
-            self._run(),
-            change=self._change,
-            undone=Undone(failed.number, why, time.monotonic()),
-        )
+        kept = _state(self._run()).get("plugins")
+        back = (*self._change.overrides, *([f"plugins={json.dumps(kept)}"] if kept else []))
+        self._change = replace(self._change, overrides=back, allow=(*self._change.allow, *failed.change.allow))
+        return Inherited(str(self._scratch), self._run(), tried=failed.number, undone=why)
 
     # ---- processes ----
 
@@ -335,7 +304,7 @@ class Supervisor:
     def _request(self, handover: Inherited) -> None:
         """Ask for a controller."""
         self._still, self._hung, self._requested = None, "", time.monotonic()
-        for name in (PULSE, BEGUN, FELL):
+        for name in (PULSE, BEGUN, FELL, TAKEN):
             (self._scratch / name).unlink(missing_ok=True)
         streams = [number for number in range(3) if _is_open(number)]
         request = {
@@ -367,7 +336,6 @@ class Supervisor:
                     return code
             elif info.si_signo == signal.SIGIO:
                 self._hear()
-                self._note_taken()
             else:
                 self._asked = info.si_signo
                 self._end(from_process=info.si_code <= 0)
@@ -379,8 +347,7 @@ class Supervisor:
         if self._still is None:
             return
         self._still.look()
-        limit = self._hang_after if self._trying is None else max(self._hang_after, self._trying.hang_after)
-        if self._still.seconds > max(limit, LEAST):
+        if self._still.seconds > max(self._hang_after, LEAST):
             self._hung = self._still.evidence()
             os.kill(self._child, signal.SIGKILL)
             self._still = None
@@ -551,11 +518,6 @@ def _last_words(run: str, code: int) -> str:
     last = (_state(run).get("attempts") or [{}])[-1]
     ended = f"the controller ended by signal {-code}" if code < 0 else f"the controller ended with exit code {code}"
     return str(last["why"]) if last.get("state") == "failed" else f"{ended} before its first commit"
-
-
-def _end_server(server: ServerProcess | None) -> None:
-    if server is not None:
-        server.kill()
 
 
 def _exit_code(code: int) -> int:

@@ -18,7 +18,7 @@ from tilth.config.keys import all_names, fixed
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError, RecipeError
-from tilth.core.files import atomic_write, make_folder, writing
+from tilth.core.files import make_folder, writing
 from tilth.core.write_queue import settle
 from tilth.rewards.fingerprint import files_fingerprint, imports_of
 
@@ -26,10 +26,12 @@ UPDATES = "updates"
 """Folder of a run with its updates."""
 LATEST = 24 * 3600.0
 """Seconds after which an update is taken without a restart to wait for (ByteRobust, arXiv 2509.16293)."""
-State = Literal["waiting", "trying", "in force", "undone"]
-"""trying: until the first commit with it."""
+State = Literal["waiting", "in force", "undone"]
+"""waiting: until the first commit with it."""
 PLUGIN_KEYS = ("plugins", "reward.function", "rollout.environment")
 """Inputs of a run that other plugins change."""
+CODE = {"code": "the code of Tilth"}
+"""Changes of an update without keys and plugins."""
 FIXED: Mapping[str, str] = fixed()
 """Keys and sections that make another run -> why."""
 
@@ -52,15 +54,6 @@ class RecipeChange:
 
 
 NONE = RecipeChange()
-
-
-@dataclass(frozen=True)
-class Undone:
-    """Update that failed before its first commit. at: ``time.monotonic`` of this machine."""
-
-    number: int
-    why: str
-    at: float
 
 
 @dataclass(frozen=True)
@@ -94,6 +87,11 @@ class Update:
     def age(self) -> float:
         """Seconds since the request."""
         return (datetime.now(UTC) - datetime.fromisoformat(self.time)).total_seconds()
+
+    @property
+    def renews_tilth(self) -> bool:
+        """True if the code of Tilth is imported again with it."""
+        return CODE.keys() <= self.changes.keys()
 
     def title(self) -> str:
         """Return number and changes in a line."""
@@ -143,7 +141,7 @@ def tries(updates: Sequence[Update], lost: Update) -> int:
 
 
 def waiting(run: str | Path) -> list[Update]:
-    """Return the updates that no controller has taken yet."""
+    """Return the updates that no step was committed with yet."""
     return [one for one in read_updates(run) if one.state == "waiting"]
 
 
@@ -200,14 +198,6 @@ def request(run: Path, update: Update) -> Update:
                 continue
             finally:
                 whole.unlink()
-
-
-def put_back(run: Path) -> None:
-    """Let updates that were tried when the run was asked to end wait for its next command. StorageError."""
-    for one in read_updates(run):
-        if one.state == "trying":
-            with atomic_write(path_of(run, one.number)) as new:
-                new.write_bytes(replace(one, state="waiting").dump())
 
 
 def asked_by() -> str:
