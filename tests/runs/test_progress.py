@@ -51,7 +51,8 @@ def test_a_worker_that_cannot_be_asked_stops_nobody(tmp_path):
 
 def test_the_file_says_it_while_the_run_lives(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.runs.progress.EVERY", 0.01)
-    with StepProgress(tmp_path) as progress:
+    progress = StepProgress(tmp_path)
+    with progress.watched():
         progress.begin("grpo", 1, 40)
         progress.at("evaluating", 12, 32)
         until = time.monotonic() + 20

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -216,7 +217,7 @@ def test_the_thread_of_the_view_shows_what_the_run_does():
         time.sleep(0.01)
     assert "generating 31 of 64" in out.getvalue()
     live.stop()
-    assert live._thread is None
+    assert "live" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_plain_log_tells_of_a_long_step_ever_more_seldom(unhurried):

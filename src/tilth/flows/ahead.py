@@ -1,6 +1,5 @@
 """Score samples as soon as they are finished, while others are generated (Seed1.5-Thinking, arXiv 2504.13914)."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.batch import Batch
+from tilth.core.clock import periodically
 
 PAUSE = 0.05
 """Seconds between two looks at what has finished."""
@@ -31,26 +31,22 @@ def scored_ahead(
     call: number of this generation; ``reward.score`` and ``judge.begun`` take it. most: samples that the reward scores
     at once, and the judge. Samples that the journal knows are not passed to the reward.
     """
-    stop, failed = threading.Event(), list[BaseException]()
+    failed = list[BaseException]()
 
-    def watch() -> None:
+    def pass_on() -> None:
+        if failed:
+            return
         try:
-            while not stop.wait(PAUSE):
-                for finished in rollout.finished():
-                    if reward is not None and (new := _unknown(finished, known)):
-                        reward.begin(items=new, call=call, most=most)
-                    if judge is not None and finished:
-                        judge.begin(items=finished, call=call, most=most)
+            for finished in rollout.finished():
+                if reward is not None and (new := _unknown(finished, known)):
+                    reward.begin(items=new, call=call, most=most)
+                if judge is not None and finished:
+                    judge.begin(items=finished, call=call, most=most)
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the run
             failed.append(error)
 
-    thread = threading.Thread(target=watch, name="scored-ahead", daemon=True)
-    thread.start()
-    try:
+    with periodically("scored-ahead", PAUSE, pass_on):
         yield
-    finally:
-        stop.set()
-        thread.join()
     if failed:
         raise failed[0]
 

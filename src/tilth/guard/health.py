@@ -8,12 +8,11 @@ import json
 import os
 import resource
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -23,6 +22,7 @@ from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.backends.probe import GONE
 from tilth.cluster.backends.session_dir import SHARED_MEMORY, SessionDir
 from tilth.cluster.backends.status import StatusBoard
+from tilth.core.clock import periodically
 from tilth.core.memory import host_memory
 from tilth.guard.diagnosis import place
 from tilth.guard.odd_machines import FEWEST, OddMachineWatch
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 class HealthWatch:
-    """Looks at the workers of a backend until it is closed. folder: of the run, whose disk is watched too.
+    """Looks at the workers of a backend. folder: of the run, whose disk is watched too.
 
     works: returns the number of the work of each rank; ranks with equal ones are compared.
     """
@@ -65,22 +65,15 @@ class HealthWatch:
         """For each rank the most memory in bytes, and the mean of cores in use, over all looks."""
         self._counted = Counter[int]()
         self._looks = 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
-    def __enter__(self) -> "HealthWatch":
-        self._thread.start()
-        return self
+    def watching(self) -> AbstractContextManager[None]:
+        """Look every second while the body runs, and report what is new to warn of."""
+        return periodically("health", EVERY, self._tell)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(EVERY):
-            for verdict in self.look(time.monotonic(), time.time()):
-                self._warned.append({"time": time.time(), "kind": verdict.kind, "evidence": verdict.evidence})
-                self._report(verdict)
+    def _tell(self) -> None:
+        for verdict in self.look(time.monotonic(), time.time()):
+            self._warned.append({"time": time.time(), "kind": verdict.kind, "evidence": verdict.evidence})
+            self._report(verdict)
 
     def look(self, now: float, wall: float) -> list[Verdict]:
         """Look once; return what is new to warn of. now: monotonic seconds; wall: seconds since 1970."""

@@ -40,7 +40,8 @@ class RunHealth(Callback):
     def __enter__(self) -> "RunHealth":
         if isinstance(self._backend, LocalBackend):
             self._directory.update(session=str(self._backend.folder.path))
-            self._watch = self._open.enter_context(self._watching(self._backend))
+            self._watch = HealthWatch(self._backend, self._directory.path, self._report, lambda: works(self._cluster))
+            self._open.enter_context(self._watch.watching())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -48,9 +49,6 @@ class RunHealth(Callback):
         if self._watch is not None and self._watch.workers:
             with suppress(StorageError):  # the run's own error, or its last write, tells of the disk
                 self._directory.update(workers=self._watch.workers)
-
-    def _watching(self, backend: LocalBackend) -> HealthWatch:
-        return HealthWatch(backend, self._directory.path, self._report, lambda: works(self._cluster))
 
     def _report(self, verdict: Verdict) -> None:
         """Keep a verdict; called by the thread that watches."""

@@ -175,7 +175,7 @@ def _train(
         _add_hints(directory.path),
         StopRequest(parts.recipe.run.grace, *([handed.ask] if handed else [])) as stop,
         RunHealth(cluster, directory) as health,
-        directory.progress,
+        directory.progress.watched(),
     ):
         survival = Survival(parts, cluster, directory, say)
         survival.prepare()

@@ -2,15 +2,14 @@
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from tilth.core.clock import periodically
 from tilth.core.errors import TilthError
 
 PROGRESS = "progress.json"
@@ -37,15 +36,12 @@ class Doing:
 
 
 class StepProgress:
-    """Notes of the run's thread on what it does. A thread of this context manager looks at them and at the counters of
-    the present part, and writes what it sees to the file, which is removed at the end."""
+    """Notes of the run's thread on what it does, at which another thread looks, and at the counter of this part."""
 
     def __init__(self, folder: Path) -> None:
         self.now = self._doing = Doing()
         """``now`` is what the thread has seen last."""
         self._file, self._count = folder / PROGRESS, lambda: 0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def begin(self, phase: str, step: int, steps: int) -> None:
         """Begin a step: its number in its phase, and the steps of the phase."""
@@ -74,22 +70,18 @@ class StepProgress:
             self.now = replace(seen, done=done or seen.done)
         return self.now
 
-    def __enter__(self) -> "StepProgress":
-        self._thread.start()
-        return self
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look every second while the body runs, and write what is seen to the file, which is removed at the end."""
+        try:
+            with periodically("progress", EVERY, self._note):
+                yield
+        finally:
+            self._file.unlink(missing_ok=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end.set()
-        self._thread.join()
-        self._file.unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        written = Doing()
-        while not self._end.wait(EVERY):
-            now = self.look()
-            if now != written:
-                self._write(now)
-                written = now
+    def _note(self) -> None:
+        if self.now != self.look():
+            self._write(self.now)
 
     def _write(self, now: Doing) -> None:
         """Replace the file; it is not durable, and a full disk, which the run's log reports, loses it."""

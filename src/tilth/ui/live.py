@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from tilth.config.flows import FLOWS
 from tilth.config.schema import Recipe
+from tilth.core.clock import periodically
 from tilth.flows.callbacks import Callback, RunView, Say
 from tilth.runs.metrics import KEYS
 from tilth.runs.progress import EVERY, Doing
@@ -168,8 +170,7 @@ class Live(Callback):
         self.console = console or Console(file=cast(Any, self._out), force_jupyter=False if self._notebook else None)
         self._say: Say | None = None
         self._run: RunView | None = None
-        self._lock, self._end = threading.RLock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._lock, self._following = threading.RLock(), ExitStack()
         self._quiet, self._said = QUIET, ""
         self.progress = LiveState(recipe.dump())
         self.sample: dict[str, Any] | None = None
@@ -187,15 +188,13 @@ class Live(Callback):
         """Use the run's log from now on, and show what it does between its steps."""
         self._say, self._run = run.say, run
         self._note_loss()
-        self._thread = threading.Thread(target=self._follow, name="live", daemon=True)
-        self._thread.start()
+        self._following.enter_context(periodically("live", FASTEST, self._follow))
 
     def _follow(self) -> None:
-        """Show how far the running step is, until the view ends."""
-        while not self._end.wait(FASTEST):
-            with self._lock:
-                if not self._lost and not self._end.is_set():
-                    self._tick(time.monotonic())
+        """Show how far the running step is."""
+        with self._lock:
+            if not self._lost:
+                self._tick(time.monotonic())
 
     def _tick(self, now: float) -> None:
         assert self._run is not None
@@ -244,10 +243,7 @@ class Live(Callback):
 
     def stop(self) -> None:
         """Restore the terminal; a second call does nothing."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._following.close()
         if self._live is not None:
             if not self.progress.phase:
                 self._live.update(Text(), refresh=True)
