@@ -8,7 +8,7 @@ from typing import ClassVar
 from tests.engines.reference import make_engine, make_model
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import WorkerLost
-from tilth.engines.client import ClientLimits, EngineClient
+from tilth.engines.client import EngineClient
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
@@ -52,8 +52,8 @@ def failing_engine(kind=Failing):
 
 
 @contextmanager
-def opened(backend="inline", make=small_engine, most=512, begins=3, seconds=20.0, **options):
-    room = EngineClient(open_cluster(backend, 1), partial(make, **options), limits=ClientLimits(most, begins))
+def opened(backend="inline", make=small_engine, most=512, seconds=20.0, **options):
+    room = EngineClient(open_cluster(backend, 1), partial(make, **options), most=most)
     try:
         yield room
     finally:

@@ -11,6 +11,7 @@ from tests.engines.clients import POISON, Failing, Poisoned, alone, failing_engi
 from tests.errors import raises
 from tilth.core.errors import DataError, NonFiniteError, WorkerLost
 from tilth.engines.completion import RequestError
+from tilth.process.restarts import RestartPolicy
 
 REQUESTS = [request(i, most=4 + 3 * i, prompt=(5, 6, i)) for i in range(10)]
 
@@ -178,7 +179,7 @@ def test_a_request_that_breaks_every_worker_fails_alone(place):
 
 
 def test_a_worker_that_dies_of_everything_fails_all_that_is_there(failing, monkeypatch):
-    monkeypatch.setattr("tilth.engines.client.FRUITLESS", 4)
+    monkeypatch.setattr("tilth.engines.client.RESTARTS", RestartPolicy(attempts=3, fruitless=4))
     failing.left = [WorkerLost("gone", key="serve.advance")] * 5
     with opened(make=failing_engine) as room:
         with raises(WorkerLost, "serve.advance"):

@@ -274,7 +274,7 @@ def test_clients_that_leave_take_their_requests_along(model):
 
 def test_beyond_its_places_it_asks_to_come_again(model):
     with running(model) as (server, address), client_of(address) as client:
-        server.room.limits = type(server.room.limits)(most=3)
+        server.room.most = 3
         long = client.completions.create(**asked(model, 200, n=2, stream=True))
         next(iter(long))
         with pytest.raises(openai.RateLimitError) as caught:

@@ -26,25 +26,17 @@ from tilth.core.errors import CallTimeout, OutOfMemory, TilthError, WorkerError,
 from tilth.engines.completion import Completion, Delta, RequestError, hand_over
 from tilth.engines.request import Request
 from tilth.engines.worker import Abilities, MakeEngine
+from tilth.process.restarts import RestartPolicy
 
 QUIET = 0.5
 """Seconds for the calls of a lost worker to end."""
 HANG = 300.0
 """Seconds that a call may take without a sign of life of its worker."""
-FRUITLESS = 16
-"""Deaths of a worker in a row, without a request that finished, after which all requests fail: more than it takes to
-find one request among a thousand."""
+RESTARTS = RestartPolicy(attempts=3, fruitless=16)
+"""Restarts of an idempotent call, of a request that is alone at last, and of the worker itself. Fruitless is a death
+without a request that finished: more of them are borne than it takes to find one request among a thousand."""
 BREAKS = (WorkerLost, WorkerError, CallTimeout, OutOfMemory)
 """Errors after which requests begin again; after another one they fail with it. The role is made again in any case."""
-
-
-@dataclass(frozen=True)
-class ClientLimits:
-    """most: requests that it has, decoded or waiting. begins: times that an idempotent call, or a request that is alone
-    at last, is begun when its worker dies; then it fails with the worker's error."""
-
-    most: int = 512
-    begins: int = 3
 
 
 @dataclass
@@ -62,7 +54,8 @@ class EngineClient:
     """Requests and calls of many event loops on one role, in a thread of its own.
 
     cluster: the client closes it; the engine is on its worker 0. factory: of the role "serve", called as
-    ``factory(context, make, **more)``; its class is an ``EngineWorker``. Raises what constructing the engine raises.
+    ``factory(context, make, **more)``; its class is an ``EngineWorker``. most: requests that it has, decoded or
+    waiting. Raises what constructing the engine raises.
     """
 
     def __init__(
@@ -70,11 +63,11 @@ class EngineClient:
         cluster: Cluster,
         make: MakeEngine,
         *,
-        limits: ClientLimits | None = None,
+        most: int = 512,
         factory: str = "tilth.engines.worker:engine_worker",
         **more: Any,
     ) -> None:
-        self.cluster, self.limits = cluster, limits or ClientLimits()
+        self.cluster, self.most = cluster, most
         self.restarts = 0
         """Times that the worker's role was made again."""
         self.failure: TilthError | None = None
@@ -117,7 +110,7 @@ class EngineClient:
         """
         with self._changed:
             self._check_open()
-            if self.load + len(requests) > self.limits.most:
+            if self.load + len(requests) > self.most:
                 raise self._full(f"{self.load} requests are in it")
             taken = [Completion(next(self._ids), request, self._leave) for request in requests]
             self._new.extend(taken)
@@ -141,7 +134,7 @@ class EngineClient:
         asked = _Asked(method, arguments, idempotent)
         with self._changed:
             self._check_open()
-            if len(self._asked) >= self.limits.most:
+            if len(self._asked) >= self.most:
                 raise self._full(f"{len(self._asked)} calls wait")
             self._asked.append(asked)
             self._changed.notify_all()
@@ -181,7 +174,7 @@ class EngineClient:
             self.cluster.close()
 
     def _full(self, what: str) -> RequestError:
-        return RequestError(f"the server has place for {self.limits.most}: {what}; ask again later", key="serve.full")
+        return RequestError(f"the server has place for {self.most}: {what}; ask again later", key="serve.full")
 
     def _check_open(self) -> None:
         """Raise RequestError if nothing is taken. (Called with the lock.)"""
@@ -229,7 +222,7 @@ class EngineClient:
             answer = getattr(self.group_of(asked.method), asked.method)(*asked.arguments)
         except Exception as error:
             broken = isinstance(error, BREAKS) or not isinstance(error, TilthError)
-            if broken and asked.idempotent and asked.begun < self.limits.begins:
+            if broken and asked.idempotent and RESTARTS.again(asked.begun):
                 with self._changed:
                     self._asked.appendleft(asked)
             else:
@@ -295,7 +288,9 @@ class EngineClient:
         for completion in late:
             completion.fail(error)
         hand_over(late)
-        for _ in range(self.limits.begins):
+        begun = 0
+        while RESTARTS.again(begun):
+            begun += 1
             try:
                 self._remake()
                 return
@@ -310,11 +305,11 @@ class EngineClient:
         running = list(self._running.values())
         for completion in running:
             completion.deaths += not called
-        if again and self._fruitless > FRUITLESS:
+        if again and not RESTARTS.again(fruitless=self._fruitless):
             running += [one for group in self._suspects for one in group]
             self._suspects.clear()
             return running
-        if not again or (len(running) == 1 and running[0].deaths >= self.limits.begins):
+        if not again or (len(running) == 1 and not RESTARTS.again(running[0].deaths)):
             return running
         if called and self._seeking:
             self._suspects.insert(0, running)

@@ -66,8 +66,8 @@ class HttpAnswer:
 
 def check_count(room: EngineClient, count: int) -> None:
     """Raise HttpError 400 for more completions than the engine client can ever have, before any of them is made."""
-    if count > room.limits.most:
-        raise HttpError(400, f"{count} completions at once are more than the {room.limits.most} of this server", "n")
+    if count > room.most:
+        raise HttpError(400, f"{count} completions at once are more than the {room.most} of this server", "n")
 
 
 def admit(room: EngineClient, answer: HttpAnswer) -> list[Completion]:

@@ -16,7 +16,7 @@ from tilth.core.errors import DataError
 from tilth.core.memory import host_memory
 from tilth.data.template import Template, make_template
 from tilth.data.tokenizer import Tokenizer
-from tilth.engines.client import ClientLimits, EngineClient
+from tilth.engines.client import EngineClient
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
 from tilth.models.hub import is_hub_id
@@ -115,7 +115,7 @@ def _room(
     length = loaded.config.max_positions
     fits = ROWS * length if gpu else int(host_memory().free * SHARE / kv_bytes(loaded.config, 4))
     make = partial(serving_engine, model, max(min(ROWS * length, fits), length), options.fast)
-    return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make, limits=ClientLimits())
+    return kind(open_cluster(options.backend, workers, address=options.address, gpus=gpu), make)
 
 
 def serving_engine(model: str, kv_tokens: int, fast: bool = False) -> GenerationEngine:

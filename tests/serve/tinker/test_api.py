@@ -14,7 +14,6 @@ from tinker import types
 from tests.serve.tinker.served import TOKENIZER, base, service, serving
 from tilth.config.schema import LoraConfig
 from tilth.core.errors import WorkerError
-from tilth.engines.client import ClientLimits
 from tilth.runs.models import load_model
 from tilth.serve.app import BODY
 from tilth.serve.tinker.api import LARGEST
@@ -189,7 +188,7 @@ def test_samples_are_trained_on_by_the_losses_of_recipes(server, client):
 @pytest.mark.parametrize("count, most", [(40, 16), pytest.param(2000, 512, marks=pytest.mark.slow)])
 def test_any_number_of_samples_may_be_asked_for_at_once_and_training_goes_on(model, tmp_path, count, most):
     with serving(model, tmp_path, name="Org/small") as server:
-        server.desk.samplers.line.most, server.desk.room.limits = most, ClientLimits(most=most)
+        server.desk.samplers.line.most, server.desk.room.most = most, most
         trained, _ = run(service(server), rank=4, steps=1)
         sampler = trained.save_weights_and_get_sampling_client().result()
         prompts = [types.ModelInput.from_ints(rows(i, (4 + i % 9,))[0].tolist()) for i in range(count)]

@@ -90,7 +90,7 @@ class SamplerDesk:
         """most: requests of one sampler that may wait."""
         self.room, self.folder, self.base, self.most = room, folder, base, most
         self.samplers = dict[str, WeightSampler]()
-        self.line = PlaceLine(room.limits.most)
+        self.line = PlaceLine(room.most)
         self._closing = False
 
     def open(self) -> None:
