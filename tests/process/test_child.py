@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from tilth.process.child import Child, PipedChild, death, finalize, how_ended
-from tilth.process.frames import frame
 from tilth.process.output import OutputFile
 from tilth.process.pool import ChildPool, ready
 
@@ -53,9 +52,9 @@ def answers(child, count):
 
 def test_a_large_message_goes_there_and_back_and_output_is_apart(capfd):
     big = b"x" * (1 << 20)
-    child = started([2], frame(b"hello"))
+    child = started([2], b"hello")
     assert answers(child, 2) == [b"hello"] * 2
-    child.send(frame(big))
+    child.send(big)
     assert answers(child, 2) == [big] * 2
     assert child.kill() == child.kill() == -signal.SIGKILL and not child.alive()
     assert capfd.readouterr() == ("", "heard\n")
@@ -88,8 +87,7 @@ def test_a_child_is_told_once_and_may_end_by_itself():
 STARTS = f"""
 import os, time
 from tests.process.test_child import answers, started
-from tilth.process.frames import frame
-child = started([1], frame(b"a"))
+child = started([1], b"a")
 answers(child, 1)
 print(child.pid, flush=True)
 os.kill(child.pid, {int(signal.SIGSTOP)})  # it sees no end of its pipe
@@ -107,7 +105,7 @@ def test_a_child_that_is_stopped_ends_with_its_parent():
 
 
 def test_a_pool_ends_its_children_in_its_own_process_alone():
-    pool = ChildPool(lambda output: started([1], frame(b"a"), output))
+    pool = ChildPool(lambda output: started([1], b"a", output))
     child = pool.start()
     if (fork := os.fork()) == 0:
         pool.close()

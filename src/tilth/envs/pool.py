@@ -20,7 +20,6 @@ from tilth.core.errors import PluginError
 from tilth.envs.journal import ObservationJournal
 from tilth.envs.process import Asked
 from tilth.process.child import PipedChild, death
-from tilth.process.frames import frame
 from tilth.process.output import Prints
 from tilth.process.pool import ChildPool, ready
 from tilth.process.restarts import RestartPolicy
@@ -84,7 +83,7 @@ class EnvironmentPool:
             raise PluginError(message, key="environment.workers" if workers < 1 else "environment.timeout")
         self.timeout, self._workers = timeout, workers
         self._prints = Prints()
-        greeting = frame(pickle.dumps((spec, tuple(plugins), rollout)))
+        greeting = pickle.dumps((spec, tuple(plugins), rollout))
         self._pool = ChildPool(partial(_Child, greeting), self._prints)
         self._children = self._pool.children
         self._episodes: dict[int, _Episode] = {}
@@ -367,7 +366,7 @@ class _Child(PipedChild):
 
     def ask(self, asked: Asked) -> None:
         """Queue a request."""
-        self.send(frame(pickle.dumps(asked)))
+        self.send(pickle.dumps(asked))
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the complete messages received so far."""

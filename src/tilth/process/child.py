@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from tilth.core.memory import oom_kills
-from tilth.process.frames import drain, take_frames
+from tilth.process.frames import drain, frame, take_frames
 from tilth.process.output import OutputFile
 
 BOOT = (
@@ -93,7 +93,8 @@ class PipedChild(Child):
     """Child that speaks by frames over pipes that never block, with one thread for numbers.
 
     main: "module:function", called there with the ends of the pipes and ``arguments`` (``program.run``). greeting:
-    first bytes for it. output: descriptor for what it prints. variables: of its environment. pass_fds: as of ``Child``.
+    body of its first frame. output: descriptor for what it prints. variables: of its environment. pass_fds: as of
+    ``Child``.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PipedChild(Child):
         self.requests, self.replies = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
-        self._outbox, self._inbox = bytearray(greeting), bytearray()
+        self._outbox, self._inbox = bytearray(frame(greeting)), bytearray()
 
     @property
     def idle(self) -> bool:
@@ -131,9 +132,9 @@ class PipedChild(Child):
         """True if bytes wait to be written to the process."""
         return bool(self._outbox)
 
-    def send(self, data: bytes) -> None:
-        """Queue a frame."""
-        self._outbox += data
+    def send(self, body: bytes) -> None:
+        """Queue a frame with this body."""
+        self._outbox += frame(body)
         self.write()
 
     def write(self) -> bool:

@@ -27,7 +27,6 @@ import cloudpickle
 from tilth.core.errors import RewardError
 from tilth.process.by_value import dumps
 from tilth.process.child import PipedChild, death
-from tilth.process.frames import frame
 from tilth.process.output import Prints
 from tilth.process.pool import ChildPool, ready
 from tilth.rewards.functions import Reward, describe, is_importable, load_reward, member_names
@@ -107,7 +106,7 @@ class RewardPool:
             raise RewardError(message, key="workers" if workers < 1 else "timeout")
         self.timeout = timeout
         self._function = function
-        greeting = frame(cloudpickle.dumps(_travelling(function)))
+        greeting = cloudpickle.dumps(_travelling(function))
         self._members = member_names(function)
         self._workers = workers
         self._prints = Prints() if quiet else None
@@ -338,7 +337,7 @@ class ScoringProcess(PipedChild):
             return
         self.state, self.chunk, self.finished = "busy", chunk, 0
         self.progress.put(time.monotonic(), -1)
-        self.send(frame(body))
+        self.send(body)
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
         """Yield the complete messages received so far."""
