@@ -11,7 +11,7 @@ BUDGETS = {
     "process": (900, 900),
     "sandbox": (1_100, 800),
     "rewards envs tasks": (4_800, 3_900),
-    "cluster": (5_350, 4_500),
+    "cluster": (5_400, 4_500),
     "data": (3_750, 2_600),
     "models": (4_950, 4_200),
     "parallel": (3_250, 3_000),

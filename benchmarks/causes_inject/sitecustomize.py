@@ -161,33 +161,33 @@ def throttle(distributed: ModuleType) -> None:
             setattr(distributed, name, throttled(getattr(distributed, name)))
 
 
-def deal_unevenly(build: ModuleType) -> None:
+def deal_unevenly(batch: ModuleType) -> None:
     """As many rows for each worker, but the longest ones (``blur`` 0; 1: about so) for one."""
     import numpy as np
 
     from tilth.trace.spans import current_step
 
-    fair = build.divide_batch
+    fair = batch.divide
 
-    def divide_batch(batch: Any, parts: int) -> list[np.ndarray]:
-        if CAUSE["kind"] != "lengths" or not on(current_step()) or "length" not in batch.rows:
-            return fair(batch, parts)
-        place = np.argsort(np.argsort(batch["length"], kind="stable")) / len(batch)
-        blurred = place + CAUSE["blur"] * np.random.default_rng(current_step()).random(len(batch))
+    def divide(lengths: Any, groups: Any, parts: int) -> list[np.ndarray]:
+        if CAUSE["kind"] != "lengths" or not on(current_step()):
+            return fair(lengths, groups, parts)
+        place = np.argsort(np.argsort(lengths, kind="stable")) / len(lengths)
+        blurred = place + CAUSE["blur"] * np.random.default_rng(current_step()).random(len(lengths))
         order = np.argsort(blurred)
         dealt = [np.sort(rows) for rows in np.array_split(order, parts)]
         dealt[CAUSE["rank"]], dealt[-1] = dealt[-1], dealt[CAUSE["rank"]]
         return dealt
 
-    build.divide_batch = divide_batch
+    batch.divide = divide
 
 
 AFTER = {
     "torch.distributed.distributed_c10d": throttle,
     "torch._tensor": slow_tensor,
     "tilth.cluster.worker.executor": follow,
-    "tilth.launch.build": deal_unevenly,
     "tilth.models.decoder": slow_model,
+    "tilth.plan.batch": deal_unevenly,
     "tilth.training.optim": slow_optimizer,
 }
 """What is done to a module when it has been imported."""

@@ -10,7 +10,6 @@ import pytest
 
 from tests.scripts import SCRIPTS, script
 from tilth.analysis.cause import Finding
-from tilth.core.batch import Batch
 
 causes = script("causes.py")
 
@@ -112,14 +111,14 @@ def test_a_throttled_collective_takes_the_time_of_its_bytes_once(inject, monkeyp
 def test_the_longest_rows_go_to_one_rank_and_none_is_lost(inject, monkeypatch):
     module, at = inject(case(causes.lengths(0))), [21]
     monkeypatch.setattr("tilth.trace.spans.current_step", lambda: at[0])
-    build = ModuleType("build")
-    build.divide_batch = lambda batch, parts: "fair"
-    module.deal_unevenly(build)
-    batch = Batch({"length": np.array([5, 90, 7, 80, 60, 6, 8, 70])})
-    dealt = build.divide_batch(batch, 2)
+    batch = ModuleType("batch")
+    batch.divide = lambda lengths, groups, parts: "fair"
+    module.deal_unevenly(batch)
+    lengths = np.array([5, 90, 7, 80, 60, 6, 8, 70])
+    dealt = batch.divide(lengths, None, 2)
     assert [rows.tolist() for rows in dealt] == [[1, 3, 4, 7], [0, 2, 5, 6]]
     at[0] = 1
-    assert build.divide_batch(batch, 2) == "fair"
+    assert batch.divide(lengths, None, 2) == "fair"
 
 
 def test_modules_are_changed_when_they_are_imported(inject, monkeypatch, tmp_path):
@@ -134,11 +133,11 @@ def test_modules_are_changed_when_they_are_imported(inject, monkeypatch, tmp_pat
 def test_every_module_that_is_changed_has_what_is_changed():
     """The names that the injection takes hold of are in the source: a renamed method would make it do nothing."""
     from tilth.cluster.worker.executor import Executor
-    from tilth.launch import build
     from tilth.models.decoder import Decoder
+    from tilth.plan import batch
     from tilth.training.optim import Optimizers
 
-    assert callable(Executor._run) and callable(build.divide_batch) and callable(Decoder.forward)
+    assert callable(Executor._run) and callable(batch.divide) and callable(Decoder.forward)
     assert callable(Optimizers.step) and (SCRIPTS / "causes_inject" / "sitecustomize.py").is_file()
 
 

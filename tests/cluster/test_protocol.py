@@ -12,6 +12,7 @@ from tilth.config.axes import AXES
 from tilth.core.batch import Batch, Column, Handle, Jagged
 from tilth.core.errors import ArgumentError, AxisError
 from tilth.core.layout import Mesh
+from tilth.plan.batch import MicroBatchLimits, RowTable, plan_batch
 
 ROWS = Transfer("rows", "rows")
 
@@ -47,6 +48,44 @@ def divided_by(seed):
 def same(a, b):
     assert a.rows.keys() == b.rows.keys()
     assert all(np.array_equal(a[c], b[c]) and a[c].dtype == b[c].dtype for c in a.rows)
+
+
+@given(meshes(), st.integers(0, 20), st.integers(0, 99))
+def test_a_call_that_is_planned_gives_each_rank_its_part(mesh, count, seed):
+    batch, how = batch_of(count, seed), Transfer("plan", "rows", limits=MicroBatchLimits(12))
+    plan = plan_batch(RowTable.of_batch(batch, "mask", digests=False), None, mesh.size(*mesh.over("rows")), how.limits)
+    seen = []
+
+    def echo(part, plan):
+        seen.append((part["id"].tolist(), plan))
+        return part
+
+    same(run(how, mesh, echo, batch), batch)
+    assert [rows for rows, _ in seen] == [rows.tolist() for rows in plan.rows]
+    assert [[m.rows.tolist() for m in part.learn] for _, part in seen] == [
+        [m.rows.tolist() for m in part.learn] for part in plan.ranks
+    ]
+
+
+@pytest.mark.parametrize("batches, limits", [(0, MicroBatchLimits(9)), (2, MicroBatchLimits(9)), (1, None)])
+def test_a_plan_is_of_one_batch_under_limits(batches, limits):
+    how = Transfer("plan", "merge", limits=limits)
+    with raises(ArgumentError, "plan"):
+        deal(how, Mesh(("dp",), (2,)), evenly, [batch_of(3)] * batches, {})
+
+
+def test_a_role_with_planned_methods_has_limits():
+    class Role:
+        limits = MicroBatchLimits(9)
+
+        @transfer("plan", "merge", dropout=True)
+        def learn(self, batch, *, plan):
+            return {}
+
+    assert offered(Role())["learn"] == Transfer("plan", "merge", dropout=True, limits=Role.limits)
+    Role.limits = None
+    with raises(ArgumentError, "limits"):
+        offered(Role())
 
 
 @given(meshes(), st.integers(0, 20), st.integers(0, 99))

@@ -31,9 +31,9 @@ def test_every_public_method_of_a_role_says_how_it_is_split_and_gathered(role):
     assert {n for n, m in public.items() if transfer_of(m) is None} <= LOCAL
     for method in (m for m in public.values() if transfer_of(m)):
         found = transfer_of(method)
-        assert found.split in ("rows", "all") and found.gather in ("rows", "first", "merge", "all")
+        assert found.split in ("rows", "plan", "all") and found.gather in ("rows", "first", "merge", "all")
         if found.gather == "rows":
-            assert found.split == "rows" and inspect.signature(method).return_annotation.__name__ == "Batch"
+            assert found.split in ("rows", "plan") and inspect.signature(method).return_annotation.__name__ == "Batch"
 
 
 @pytest.fixture(scope="module")

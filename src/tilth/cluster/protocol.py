@@ -5,7 +5,7 @@ verl's N-d mesh). ``deal`` and ``gather`` are pure functions of tables.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -13,8 +13,9 @@ import numpy as np
 from tilth.core.batch import Batch, Column, concat
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
+from tilth.plan.batch import BatchPlan, MicroBatchLimits, RowTable, plan_batch
 
-Split = Literal["rows", "all", "each"]
+Split = Literal["rows", "plan", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
 Divide = Callable[[Batch, int], Sequence[np.ndarray]]
 """(batch, parts) -> row indices of each part; every row belongs to one part, a part may be empty."""
@@ -38,6 +39,12 @@ class Transfer:
     ``guard.hang_after``."""
     reads: bool = False
     """True: it leaves the state of its role as it is, so that a recovery after it need not load the role again."""
+    mask: str = "mask"
+    """Payload column of the mask that it learns from or scores; where a batch lacks it, "mask"."""
+    dropout: bool = False
+    """True: it learns with the dropout of the model."""
+    limits: MicroBatchLimits | None = None
+    """Limits of the role's micro-batches, for a plan."""
 
 
 def control(method: Method) -> Method:
@@ -48,17 +55,26 @@ def control(method: Method) -> Method:
 
 
 def transfer(
-    split: Split, gather: Gather, over: tuple[str, ...] = (), *, patient: bool = False, reads: bool = False
+    split: Split,
+    gather: Gather,
+    over: tuple[str, ...] = (),
+    *,
+    patient: bool = False,
+    reads: bool = False,
+    mask: str = "mask",
+    dropout: bool = False,
 ) -> Callable[[Method], Method]:
     """Declare the transfer protocol of a role's method, which a call through a group needs.
 
     split: "rows": every Batch argument is divided over the ranks along ``over``, ranks along other axes get copies;
-    "all": every rank gets all; "each": every positional argument is a list with one item per rank of the mesh.
+    "plan": so is the one Batch, by a plan of it (``plan.batch``) under the ``limits`` of the role, and each rank gets
+    its part of the plan as the argument ``plan``; "all": every rank gets all; "each": every positional argument is a
+    list with one item per rank of the mesh.
     gather: "rows": the collectors' Batches in the order of the whole batch; "first": the first rank's answer; "merge":
     the collectors' mappings as one (values with ``.merge`` are merged); "all": a list in rank order. over: axes of the
     mesh, by default those that split rows. Collectors are the ranks with coordinate 0 along every other axis. patient:
     True for a method that waits for a disk or for other processes. reads: True for one that leaves the state of its
-    role, what a checkpoint holds of it, as it is.
+    role, what a checkpoint holds of it, as it is. mask, dropout: see ``Transfer``.
     """
 
     for name, given, known in (("split", split, get_args(Split)), ("gather", gather, get_args(Gather))):
@@ -66,7 +82,7 @@ def transfer(
             raise ArgumentError(f"{name}={given!r} is not one of {', '.join(known)}", key=name)
 
     def mark(method: Method) -> Method:
-        setattr(method, ATTRIBUTE, Transfer(split, gather, over, patient=patient, reads=reads))
+        setattr(method, ATTRIBUTE, Transfer(split, gather, over, False, patient, reads, mask, dropout))
         return method
 
     return mark
@@ -81,7 +97,17 @@ def transfer_of(method: Callable[..., Any]) -> Transfer | None:
 def offered(role: object) -> dict[str, Transfer]:
     """Return the protocols of a role's methods by name."""
     found = {name: transfer_of(getattr(type(role), name, None)) for name in dir(type(role))}  # type: ignore[arg-type]
-    return {name: protocol for name, protocol in found.items() if protocol is not None}
+    return {name: _limited(protocol, role) for name, protocol in found.items() if protocol is not None}
+
+
+def _limited(protocol: Transfer, role: object) -> Transfer:
+    if protocol.split != "plan":
+        return protocol
+    limits = getattr(role, "limits", None)
+    if limits is None:
+        message = f"{type(role).__name__} has a method split by 'plan' and no attribute limits, a MicroBatchLimits"
+        raise ArgumentError(f"{message}; set it, or split by 'rows'", key="limits")
+    return replace(protocol, limits=limits)
 
 
 class Arguments(NamedTuple):
@@ -118,10 +144,17 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
     if how.split == "each":
         return Deal(_each(len(mesh), args, kwargs), answers, None)
     count = mesh.size(*over)
+    batches = [a for a in (*args, *kwargs.values()) if isinstance(a, Batch)]
+    own: list[dict[str, Any]] = [{}] * count
+    if how.split == "plan":
+        plan = _planned(how, batches, count)
+        divide, own = lambda *_: plan.rows, [{"plan": part} for part in plan.ranks]
     if how.split == "all" or count == 1:
-        return Deal([Arguments(tuple(args), dict(kwargs))] * len(mesh), answers, None)
-    rows = _divided([a for a in (*args, *kwargs.values()) if isinstance(a, Batch)], divide, count)
-    dealt = [Arguments(tuple(_part(a, r) for a in args), {k: _part(a, r) for k, a in kwargs.items()}) for r in rows]
+        return Deal([Arguments(tuple(args), {**kwargs, **own[0]})] * len(mesh), answers, None)
+    dealt, rows = [], _divided(batches, divide, count)
+    for mine, more in zip(rows, own):
+        named = {name: _part(a, mine) for name, a in kwargs.items()}
+        dealt.append(Arguments(tuple(_part(a, mine) for a in args), named | more))
     return Deal([dealt[mesh.index(rank, *over)] for rank in mesh.ranks], answers, rows)
 
 
@@ -131,6 +164,15 @@ def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
             message = f"an argument split by 'each' has {len(argument)} items; the mesh has {ranks} ranks"
             raise ArgumentError(message, key="args")
     return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
+
+
+def _planned(how: Transfer, batches: Sequence[Batch], count: int) -> BatchPlan:
+    if how.limits is None or len(batches) != 1:
+        message = f"a call split by 'plan' takes one batch and the role's limits, not {len(batches)} and {how.limits}"
+        raise ArgumentError(message, key="plan")
+    (batch,), limits = batches, how.limits
+    table = RowTable.of_batch(batch, how.mask if how.mask in batch.payload else "mask", digests=limits.share)
+    return plan_batch(table, batch.rows.get("group"), count, limits, dropout=how.dropout)
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:

@@ -12,14 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilth.core.batch import Jagged
-from tilth.core.errors import PlanError
+from tilth.core.batch import Batch, Jagged
+from tilth.core.errors import ArgumentError, PlanError
 from tilth.plan.packing import divide, micro_batches
 
 WORTH = 0.9
 """Largest share of the tokens that may remain for prompt sharing to be worth a separate micro-batch."""
 COPIES = 4
 """Samples per prompt token of memory: the keys and values of a prompt are copied to each of its samples."""
+PLANNED = {"mask": ("prefix", "prefix_digest"), "kept": ("kept_prefix", "kept_prefix_digest")}
+"""Payload column with a mask -> row columns of the prompts before its first tokens: ``prefixes`` and ``digests`` of
+``RowTable``."""
 RowCosts = Callable[[np.ndarray], np.ndarray]
 """Lengths [n] -> cost of each sequence, float64 [n]."""
 
@@ -58,6 +61,24 @@ class RowTable(NamedTuple):
         if digests:
             found[:] = [_digest(tokens.values[a : a + n]) for a, n in zip(tokens.offsets, prefixes)]
         return cls(tokens.lengths, prefixes, found)
+
+    @classmethod
+    def of_batch(cls, batch: Batch, mask: str, *, digests: bool) -> "RowTable":
+        """Read the table from the row columns of a batch. mask: name of the mask's payload column.
+
+        Raises ArgumentError for a column that is missing.
+        """
+        needed = ("length", *PLANNED[mask]) if digests else ("length",)
+        if missing := [name for name in needed if name not in batch.rows]:
+            message = f"a call is planned from the row columns {', '.join(needed)}, and the batch has no {missing[0]!r}"
+            raise ArgumentError(f"{message}; RowTable.of(tokens, mask).columns() makes them", key=missing[0])
+        found = [batch[name].astype(np.int64) for name in needed]
+        return cls(*found, *[np.zeros(len(batch), np.int64)] * (3 - len(found)))
+
+    def columns(self, mask: str = "mask") -> dict[str, np.ndarray]:
+        """Return the row columns that the controller plans from, beside ``length``; mask: name of the mask's column."""
+        prefix, digest = PLANNED[mask]
+        return {prefix: self.prefixes.astype(np.int32), digest: self.digests}
 
     def take(self, rows: np.ndarray) -> "RowTable":
         """Select rows."""

@@ -13,6 +13,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.checksum import checksum
 from tilth.core.errors import ModelError
 from tilth.models.value import HEAD, OUTPUT, ValueModel
+from tilth.plan.batch import MicroBatchPlan
 from tilth.plan.lora import is_adapter
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
@@ -72,13 +73,13 @@ class CriticWorker(Learner):
         parts = self.engine.sharded.parameters
         return {n: checksum(tensor) for n, tensor in parts.items() if not n.startswith(HEAD) and not is_adapter(n)}
 
-    @transfer(split="rows", gather="rows", reads=True)
-    def values(self, batch: Batch) -> Batch:
+    @transfer(split="plan", gather="rows", reads=True)
+    def values(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Batch:
         """Add ``values``: of the state before each token of the mask, before any update on this batch."""
-        return scored(batch, self.store, self.engine, packed_values, "values", op="values")
+        return scored(batch, self.store, self.engine, packed_values, "values", op="values", plan=plan)
 
-    @transfer(split="rows", gather="merge")
-    def update(self, batch: Batch, how: Algorithm) -> Metrics:
+    @transfer(split="plan", gather="merge")
+    def update(self, batch: Batch, how: Algorithm, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Run one optimizer step of the value loss towards ``returns``, aggregated as the recipe's policy loss."""
         with on_rows("critic", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask", "values", "returns")
@@ -88,7 +89,7 @@ class CriticWorker(Learner):
             mask = per_token.pop("mask")
             loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, gather_data_ranks(self.grid))
             starts = batch.rows.get("start")
-            more: dict[str, Any] = {"starts": starts, "names": row_names(batch)}
+            more: dict[str, Any] = {"starts": starts, "names": row_names(batch), "plan": plan}
             found = self.engine.update(tokens, mask, per_token, loss, entropy=False, dropout=False, **more)
             spent.set(flops=found.flops)
             check_weight(found.metrics, whole, self.grid)

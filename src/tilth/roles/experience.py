@@ -8,6 +8,7 @@ import numpy as np
 from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.errors import TokenIdentityError
 from tilth.core.trajectory import OPENS, ROLES, Segment, Trajectory
+from tilth.plan.batch import RowTable
 from tilth.trace.spans import span
 
 FINISHES = ("stop", "length", "aborted", "error")
@@ -35,8 +36,9 @@ OUTCOME = "outcome"
 
 
 def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool = False) -> Batch:
-    """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids) and payload (tokens, mask,
-    logprobs, versions of chosen tokens, text, and segments as code and start in turn).
+    """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids, length and digest of the
+    prompt) and payload (tokens, mask, logprobs, versions of chosen tokens, text, and segments as code and start in
+    turn).
 
     by_turn: add the rewards of turns, as payload and their sum as a row column."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
@@ -52,7 +54,7 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool 
         "finish": np.array([FINISHES.index(t.finish) for t in trajectories], np.int8),
         "identity": np.array([identity(t.tokens) for t in trajectories], np.uint32),
     }
-    columns = {
+    columns: dict[str, Sequence[np.ndarray]] = {
         "tokens": [t.tokens for t in trajectories],
         "mask": [t.mask for t in trajectories],
         "rollout_logprobs": [t.logprobs for t in trajectories],
@@ -65,8 +67,10 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool 
         rows[TURN_REWARD] = np.array([sum(r for _, r in t.turn_rewards) for t in trajectories], np.float32)
     if trajectories and all(t.routing is not None for t in trajectories):
         columns[ROUTING] = [_as_items(t.routing) for t in trajectories if t.routing is not None]
-    payload = {k: Column.whole(store.put(k, Jagged.of(v)), len(trajectories)) for k, v in columns.items()}
-    return Batch(rows, payload)
+    ragged = {name: Jagged.of(values) for name, values in columns.items()}
+    tokens, mask = ragged["tokens"], ragged["mask"].values
+    rows |= RowTable.of(tokens, mask, _opens(ragged["segments"], tokens)).columns()
+    return Batch(rows, {k: Column.whole(store.put(k, v), len(trajectories)) for k, v in ragged.items()})
 
 
 def _as_items(routing: np.ndarray) -> np.ndarray:
@@ -102,13 +106,17 @@ def opened(batch: Batch, store: Store, tokens: Jagged) -> dict[str, np.ndarray]:
     """Return the column ``opens`` of the batch's tokens, uint8 [N]; empty if every episode is one conversation."""
     if "segments" not in batch.payload:
         return {}
-    column = batch.read(store, "segments")["segments"]
-    codes, starts = column.values[::2], column.values[1::2]
-    rows = np.repeat(tokens.offsets[:-1], column.lengths // 2)
-    first = (rows + starts)[codes >= len(ROLES)]
+    found = _opens(batch.read(store, "segments")["segments"], tokens)
+    return {} if found is None else {OPENS: found}
+
+
+def _opens(segments: Jagged, tokens: Jagged) -> np.ndarray | None:
+    codes, starts = segments.values[::2], segments.values[1::2]
+    rows = np.repeat(tokens.offsets[:-1], segments.lengths // 2)
+    first = (rows + starts)[codes >= len(ROLES)].astype(np.int64)
     found = np.zeros(len(tokens.values), np.uint8)
     found[first] = 1
-    return {OPENS: found} if len(first) else {}
+    return found if len(first) else None
 
 
 def on_rows(op: str, batch: Batch) -> span:
@@ -161,3 +169,9 @@ def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Ja
     """Add a payload column with the same row lengths as another one."""
     handle = store.put(name, Jagged(values, like.offsets))
     return batch.with_payload(**{name: Column.whole(handle, len(batch))})
+
+
+def put_mask(batch: Batch, store: Store, name: str, mask: np.ndarray, tokens: Jagged) -> Batch:
+    """Add a mask of the batch's tokens, and the row columns of the prompts before its first tokens."""
+    table = RowTable.of(tokens, mask, opened(batch, store, tokens).get(OPENS))
+    return put_like(batch, store, name, mask, tokens).with_rows(**table.columns(name))

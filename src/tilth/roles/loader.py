@@ -10,8 +10,9 @@ from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.pairs import encode_pairs, pairs_of
 from tilth.data.prompts import PromptSet
-from tilth.data.template import Template
+from tilth.data.template import Example, Template
 from tilth.data.tokenizer import Tokenizer
+from tilth.plan.batch import RowTable
 from tilth.roles.experience import INFO, identity
 from tilth.roles.pairs import CHOSEN
 from tilth.trace.spans import span
@@ -33,13 +34,7 @@ class PromptLoader:
         with span("load") as spent:
             found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
             spent.set(tokens=sum(len(e.tokens) for e in found))
-        rows: dict[str, np.ndarray] = {
-            "prompt": np.asarray(indices, np.int64),
-            "length": np.array([len(e.tokens) for e in found], np.int32),
-            "identity": np.array([identity(e.tokens) for e in found], np.uint32),
-        }
-        payload = {"tokens": [e.tokens for e in found], "mask": [e.mask for e in found]}
-        return Batch(rows, _put(self.store, payload))
+        return _supervised({"prompt": np.asarray(indices, np.int64)}, found, self.store)
 
     @transfer(split="rows", gather="rows")
     def encode(self, asked: Batch) -> Batch:
@@ -97,11 +92,8 @@ class PromptLoader:
             "id": np.arange(2 * len(made), dtype=np.int64),
             "side": np.tile(np.array([CHOSEN, 0], np.int8), len(made)),
             "margin": np.repeat(np.array([one.margin for _, one in made], np.float64), 2),
-            "length": np.array([len(e.tokens) for e in examples], np.int32),
-            "identity": np.array([identity(e.tokens) for e in examples], np.uint32),
         }
-        payload = {"tokens": [e.tokens for e in examples], "mask": [e.mask for e in examples]}
-        return Batch(rows, _put(self.store, payload))
+        return _supervised(rows, examples, self.store)
 
 
 class DocumentLoader:
@@ -125,15 +117,10 @@ class DocumentLoader:
         mask = np.ones(len(tokens.values), np.uint8)
         mask[tokens.offsets[:-1]] = 0
         pieces = [tokens.row(i) for i in range(len(indices))]
-        rows: dict[str, np.ndarray] = {
-            "prompt": np.asarray(indices, np.int64),
-            "length": tokens.lengths.astype(np.int32),
-            "identity": np.array([identity(piece) for piece in pieces], np.uint32),
-        }
+        rows: dict[str, np.ndarray] = {"prompt": np.asarray(indices, np.int64)}
         if heldout:
             rows["bytes"] = np.array([self._bytes(int(i), piece) for i, piece in zip(indices, pieces)], np.int64)
-        payload = {"tokens": tokens, "mask": Jagged(mask, tokens.offsets)}
-        return Batch(rows, {k: Column.whole(self.store.put(k, v), len(pieces)) for k, v in payload.items()})
+        return _with_tokens(rows, tokens, mask, self.store)
 
     def _bytes(self, index: int, piece: np.ndarray) -> int:
         """Count the bytes of a held-out piece, once."""
@@ -143,5 +130,19 @@ class DocumentLoader:
         return self._sizes[index]
 
 
-def _put(store: Store, payload: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Column]:
-    return {name: Column.whole(store.put(name, Jagged.of(rows)), len(rows)) for name, rows in payload.items()}
+def _supervised(rows: Mapping[str, np.ndarray], examples: Sequence[Example], store: Store) -> Batch:
+    tokens, mask = Jagged.of([e.tokens for e in examples]), Jagged.of([e.mask for e in examples])
+    return _with_tokens(rows, tokens, mask.values, store)
+
+
+def _with_tokens(rows: Mapping[str, np.ndarray], tokens: Jagged, mask: np.ndarray, store: Store) -> Batch:
+    """Return a batch of these rows with their tokens, and the row columns that follow from these."""
+    count = len(tokens.lengths)
+    found = {
+        **rows,
+        "length": tokens.lengths.astype(np.int32),
+        "identity": np.array([identity(tokens.row(i)) for i in range(count)], np.uint32),
+        **RowTable.of(tokens, mask).columns(),
+    }
+    payload = {"tokens": tokens, "mask": Jagged(mask, tokens.offsets)}
+    return Batch(found, {name: Column.whole(store.put(name, column), count) for name, column in payload.items()})

@@ -22,6 +22,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.errors import TilthError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan
 from tilth.rewards.functions import LARGEST
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
@@ -31,7 +32,7 @@ from tilth.roles.policy import PolicyWorker
 from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import MicroBatch, packed_logprobs, packed_ratings
+from tilth.training.packed import MicroBatch, limits_of, packed_logprobs, packed_ratings
 
 Metrics = dict[str, rl.Metric]
 SLOPE, SHARE = "slope", "share"
@@ -119,7 +120,7 @@ class PairLearner:
     what: str
     """Attribute of a micro-batch that scores are sums of: logprobs or values."""
 
-    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
+    def _scores(self, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
         """Return the score of each answer, float64 [n]; no gradient."""
         raise NotImplementedError
 
@@ -127,11 +128,11 @@ class PairLearner:
         """Return the loss's derivatives by tokens, float32 [N], from those by the scores [n]."""
         raise NotImplementedError
 
-    @transfer(split="rows", gather="merge")
-    def pair_step(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+    @transfer(split="plan", gather="merge", dropout=True)
+    def pair_step(self, batch: Batch, how: PreferenceConfig, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Run one optimizer step of the preference loss on the whole batch of pairs."""
         with on_rows("update", batch) as spent:
-            tokens, mask, table = self._read(batch)
+            tokens, mask, table = self._read(batch, plan)
             found = table.loss(how)
             slopes = table.of_rows(batch["pair"], batch["side"], found.chosen, found.rejected)
             halves = table.of_rows(batch["pair"], batch["side"], table.weights / 2, table.weights / 2)
@@ -139,23 +140,23 @@ class PairLearner:
                 SLOPE: self._slopes(tokens, mask, slopes),
                 SHARE: _at(_last(tokens, mask), halves, len(mask)),
             }
-            more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch)}
+            more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch), "plan": plan}
             done = self.engine.update(tokens, mask, per_token, linear(self.what), entropy=False, **more)
             spent.set(flops=done.flops * 4 / 3)  # the scores took a forward pass more, a third of both
             check_weight(done.metrics, float(len(table) > 0), self.grid)
         return account(done, self.grid) | self._measured(found)
 
-    @transfer(split="rows", gather="merge", reads=True)
-    def pair_eval(self, batch: Batch, how: PreferenceConfig) -> Metrics:
+    @transfer(split="plan", gather="merge", reads=True)
+    def pair_eval(self, batch: Batch, how: PreferenceConfig, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Return the metrics of ``pair_step`` without learning from the pairs."""
-        return self._measured(self._read(batch)[2].loss(how))
+        return self._measured(self._read(batch, plan)[2].loss(how))
 
-    def _read(self, batch: Batch) -> tuple[Jagged, np.ndarray, PairTable]:
+    def _read(self, batch: Batch, plan: MicroBatchPlan | None) -> tuple[Jagged, np.ndarray, PairTable]:
         columns = batch.read(self.store, "tokens", "mask", *(c for c in ("ref_logprobs",) if c in batch.payload))
         tokens, mask = columns["tokens"], columns["mask"].values
         check_identity(batch, tokens)
         own = {name: batch[name] for name in ("pair", "side", "prompt", "margin")}
-        own["score"] = self._scores(tokens, mask)
+        own["score"] = self._scores(tokens, mask, plan)
         own["count"] = _row_sums(mask, tokens)
         theirs = columns.get("ref_logprobs")
         own["reference"] = np.zeros(len(batch)) if theirs is None else _row_sums(theirs.values, tokens)
@@ -177,8 +178,8 @@ class PairPolicyWorker(PairLearner, PolicyWorker):
 
     what = "logprobs"
 
-    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
-        return _row_sums(forward(self.engine, packed_logprobs, tokens, mask), tokens)
+    def _scores(self, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
+        return _row_sums(forward(self.engine, packed_logprobs, tokens, mask, plan=plan), tokens)
 
     def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return (np.repeat(slopes, tokens.lengths) * (mask != 0)).astype(np.float32)
@@ -194,19 +195,19 @@ class RewardModelWorker(PairLearner, Learner):
         super().__init__(engine, "reward_model", "optimizer", based=True)
         self.store = store
 
-    def _scores(self, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
-        return ratings(self.engine, tokens, mask)
+    def _scores(self, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
+        return ratings(self.engine, tokens, mask, plan)
 
     def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return _at(_last(tokens, mask), slopes, len(mask))
 
 
-def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray) -> np.ndarray:
+def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
     """Return the value after the last token in the mask of each sequence, float64 [n]; NaN if the mask has no token.
 
     owner: of a value model.
     """
-    found = forward(owner, packed_ratings, tokens, mask)
+    found = forward(owner, packed_ratings, tokens, mask, plan=plan)
     last = _last(tokens, mask)
     return np.where(last >= 0, found[last].astype(np.float64) if len(found) else np.nan, np.nan)
 
@@ -252,8 +253,13 @@ class RatingWorker:
         self.sharded, self.store = sharded, store
         self.weight, self.micro_tokens, self.parity = weight, micro_tokens, parity
 
-    @transfer(split="rows", gather="rows", reads=True)
-    def rate(self, batch: Batch, *, alone: bool) -> Batch:
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Limits of its micro-batches."""
+        return limits_of(self.sharded, self.micro_tokens, parity=self.parity)
+
+    @transfer(split="plan", gather="rows", reads=True)
+    def rate(self, batch: Batch, *, alone: bool, plan: MicroBatchPlan | None = None) -> Batch:
         """Add weight * score to the row column ``reward`` and the score as ``part/model``; NaN: missing.
 
         The score is the value after the last token that the policy chose, its end token or the last one before a cut.
@@ -263,7 +269,7 @@ class RatingWorker:
         with on_rows("score", batch):
             columns = batch.read(self.store, "tokens", "mask")
             check_identity(batch, columns["tokens"])
-            found = ratings(self, columns["tokens"], columns["mask"].values)
+            found = ratings(self, columns["tokens"], columns["mask"].values, plan)
             found = np.where(np.isfinite(found), found, np.nan)
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             total = before + self.weight * found.astype(np.float64)

@@ -12,6 +12,7 @@ from tilth.cluster.protocol import transfer
 from tilth.config.errors import RecipeError
 from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.random import stream
+from tilth.plan.batch import MicroBatchPlan
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.packing import Packing
 from tilth.rl.rollout_correction import CorrectionRule, Corrector
@@ -24,6 +25,7 @@ from tilth.roles.experience import (
     on_rows,
     opened,
     put_like,
+    put_mask,
     recorded_experts,
     row_names,
 )
@@ -74,7 +76,7 @@ class PolicyWorker(Learner):
                 batch = put_like(batch, self.store, "returns", found.returns.numpy(), tokens)
             if not torch.equal(found.mask, mask != 0):  # rows that lack what the estimator needs are out of the loss
                 columns["mask"] = Jagged(found.mask.numpy().astype(np.uint8), tokens.offsets)
-                batch = put_like(batch, self.store, "mask", columns["mask"].values, tokens)
+                batch = put_mask(batch, self.store, "mask", columns["mask"].values, tokens)
             columns["advantages"] = Jagged(found.advantages.numpy(), tokens.offsets)
             batch = put_like(batch, self.store, "advantages", columns["advantages"].values, tokens)
             return self._corrected(batch, how, columns, tokens)
@@ -92,7 +94,7 @@ class PolicyWorker(Learner):
         self._corrections = dict(found.metrics)
         if found.weights is not None:
             batch = put_like(batch, self.store, "weights", found.weights.numpy(), tokens)
-        return put_like(batch, self.store, "kept", found.mask.numpy().astype(np.uint8), tokens)
+        return put_mask(batch, self.store, "kept", found.mask.numpy().astype(np.uint8), tokens)
 
     def _others(self, batch: Batch) -> dict[str, Any]:
         """Return the collectives of an estimator, if rows lie on several workers."""
@@ -104,29 +106,29 @@ class PolicyWorker(Learner):
     def _sum_rows(self, vector: Tensor) -> Tensor:
         return self.grid.sum(vector, "rows")
 
-    @transfer(split="rows", gather="rows", reads=True)
-    def logprobs(self, batch: Batch, *, squares: bool = False) -> Batch:
+    @transfer(split="plan", gather="rows", reads=True)
+    def logprobs(self, batch: Batch, *, squares: bool = False, plan: MicroBatchPlan | None = None) -> Batch:
         """Add ``old_logprobs``: the policy before any update on this batch; needed when it is used more than once.
 
         squares: add ``sum_pi_squared`` too, at each token the sum over the vocabulary of squared probabilities.
         """
         run, names = (packed_squares, ["sum_pi_squared"]) if squares else (packed_logprobs, [])
-        given: dict[str, Any] = {"temperature": self.temperature, "op": "logprobs"}
+        given: dict[str, Any] = {"temperature": self.temperature, "op": "logprobs", "plan": plan}
         if self.engine.experts.replay:
             given["routing"] = self._routing(batch)
         return scored(batch, self.store, self.engine, run, "old_logprobs", *names, **given)
 
-    @transfer(split="rows", gather="merge", reads=True)
-    def compare(self, batch: Batch) -> Metrics:
+    @transfer(split="plan", gather="merge", reads=True)
+    def compare(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Return ``mismatch/max``: the greatest difference between the policy's log-probs and those of the samples."""
-        columns = self.logprobs(batch).read(self.store, "old_logprobs", "rollout_logprobs", "mask")
+        columns = self.logprobs(batch, plan=plan).read(self.store, "old_logprobs", "rollout_logprobs", "mask")
         own, theirs, mask = (columns[c].values for c in ("old_logprobs", "rollout_logprobs", "mask"))
         apart = np.abs(own - theirs)[mask != 0]
         worst = float(apart.max()) if len(apart) else 0.0
         return {"mismatch/max": rl.Metric(worst, len(apart), "max")}
 
-    @transfer(split="rows", gather="merge")
-    def update(self, batch: Batch, how: Algorithm) -> Metrics:
+    @transfer(split="plan", gather="merge", mask="kept")
+    def update(self, batch: Batch, how: Algorithm, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Run one optimizer step of the policy loss on the whole batch; return sums for the metrics."""
         of_estimators = {"values", "returns", "sum_pi_squared", "versions", TURN_REWARDS}
         unused = {*NOT_BY_TOKEN, "tokens", *of_estimators}.difference(how.loss.needs)
@@ -145,7 +147,7 @@ class PolicyWorker(Learner):
                 mask,
                 tokens,
                 gather=gather_data_ranks(self.grid),
-                thresholds=self._first_pass(batch, how, mask, tokens, per_token),
+                thresholds=self._first_pass(batch, how, mask, tokens, per_token, plan),
                 right=per_token.get(RIGHT),
             )
             done = self.engine.update(
@@ -158,6 +160,7 @@ class PolicyWorker(Learner):
                 starts=batch.rows.get("start"),
                 routing=self._routing(batch),
                 names=row_names(batch),
+                plan=plan,
             )
             spent.set(flops=done.flops)
             check_weight(done.metrics, loss.shared.whole, self.grid)
@@ -206,7 +209,13 @@ class PolicyWorker(Learner):
         )
 
     def _first_pass(
-        self, batch: Batch, how: Algorithm, mask: np.ndarray, tokens: Jagged, per_token: dict[str, np.ndarray]
+        self,
+        batch: Batch,
+        how: Algorithm,
+        mask: np.ndarray,
+        tokens: Jagged,
+        per_token: dict[str, np.ndarray],
+        plan: MicroBatchPlan | None,
     ) -> dict[str, float] | None:
         """Run the loss's first pass over the whole batch, if it has one.
 
@@ -217,7 +226,7 @@ class PolicyWorker(Learner):
         if "uniforms" in how.loss.needs:
             per_token["uniforms"] = self._uniforms(batch, tokens)
         replayed = self._routing(batch) if self.engine.experts.replay else None
-        given: dict[str, Any] = {"temperature": self.temperature, "routing": replayed}
+        given: dict[str, Any] = {"temperature": self.temperature, "routing": replayed, "plan": plan}
         given["columns"] = opened(batch, self.store, tokens)
         now = forward(self.engine, packed_logprobs, tokens, mask, **given)
         uniforms = per_token.get("uniforms")
@@ -240,26 +249,25 @@ class PolicyWorker(Learner):
         parts = [numbers.uniform(int(s), int(n)).numpy() for s, n in zip(starts, tokens.lengths)]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    @transfer(split="rows", gather="merge")
-    def sft_step(self, batch: Batch) -> Metrics:
+    @transfer(split="plan", gather="merge", dropout=True)
+    def sft_step(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Run one supervised optimizer step: mean negative log-likelihood of the tokens in the mask."""
         with on_rows("update", batch) as spent:
             columns = batch.read(self.store, "tokens", "mask")
             mask = columns["mask"].values
             learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
             loss = negative_log_likelihood(float(learned))
-            starts = batch.rows.get("start")
-            names = row_names(batch)
-            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, starts=starts, names=names)
+            more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch), "plan": plan}
+            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, **more)
             spent.set(flops=found.flops)
         return self._account(found)
 
-    @transfer(split="rows", gather="merge", reads=True)
-    def likelihood(self, batch: Batch) -> Metrics:
+    @transfer(split="plan", gather="merge", reads=True)
+    def likelihood(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Metrics:
         """Return the negative log-likelihood (nats) of the tokens in the mask as ``loss``; no gradient."""
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
-        found = forward(self.engine, packed_logprobs, columns["tokens"], mask)
+        found = forward(self.engine, packed_logprobs, columns["tokens"], mask, plan=plan)
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
     def _account(self, found: UpdateResult) -> Metrics:

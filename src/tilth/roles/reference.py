@@ -1,6 +1,7 @@
 """Reference role: a frozen earlier policy, for the KL penalty."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -8,9 +9,10 @@ from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan
 from tilth.roles.objective import scored
 from tilth.roles.state import Groups, Stateful, weights_group
-from tilth.training.packed import packed_logprobs
+from tilth.training.packed import limits_of, packed_logprobs
 
 
 class ReferenceWorker(Stateful):
@@ -34,12 +36,16 @@ class ReferenceWorker(Stateful):
         """Return the checksum of this rank's part of each tensor of the live storage."""
         return {name: checksum(tensor) for name, tensor in self.sharded.parameters.items()}
 
-    @transfer(split="rows", gather="rows", reads=True)
-    def logprobs(self, batch: Batch) -> Batch:
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Limits of its micro-batches."""
+        return limits_of(self.sharded, self.micro_tokens, parity=self.parity)
+
+    @transfer(split="plan", gather="rows", reads=True)
+    def logprobs(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Batch:
         """Add ``ref_logprobs``."""
-        return scored(
-            batch, self.store, self, packed_logprobs, "ref_logprobs", op="reference", temperature=self.temperature
-        )
+        how: dict[str, Any] = {"op": "reference", "temperature": self.temperature, "plan": plan}
+        return scored(batch, self.store, self, packed_logprobs, "ref_logprobs", **how)
 
     def groups(self) -> Groups:
         return {"reference": weights_group(self.sharded)}

@@ -19,6 +19,7 @@ from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchLimits
 from tilth.trace.spans import span
 from tilth.training.engine import TrainEngine, UpdateResult
 from tilth.training.rate import measured_flops
@@ -161,6 +162,11 @@ class Learner(Stateful):
         self._names = model, optimizer
         self._frozen = self._base_sums() if based and engine.sharded.adapted else {}
         engine.before_update, engine.after_update = self._before_update, self._after_update
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Limits of its micro-batches."""
+        return self.engine.limits
 
     def _before_update(self) -> None:
         self.check_at_rest()

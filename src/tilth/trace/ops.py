@@ -58,6 +58,7 @@ _DECLARED = (
     Op("send", "communication", "to one peer; detail: from and to, as 0>1; seq: its number among those"),
     Op("receive", "communication", "from one peer; detail and seq: as of its send"),
     Op("call", "call", "a worker executes a call; detail: role.method; seq: its number in the controller"),
+    Op("plan", "frame", "the controller plans the micro-batches of a call; detail: role.method"),
     Op("submit", "frame", "the controller sends a call to its workers; detail, seq: as of the call"),
     Op("await", "wait", "the controller waits for the answers of a call; detail, seq: as of the call"),
     Op("snapshot", "phase", "the copy of the state in memory, from which a run goes on after a failure"),

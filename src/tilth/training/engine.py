@@ -27,6 +27,7 @@ from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchPlan
 from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -231,6 +232,7 @@ class TrainEngine:
         starts: np.ndarray | None = None,
         routing: np.ndarray | None = None,
         names: Mapping[str, np.ndarray] | None = None,
+        plan: MicroBatchPlan | None = None,
     ) -> UpdateResult:
         """Run one optimizer step on the whole batch.
 
@@ -238,16 +240,17 @@ class TrainEngine:
         False for a loss that compares with earlier outputs of the model. starts: int64 [n], index of each sequence's
         first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
         device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
-        0: not known). names: int64 [n] each, which name rows in messages. Raises NonFiniteError (see ``on_nan``),
+        0: not known). names: int64 [n] each, which name rows in messages. plan: the controller's, of these rows; None:
+        the engine makes one. Raises NonFiniteError (see ``on_nan``), PlanError for a plan of other rows,
         TokenCountError if a token was used twice or not at all, TokenDivisionError if ranks that divide tokens have not
-        computed each of them once, ReplicaMismatch on the rank whose shard of the
-        gradients is not what all ranks gave for it.
+        computed each of them once, ReplicaMismatch on the rank whose shard of the gradients is not what all ranks gave
+        for it.
         """
         self.before_update()
         self.sharded.begin(self.updates)
         self._forget()
         how: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "dropout": dropout}
-        found = self.accumulate(tokens, mask, columns, loss, starts=starts, routing=routing, **how)
+        found = self.accumulate(tokens, mask, columns, loss, starts=starts, routing=routing, plan=plan, **how)
         bad = found.suspects
         named = {
             name: column[bad].astype(np.int64)
@@ -270,28 +273,29 @@ class TrainEngine:
         dropout: bool = True,
         starts: np.ndarray | None = None,
         routing: np.ndarray | None = None,
+        plan: MicroBatchPlan | None = None,
     ) -> "Passed":
         """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
         used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
         drops = dropout and self._drops
-        plan = plan_micros(tokens, mask, self.limits, columns.get(OPENS), dropout=dropout).learn
+        micros = plan_micros(tokens, mask, self.limits, columns.get(OPENS), dropout=dropout, plan=plan).learn
         given = columns if routing is None else {**columns, ROUTING: routing}
-        cutting = partial(cut, tokens, mask, given, plan, self.device, self.sharded.context)
+        cutting = partial(cut, tokens, mask, given, micros, self.device, self.sharded.context)
         every, step = cutting(), self._expert_step(len(mask))
-        rounds = self.sharded.sync_micro_batch_count(len(plan))
+        rounds = self.sharded.sync_micro_batch_count(len(micros))
         input_of = partial(self._input_of, places=places if drops else None, experts=step)
 
         if step is not None and step.counts_first:
-            self._count_loads(step, (Scored(*input_of(*one), *one) for one in cutting()), len(plan))
+            self._count_loads(step, (Scored(*input_of(*one), *one) for one in cutting()), len(micros))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
-        done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(plan)]
+        done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(micros)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
             used[index] += 1
         check_used(used)
         values = torch.stack([one.value for one in done]).tolist() if done else []
-        bad = suspects([micro.rows for micro in plan], values, tokens, columns)
+        bad = suspects([micro.rows for micro in micros], values, tokens, columns)
         found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
-        amounts = {"tokens": len(mask), "padded": rounds - len(plan), **_amounts(done)}
+        amounts = {"tokens": len(mask), "padded": rounds - len(micros), **_amounts(done)}
         return Passed(*self.sharded.share_object(found), amounts, step)
 
     def _in_flight(

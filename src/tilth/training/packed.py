@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilth.core.batch import Jagged
-from tilth.core.errors import LossMaskError
+from tilth.core.errors import LossMaskError, PlanError
 from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
@@ -22,7 +22,15 @@ from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
 from tilth.parallel.context import ContextParallel, TokenShare
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.batch import MicroBatches, MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows, prompt_lengths
+from tilth.plan.batch import (
+    MicroBatches,
+    MicroBatchLimits,
+    MicroBatchPlan,
+    RowTable,
+    check_plan,
+    plan_rows,
+    prompt_lengths,
+)
 from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.lora import has_adapters
 from tilth.trace.spans import span
@@ -143,10 +151,23 @@ def plan_micros(
     opens: np.ndarray | None = None,
     *,
     dropout: bool = False,
+    plan: MicroBatchPlan | None = None,
 ) -> MicroBatchPlan:
-    """Plan rows that no controller has planned. Raises LossMaskError for a mask that has the first token of a row."""
+    """Return the controller's plan of these rows, checked; None: make one as it does.
+
+    Raises PlanError for a plan of other rows, or one that shares prompts in passes with dropout; LossMaskError for a
+    mask that has the first token of a row.
+    """
     _check_mask(tokens, mask)
-    return plan_rows(RowTable.of(tokens, mask, opens, digests=limits.share), limits, dropout=dropout)
+    if plan is None:
+        return plan_rows(RowTable.of(tokens, mask, opens, digests=limits.share), limits, dropout=dropout)
+    table = RowTable.of(tokens, mask, opens, digests=any(micro.shared for micros in plan for micro in micros))
+    for micros in plan if plan.learn is not plan.score else plan[:1]:
+        check_plan(micros, table)
+    if dropout and limits.dropout and any(micro.shared for micro in plan.learn):
+        message = "the plan shares prompts, and with dropout each sample has a mask of its own: declare the method with"
+        raise PlanError(f"{message} transfer(dropout=True)", key="plan.dropout")
+    return plan
 
 
 def _check_mask(tokens: Jagged, mask: np.ndarray) -> None:
@@ -275,9 +296,9 @@ def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the log-prob of each token in the mask, float32 [N]; 0 elsewhere. No gradient.
 
-    how: ``max_tokens`` of a micro-batch, optionally ``temperature``, ``parity``, ``columns`` (``opens`` alone counts)
-    and ``routing`` (int64 [N, layers with experts, k], choices of experts to follow; below 0: the model's own). All
-    ranks of a sharded model call it, each with its own rows, any number of them.
+    how: ``max_tokens`` of a micro-batch, optionally ``plan``, ``temperature``, ``parity``, ``columns`` (``opens`` alone
+    counts) and ``routing`` (int64 [N, layers with experts, k], choices of experts to follow; below 0: the model's own).
+    All ranks of a sharded model call it, each with its own rows, any number of them.
     """
     return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
 
@@ -323,6 +344,7 @@ def _without_gradient(
     parity: bool = False,
     routing: np.ndarray | None = None,
     columns: Mapping[str, np.ndarray] | None = None,
+    plan: MicroBatchPlan | None = None,
 ) -> np.ndarray:
     """Return what the scorer fills in, over the micro-batches of an update on the same batch: float32 [k, N]."""
     found = np.zeros((len(what), len(mask)), np.float32)
@@ -330,11 +352,11 @@ def _without_gradient(
     decoder, limits = sharded.model, limits_of(sharded, max_tokens, parity=parity)
     device = next(iter(sharded.parameters.values())).device
     beside = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
-    plan = plan_micros(tokens, mask, limits, beside.get(OPENS)).score
+    micros = plan_micros(tokens, mask, limits, beside.get(OPENS), plan=plan).score
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:
-        for index, micro in cut(tokens, mask, beside, plan, device, sharded.context):
+        for index, micro in cut(tokens, mask, beside, micros, device, sharded.context):
             given, ctx = model_input(micro, parity)
             if (recorded := recorded_of(micro)) is not None:
                 ctx.experts = ExpertContext(parity=parity, replay=recorded)
@@ -345,7 +367,7 @@ def _without_gradient(
         for row, name in zip(found, what):
             row[index] = getattr(micro, name).cpu().numpy()
 
-    run_forward(sharded, begin(), len(plan), keep, parity=parity)
+    run_forward(sharded, begin(), len(micros), keep, parity=parity)
     sharded.share(torch.from_numpy(found))
     sharded.reshard()
     return found

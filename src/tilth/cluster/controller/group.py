@@ -92,7 +92,8 @@ class WorkerGroup:
         if not how.reads:
             self.changed_by.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
-        dealt = deal(how, self.mesh, self._divide, *plain)
+        with span("plan", detail=f"{self.role}.{method}") if how.split == "plan" else nullcontext():
+            dealt = deal(how, self.mesh, self._divide, *plain)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
         leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
         flights = self._send(method, dealt, leases, how.patient)
