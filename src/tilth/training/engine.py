@@ -236,15 +236,15 @@ class TrainEngine:
     ) -> UpdateResult:
         """Run one optimizer step on the whole batch.
 
-        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N]. dropout:
-        False for a loss that compares with earlier outputs of the model. starts: int64 [n], index of each sequence's
-        first token in the whole batch, of which these are one rank's rows, so that dropout masks are those of one
-        device; None: these are all. routing: int64 [N, layers with experts, k], the generation engine's choices (below
-        0: not known). names: int64 [n] each, which name rows in messages. plan: the controller's, of these rows; None:
-        the engine makes one. Raises NonFiniteError (see ``on_nan``), PlanError for a plan of other rows,
-        TokenCountError if a token was used twice or not at all, TokenDivisionError if ranks that divide tokens have not
-        computed each of them once, ReplicaMismatch on the rank whose shard of the gradients is not what all ranks gave
-        for it.
+        tokens: n sequences, N tokens in all; mask: [N], 1 on tokens to learn from; columns: per token [N], but for
+        ``media`` of sequences [n]. dropout: False for a loss that compares with earlier outputs of the model. starts:
+        int64 [n], index of each sequence's first token in the whole batch, of which these are one rank's rows, so that
+        dropout masks are those of one device; None: these are all. routing: int64 [N, layers with experts, k], the
+        generation engine's choices (below 0: not known). names: int64 [n] each, which name rows in messages. plan: the
+        controller's, of these rows; None: the engine makes one. Raises NonFiniteError (see ``on_nan``), PlanError for a
+        plan of other rows, TokenCountError if a token was used twice or not at all, TokenDivisionError if ranks that
+        divide tokens have not computed each of them once, ReplicaMismatch on the rank whose shard of the gradients is
+        not what all ranks gave for it.
         """
         self.before_update()
         self.sharded.begin(self.updates)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tilth.core.batch import Jagged
 from tilth.core.errors import LossMaskError, PlanError
+from tilth.core.media import MEDIA, check_media, unpack_media
 from tilth.core.trajectory import OPENS
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.models.inputs import ModelInput
+from tilth.models.family import family_of
+from tilth.models.inputs import EncoderInput, ModelInput, place_media
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import take_rows
 from tilth.models.tree import PrefixTrees, TreeContext, plant
@@ -40,9 +42,11 @@ def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -
     """True if samples of one prompt may be computed as one tree.
 
     Not in parity mode (cached decoding has other shapes), with dynamic rope (the rotation of a prompt depends on the
-    length of its sample) or where ranks divide the tokens of each sequence (``divided``).
+    length of its sample), where ranks divide the tokens of each sequence (``divided``), or with encoders (equal tokens
+    may have other media).
     """
-    return not parity and not divided and config.rope_type != "dynamic"
+    kept = parity or divided or config.rope_type == "dynamic" or family_of(config.family).encoders
+    return not kept
 
 
 def limits_of(sharded: ShardedModel, tokens: int, *, parity: bool) -> MicroBatchLimits:
@@ -58,6 +62,7 @@ class MicroBatch:
     ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared) come from the policy, ``values``
     from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
     several sequences share, computed once. ``share``: the tokens that this rank computes; all else is of all tokens.
+    ``media``: items of the sequences, which have no trees then.
     """
 
     ids: Tensor
@@ -67,6 +72,7 @@ class MicroBatch:
     columns: dict[str, Tensor]
     trees: PrefixTrees | None = None
     share: TokenShare | None = None
+    media: tuple[EncoderInput, ...] = ()
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -115,7 +121,7 @@ def cut(
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Yield the micro-batches of a plan: (indices into the packed columns [N], micro-batch).
 
-    context: how ranks divide the tokens of each.
+    columns: of tokens [N]; ``media`` of sequences. context: how ranks divide the tokens of each.
     """
     every = Jagged(np.arange(len(mask)), tokens.offsets)
 
@@ -131,12 +137,21 @@ def cut(
             prompts = prompt_lengths(Jagged(mask[index], part.offsets))
             marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in planned.groups])[:-1])
             trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
-        own = {name: tensor(values[index]) for name, values in columns.items()}
+        own = {name: tensor(values[index]) for name, values in columns.items() if name != MEDIA}
         opens = own.pop(OPENS, None)
         seen = part.lengths if opens is None else _conversations(part.offsets, columns[OPENS][index])
         lengths = torch.from_numpy(part.lengths), torch.from_numpy(seen)
         share = None if context is None else context.share(seen, device)
-        yield index, MicroBatch(tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share)
+        media = _media(columns[MEDIA][rows], part, device) if MEDIA in columns else ()
+        yield index, MicroBatch(tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share, media)
+
+
+def _media(packed: np.ndarray, tokens: Jagged, device: torch.device) -> tuple[EncoderInput, ...]:
+    """Return the media of packed sequences. DataError: an item has no place in its sequence."""
+    every, lengths = [unpack_media(one) for one in packed], tokens.lengths.tolist()
+    for i, (items, length) in enumerate(zip(every, lengths)):
+        check_media(items, length, f"sequence {i} of a micro-batch")
+    return place_media(zip(every, [0] * len(every), lengths, tokens.offsets.tolist()), device)
 
 
 def _conversations(offsets: np.ndarray, opens: np.ndarray) -> np.ndarray:
@@ -193,9 +208,9 @@ def model_input(
     """Return the arguments of a model's first part."""
     device = micro.ids.device
     if micro.share is not None:
-        return ModelInput(micro.ids[micro.share.tokens]), micro.share.context(dropout)
+        return ModelInput(micro.ids[micro.share.tokens], media=micro.media), micro.share.context(dropout)
     if micro.trees is None:
-        return ModelInput(micro.ids), PackedContext(micro.seen, device, parity, dropout)
+        return ModelInput(micro.ids, media=micro.media), PackedContext(micro.seen, device, parity, dropout)
     return ModelInput(micro.ids[torch.from_numpy(micro.trees.source).to(device)]), TreeContext(micro.trees, device)
 
 
@@ -296,9 +311,9 @@ def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
 def packed_logprobs(model: Decoder | ShardedModel, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the log-prob of each token in the mask, float32 [N]; 0 elsewhere. No gradient.
 
-    how: ``max_tokens`` of a micro-batch, optionally ``plan``, ``temperature``, ``parity``, ``columns`` (``opens`` alone
-    counts) and ``routing`` (int64 [N, layers with experts, k], choices of experts to follow; below 0: the model's own).
-    All ranks of a sharded model call it, each with its own rows, any number of them.
+    how: ``max_tokens`` of a micro-batch, optionally ``plan``, ``temperature``, ``parity``, ``columns`` (``opens``,
+    ``media``) and ``routing`` (int64 [N, layers with experts, k], choices of experts to follow; below 0: the model's
+    own). All ranks of a sharded model call it, each with its own rows, any number of them.
     """
     return _without_gradient(score, ("logprobs",), model, tokens, mask, **how)[0]
 
