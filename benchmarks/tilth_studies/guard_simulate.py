@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
+from tilth.cli.main import GuardSimulateCommand
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import RecipeError
 from tilth.runs.trust import load_named
@@ -19,39 +19,30 @@ INTERVALS = (1, 6, 60)
 DETECTIONS = (0.1, 10.0, 60.0, 600.0)
 
 
-def simulate(
-    name: str,
-    trace: Path,
-    overrides: Sequence[str] = (),
-    nodes: int | None = None,
-    spares: int | None = None,
-    measurements: Path | None = None,
-    *,
-    trace_nodes: int,
-    step: float,
-    seed: int,
-    without: str,
-    as_json: bool,
-    **seconds: Any,
-) -> None:
-    """Print the table, or JSON. seconds: those options that are fields of ``SurvivalPolicy`` by the same name."""
-    recipe = load_named(name, overrides)
+def simulate(options: GuardSimulateCommand) -> None:
+    """Print the table, or JSON."""
+    recipe, without, seed = load_named(options.name, options.overrides or ()), options.without, options.seed
     if without not in ("wait", "shrink"):
         raise RecipeError(f"--without {without!r}: use wait or shrink", key="without")
-    faults = scaled(read_trace(trace, trace_nodes), nodes or trace_nodes, seed)
+    trace = read_trace(options.trace, options.trace_nodes)
+    faults = scaled(trace, options.nodes or options.trace_nodes, seed)
     probability = len(faults.faults) / faults.nodes / (faults.seconds / DAY)
     enough = standby(faults.nodes, probability)
     policy = SurvivalPolicy(
-        step=step,
+        step=options.step,
+        detect=options.detect,
+        hangs=options.hangs,
+        restart=options.restart,
+        wake=options.wake,
+        cold=options.cold,
         hang_after=recipe.guard.hang_after,
-        interval=recipe.run.save_every * step,
-        spares=enough if spares is None else spares,
+        interval=recipe.run.save_every * options.step,
+        spares=enough if options.spares is None else options.spares,
         without="shrink" if without == "shrink" else "wait",
-        **seconds,
     )
-    policy = policy if measurements is None else measured(measurements, policy)
+    policy = policy if options.measurements is None else measured(options.measurements, policy)
     rows = [(about, survive(faults, changed, seed)) for about, changed in _variants(policy)]
-    if as_json:
+    if options.as_json:
         print(json.dumps(_as_object(faults, probability, enough, policy, rows), indent=1))
         return
     show(*_parts(faults, probability, enough, policy, rows))

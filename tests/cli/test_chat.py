@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tests.cli import speaking
 from tests.examples import examples
 from tilth.cli import chat
-from tilth.cli.chat import Chat, ChatOptions, Conversation, Voice
-from tilth.cli.main import app
+from tilth.cli.chat import Chat, Conversation, Voice
+from tilth.cli.main import ChatCommand, GenerateCommand, app
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
@@ -256,13 +256,12 @@ def test_nothing_said_steers_the_terminal(capsys):
 def test_streaming_changes_nothing(plain):
     """What was said while it was looked at, token by token, is what an engine says that nobody looks at."""
     folder, _, tokenizer = plain
-    wish = ChatOptions(str(folder), temperature=1.0, max_tokens=40, seed=3)
+    wish = ChatCommand(str(folder), temperature=1.0, max_tokens=40, seed=3)
     talked = Chat(load_model(folder), wish)
     talked.turn("How are you?")
-    from tilth.cli.generate import GenerateOptions as Asked
     from tilth.cli.generate import complete
 
-    (alone,), _ = complete(str(folder), "How are you?", Asked(max_tokens=40, seed=3))
+    (alone,), _ = complete(GenerateCommand(str(folder), "How are you?", max_tokens=40, seed=3))
     expected = [t for t in alone.tokens.tolist() if t not in tokenizer.stop_ids]
     assert talked.conversation.ids == expected
 
@@ -271,7 +270,7 @@ def test_streaming_changes_nothing(plain):
 
 
 def test_ctrl_c_ends_this_answer_only(plain, monkeypatch, capsys):
-    talked = Chat(load_model(plain[0]), ChatOptions(str(plain[0]), temperature=1.0, max_tokens=200))
+    talked = Chat(load_model(plain[0]), ChatCommand(str(plain[0]), temperature=1.0, max_tokens=200))
     before = signal.getsignal(signal.SIGINT)
     poll, steps = talked.engine.poll, []
 

@@ -13,11 +13,11 @@ from tests.flows import tiny
 from tests.roles import small
 from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.directory import complete
-from tilth.cli import export
 from tilth.core.errors import StorageError
 from tilth.models import hf
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
+from tilth.runs import export
 from tilth.runs.models import load_model
 
 IDS = torch.tensor(small.TOKENIZER.encode("12+34=46"))

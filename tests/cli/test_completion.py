@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilth
-from tilth.cli.main import app
+from tilth.cli.main import app, keys
 from tilth.config.keys import all_names
 from tilth.config.load import names
 
@@ -69,8 +69,6 @@ def test_what_is_offered(folder, monkeypatch, typed, expected):
 
 
 def test_every_key_is_offered():
-    from tilth.cli.arguments import keys
-
     assert keys("") == all_names()
 
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from tests.errors import raises
 from tilth.cli.env_try import play
-from tilth.cli.main import app
+from tilth.cli.main import EnvTryCommand, app
 from tilth.config.plugins import forget
 from tilth.core.errors import DataError
 from tilth.data.tokenizer import Tokenizer
@@ -89,14 +89,4 @@ class Odd(tilth.Environment):
 @pytest.mark.parametrize("info, key", [("{", "info"), ("7", "info.type")])
 def test_info_that_is_no_record(info, key):
     with raises(DataError, key):
-        play(
-            "calculator",
-            model="",
-            info=info,
-            seed=0,
-            temperature=1.0,
-            max_tokens=8,
-            turns=2,
-            seconds=5.0,
-            as_json=False,
-        )
+        play(EnvTryCommand("calculator", info=info))

@@ -13,8 +13,8 @@ from tests.cli import speaking
 from tests.errors import raises
 from tests.flows import tiny
 from tilth.cli import eval as command
-from tilth.cli.eval import EvalOptions, judge, plan, table
-from tilth.cli.main import app
+from tilth.cli.eval import judge, plan, table
+from tilth.cli.main import EvalCommand, app
 from tilth.core.errors import RewardError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
@@ -242,14 +242,14 @@ def test_what_the_run_says_holds_unless_the_command_says_otherwise(place):
         "reward": {"function": "exact"},
     }
     made = model._replace(settings=settings, run=place)
-    how = plan(EvalOptions("m"), made)
+    how = plan(EvalCommand("m"), made)
     assert (how.sampling.max_tokens, how.sampling.stop, how.template) == (7, ("+",), "model")
-    assert how.sampling.temperature == 0 and plan(EvalOptions("m", n=2), made).sampling.temperature == 1
-    how = plan(EvalOptions("m", max_tokens=3, stop=("=",), template="", temperature=0.5), made)
+    assert how.sampling.temperature == 0 and plan(EvalCommand("m", n=2), made).sampling.temperature == 1
+    how = plan(EvalCommand("m", max_tokens=3, stop=("=",), template="", temperature=0.5), made)
     assert (how.sampling.max_tokens, how.sampling.stop, how.template, how.sampling.temperature) == (3, ("=",), "", 0.5)
-    assert command.reward_of(EvalOptions("m", "d.jsonl"), made) == "exact"
-    assert command.reward_of(EvalOptions("m", "countdown"), made) == "countdown"
-    assert command.reward_of(EvalOptions("m", reward=("exact", "gsm8k")), made) == {"exact": 1.0, "gsm8k": 1.0}
+    assert command.reward_of(EvalCommand("m", "d.jsonl"), made) == "exact"
+    assert command.reward_of(EvalCommand("m", "countdown"), made) == "countdown"
+    assert command.reward_of(EvalCommand("m", reward=("exact", "gsm8k")), made) == {"exact": 1.0, "gsm8k": 1.0}
 
 
 # ---- mistakes ----

@@ -6,12 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilth.cli import export
 from tilth.cli.main import app
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
+from tilth.runs import export
 from tilth.runs.models import LoadedModel, load_model, save_shape
 
 

@@ -1,5 +1,7 @@
 """The command line starts fast, and every mistake is one line on stderr with exit code 2."""
 
+import ast
+import inspect
 import subprocess
 import sys
 import time
@@ -8,8 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tilth.cli import main
 from tilth.cli.main import app
 from tilth.config.errors import TilthError
+from tilth.config.roles import resolve
 
 
 def call(*arguments):
@@ -36,6 +40,24 @@ def test_help_of_each_command(name):
 )
 def test_options_of_generate(option):
     assert option in call("generate", "--help").stdout
+
+
+def declarations():
+    """Each class of ``cli.main`` that declares a command, and the name of its body."""
+    for node in ast.parse(inspect.getsource(main)).body:
+        if isinstance(node, ast.ClassDef):
+            (decorator,) = node.decorator_list
+            yield getattr(main, node.name), decorator.args[1].value
+
+
+def test_the_body_of_each_command_takes_what_its_class_declares():
+    found = list(declarations())
+    assert len(found) > 30
+    for declared, target in found:
+        package = "tilth_studies" if target.startswith("studies.") else "tilth.cli"
+        body = resolve(f"{package}.{target.removeprefix('studies.')}")
+        (parameter,) = inspect.signature(body, eval_str=True).parameters.values()
+        assert parameter.annotation is declared, target
 
 
 def test_no_arguments_show_help():

@@ -17,7 +17,6 @@ from tests.flows.test_resume_exact import benchmark
 from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.checkpoint.directory import HELD
-from tilth.cli.export import write_model
 from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
 from tilth.engines.engine import Engine
 from tilth.models.attention import PackedContext
@@ -27,6 +26,7 @@ from tilth.models.peft import CONFIG, TENSORS, load_adapter
 from tilth.plan.lora import is_adapter
 from tilth.roles import state
 from tilth.roles.state import Learner
+from tilth.runs.export import write_model
 from tilth.runs.models import MergedTensors, load_beginning, load_model
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted

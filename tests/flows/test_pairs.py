@@ -14,7 +14,6 @@ from tests.flows import tiny
 from tests.flows.test_cluster import LOCAL, shared, workers
 from tilth.api import run_recipe, train
 from tilth.checkpoint import open_checkpoint, read_best
-from tilth.cli.export import write_model
 from tilth.config.load import load_recipe, names
 from tilth.core.errors import DataError, ModelError, RecipeError
 from tilth.data.pairs import load_pairs, pairs_of
@@ -24,6 +23,7 @@ from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.models.hf import save_pretrained
 from tilth.models.value import ValueModel
+from tilth.runs.export import write_model
 from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_trajectories
 from tilth.runs.signals import Interrupted

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.cli.eval import EvalOptions, reward_of
-from tilth.cli.main import app
+from tilth.cli.eval import reward_of
+from tilth.cli.main import EvalCommand, app
 from tilth.config.plugins import forget
 from tilth.core.errors import PluginError
 from tilth.engines.options import EngineOptions
@@ -88,7 +88,7 @@ def test_a_command_that_would_use_the_code_of_a_run_refuses_it(trained, command,
 
 
 @pytest.mark.parametrize("use", [lambda loaded: make_engine(loaded, EngineOptions(max_rows=1, max_length=8)),
-                                 lambda loaded: reward_of(EvalOptions("run", reward=["exact"]), loaded)])  # fmt: skip
+                                 lambda loaded: reward_of(EvalCommand("run", reward=["exact"]), loaded)])  # fmt: skip
 def test_a_model_of_a_known_family_leads_to_none_of_its_runs_code(run, use):
     named = settings(run) | {"rollout": {"engine": "vllm"}}
     with raises(PluginError, "--trust"):

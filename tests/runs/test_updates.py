@@ -20,6 +20,7 @@ from tests.launch.test_supervisor import RECIPE, supervisor_in
 from tests.launch.test_survive import assert_same_run
 from tests.patience import patience
 from tilth.cli import guard_update
+from tilth.cli.main import GuardUpdateCommand
 from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, PluginError, RecipeError
@@ -214,26 +215,26 @@ def test_every_key_that_makes_another_run_is_refused_with_its_reason(active):
         check(shape(), shape(), {"critic.lora.rank": "critic.lora.rank was 2 and is 4"})
     for fixed, override in OTHER.items():
         with pytest.raises(RecipeError) as refused:
-            guard_update.update(active, [override], now=False)
+            guard_update.update(GuardUpdateCommand(active, [override], now=False))
         assert refused.value.key.startswith(fixed) and FIXED[fixed] in str(refused.value)
     with raises(RecipeError, "algorithm.kl_coef"):  # it would lose its reference
-        guard_update.update(active, ["algorithm.kl_coef=0"], now=False)
+        guard_update.update(GuardUpdateCommand(active, ["algorithm.kl_coef=0"], now=False))
     with raises(RecipeError, "plugins"):
-        guard_update.update(active, [f'plugins=["{PLUGIN}"]'], now=False)
+        guard_update.update(GuardUpdateCommand(active, [f'plugins=["{PLUGIN}"]'], now=False))
     with raises(RecipeError, "optimizer.lrr"):
-        guard_update.update(active, ["optimizer.lrr=1"], now=False)
+        guard_update.update(GuardUpdateCommand(active, ["optimizer.lrr=1"], now=False))
     same = f"optimizer.lr={shape().optimizer.lr}"
     with raises(RecipeError, "optimizer.lr"):
-        guard_update.update(active, [same], now=False)
+        guard_update.update(GuardUpdateCommand(active, [same], now=False))
     with raises(PluginError, "nowhere.py"):
-        guard_update.update(active, [], ["nowhere.py"], now=False)
+        guard_update.update(GuardUpdateCommand(active, [], ["nowhere.py"], now=False))
     assert not read_updates(active)
 
 
 def test_requests_are_numbered_and_later_ones_hold_earlier_ones(active, capsys):
-    guard_update.update(active, ["optimizer.lr=0.5", "model.dropout=0.1"], now=False)
-    guard_update.update(active, ["policy.layout.zero=2"], now=True, as_json=True)
-    guard_update.update(active, now=False)
+    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "model.dropout=0.1"], now=False))
+    guard_update.update(GuardUpdateCommand(active, ["policy.layout.zero=2"], now=True, as_json=True))
+    guard_update.update(GuardUpdateCommand(active, now=False))
     assert json.loads(capsys.readouterr().out.splitlines()[1])["number"] == 2
     first, second, third = read_updates(active)
     assert [one.number for one in (first, second, third)] == [1, 2, 3] and second.urgent and not first.urgent
@@ -256,7 +257,7 @@ def test_requests_are_numbered_and_later_ones_hold_earlier_ones(active, capsys):
 def test_a_run_that_cannot_take_an_update_says_why(active, state, key):
     (active / "run.json").write_text(json.dumps(json.loads((active / "run.json").read_text()) | state))
     with raises(DataError, key):
-        guard_update.update(active, ["optimizer.lr=0.5"], now=True)
+        guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
 
 
 def test_code_is_kept_with_what_it_imports_from_its_folder(tmp_path):
@@ -293,7 +294,7 @@ def supervised(active, monkeypatch):
     one._server = Server()
     monkeypatch.setattr(one, "_serve", Server)
     Inherited(str(active)).enter(active)
-    guard_update.update(active, ["optimizer.lr=0.5", "guard.restarts=3"], now=False)
+    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5", "guard.restarts=3"], now=False))
     return one
 
 
@@ -312,8 +313,8 @@ def test_an_update_that_fails_before_its_first_commit_goes_back_to_the_former_ke
 
 
 def test_the_code_of_tilth_comes_with_another_fork_server(supervised, active):
-    guard_update.update(active, now=False)
-    guard_update.update(active, ["optimizer.lr=0.6"], now=False)
+    guard_update.update(GuardUpdateCommand(active, now=False))
+    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.6"], now=False))
     server = supervised._server
     handed = supervised._with_updates(Inherited(str(active), str(active)))
     assert server.killed and supervised._server is not server and handed.tried == 3
@@ -365,7 +366,7 @@ def test_changes_of_tables_are_allowed_by_the_table():
 
 
 def test_an_update_is_json_and_back(active):
-    guard_update.update(active, ["optimizer.lr=0.5"], now=True)
+    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
     (one,) = read_updates(active)
     assert json.loads(path_of(active, 1).read_text())["change"]["overrides"] == ["optimizer.lr=0.5"]
     assert one.change == RecipeChange(1, ("optimizer.lr=0.5",), ("optimizer.lr",))
@@ -399,7 +400,7 @@ def is_subreaper():
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(active, monkeypatch, asked):
-    guard_update.update(active, ["optimizer.lr=0.5"], now=True)
+    guard_update.update(GuardUpdateCommand(active, ["optimizer.lr=0.5"], now=True))
     one = supervisor_in(active)
     controllers = Asked(one, active, asked)
     for name, what in (("_serve", Server), ("_wait", lambda: 0), ("_control", controllers)):
@@ -415,7 +416,7 @@ def test_a_run_that_is_asked_to_end_while_it_tries_an_update_does_not_undo_it(ac
 
 
 def test_limits_of_an_update_are_those_of_the_supervisor_too(supervised, active):
-    guard_update.update(active, ["guard.hang_after=33"], now=True)
+    guard_update.update(GuardUpdateCommand(active, ["guard.hang_after=33"], now=True))
     handed = supervised._with_updates(Inherited(str(active), str(active)))
     assert (supervised._recovery.restarts, supervised._hang_after) == (3, 33.0)
     supervised._with_updates(supervised._undo(supervised._trying, "it is broken"))

@@ -10,7 +10,8 @@ from tests.engines.clients import Failing, failing_engine, gathered, opened, req
 from tests.engines.reference import LORAS, halves
 from tests.errors import raises
 from tests.serve.servers import client_of, model_folder, running
-from tilth.cli.generate import GenerateOptions, complete
+from tilth.cli.generate import complete
+from tilth.cli.main import GenerateCommand
 from tilth.core.errors import DataError, ModelError
 from tilth.engines.request import Request
 from tilth.models.peft import save_adapter
@@ -62,7 +63,7 @@ def test_model_names_an_adapter(tmp_path):
             ]
             with pytest.raises(openai.NotFoundError):
                 client.completions.create(model="three", **asked)
-    ((wanted,), _) = complete(model, "what is it?", GenerateOptions(temperature=0.0, max_tokens=16, template=""))
+    ((wanted,), _) = complete(GenerateCommand(model, "what is it?", temperature=0.0, max_tokens=16, template=""))
     assert texts[0] == wanted.text and len(set(texts)) == 3
     one, other = (found.choices[0].logprobs.token_logprobs[1:] for found in score)
     assert max(abs(a - b) for a, b in zip(one, other)) > 1e-2

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.serve.servers import TOOLS, WEATHER, client_of, model_folder, raw, running
-from tilth.cli.generate import GenerateOptions, complete
+from tilth.cli.generate import complete
+from tilth.cli.main import GenerateCommand
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.calls import ToolCall
 from tilth.serve.model import ServedModel
@@ -55,7 +56,7 @@ def test_models_are_listed(client, model):
 
 
 def test_completions_are_those_of_tilth_generate(client, model):
-    wanted, _ = complete(model, "what is it? ", GenerateOptions(n=3, seed=5, max_tokens=12, template=""))
+    wanted, _ = complete(GenerateCommand(model, "what is it? ", n=3, seed=5, max_tokens=12, template=""))
     extra = {"return_token_ids": True}
     found = client.completions.create(
         model=model, prompt="what is it? ", n=3, seed=5, max_tokens=12, logprobs=2, extra_body=extra

@@ -1,21 +1,22 @@
 """``tilth algorithms``: all of them side by side, or the differences of some."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import typer
 
+from tilth.cli.main import AlgorithmsCommand
 from tilth.cli.tables import show, side_by_side
 from tilth.config.load import parse_overrides
 from tilth.rl.overview import COLUMNS, entries, overview, row
 
 
-def compare(words: Sequence[str] = (), *, as_json: bool) -> None:
+def compare(options: AlgorithmsCommand) -> None:
     """Print the flows among the words, or all; the others are overrides. Of several named ones only differences."""
+    words = options.words or []
     flows = [word for word in words if "=" not in word]
     found = overview(flows, parse_overrides([word for word in words if "=" in word]))
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps({"algorithms": found, "entries": entries()}, indent=2))
         return
     if len(flows) > 1:

@@ -1,25 +1,26 @@
 """``tilth trace capture``: profile the next steps of a running run."""
 
 import json
-from pathlib import Path
 
 import typer
 
 from tilth.analysis.events import parse_ranks
+from tilth.cli.main import TraceCaptureCommand
 from tilth.core.errors import StorageError
 from tilth.launch.profiling import ask, follow, steps_in_words, take_back
 from tilth.ui import format
 
 
-def capture(run: Path, steps: int, ranks: str, *, memory: bool, as_json: bool) -> None:
+def capture(options: TraceCaptureCommand) -> None:
     """Request the steps, wait until they are recorded and print the paths of the profiles.
 
     DataError: the run is not running, or has no such ranks; StorageError: nothing could be recorded or written. Ctrl-C
     withdraws a request that has not begun.
     """
-    request = ask(run, steps, parse_ranks(ranks), memory)
+    run, as_json = options.run, options.as_json
+    request = ask(run, options.steps, parse_ranks(options.ranks), options.memory)
     if not as_json:
-        which = "its next step" if steps == 1 else f"its next {steps} steps"
+        which = "its next step" if options.steps == 1 else f"its next {options.steps} steps"
         typer.echo(f"asked {run} for {which}; Ctrl-C takes that back")
     try:
         for line in follow(run, request):

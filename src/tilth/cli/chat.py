@@ -5,12 +5,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import typer
 
+from tilth.cli.main import ChatCommand
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
@@ -30,22 +30,8 @@ Ctrl-C ends the current answer only. Anything else goes to the model."""
 _OPEN = "\N{REPLACEMENT CHARACTER}"  # decoded form of a character whose last bytes are still to come
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """Options of the command. template: None: the run's, or the chat template that came with the model."""
-
-    model: str
-    system: str = ""
-    temperature: float = 0.7
-    top_p: float = 1.0
-    max_tokens: int = 512
-    template: str | None = None
-    seed: int = 0
-
-
-def talk(**given: Any) -> None:
-    """Answer line by line. Answers go to standard output, everything else to standard error. given: ``ChatOptions``."""
-    options = ChatOptions(**given)
+def talk(options: ChatCommand) -> None:
+    """Answer line by line. Answers go to standard output, everything else to standard error."""
     loaded = load_model(options.model)
     chat = Chat(loaded, options)
     _print(chat.greeting(options.model))
@@ -125,7 +111,7 @@ def _user(text: str) -> dict[str, str]:
 class Chat:
     """A model, an engine of one row, and the conversation."""
 
-    def __init__(self, loaded: LoadedModel, options: ChatOptions) -> None:
+    def __init__(self, loaded: LoadedModel, options: ChatCommand) -> None:
         self.options, self.config = options, loaded.config
         self.tokenizer = wants_tokenizer(loaded)
         default = loaded.template if loaded.run is not None else "model" if self.tokenizer.chat_template else ""

@@ -27,6 +27,7 @@ from tilth.checkpoint.directory import (
     step_of,
 )
 from tilth.checkpoint.storage import Location, is_url, join, split, storage_of
+from tilth.cli.main import CkptLsCommand, CkptPruneCommand, CkptVerifyCommand
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.runs.files import Lock, to_json
@@ -186,11 +187,11 @@ def _same(a: Location, b: Location) -> bool:
 # ---- ls ----
 
 
-def ls(where: str, *, as_json: bool) -> None:
+def ls(options: CkptLsCommand) -> None:
     """Print the checkpoints without reading data. Exit code 1: a run's checkpoints are lost or cannot be listed."""
-    there = places(where)
+    there = places(options.where)
     found = [(place, *_look(place, alone=len(there) == 1)) for place in there]
-    if as_json:
+    if options.as_json:
         plain = [[_missing(place, problem)] if problem else map(asdict, some) for place, some, problem in found]
         typer.echo(to_json([row for some in plain for row in some]))
     else:
@@ -295,26 +296,26 @@ def mesh_text(layout: dict[str, int] | None) -> str:
 # ---- verify ----
 
 
-def verify(where: str, *, everything: bool, as_json: bool) -> None:
+def verify(options: CkptVerifyCommand) -> None:
     """Compare every byte with its checksum. Exit code 1: something is damaged; 2: there is nothing to check."""
-    there = _usable(where)
+    there = _usable(options.where)
     verdicts = list[tuple[CheckpointFolder, Examined]]()
-    chosen = [(folder, path) for folder in there for path in _chosen(folder, everything)]
+    chosen = [(folder, path) for folder in there for path in _chosen(folder, options.everything)]
     with bar() as progress:
         for place, path in chosen:
             verdict = examine(place, path, progress)
             if not verdict.intact and _gone(place, path):
-                typer.echo(f"{path}: passed over, it was removed in the meantime", err=as_json)
+                typer.echo(f"{path}: passed over, it was removed in the meantime", err=options.as_json)
                 continue
             verdicts.append((place, verdict))
-            if not as_json:
+            if not options.as_json:
                 read = f"intact, {format.size(verdict.bytes)} read and compared" if verdict.intact else "damaged"
                 typer.echo("\n  ".join([f"{verdict.checkpoint}: {read}", *verdict.problems]))
     if not verdicts:
         missing = next(filter(None, (lost(place.run, place.root) for place in there)), "")
-        raise CheckpointError(missing or f"there is no complete checkpoint in {where}", key="WHERE")
+        raise CheckpointError(missing or f"there is no complete checkpoint in {options.where}", key="WHERE")
     bad = next((place for place, verdict in verdicts if not verdict.good), None)
-    if as_json:
+    if options.as_json:
         typer.echo(to_json([asdict(verdict) for _, verdict in verdicts]))
     elif bad is not None:
         typer.echo(_advice(bad, {verdict.checkpoint for _, verdict in verdicts if verdict.good}))
@@ -382,10 +383,9 @@ def _advice(bad: CheckpointFolder, good: set[str]) -> str:
 # ---- prune ----
 
 
-def prune(
-    where: str, *, keep: int | None = None, every: int | None = None, dry: bool, damaged: bool, as_json: bool
-) -> None:
+def prune(options: CkptPruneCommand) -> None:
     """Remove prunable checkpoints, or list them (dry); never the newest, never the best."""
+    where, dry, damaged = options.where, options.dry, options.damaged
     removed, stay, left = list[CheckpointRow](), list[str](), 0
     for place in _usable(where):
         _check_best(place)
@@ -398,14 +398,14 @@ def prune(
                 if not os.access(place.run, os.W_OK):
                     raise StorageError(f"{place.run} is not writable, so nothing can be removed from it", key="RUN")
                 stack.callback(Lock(place.run / "run.lock").release)  # StorageError while a process writes the run
-            gone = _superfluous(place, *_retention(place, keep, every), damaged=damaged)
+            gone = _superfluous(place, *_retention(place, options.keep, options.every), damaged=damaged)
             for row in gone if not dry else ():
                 discard(row.checkpoint if is_url(row.checkpoint) else Path(row.checkpoint))
             removed += gone
             left += sum(e.state == "unfinished" for e in listing(place.root)) if damaged and place.run is None else 0
             stay += [str(p) for p in complete(place.root) if str(p) not in {row.checkpoint for row in gone}]
     freed = sum(row.bytes for row in removed)
-    if as_json:
+    if options.as_json:
         kept = ("run", "checkpoint", "step", "state", "bytes")
         plain = [{name: getattr(row, name) for name in kept} for row in removed]
         typer.echo(to_json({"dry_run": dry, "removed": plain, "bytes": freed, "kept": stay}))

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tilth.cli.ckpt import bar
 from tilth.cli.ckpt_show import abridged, more
+from tilth.cli.main import CkptDiffCommand
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
 from tilth.runs.files import to_json
@@ -18,13 +19,14 @@ from tilth.ui import format
 _SHOWN = 20  # most tensors and values in a table; ``--json`` has all
 
 
-def diff(a: str, b: str, *, tolerance: float | None = None, as_json: bool) -> None:
+def diff(options: CkptDiffCommand) -> None:
     """Print the differences; exit code 1 if there are any."""
+    tolerance = options.tolerance
     if tolerance is not None and not tolerance >= 0:
         raise DataError(f"--tolerance {tolerance}: it must be a number of at least 0", key="--tolerance")
     with bar() as report:
-        found = compare(open_source(a), open_source(b), tolerance, report)
-    if as_json:
+        found = compare(open_source(options.a), open_source(options.b), tolerance, report)
+    if options.as_json:
         typer.echo(to_json({"equal": found.equal, **asdict(found)}))
     else:
         show(*_lines(found))

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from tilth.cli.ckpt import mesh_text, sizes
+from tilth.cli.main import CkptShowCommand
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import DataError
@@ -19,16 +20,16 @@ from tilth.ui import format
 _SHOWN, _WIDTH = 40, 48  # most files and values in a table, and characters of a value; ``--json`` has all
 
 
-def show(spec: str, *, pattern: str | None = None, boxes: bool, as_json: bool) -> None:
-    """Print the contents without reading data. pattern: of the tensors to list, as in ``model/*norm*``."""
-    source = open_source(spec)
+def show(options: CkptShowCommand) -> None:
+    """Print the contents without reading data."""
+    source, pattern, boxes = open_source(options.spec), options.pattern, options.boxes
     listed = list(_matching(source, "*" if pattern is None and boxes else pattern, boxes=boxes))
     if pattern is not None and not listed:
         raise DataError(
             f"--tensors {pattern}: no tensor of {source.name} has such a name; as in 'model/*norm*'", key="--tensors"
         )
     head = summary(source)
-    if as_json:
+    if options.as_json:
         typer.echo(to_json(head | ({"tensors": listed} if pattern is not None or boxes else {})))
     else:
         show_tables(*_head(head), *(["", _tensor_table(listed)] if listed else []))

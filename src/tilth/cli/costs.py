@@ -11,14 +11,16 @@ from rich.table import Table
 from tilth.analysis.costs import fit_costs
 from tilth.analysis.events import parse_steps
 from tilth.analysis.run_trace import open_run
+from tilth.cli.main import TraceCostsCommand
 from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError
 from tilth.plan.costs import SMALL, Compute, Costs, Error, Link, as_dict, save_costs
 
 
-def costs(run: Path, steps: str, save: Path | None = None, attempt: int | None = None, *, as_json: bool) -> None:
-    """Fit, save and print. steps: "" for all."""
-    opened = open_run(run, attempt, parse_steps(steps) if steps else None)
+def costs(options: TraceCostsCommand) -> None:
+    """Fit, save and print."""
+    run, save = options.run, options.save
+    opened = open_run(run, options.attempt, parse_steps(options.steps) if options.steps else None)
     events = opened.events
     for note in opened.notes:
         typer.echo(note, err=True)
@@ -28,7 +30,7 @@ def costs(run: Path, steps: str, save: Path | None = None, attempt: int | None =
         raise DataError(f"{run}: {error}", key=error.key) from error
     if save is not None:
         save_costs(found, save)
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps(as_dict(found), allow_nan=False))
         return
     show(*_parts(found), *([f"saved: {save}"] if save is not None else []))

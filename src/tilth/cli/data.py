@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tilth.api import chosen_reward
 from tilth.cli.layout import generating
+from tilth.cli.main import DataShowCommand
 from tilth.cli.tables import Terminal
 from tilth.cli.tables import show as show_parts
 from tilth.config.schema import Recipe
@@ -103,10 +104,10 @@ class View:
     examples: list[ShownExample] = field(default_factory=list)
 
 
-def show(name: str, overrides: Sequence[str] = (), *, n: int, as_json: bool) -> None:
+def show(options: DataShowCommand) -> None:
     """Print the findings and ``n`` examples. Exit code 1: something would stop the run."""
-    view = look(load_named(name, list(overrides)), n)
-    if as_json:
+    view = look(load_named(options.name, options.overrides or ()), options.n)
+    if options.as_json:
         typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:
         on_terminal = Terminal().is_terminal

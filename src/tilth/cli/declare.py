@@ -1,10 +1,10 @@
-"""Declare commands: the app with its own options, groups, and how a function becomes a command."""
+"""Declare commands: the app with its own options, groups, and how a class becomes a command."""
 
 import functools
 import platform
 from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer import Option
@@ -13,6 +13,8 @@ import tilth
 from tilth.cli.groups import Commands
 from tilth.config.roles import resolve
 from tilth.core.errors import PluginError
+
+Declared = TypeVar("Declared")
 
 
 def _version(wanted: bool) -> None:
@@ -54,21 +56,22 @@ def group(name: str, text: str, kind: type[typer.core.TyperGroup] = typer.core.T
     return made
 
 
-def command(target: str, parent: typer.Typer = app, name: str = "") -> Callable[[Callable[..., None]], None]:
-    """Register a command: the function declares its options, ``target`` (module:function) runs it.
+def command(name: str, target: str, parent: typer.Typer = app) -> Callable[[type[Declared]], type[Declared]]:
+    """Register a command: a named tuple declares its options, ``target`` (module:function) takes an object of it.
 
     target: of this package, or of the studies, as in "studies.module:function". Its module is imported when the command
-    runs. Options that are None are left to the target's defaults.
+    runs.
     """
 
-    def register(declared: Callable[..., None]) -> None:
-        @functools.wraps(declared)
+    def register(declared: type[Declared]) -> type[Declared]:
+        @functools.wraps(declared, updated=())
         def call(**given: Any) -> None:
-            _, own, name = target.partition("studies.")
-            body = study(name) if own else resolve(f"tilth.cli.{target}")
-            body(**{option: value for option, value in given.items() if value is not None})
+            _, own, function = target.partition("studies.")
+            body = study(function) if own else resolve(f"tilth.cli.{target}")
+            body(declared(**given))
 
-        parent.command(name or declared.__name__)(call)
+        parent.command(name)(call)
+        return declared
 
     return register
 

@@ -15,6 +15,7 @@ import typer
 from torch import Tensor
 
 from tilth.api import run_recipe
+from tilth.cli.main import DoctorCommand
 from tilth.config.load import load_recipe
 from tilth.core.errors import TilthError
 from tilth.core.random import stream
@@ -62,10 +63,10 @@ class Findings:
         return self.run_error is None and self.disk_writable
 
 
-def examine(*, as_json: bool) -> None:
+def examine(options: DoctorCommand) -> None:
     """Print the findings; exit code 1 if a run would not work."""
     found = find(Path.cwd())
-    typer.echo(json.dumps(asdict(found)) if as_json else "\n".join(lines(found)))
+    typer.echo(json.dumps(asdict(found)) if options.as_json else "\n".join(lines(found)))
     raise typer.Exit(0 if found.able else 1)
 
 

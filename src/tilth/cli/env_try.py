@@ -5,11 +5,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import typer
 
+from tilth.cli.main import EnvRecordsCommand, EnvTryCommand
 from tilth.config.plugins import declared
 from tilth.core.errors import DataError
 from tilth.envs.calls import message_of
@@ -22,28 +22,26 @@ MOST_TEXT = 2000
 HAND = "by hand: an empty line ends a turn, Ctrl-D the episode"
 
 
-def play(environment: str, *, model: str, info: str, seed: int, temperature: float, max_tokens: int, turns: int,
-         seconds: float, as_json: bool) -> None:  # fmt: skip
+def play(options: EnvTryCommand) -> None:
     """Play the episode and print it. Raises DataError for an ``info`` that is no JSON object."""
-    record = _record(info)
-    own = declared("environment").get(environment)  # of a plugin that the command line names
-    pool = EnvironmentPool(environment, timeout=seconds, plugins=[own.plugin] if own and own.plugin else ())
+    record = _record(options.info)
+    own = declared("environment").get(options.environment)  # of a plugin that the command line names
+    plugins = [own.plugin] if own and own.plugin else ()
+    pool = EnvironmentPool(options.environment, timeout=options.seconds, plugins=plugins)
     try:
-        if model:
-            _by_model(pool, record, model, seed, temperature, max_tokens, turns, as_json=as_json)
-        else:
-            _by_hand(pool, record, turns, as_json=as_json)
+        (_by_model if options.model else _by_hand)(pool, record, options)
     finally:
         pool.close()
 
 
-def write_records(environment: str, file: Path, count: int) -> None:
+def write_records(options: EnvRecordsCommand) -> None:
     """Write an environment's records, one to a line. Raises DataError for a file that exists."""
+    environment, file = options.environment, options.file
     if file.exists():
         raise DataError(f"{file} exists; remove it or choose another name", key="FILE.jsonl")
     kind = load_environment(environment)
     kind.prepare()
-    lines = [json.dumps(dict(record), ensure_ascii=False) for record in kind.records(count)]
+    lines = [json.dumps(dict(record), ensure_ascii=False) for record in kind.records(options.most)]
     file.write_text("".join(f"{line}\n" for line in lines))
     typer.echo(f"{len(lines):,} records; train on them with data.source={file} rollout.environment={environment}")
 
@@ -59,22 +57,22 @@ def _record(info: str) -> dict[str, Any]:
     return {"prompt": "", "messages": [], **found}
 
 
-def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_json: bool) -> None:
+def _by_hand(pool: EnvironmentPool, record: dict[str, Any], options: EnvTryCommand) -> None:
     pool.begin(0, record)
     begun, earned, over = _answer(pool), 0.0, False
     said: list[Mapping[str, Any]] = list(begun["messages"])
-    if not as_json:
+    if not options.as_json:
         for schema in begun["tools"]:
             typer.echo(f"tool {json.dumps(schema['function'])}")
         _show(said)
         typer.echo(HAND, err=True)
-    for text, _ in zip(_typed(), range(turns)):
+    for text, _ in zip(_typed(), range(options.turns)):
         message = message_of(text)
         pool.step(0, message)
         found = _answer(pool)
         said += [message, *found["messages"]]
         earned += found.get("reward", 0.0)
-        if not as_json:
+        if not options.as_json:
             _show(found["messages"])
             if "reward" in found:
                 typer.echo(f"[reward of the turn {found['reward']:g}]")
@@ -83,7 +81,7 @@ def _by_hand(pool: EnvironmentPool, record: dict[str, Any], turns: int, *, as_js
     pool.reward(0, "" if over else "there are no further turns")
     score = _answer(pool)
     score["value"] = None if score["value"] is None else score["value"] + earned
-    typer.echo(json.dumps({"messages": said, **score}) if as_json else _scored(score))
+    typer.echo(json.dumps({"messages": said, **score}) if options.as_json else _scored(score))
 
 
 def _typed() -> Iterator[str]:
@@ -120,21 +118,20 @@ def _scored(score: Mapping[str, Any]) -> str:
     return f"reward {value}" + "".join(f", {name} {part:g}" for name, part in score["parts"].items())
 
 
-def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: int, temperature: float,
-              max_tokens: int, turns: int, *, as_json: bool) -> None:  # fmt: skip
+def _by_model(pool: EnvironmentPool, record: dict[str, Any], options: EnvTryCommand) -> None:
     from tilth.data.template import make_template
     from tilth.engines.options import EngineOptions
     from tilth.engines.request import SamplingParams
     from tilth.rollout.episodes import Limits, Player, Wanted
     from tilth.runs.models import load_model, make_engine, wants_tokenizer
 
-    loaded = load_model(model)
+    loaded = load_model(options.model)
     tokenizer, context = wants_tokenizer(loaded), loaded.config.max_positions
     own = loaded.template if loaded.run is not None else "model" if tokenizer.chat_template else ""
     template = make_template(own, tokenizer)
-    engine = make_engine(loaded, EngineOptions(seed=seed, max_rows=1))
-    params = SamplingParams(max_tokens, temperature, stop=loaded.stop, stop_tokens=template.stops)
-    player = Player(engine, template, tokenizer, pool, Limits(turns, context))
+    engine = make_engine(loaded, EngineOptions(seed=options.seed, max_rows=1))
+    params = SamplingParams(options.max_tokens, options.temperature, stop=loaded.stop, stop_tokens=template.stops)
+    player = Player(engine, template, tokenizer, pool, Limits(options.turns, context))
     (played,) = player.play([Wanted(0, record)], params)
     t = played.trajectory
     borders = [*(segment.start for segment in t.segments), len(t.tokens)]
@@ -149,7 +146,7 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], model: str, seed: i
         for segment, (a, b) in zip(t.segments, pairwise(borders))
     ]
     score = {"value": t.reward, "parts": played.parts, "reason": played.reason}
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps({"segments": parts, "finish": t.finish, "turns": played.turns, **score}))
         return
     for part in parts:

@@ -3,13 +3,13 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from tilth.cli.main import EvalCommand
 from tilth.cli.reward import columns_of, own_option
 from tilth.config.load import from_dict
 from tilth.config.plugins import task_names
@@ -45,34 +45,8 @@ _EVERY, _EVERY_LINE = 0.5, 30.0
 """Seconds between two updates of the progress line on a terminal, and between two lines elsewhere."""
 
 
-@dataclass(frozen=True)
-class EvalOptions:
-    """Options of the command; None or empty: the run's, or the default."""
-
-    model: str
-    data: str = ""
-    reward: Sequence[str] = ()
-    k: str = "1"
-    n: int = 0
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    template: str | None = None
-    columns: Sequence[str] = ()
-    limit: int = 0
-    seed: int = 0
-    max_rows: int = 256
-    workers: int = 1
-    timeout: float | None = None
-    out: Path | None = None
-    as_json: bool = False
-
-
-def judge(**given: Any) -> None:
-    """Evaluate and print the numbers. given: ``EvalOptions``."""
-    options = EvalOptions(**given)
+def judge(options: EvalCommand) -> None:
+    """Evaluate and print the numbers."""
     if options.out is not None:
         check_out(options.out)
     loaded = load_model(options.model)
@@ -92,7 +66,7 @@ def judge(**given: Any) -> None:
     _tell(options, loaded, found, spec, seen)
 
 
-def _episodes(options: EvalOptions, loaded: LoadedModel, how: EvalSettings) -> tuple[Evaluation, str, int | None]:
+def _episodes(options: EvalCommand, loaded: LoadedModel, how: EvalSettings) -> tuple[Evaluation, str, int | None]:
     """Play episodes of the run's environment; return the evaluation, what gave the rewards, and ``trained_on``."""
     rollout, spec = loaded.settings["rollout"], environment_of(options, loaded)
     load_code(loaded.run, loaded.settings)  # a plugin may declare the task
@@ -107,14 +81,14 @@ def _episodes(options: EvalOptions, loaded: LoadedModel, how: EvalSettings) -> t
         pool.close()
 
 
-def environment_of(options: EvalOptions, loaded: LoadedModel) -> str:
+def environment_of(options: EvalCommand, loaded: LoadedModel) -> str:
     """Return the run's environment, which gives the rewards unless ``--reward`` names one; "": none."""
     found: str = loaded.settings.get("rollout", {}).get("environment", "")
     return "" if options.reward else found
 
 
 def _tell(
-    options: EvalOptions,
+    options: EvalCommand,
     loaded: LoadedModel,
     found: Evaluation,
     spec: str | Mapping[str, float] | Reward,
@@ -128,7 +102,7 @@ def _tell(
     typer.echo(to_json(summary) if options.as_json else "\n".join([*table(summary), *examples(found)]))
 
 
-def plan(options: EvalOptions, loaded: LoadedModel) -> EvalSettings:
+def plan(options: EvalCommand, loaded: LoadedModel) -> EvalSettings:
     """Resolve numbers and sampling. Default temperature: greedy for one sample, 1 for several."""
     parts = [part.strip() for part in options.k.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
@@ -139,13 +113,13 @@ def plan(options: EvalOptions, loaded: LoadedModel) -> EvalSettings:
     sampling = SamplingParams(
         max_tokens=options.max_tokens or rollout.get("max_tokens", MAX_TOKENS),
         temperature=float(several) if options.temperature is None else options.temperature,
-        top_k=options.top_k, top_p=options.top_p, stop=tuple(options.stop) or loaded.stop,
+        top_k=options.top_k, top_p=options.top_p, stop=tuple(options.stop or ()) or loaded.stop,
     )  # fmt: skip
     template = loaded.template if options.template is None else options.template
     return EvalSettings(k, options.n, sampling, template, options.seed, options.max_rows)
 
 
-def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
+def reward_of(options: EvalCommand, loaded: LoadedModel) -> str | Mapping[str, float] | Reward:
     """Return the reward: the given one, else the task's, else the run's."""
     load_code(loaded.run, loaded.settings)  # a plugin may declare rewards
     if options.reward:
@@ -163,7 +137,7 @@ def reward_of(options: EvalOptions, loaded: LoadedModel) -> str | Mapping[str, f
     return of_plugins(found)
 
 
-def prompts_of(options: EvalOptions, loaded: LoadedModel) -> PromptSet:
+def prompts_of(options: EvalCommand, loaded: LoadedModel) -> PromptSet:
     """Return the prompts of the data, or the run's held-out ones; at most ``limit``, those of least hash."""
     if options.data:
         with own_option():
@@ -185,7 +159,7 @@ def prompts_of(options: EvalOptions, loaded: LoadedModel) -> PromptSet:
     return prompts.subset(options.limit) if options.limit else prompts
 
 
-def trained_on(options: EvalOptions, loaded: LoadedModel, prompts: PromptSet) -> int | None:
+def trained_on(options: EvalCommand, loaded: LoadedModel, prompts: PromptSet) -> int | None:
     """Count the prompts whose text the run trained on; None: unknown, its data cannot be read."""
     if loaded.run is None:
         return None
@@ -211,9 +185,9 @@ def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     return (train, held) if same else None
 
 
-def _data(options: EvalOptions, settings: Mapping[str, Any]) -> DataConfig:
+def _data(options: EvalCommand, settings: Mapping[str, Any]) -> DataConfig:
     """Return DATA as a recipe has it, with the run's columns and sizes as defaults."""
-    columns = settings.get("columns", {}) | columns_of(options.columns)
+    columns = settings.get("columns", {}) | columns_of(options.columns or ())
     own = ("options",) if options.data in (settings.get("source"), settings.get("heldout")) else ()
     sizes = {name: settings[name] for name in ("digits", "length", "flawed", *own) if name in settings}
     return from_dict({"data": {"source": options.data, "columns": columns, **sizes}}).data

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from tilth.cli.main import GenerateCommand
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
@@ -22,46 +21,30 @@ from tilth.ui.format import plain
 MAX_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Options of the command. max_tokens: None: 64, or what fits the context. schema: file of a JSON schema that
-    completions follow. template: None: the run's; "": none."""
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    seed: int = 0
-    schema: Path | None = None
-    template: str | None = None
-
-
-def speak(model: str, prompt: str, *, logprobs: bool, as_json: bool, **options: Any) -> None:
-    """Print the completions: their text, their tokens with log-probs, or JSON. options: of ``GenerateOptions``."""
-    found, tokenizer = complete(model, prompt, GenerateOptions(**options))
+def speak(options: GenerateCommand) -> None:
+    """Print the completions: their text, their tokens with log-probs, or JSON."""
+    found, tokenizer = complete(options)
     lines = []
     for trajectory in found:
-        if as_json:
-            lines.append(json.dumps(as_object(trajectory, tokenizer, logprobs=logprobs), ensure_ascii=False))
+        if options.as_json:
+            lines.append(json.dumps(as_object(trajectory, tokenizer, logprobs=options.logprobs), ensure_ascii=False))
         else:
             lines.append(plain(trajectory.text) if sys.stdout.isatty() else trajectory.text)
-            lines += [f"  {p:8.4f}  {token!r}" for token, p in pairs(trajectory, tokenizer) if logprobs]
+            lines += [f"  {p:8.4f}  {token!r}" for token, p in pairs(trajectory, tokenizer) if options.logprobs]
     typer.echo("\n".join(lines))
 
 
-def complete(model: str, prompt: str, options: GenerateOptions) -> tuple[list[Trajectory], Tokenizer]:
+def complete(options: GenerateCommand) -> tuple[list[Trajectory], Tokenizer]:
     """Sample ``options.n`` completions of a prompt."""
-    loaded = load_model(model)
+    loaded = load_model(options.model)
     tokenizer = wants_tokenizer(loaded)
     template = make_template(loaded.template if options.template is None else options.template, tokenizer)
-    ids = template.prompts([Prompt(0, prompt)])[0]
+    ids = template.prompts([Prompt(0, options.prompt)])[0]
     room = loaded.config.max_positions - len(ids)
     most = options.max_tokens or max(min(MAX_TOKENS, room), 1)
     params = SamplingParams(
         max_tokens=most, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
-        stop=tuple(options.stop) or loaded.stop, stop_tokens=template.stops,
+        stop=tuple(options.stop or ()) or loaded.stop, stop_tokens=template.stops,
         schema="" if options.schema is None else _read(options.schema),
     )  # fmt: skip
     longest = min(loaded.config.max_positions, len(ids) + most)

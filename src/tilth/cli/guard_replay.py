@@ -2,18 +2,18 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from tilth.analysis.events import parse_ranks
 from tilth.api import run_recipe
+from tilth.cli.main import GuardReplayCommand
 from tilth.launch.replay import Replay
 from tilth.launch.replay import replay as run_again
 
 
-def replay(run: Path, *, step: int, ranks: str = "", as_json: bool = False) -> None:
+def replay(options: GuardReplayCommand) -> None:
     """Print the verdict."""
-    found = run_again(run, step, run_recipe, parse_ranks(ranks) if ranks else ())
-    if as_json:
+    found = run_again(options.run, options.step, run_recipe, parse_ranks(options.ranks) if options.ranks else ())
+    if options.as_json:
         print(json.dumps(asdict(found), indent=1))
         return
     print("\n".join(_lines(found)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from tilth.cli.main import GuardUpdateCommand
 from tilth.config.load import all_differences, dump_value, given, load_recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, RecipeError
@@ -27,14 +28,13 @@ from tilth.runs.updates import (
 )
 
 
-def update(
-    run: Path, overrides: Sequence[str] = (), plugin: Sequence[str] = (), *, now: bool, as_json: bool = False
-) -> None:
+def update(options: GuardUpdateCommand) -> None:
     """Check an update and write the request for it. RecipeError for what makes another run, DataError for a run that
     cannot take one."""
+    run, now = options.run, options.now
     state = _active(run)
-    made = request(run, _update(run, state, overrides, plugin, urgent=now))
-    if as_json:
+    made = request(run, _update(run, state, options.overrides or (), options.plugin or (), urgent=now))
+    if options.as_json:
         typer.echo(json.dumps({"number": made.number, "changes": dict(made.changes), "urgent": made.urgent}))
         return
     when = "after the step that runs" if now else "at the next restart, in 24 hours at the latest (--now: at once)"

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from tilth.cli.main import LayoutCommand
 from tilth.cli.mapping import show as show_mapping
 from tilth.cli.tables import WIDTH, new_table
 from tilth.cli.tables import show as show_parts
@@ -49,21 +50,15 @@ class Plan:
     told: list[str]
 
 
-def show(
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    as_json: bool,
-    search: bool = False,
-    devices: int | None = None,
-    device_type: str = HERE,
-) -> None:
-    recipe = load_named(name, list(overrides))
-    if not search and (devices is not None or device_type != HERE):
+def show(options: LayoutCommand) -> None:
+    """Print the plan, or with --search the mapping that the search finds."""
+    recipe, as_json = load_named(options.name, options.overrides or ()), options.as_json
+    devices, device_type = options.devices, options.device_type
+    if not options.search and (devices is not None or device_type != HERE):
         option = f"--devices {devices}" if devices is not None else f"--device-type {device_type}"
         message = f"{option} is for --search, which chooses the layout; without it, set cluster.workers"
         raise RecipeError(message, key="--search")
-    if search:
+    if options.search:
         show_mapping(recipe, device_type, devices or recipe.cluster.workers, as_json=as_json)
         return
     plan = look(with_found_layouts(recipe)[0] if recipe.cluster.search else recipe)

@@ -3,12 +3,16 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from tilth.cli.arguments import runs
+from tilth.cli.main import LsCommand
+from tilth.cli.tables import new_table, show
 from tilth.core.errors import DataError, TilthError
+from tilth.runs.model_refs import run_settings
+from tilth.runs.readers import summarise
+from tilth.ui import format
 
 METRICS = {
     "accuracy_last": "accuracy",
@@ -19,24 +23,15 @@ METRICS = {
 }  # key of a run's summary -> its title; the first that was measured is shown. All but the last are held-out metrics
 
 
-def ls(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=runs)
-    ] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="a list with an object for each")] = False,
-) -> None:
-    """List runs, the newest first: flow, state, steps, newest metric, time since the last write.
-
-    Exit code 1: one of them cannot be read. Keys of --json: run, recipe, flow, state, error, step, metric, value, age
-    (seconds since it wrote its last step or its state).
-    """
-    rows = look(folder)
-    if as_json:
+def ls(options: LsCommand) -> None:
+    """Print a row for each run. Exit code 1: one of them cannot be read."""
+    rows = look(options.folder)
+    if options.as_json:
         typer.echo(json.dumps(rows))
     elif rows:
         _print(rows)
     else:
-        typer.echo(f"no runs in {folder}")
+        typer.echo(f"no runs in {options.folder}")
     raise typer.Exit(any(row["state"] == "unreadable" for row in rows))
 
 
@@ -49,9 +44,6 @@ def look(folder: Path) -> list[dict[str, Any]]:
 
 
 def _row(run: Path) -> dict[str, Any]:
-    from tilth.runs.model_refs import run_settings
-    from tilth.runs.readers import summarise
-
     files = [file for name in ("run.json", "metrics.jsonl") if (file := run / name).exists()]
     age = round(max(time.time() - max(file.stat().st_mtime for file in files), 0.0), 1)
     row = dict.fromkeys(("run", "recipe", "flow", "state", "error", "step", "metric", "value", "age"))
@@ -66,9 +58,6 @@ def _row(run: Path) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from tilth.cli.tables import new_table, show
-    from tilth.ui import format
-
     table = new_table("run", "flow", "state", "step", "", "written", right=("step",))
     for row in rows:
         step, metric = "" if row["step"] is None else f"{row['step']:,}", row["metric"]

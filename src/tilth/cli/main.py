@@ -1,53 +1,79 @@
-"""``tilth``: the commands and their options. Each body is a module of its own, imported when the command runs."""
+"""``tilth``: the commands. A class has the arguments and options of one; its body, in a module beside this one that is
+imported when the command runs, takes an object of it."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import Argument, Option
 
-from tilth.cli.arguments import (
-    AnyArgument,
-    AttemptOption,
-    CheckpointArgument,
-    ColumnsOption,
-    JsonOption,
-    ModelArgument,
-    OutArgument,
-    OverridesArgument,
-    RecipeArgument,
-    RunArgument,
-    SeedOption,
-    StepsOption,
-    StopOption,
-    TemperatureOption,
-    TemplateOption,
-    TopKOption,
-    TopPOption,
-    WhereArgument,
-    keys,
-)
 from tilth.cli.declare import app, command, group
 from tilth.cli.groups import RunFirst
-from tilth.cli.ls import ls
 from tilth.config.imports import end_uncollected
 
 COMMAND = "command"
 """Object of the context of a process that is nothing but a command, so that it may fork."""
+SHIPPED = Path(__file__).parent.parent / "recipes"
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Names of shipped recipes; nothing for a path, so that the shell offers files."""
+    return [name for name in sorted(p.stem for p in SHIPPED.glob("*.toml")) if name.startswith(incomplete)]
+
+
+def overrides(incomplete: str) -> list[str]:
+    """Keys to set, as ``rollout.group=``."""
+    return [f"{name}=" for name in keys(incomplete)]
+
+
+def keys(incomplete: str) -> list[str]:
+    from tilth.config.keys import all_names
+
+    return [name for name in all_names() if name.startswith(incomplete)]
+
+
+def runs(incomplete: str) -> list[str]:
+    """Folders of runs in the folder that was typed, or in ``runs``."""
+    folder = incomplete.rpartition("/")[0] if "/" in incomplete else "runs"
+    found = sorted(path.parent for path in Path(folder or "/").glob("*/run.json"))
+    return [str(path) for path in found if str(path).startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str,
+    Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file", autocompletion=recipes),
+]
+OverridesArgument = Annotated[
+    list[str] | None, Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=overrides)
+]
+RunArgument = Annotated[Path, Argument(metavar="RUN", help="directory of a run", autocompletion=runs)]
+MODELS = "RUN, RUN@best, RUN@STEP, RUN@ema, a checkpoint's directory, a Hugging Face directory or hub id"
+ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODELS, autocompletion=runs)]
+CKPT = "RUN, RUN@best, RUN@STEP, a checkpoint's directory or URL, a folder of them (its newest)"
+CheckpointArgument = Annotated[str, Argument(metavar="CKPT", help=CKPT, autocompletion=runs)]
+WHERE = "a run, a folder of checkpoints or of runs, or the URL of a folder"
+WhereArgument = Annotated[str, Argument(metavar="WHERE", help=WHERE, autocompletion=runs)]
+AnyArgument = "any checkpoint (RUN, RUN@STEP, a directory, a URL) or a Hugging Face directory"
+JsonOption = Annotated[bool, Option("--json", help="print everything as JSON")]
+StepsOption = Annotated[str, Option("--steps", metavar="A:B", help="steps A to B-1, or one step; default: all")]
+ATTEMPT = "attempt of a resumed run; default: the newest with a step"
+AttemptOption = Annotated[int | None, Option("--attempt", metavar="N", min=1, help=ATTEMPT)]
+ColumnsOption = Annotated[list[str] | None, Option(metavar="ROLE=NAME", help="column of a role: prompt=question")]
+OutArgument = Annotated[str, Argument(metavar="OUT", help="a new directory")]
+TemperatureOption = Annotated[float, Option(min=0.0, help="softmax temperature; 0: greedy")]
+TopPOption = Annotated[float, Option(help="keep the smallest set of tokens with this mass")]
+TopKOption = Annotated[int, Option(min=0, help="keep the k likeliest tokens; 0: all")]
+STOP = "text that ends a completion; may be repeated; default: the run's"
+StopOption = Annotated[list[str] | None, Option(help=STOP)]
+SeedOption = Annotated[int, Option(min=0, help="seed of sampling")]
+TEMPLATE = "text to prompt: model (its chat template), chatml, a Jinja file, or '' (unchanged); default: the run's"
+TemplateOption = Annotated[str | None, Option(help=TEMPLATE)]
 ALLOW = Option(metavar="KEY", help="a key or section that may have changed; repeatable", autocompletion=keys)
 
 
-@command("run:train")
-def run(
-    ctx: typer.Context,
-    name: RecipeArgument,
-    overrides: OverridesArgument = None,
-    allow: Annotated[list[str] | None, ALLOW] = None,
-    fallback: Annotated[
-        bool, Option("--fallback", help="if the newest checkpoint is damaged, resume from the newest intact one")
-    ] = False,
-) -> None:
+@command("run", "run:train")
+class RunCommand(NamedTuple):
     """Train by a recipe.
 
     Start a new run in runs/, or resume an unfinished one of the same recipe. Override keys of the recipe on the command
@@ -56,33 +82,32 @@ def run(
     A run whose recipe has changed is resumed only if each change is allowed by name: --allow algorithm.steps
     """
 
+    ctx: typer.Context
+    name: RecipeArgument
+    overrides: OverridesArgument = None
+    allow: Annotated[list[str] | None, ALLOW] = None
+    fallback: Annotated[
+        bool, Option("--fallback", help="if the newest checkpoint is damaged, resume from the newest intact one")
+    ] = False
 
-@command("algorithms:compare")
-def algorithms(
-    words: Annotated[
-        list[str] | None,
-        Argument(metavar="[FLOW]... [KEY=VALUE]...", help="flows to list and keys to override; default: all flows"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("algorithms", "algorithms:compare")
+class AlgorithmsCommand(NamedTuple):
     """List all algorithms side by side; for two or more named flows only the differences.
 
     As in: tilth algorithms dapo grpo; with your own: tilth algorithms 'plugins=["mine.py"]'. Keys of --json: algorithms
     (flow -> its keys, null: the flow has none), entries (kind -> names).
     """
 
+    words: Annotated[
+        list[str] | None,
+        Argument(metavar="[FLOW]... [KEY=VALUE]...", help="flows to list and keys to override; default: all flows"),
+    ] = None
+    as_json: JsonOption = False
 
-@command("layout:show")
-def layout(
-    name: RecipeArgument,
-    overrides: OverridesArgument = None,
-    search: Annotated[bool, Option("--search", help="find pools and layouts with the shortest predicted step")] = False,
-    devices: Annotated[int | None, Option(min=1, help="with --search: devices; default: cluster.workers")] = None,
-    device_type: Annotated[
-        str, Option(metavar="TYPE", help="with --search: a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
-    ] = "here",
-    as_json: JsonOption = False,
-) -> None:
+
+@command("layout", "layout:show")
+class LayoutCommand(NamedTuple):
     """Show where a recipe puts roles, ranks, shares of the model and memory, and which ranks communicate.
 
     Nothing is started. As in: tilth layout addition-grpo cluster.backend=local cluster.workers=4
@@ -90,57 +115,37 @@ def layout(
     --search chooses the placement instead: tilth layout RECIPE --search --devices 128 --device-type h100
     """
 
+    name: RecipeArgument
+    overrides: OverridesArgument = None
+    search: Annotated[bool, Option("--search", help="find pools and layouts with the shortest predicted step")] = False
+    devices: Annotated[int | None, Option(min=1, help="with --search: devices; default: cluster.workers")] = None
+    device_type: Annotated[
+        str, Option(metavar="TYPE", help="with --search: a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
+    ] = "here"
+    as_json: JsonOption = False
 
-@command("generate:speak")
-def generate(
-    model: ModelArgument,
-    prompt: Annotated[str, Argument(metavar="PROMPT", help="text to continue")],
-    n: Annotated[int, Option("--n", min=1, help="number of completions")] = 1,
-    temperature: TemperatureOption = 1.0,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: 64, or what fits")] = None,
-    stop: StopOption = None,
-    schema: Annotated[Path | None, Option(help="JSON schema that the text follows (extra schema)")] = None,
-    template: TemplateOption = None,
-    seed: SeedOption = 0,
-    logprobs: Annotated[bool, Option("--logprobs", help="show each token with its log-prob")] = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("generate", "generate:speak")
+class GenerateCommand(NamedTuple):
     """Continue a text by a trained model. --json: one object a completion."""
 
+    model: ModelArgument
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="text to continue")]
+    n: Annotated[int, Option("--n", min=1, help="number of completions")] = 1
+    temperature: TemperatureOption = 1.0
+    top_p: TopPOption = 1.0
+    top_k: TopKOption = 0
+    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: 64, or what fits")] = None
+    stop: StopOption = None
+    schema: Annotated[Path | None, Option(help="JSON schema that the text follows (extra schema)")] = None
+    template: TemplateOption = None
+    seed: SeedOption = 0
+    logprobs: Annotated[bool, Option("--logprobs", help="show each token with its log-prob")] = False
+    as_json: JsonOption = False
 
-@command("serve:serve")
-def serve(
-    model: ModelArgument,
-    host: Annotated[str, Option(help="address; beyond this machine only with a token")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any that is free")] = 8000,
-    token: Annotated[str, Option(envvar="TILTH_SERVE_TOKEN", help="token that clients must send")] = "",
-    adapter: Annotated[
-        list[str] | None, Option(metavar="NAME=DIR", help="adapter to serve, by PEFT; repeatable")
-    ] = None,
-    template: TemplateOption = None,
-    backend: Annotated[str, Option(help="of the workers: inline, local or ray")] = "local",
-    train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False,
-    state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None,
-    name: Annotated[
-        str,
-        Option(
-            "--name", "--served-model-name", help="name by which clients call the model, besides MODEL [its last part]"
-        ),
-    ] = "",
-    fast: Annotated[
-        bool, Option("--fast", help="on a CPU: faster, but company may change completions by rounding")
-    ] = False,
-    pooling: Annotated[str, Option(help="of embeddings: hidden state of the last token, or their mean")] = "last",
-    address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = "",
-    layout: Annotated[str, Option(metavar="fsdp=N", help="--train: workers, as dp=2,fsdp=2,tp=2")] = "",
-    requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None,
-    models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None,
-    idle: Annotated[
-        float | None, Option(min=1.0, help="--train: seconds until a silent client's models leave memory [120]")
-    ] = None,
-) -> None:
+
+@command("serve", "serve:serve")
+class ServeCommand(NamedTuple):
     """Serve a model to any client of OpenAI's interface, on http://HOST:PORT/v1, until Ctrl-C.
 
     /v1/completions, /v1/chat/completions (tools, JSON schema), /v1/responses, /v1/embeddings, /v1/models, /tokenize,
@@ -148,79 +153,127 @@ def serve(
     requests finish for 30 seconds.
     """
 
+    model: ModelArgument
+    host: Annotated[str, Option(help="address; beyond this machine only with a token")] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any that is free")] = 8000
+    token: Annotated[str, Option(envvar="TILTH_SERVE_TOKEN", help="token that clients must send")] = ""
+    adapter: Annotated[list[str] | None, Option(metavar="NAME=DIR", help="adapter to serve, by PEFT; repeatable")] = (
+        None
+    )
+    template: TemplateOption = None
+    backend: Annotated[str, Option(help="of the workers: inline, local or ray")] = "local"
+    train: Annotated[bool, Option("--train", help="offer Tinker's training API too, for TINKER_BASE_URL")] = False
+    state: Annotated[Path | None, Option(help="--train: folder of models and checkpoints [tilth-service]")] = None
+    name: Annotated[
+        str,
+        Option(
+            "--name", "--served-model-name", help="name by which clients call the model, besides MODEL [its last part]"
+        ),
+    ] = ""
+    fast: Annotated[bool, Option("--fast", help="on a CPU: faster, but company may change completions by rounding")] = (
+        False
+    )
+    pooling: Annotated[str, Option(help="of embeddings: hidden state of the last token, or their mean")] = "last"
+    address: Annotated[str, Option(help="of a Ray cluster, for --backend ray; auto: the one of this machine")] = ""
+    layout: Annotated[str, Option(metavar="fsdp=N", help="--train: workers, as dp=2,fsdp=2,tp=2")] = ""
+    requests: Annotated[int | None, Option(min=1, help="--train: requests of one client that may wait [1024]")] = None
+    models: Annotated[int | None, Option(min=1, help="--train: models in memory; others are on disk [64]")] = None
+    idle: Annotated[
+        float | None, Option(min=1.0, help="--train: seconds until a silent client's models leave memory [120]")
+    ] = None
 
-@command("chat:talk")
-def chat(
-    model: ModelArgument,
-    system: Annotated[str, Option(help="system text before the first turn")] = "",
-    temperature: TemperatureOption = 0.7,
-    top_p: TopPOption = 1.0,
-    max_tokens: Annotated[int, Option(min=1, help="longest answer in tokens, if it fits the context")] = 512,
-    template: TemplateOption = None,
-    seed: SeedOption = 0,
-) -> None:
+
+@command("chat", "chat:talk")
+class ChatCommand(NamedTuple):
     """Talk with a model.
 
     Each line is a turn. /reset starts over, /quit or Ctrl-D ends, Ctrl-C ends the current answer only. Lines may also
     come from a pipe.
     """
 
+    model: ModelArgument
+    system: Annotated[str, Option(help="system text before the first turn")] = ""
+    temperature: TemperatureOption = 0.7
+    top_p: TopPOption = 1.0
+    max_tokens: Annotated[int, Option(min=1, help="longest answer in tokens, if it fits the context")] = 512
+    template: TemplateOption = None
+    seed: SeedOption = 0
+
 
 REWARDS = Option(help="FILE.py:function or a verifier; repeated: their sum; default: the run's or the task's")
 
 
-@command("eval:judge", name="eval")
-def evaluate(
-    model: ModelArgument,
-    data: Annotated[str, Argument(metavar="DATA", help="a task or files; default: held-out data of the run")] = "",
-    reward: Annotated[list[str] | None, REWARDS] = None,
-    k: Annotated[str, Option("--k", help="pass@k and avg@k for these, as in 1,8")] = "1",
-    n: Annotated[int, Option("--n", min=0, help="samples of each prompt; 0: the greatest k")] = 0,
+@command("eval", "eval:judge")
+class EvalCommand(NamedTuple):
+    """Evaluate a model on a dataset: pass@k and avg@k with their confidence intervals."""
+
+    model: ModelArgument
+    data: Annotated[str, Argument(metavar="DATA", help="a task or files; default: held-out data of the run")] = ""
+    reward: Annotated[list[str] | None, REWARDS] = None
+    k: Annotated[str, Option("--k", help="pass@k and avg@k for these, as in 1,8")] = "1"
+    n: Annotated[int, Option("--n", min=0, help="samples of each prompt; 0: the greatest k")] = 0
     temperature: Annotated[
         float | None, Option(min=0.0, help="softmax temperature; default: 0 (greedy) for one sample, else 1")
-    ] = None,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: the run's, or 512")] = None,
-    stop: StopOption = None,
-    template: TemplateOption = None,
-    columns: ColumnsOption = None,
-    limit: Annotated[int, Option(min=0, help="number of prompts, always the same ones; 0: all")] = 0,
-    seed: SeedOption = 0,
-    max_rows: Annotated[int, Option(min=1, help="most sequences decoded at once")] = 256,
-    workers: Annotated[int, Option(min=1, help="processes that score")] = 1,
-    timeout: Annotated[float | None, Option(min=0.001, help="seconds a reward; default: the run's, or 10")] = None,
-    out: Annotated[Path | None, Option(help="write every completion: FILE.jsonl or FILE.parquet")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Evaluate a model on a dataset: pass@k and avg@k with their confidence intervals."""
+    ] = None
+    top_p: TopPOption = 1.0
+    top_k: TopKOption = 0
+    max_tokens: Annotated[int | None, Option(min=1, help="longest completion; default: the run's, or 512")] = None
+    stop: StopOption = None
+    template: TemplateOption = None
+    columns: ColumnsOption = None
+    limit: Annotated[int, Option(min=0, help="number of prompts, always the same ones; 0: all")] = 0
+    seed: SeedOption = 0
+    max_rows: Annotated[int, Option(min=1, help="most sequences decoded at once")] = 256
+    workers: Annotated[int, Option(min=1, help="processes that score")] = 1
+    timeout: Annotated[float | None, Option(min=0.001, help="seconds a reward; default: the run's, or 10")] = None
+    out: Annotated[Path | None, Option(help="write every completion: FILE.jsonl or FILE.parquet")] = None
+    as_json: JsonOption = False
 
 
 AdapterOption = Annotated[bool, Option("--adapter", help="of a run with policy.lora: the adapters alone, for PEFT")]
 
 
-@command("export:write_model")
-def export(spec: ModelArgument, where: OutArgument, adapter: AdapterOption = False) -> None:
+@command("export", "export:export")
+class ExportCommand(NamedTuple):
     """Write a model for transformers and vLLM; tilth ckpt export has more options."""
 
+    spec: ModelArgument
+    where: OutArgument
+    adapter: AdapterOption = False
 
-@command("show:write")
-def report(run: RunArgument) -> None:
+
+@command("report", "show:write")
+class ReportCommand(NamedTuple):
     """Write report.html of a run, finished or still running."""
 
+    run: RunArgument
 
-@command("show:show_run")
-def show(
-    run: RunArgument,
-    as_json: JsonOption = False,
-    parquet: Annotated[
-        Path | None, Option(metavar="PATH", help="only write the metrics of all steps there, with units")
-    ] = None,
-) -> None:
+
+@command("show", "show:show_run")
+class ShowCommand(NamedTuple):
     """Summarise a run, finished or still running."""
 
+    run: RunArgument
+    as_json: JsonOption = False
+    parquet: Annotated[
+        Path | None, Option(metavar="PATH", help="only write the metrics of all steps there, with units")
+    ] = None
 
-app.command()(ls)
+
+@command("ls", "ls:ls")
+class LsCommand(NamedTuple):
+    """List runs, the newest first: flow, state, steps, newest metric, time since the last write.
+
+    Exit code 1: one of them cannot be read. Keys of --json: run, recipe, flow, state, error, step, metric, value, age
+    (seconds since it wrote its last step or its state).
+    """
+
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="a folder of runs, or a run", autocompletion=runs)] = Path(
+        "runs"
+    )
+    as_json: Annotated[bool, Option("--json", help="a list with an object for each")] = False
+
+
 reward = group("reward", "Inspect reward functions.")
 REWARD = Argument(
     metavar="REWARD",
@@ -229,73 +282,73 @@ REWARD = Argument(
 )
 
 
-@command("reward:try_reward", reward, "try")
-def reward_try(
-    reward: Annotated[str, REWARD],
-    source: Annotated[str, Argument(metavar="DATA", help="files as for data.source, or a task")],
-    columns: ColumnsOption = None,
-    n: Annotated[int, Option("--n", min=1, help="number of records, spread evenly")] = 20,
-    completion: Annotated[str | None, Option(help="your own completion, scored for each record")] = None,
-    digits: Annotated[int, Option(min=1, max=9, help="digits of the numbers of a task")] = 3,
-    timeout: Annotated[float, Option(min=0.001, help="seconds one call may take")] = 10.0,
-    as_json: JsonOption = False,
-) -> None:
+@command("try", "reward:try_reward", reward)
+class RewardTryCommand(NamedTuple):
     """Score right, wrong and empty answers of some records, to test a reward before a run depends on it.
 
     The answer of each record, another record's, and an empty one are scored in a process with a time limit, as in a
     run. Report the rewards, the failures and their reasons, and the time. Exit code 1: the verdict is "broken".
     """
 
+    reward: Annotated[str, REWARD]
+    source: Annotated[str, Argument(metavar="DATA", help="files as for data.source, or a task")]
+    columns: ColumnsOption = None
+    n: Annotated[int, Option("--n", min=1, help="number of records, spread evenly")] = 20
+    completion: Annotated[str | None, Option(help="your own completion, scored for each record")] = None
+    digits: Annotated[int, Option(min=1, max=9, help="digits of the numbers of a task")] = 3
+    timeout: Annotated[float, Option(min=0.001, help="seconds one call may take")] = 10.0
+    as_json: JsonOption = False
+
 
 env = group("env", "Try environments of several turns.")
 
 
-@command("env_try:play", env, "try")
-def env_try(
-    environment: Annotated[str, Argument(metavar="FILE:CLASS", help="or the name of a task's or plugin's environment")],
-    model: Annotated[str, Option(metavar="RUN", help="a run or model that plays; empty: by hand")] = "",
-    info: Annotated[str, Option(metavar="JSON", help='columns of a record, as in {"prompt": "1+1="}')] = "{}",
-    seed: Annotated[int, Option(help="of sampling")] = 0,
-    temperature: Annotated[float, Option(min=0.0, help="of sampling; 0: greedy")] = 1.0,
-    max_tokens: Annotated[int, Option(min=1, help="most tokens of a turn")] = 64,
-    turns: Annotated[int, Option(min=1, help="most turns")] = 8,
-    seconds: Annotated[float, Option(min=0.1, help="limit of one call of the environment")] = 10.0,
-    as_json: JsonOption = False,
-) -> None:
+@command("try", "env_try:play", env)
+class EnvTryCommand(NamedTuple):
     """Play one episode, by hand or with a model, and print each turn with its tokens and how many are trained.
 
     Keys of --json: value (the reward), parts, reason; by hand messages; with a model segments (role, tokens, mask,
     text, reward), finish, turns.
     """
 
+    environment: Annotated[str, Argument(metavar="FILE:CLASS", help="or the name of a task's or plugin's environment")]
+    model: Annotated[str, Option(metavar="RUN", help="a run or model that plays; empty: by hand")] = ""
+    info: Annotated[str, Option(metavar="JSON", help='columns of a record, as in {"prompt": "1+1="}')] = "{}"
+    seed: Annotated[int, Option(help="of sampling")] = 0
+    temperature: Annotated[float, Option(min=0.0, help="of sampling; 0: greedy")] = 1.0
+    max_tokens: Annotated[int, Option(min=1, help="most tokens of a turn")] = 64
+    turns: Annotated[int, Option(min=1, help="most turns")] = 8
+    seconds: Annotated[float, Option(min=0.1, help="limit of one call of the environment")] = 10.0
+    as_json: JsonOption = False
 
-@command("env_try:write_records", env, "records")
-def env_records(
-    environment: Annotated[str, Argument(metavar="NAME", help="such as verifiers:NAME, gymnasium:ID or FILE.py:Class")],
-    file: Annotated[Path, Argument(metavar="FILE.jsonl", help="must not exist")],
-    count: Annotated[int, Option(min=0, help="most records; 0: all that it has")] = 0,
-) -> None:
+
+@command("records", "env_try:write_records", env)
+class EnvRecordsCommand(NamedTuple):
     """Write the records that an environment brings, for data.source: a dataset's rows, or seeds of games."""
+
+    environment: Annotated[str, Argument(metavar="NAME", help="such as verifiers:NAME, gymnasium:ID or FILE.py:Class")]
+    file: Annotated[Path, Argument(metavar="FILE.jsonl", help="must not exist")]
+    most: Annotated[int, Option("--count", min=0, help="most records; 0: all that it has")] = 0
 
 
 data = group("data", "Inspect data.")
 
 
-@command("data:show", data, "show")
-def data_show(
-    name: RecipeArgument,
-    overrides: OverridesArgument = None,
-    n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3,
-    as_json: JsonOption = False,
-) -> None:
+@command("show", "data:show", data)
+class DataShowCommand(NamedTuple):
     """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1)."""
+
+    name: RecipeArgument
+    overrides: OverridesArgument = None
+    n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3
+    as_json: JsonOption = False
 
 
 ckpt = group("ckpt", "Inspect, compare and remove checkpoints. Exit code 1: something is damaged or different.")
 
 
-@command("ckpt:ls", ckpt, "ls")
-def ckpt_ls(where: WhereArgument, as_json: JsonOption = False) -> None:
+@command("ls", "ckpt:ls", ckpt)
+class CkptLsCommand(NamedTuple):
     """List checkpoints: step, when saved, layout, tensors, bytes, state.
 
     States: complete, damaged (and why), unfinished (a save in progress, or cut off), replaced (by one of the same
@@ -304,45 +357,41 @@ def ckpt_ls(where: WhereArgument, as_json: JsonOption = False) -> None:
     step, state, reason, newest, best, bytes, saved, layout, tensors.
     """
 
+    where: WhereArgument
+    as_json: JsonOption = False
 
-@command("ckpt_show:show", ckpt, "show")
-def ckpt_show(
-    spec: CheckpointArgument,
-    pattern: Annotated[
-        str | None, Option("--tensors", metavar="PATTERN", help="list tensors whose name matches, as in 'model/*norm*'")
-    ] = None,
-    boxes: Annotated[bool, Option("--boxes", help="list the boxes of each tensor too")] = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("show", "ckpt_show:show", ckpt)
+class CkptShowCommand(NamedTuple):
     """Show the contents of a checkpoint or a Hugging Face directory. No data is read.
 
     Keys of --json: path, kind, step, saved, layout, bytes, groups (group, tensors, elements, bytes, dtypes), files
     (name, group, bytes), objects, and on request tensors (group, name, shape, dtype, bytes, files, boxes).
     """
 
+    spec: CheckpointArgument
+    pattern: Annotated[
+        str | None, Option("--tensors", metavar="PATTERN", help="list tensors whose name matches, as in 'model/*norm*'")
+    ] = None
+    boxes: Annotated[bool, Option("--boxes", help="list the boxes of each tensor too")] = False
+    as_json: JsonOption = False
 
-@command("ckpt:verify", ckpt, "verify")
-def ckpt_verify(
-    where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")],
-    everything: Annotated[bool, Option("--all", help="all checkpoints, not the newest only")] = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("verify", "ckpt:verify", ckpt)
+class CkptVerifyCommand(NamedTuple):
     """Compare every byte with its checksum; name damaged files and tensors, and checkpoints of another run.
 
     Exit code 1: there are some. Checkpoints that a running process removes meanwhile are skipped. Keys of --json: run,
     checkpoint, step, intact, bytes, seconds, problems, own (its run made it).
     """
 
+    where: Annotated[str, Argument(metavar="WHERE", help="as for ls, or one checkpoint as for show")]
+    everything: Annotated[bool, Option("--all", help="all checkpoints, not the newest only")] = False
+    as_json: JsonOption = False
 
-@command("ckpt_diff:diff", ckpt, "diff")
-def ckpt_diff(
-    a: Annotated[str, Argument(metavar="A", help=AnyArgument)],
-    b: Annotated[str, Argument(metavar="B", help="likewise")],
-    tolerance: Annotated[
-        float | None, Option(help="greatest difference of two equal values; default: they are equal bit for bit")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("diff", "ckpt_diff:diff", ckpt)
+class CkptDiffCommand(NamedTuple):
     """List tensors, values and objects in which two checkpoints differ; with a Hugging Face directory, weights only.
 
     Exit code 1: they do. Never compared: events, the number of the attempt. Keys of --json: equal, a, b, tensors
@@ -350,48 +399,53 @@ def ckpt_diff(
     bytes, tolerance, within (greatest difference of the tensors that do not differ by more), left_out.
     """
 
+    a: Annotated[str, Argument(metavar="A", help=AnyArgument)]
+    b: Annotated[str, Argument(metavar="B", help="likewise")]
+    tolerance: Annotated[
+        float | None, Option(help="greatest difference of two equal values; default: they are equal bit for bit")
+    ] = None
+    as_json: JsonOption = False
 
-@command("export:write_model", ckpt, "export")
-def ckpt_export(
-    spec: Annotated[str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")],
-    where: OutArgument,
-    group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = "",
-    dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = "",
-    adapter: AdapterOption = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("export", "export:ckpt_export", ckpt)
+class CkptExportCommand(NamedTuple):
     """Write weights for transformers and vLLM; model.path=OUT loads them.
 
     Keys of --json: path, step, files, bytes.
     """
 
+    spec: Annotated[str, Argument(metavar="CKPT", help="RUN, RUN@best, RUN@STEP, or a checkpoint in its run's folder")]
+    where: OutArgument
+    group: Annotated[str, Option(help="weights to write: model, ema, critic, reference or reward_model")] = ""
+    dtype: Annotated[str, Option(help="fp32 or bf16; default: as saved")] = ""
+    adapter: AdapterOption = False
+    as_json: JsonOption = False
+
 
 EVERY = "also keep steps that are a multiple; default: run.keep_every of the run"
 
 
-@command("ckpt:prune", ckpt, "prune")
-def ckpt_prune(
-    where: WhereArgument,
-    keep: Annotated[int | None, Option(min=1, help="newest ones to keep; default: run.keep of the run")] = None,
-    every: Annotated[int | None, Option(min=0, help=EVERY)] = None,
-    dry: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False,
-    damaged: Annotated[bool, Option("--damaged", help="also remove damaged, unfinished and replaced ones")] = False,
-    as_json: JsonOption = False,
-) -> None:
+@command("prune", "ckpt:prune", ckpt)
+class CkptPruneCommand(NamedTuple):
     """Remove old checkpoints, never the newest nor the best. Refused while a process writes the run.
 
     In a folder or URL outside of any run no such process is known, so --damaged leaves unfinished ones there.
     Keys of --json: dry_run, removed (run, checkpoint, step, state, bytes), bytes, kept.
     """
 
+    where: WhereArgument
+    keep: Annotated[int | None, Option(min=1, help="newest ones to keep; default: run.keep of the run")] = None
+    every: Annotated[int | None, Option(min=0, help=EVERY)] = None
+    dry: Annotated[bool, Option("--dry-run", help="only list what would be removed")] = False
+    damaged: Annotated[bool, Option("--damaged", help="also remove damaged, unfinished and replaced ones")] = False
+    as_json: JsonOption = False
+
 
 trace = group("trace", "Analyse the trace of a run. As in: tilth trace runs/addition-grpo-001 --steps 10:20", RunFirst)
 
 
-@command("trace_run:account_of", trace, "RUN")
-def trace_run(
-    run: RunArgument, steps: StepsOption = "", attempt: AttemptOption = None, as_json: JsonOption = False
-) -> None:
+@command("RUN", "trace_run:account_of", trace)
+class TraceRunCommand(NamedTuple):
     """Break down the time of a run, finished or still running, and estimate the gain of removing the worst.
 
     Roles beside those of the recipe: weight_sync carries the policy's weights to its copies, loader turns training data
@@ -404,18 +458,14 @@ def trace_run(
     notes (what is missing of the trace). Times in seconds.
     """
 
+    run: RunArgument
+    steps: StepsOption = ""
+    attempt: AttemptOption = None
+    as_json: JsonOption = False
 
-@command("trace_whatif:analyse", trace, "whatif")
-def trace_whatif(
-    path: Annotated[Path, Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")],
-    meta: Annotated[Path | None, Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")] = None,
-    steps: StepsOption = "",
-    attempt: AttemptOption = None,
-    bandwidth: Annotated[str, Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = "",
-    latency: Annotated[str, Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = "",
-    svg: Annotated[Path | None, Option(metavar="PATH", help="write the heat map of workers as SVG")] = None,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("whatif", "trace_whatif:analyse", trace)
+class TraceWhatifCommand(NamedTuple):
     """Estimate the cost of stragglers, name their operations, stages and workers, and the likely cause.
 
     S: time of a step over its ideal time; of an operation or worker: the same if everything else were ideal.
@@ -428,36 +478,39 @@ def trace_whatif(
     cause.
     """
 
+    path: Annotated[Path, Argument(metavar="RUN|FILE", help="a run, or a trace in the straggler study's format")]
+    meta: Annotated[Path | None, Option(metavar="META.yaml", help="of a FILE: the job's sizes, to check it")] = None
+    steps: StepsOption = ""
+    attempt: AttemptOption = None
+    bandwidth: Annotated[str, Option(metavar="RATE", help="of a RUN: on another network, as 10Gbit")] = ""
+    latency: Annotated[str, Option(metavar="TIME", help="of a RUN: on another network, as 50us")] = ""
+    svg: Annotated[Path | None, Option(metavar="PATH", help="write the heat map of workers as SVG")] = None
+    as_json: JsonOption = False
+
 
 PATH = Argument(metavar="PATH", help="the file to write, .gz: compressed; default: RUN/perfetto.json.gz")
 PERFETTO = Option("--perfetto", help="for ui.perfetto.dev; the only format, and the default", show_default=False)
 
 
-@command("trace_export:write", trace, "export")
-def trace_export(
-    run: RunArgument,
-    path: Annotated[Path | None, PATH] = None,
-    perfetto: Annotated[bool, PERFETTO] = True,
-    steps: StepsOption = "",
-    attempt: AttemptOption = None,
-    ranks: Annotated[str, Option(metavar="0,1", help="of these ranks only")] = "",
-    as_json: JsonOption = False,
-) -> None:
+@command("export", "trace_export:write", trace)
+class TraceExportCommand(NamedTuple):
     """Write the events of a run for Perfetto: ranks on one clock, threads, counters, arrows of calls.
 
     As in: tilth trace export RUN --perfetto trace.json.gz --steps 10:20. Keys of --json: path, spans, arrows, counters,
     bytes, ranks, steps, clock_error (seconds; null: not known), notes.
     """
 
+    run: RunArgument
+    path: Annotated[Path | None, PATH] = None
+    perfetto: Annotated[bool, PERFETTO] = True
+    steps: StepsOption = ""
+    attempt: AttemptOption = None
+    ranks: Annotated[str, Option(metavar="0,1", help="of these ranks only")] = ""
+    as_json: JsonOption = False
 
-@command("costs:costs", trace, "costs")
-def trace_costs(
-    run: RunArgument,
-    steps: StepsOption = "",
-    attempt: AttemptOption = None,
-    save: Annotated[Path | None, Option(metavar="PATH", help="write them as JSON, for planners")] = None,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("costs", "costs:costs", trace)
+class TraceCostsCommand(NamedTuple):
     """Fit the cost of work on this machine: seconds against tokens and bytes, each with its error.
 
     Keys of --json and of the file: format, version, about, compute (op, role, fixed, per_token, per_square in seconds,
@@ -465,15 +518,15 @@ def trace_costs(
     least, greatest, count, separate, error), left.
     """
 
+    run: RunArgument
+    steps: StepsOption = ""
+    attempt: AttemptOption = None
+    save: Annotated[Path | None, Option(metavar="PATH", help="write them as JSON, for planners")] = None
+    as_json: JsonOption = False
 
-@command("capture:capture", trace, "capture")
-def trace_capture(
-    run: RunArgument,
-    steps: Annotated[int, Option("--steps", metavar="N", help="number of its next steps")] = 3,
-    ranks: Annotated[str, Option("--ranks", metavar="0,1", help="ranks of workers")] = "0",
-    memory: Annotated[bool, Option("--memory", help="record each allocation too")] = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("capture", "capture:capture", trace)
+class TraceCaptureCommand(NamedTuple):
     """Record the next steps of a running run with torch's profiler, and print the paths of the traces.
 
     Every operation with its shapes, from the end of one step to that of another, as Chrome traces in RUN/profiles. For
@@ -481,14 +534,15 @@ def trace_capture(
     (rank -> why), files (rank -> path, bytes).
     """
 
+    run: RunArgument
+    steps: Annotated[int, Option("--steps", metavar="N", help="number of its next steps")] = 3
+    ranks: Annotated[str, Option("--ranks", metavar="0,1", help="ranks of workers")] = "0"
+    memory: Annotated[bool, Option("--memory", help="record each allocation too")] = False
+    as_json: JsonOption = False
 
-@command("top:top")
-def top(
-    run: RunArgument,
-    once: Annotated[bool, Option("--once", help="show the state once, not until the run ends")] = False,
-    every: Annotated[float, Option(min=0.1, help="seconds between two updates")] = 1.0,
-    as_json: JsonOption = False,
-) -> None:
+
+@command("top", "top:top")
+class TopCommand(NamedTuple):
     """Watch a run of another process: steps, rates, curves, activity of each rank.
 
     Reads only files of the run, and of its session on this machine. Keys of --json: run, state, attempt, step, phase,
@@ -498,13 +552,131 @@ def top(
     message.
     """
 
+    run: RunArgument
+    once: Annotated[bool, Option("--once", help="show the state once, not until the run ends")] = False
+    every: Annotated[float, Option(min=0.1, help="seconds between two updates")] = 1.0
+    as_json: JsonOption = False
 
-@command("doctor:examine")
-def doctor(as_json: JsonOption = False) -> None:
+
+@command("doctor", "doctor:examine")
+class DoctorCommand(NamedTuple):
     """Examine this machine and suggest settings."""
 
+    as_json: JsonOption = False
 
-from tilth.cli import guarding  # noqa: E402,F401 - its group comes last
+
+guard = group("guard", "Find who stopped, slowed or falsified a job.")
+
+
+@command("inject", "guard:drill", guard)
+class GuardInjectCommand(NamedTuple):
+    """Let a fault happen to a worker of one's own active run on this machine, as a drill.
+
+    kill, stop: signals. busy, gil, block: its thread loops, holds the GIL, or reads, for ever. pause: it sleeps 4 s.
+    slow: its forward passes take longer from then on. exception. collective: one that no other rank calls. nan, flip:
+    in one weight. nan-gradient, flip-gradient: in one gradient (--at optimizer). disk-full: its writes fail from then
+    on. files: it can open no more. oom: an allocation too large for any machine. clock: an hour ahead. Keys of --json:
+    kind, rank, pid, time.
+    """
+
+    run: RunArgument
+    kind: Annotated[str, Argument(metavar="KIND", help="kill, stop, busy, gil, block, slow, nan, flip ...: see below")]
+    rank: Annotated[int, Option(help="worker that it happens to")] = 0
+    after: Annotated[float, Option(min=0.0, help="seconds to wait before")] = 0.0
+    at: Annotated[str, Option(metavar="MOMENT", help="begin of an operation or a call: optimizer, policy.update")] = ""
+    as_json: JsonOption = False
+
+
+@command("update", "guard_update:update", guard)
+class GuardUpdateCommand(NamedTuple):
+    """Update keys or code of an active run: another controller goes on with them, from the state in memory.
+
+    As in: tilth guard update runs/addition-grpo-001 optimizer.lr=1e-4 --now. Without keys and plugins, the code of
+    Tilth is imported again, after a checkpoint. At the next restart, in 24 hours at the latest. An update that fails
+    before its first commit is undone. Keys of --json: number, changes (key -> message), urgent.
+    """
+
+    run: RunArgument
+    overrides: OverridesArgument = None
+    plugin: Annotated[
+        list[str] | None,
+        Option("--plugin", metavar="FILE.py", help="your code: takes the place of the plugin of this name; repeatable"),
+    ] = None
+    now: Annotated[bool, Option("--now", help="after the step that runs, not at the next restart")] = False
+    as_json: JsonOption = False
+
+
+@command("check", "guard:check", guard)
+class GuardCheckCommand(NamedTuple):
+    """Test this machine for two seconds: bits of products, compute and memory rates, transfers over loopback.
+
+    Exit code 1 if products of equal matrices differ or bytes do not arrive; rates are only told, and a busy machine has
+    lower ones. Keys of --json: sound, compute (GFLOP/s of a thread), memory, loopback (GB/s), unequal (products),
+    failed (pairs), odd_peers (that failed in both pairings), seconds.
+    """
+
+    as_json: JsonOption = False
+
+
+@command("locate", "guard:locate", guard)
+class GuardLocateCommand(NamedTuple):
+    """Name the ranks that hold up a hung job, by the dumps of PyTorch's flight recorder.
+
+    NCCL writes them at a timeout (TORCH_FR_DUMP_TEMP_FILE). Nothing in them is executed. Keys of --json: dumps, silent
+    (members of groups without a dump), verdict (kind, ranks, evidence, details; null: nobody waits).
+    """
+
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="dumps, one file a rank, named ...RANK")]
+    as_json: JsonOption = False
+
+
+@command("replay", "guard_replay:replay", guard)
+class GuardReplayCommand(NamedTuple):
+    """Replay a step of a stored run on groups of its workers: did a device or the data make what was wrong?
+
+    From the newest checkpoint before the step, on this machine, in a copy of the run's folder; every worker twice, in
+    two groupings, and all of them once in the run's own layout. Keys of --json: step, checkpoint, ranks, verdict (kind,
+    ranks, evidence, details; null: nothing is wrong), recorded (the run's metrics came back), outcomes (of each group:
+    bits, finite, about).
+    """
+
+    run: RunArgument
+    step: Annotated[int, Option(min=1, help="step to replay")]
+    ranks: Annotated[str, Option(help="workers to replay on, as 0,1,3; default: all")] = ""
+    as_json: JsonOption = False
+
+
+MEASURED = Option("--measured", metavar="FILE", help="JSON of benchmarks/faults.py, for detect, hangs and restart")
+TRACE = Option("--trace", metavar="FILE", help="faults of nodes, in InfiniteHBD's JSON")
+
+
+@command("simulate", "studies.guard_simulate:simulate", guard)
+class GuardSimulateCommand(NamedTuple):
+    """Simulate the effective training time (ETTR) of a recipe under a trace of faults.
+
+    Beside its own settings (run.save_every, guard.hang_after): other intervals of checkpoints, spares and detection
+    times, and each mechanism switched off. The seconds of the options are assumptions; --measured replaces those of
+    detection and restart by medians of ranks that were killed and stopped.
+    Keys of --json: nodes, days, incidents, probability (of a fault of a node in a day), standby (spares for 99 % of
+    days), policy, rows (about, ettr, worst_hour, from_disk, stops, lost: cause -> seconds).
+    """
+
+    name: RecipeArgument
+    trace: Annotated[Path, TRACE]
+    overrides: OverridesArgument = None
+    trace_nodes: Annotated[int, Option(min=1, help="nodes of the trace, with those that never failed")] = 400
+    nodes: Annotated[int | None, Option(min=1, help="nodes of the job; default: those of the trace")] = None
+    step: Annotated[float, Option(min=0.001, help="seconds of a step")] = 10.0
+    detect: Annotated[float, Option(min=0.0, help="seconds until a crash is seen")] = 1.0
+    hangs: Annotated[float, Option(min=0.0, max=0.95, help="share of failures that guard.hang_after must see")] = 0.1
+    restart: Annotated[float, Option(min=0.0, help="seconds from there to the next new step")] = 10.0
+    spares: Annotated[int | None, Option(min=0, help="warm spares; default: enough for 99 % of days")] = None
+    wake: Annotated[float, Option(min=0.0, help="seconds until a spare stands in")] = 5.0
+    cold: Annotated[float, Option(min=0.0, help="seconds to start another node; inf: repaired ones only")] = 600.0
+    measurements: Annotated[Path | None, MEASURED] = None
+    without: Annotated[str, Option(help="where there is no node: wait, or shrink")] = "wait"
+    seed: SeedOption = 0
+    as_json: JsonOption = False
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
+from tilth.cli.main import RewardTryCommand
 from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError, RecipeError
@@ -34,17 +35,6 @@ FIRST_SECONDS, FIRST_TIMES = 0.1, 10
 """A first call that takes more than this, and more than FIRST_TIMES the mean of the others, is reported."""
 MOST_ROWS = 20
 SHOWN = 48  # most characters of a prompt in a table
-
-
-@dataclass(frozen=True)
-class RewardOptions:
-    """Options of the command."""
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    n: int = 20
-    completion: str | None = None
-    timeout: float = 10.0
-    digits: int = 3
 
 
 @dataclass(frozen=True)
@@ -94,25 +84,25 @@ class Trial:
         return sorted({name for o in self.outcomes() for name in o.parts})
 
 
-def try_reward(reward: str, source: str, columns: Sequence[str] = (), *, as_json: bool, **options: Any) -> None:
-    """Print the findings. Exit code 1: the reward is broken. options: of ``RewardOptions``."""
-    trial = examine(reward, source, RewardOptions(columns_of(columns), **options))
-    typer.echo(json.dumps(as_object(trial)) if as_json else "\n".join(lines(trial)))
+def try_reward(options: RewardTryCommand) -> None:
+    """Print the findings. Exit code 1: the reward is broken."""
+    trial = examine(options)
+    typer.echo(json.dumps(as_object(trial)) if options.as_json else "\n".join(lines(trial)))
     if verdict(trial)[0] == "broken":
         raise typer.Exit(1)
 
 
-def examine(reward: str, source: str, options: RewardOptions) -> Trial:
+def examine(options: RewardTryCommand) -> Trial:
     """Score its own answer (twice), another record's, an empty and a given completion for each of some records.
 
     RewardError, DataError: the reward or the data cannot be loaded, or a verifier cannot read an answer.
     """
-    spec = _spec(reward)
+    spec, source = _spec(options.reward), options.source
     with RewardPool(spec, timeout=options.timeout, wait=False) as pool:
         from tilth.data.prompts import load_source  # while the pool's process starts
 
         with own_option():
-            prompts = load_source(_data(source, options))
+            prompts = load_source(_data(source, columns_of(options.columns or ()), options.digits))
         if source not in task_names():
             check_answers(spec, prompts)
         chosen = prompts.spread(options.n)
@@ -128,7 +118,7 @@ def examine(reward: str, source: str, options: RewardOptions) -> Trial:
         for i, prompt in enumerate(chosen)
     ]
     formed = (text for (i, case), text in asked.items() if case == RIGHT and text != chosen[i].answer)
-    return Trial(reward, source, len(prompts), tried, next(formed, ""))
+    return Trial(options.reward, source, len(prompts), tried, next(formed, ""))
 
 
 @contextmanager
@@ -169,11 +159,11 @@ def _spec(reward: str) -> str | dict[str, float]:
     return found
 
 
-def _data(source: str, options: RewardOptions) -> DataConfig:
+def _data(source: str, columns: dict[str, str], digits: int) -> DataConfig:
     try:
-        return DataConfig(source=source, columns=dict(options.columns), digits=options.digits)  # type: ignore[arg-type]
+        return DataConfig(source=source, columns=columns, digits=digits)  # type: ignore[arg-type]
     except ValidationError:
-        wrong = ", ".join(sorted(set(options.columns) - {"prompt", "answer", "messages", "text"}))
+        wrong = ", ".join(sorted(set(columns) - {"prompt", "answer", "messages", "text"}))
         raise RecipeError(
             f"--columns {wrong}: there is prompt, answer, messages, text", key=f"--columns.{wrong}"
         ) from None

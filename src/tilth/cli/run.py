@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
+from tilth.cli.main import RunCommand
 from tilth.cluster.controller.launcher import enter_job, job_size
 from tilth.config.checks import pools
 from tilth.config.load import check_allowed, given, load_recipe, recipe_name
@@ -33,22 +34,21 @@ WORDS = 5  # words of a document's beginning that the suggested prompt has
 ENOUGH = 512  # prompts that measure accuracy to within some percent; all of addition's would take an hour
 
 
-def train(
-    ctx: typer.Context, name: str, overrides: Sequence[str] = (), allow: Sequence[str] = (), *, fallback: bool
-) -> None:
+def train(options: RunCommand) -> None:
     """Run to the end; where workers can be replaced, as the supervisor of the process that does.
 
     Exit codes: 130 after Ctrl-C, SIGTERM or SIGHUP during the steps, with everything saved and a line on how to resume;
     143 and 129 after SIGTERM and SIGHUP before and after the steps; after them the report is written first.
     """
-    handed = ctx.obj if isinstance(ctx.obj, Inherited) else None
+    name, overrides, allow, obj = options.name, options.overrides or [], options.allow or [], options.ctx.obj
+    handed = obj if isinstance(obj, Inherited) else None
     with outlived(), _terminable(handed):
-        if ctx.obj and handed is None and (found := _supervisor(name, overrides)):
+        if obj and handed is None and (found := _supervisor(name, overrides)):
             raise typer.Exit(_supervised(found, partial(_launched, name, overrides, allow)))
         if handed is not None:
             overrides, allow = [*overrides, *handed.change.overrides], [*allow, *handed.change.allow]
         recipe = _launched(name, overrides, allow)
-        result = _watched(recipe, recipe_name(name), allow, handed, fallback=fallback)
+        result = _watched(recipe, recipe_name(name), allow, handed, fallback=options.fallback)
         typer.echo("\n".join(closing(recipe, name, result.summary, result.directory, result.report)))
 
 

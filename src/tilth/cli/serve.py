@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 
+from tilth.cli.main import ServeCommand
 from tilth.core.errors import DataError
 from tilth.serve.start import ServeOptions, open_server, served_name
 from tilth.serve.tinker.base import ServiceLimits
@@ -15,45 +15,29 @@ STATE = "tilth-service"
 """Folder of what clients make, below the current one, unless --state names another."""
 
 
-def serve(
-    model: str,
-    host: str,
-    port: int,
-    token: str,
-    adapter: Sequence[str] = (),
-    template: str | None = None,
-    backend: str = "local",
-    train: bool = False,
-    state: Path | None = None,
-    name: str = "",
-    pooling: str = "last",
-    fast: bool = False,
-    requests: int | None = None,
-    models: int | None = None,
-    idle: float | None = None,
-    layout: str = "",
-    address: str = "",
-) -> None:
+def serve(command: ServeCommand) -> None:
     """Serve until a signal; the address goes to standard error when the engine is ready."""
-    adapters = _pairs(adapter)
-    if pooling not in ("last", "mean"):
-        raise DataError(f"--pooling={pooling}: use last or mean", key="--pooling")
-    options = ServeOptions(host, port, token, template, adapters, backend, address, name, pooling, fast)
-    limits = {"requests": requests, "models": models, "idle": idle}
-    given = {"state": state, "layout": layout or None, **limits}
-    if not train and (first := next((key for key, value in given.items() if value is not None), "")):
-        raise DataError(f"--{first} is of a server that trains; add --train", key="--train")
-    if train and fast:
+    c, adapters = command, _pairs(command.adapter or ())
+    if c.pooling not in ("last", "mean"):
+        raise DataError(f"--pooling={c.pooling}: use last or mean", key="--pooling")
+    options = ServeOptions(
+        c.host, c.port, c.token, c.template, adapters, c.backend, c.address, c.name, c.pooling, c.fast
+    )
+    limits = {name: value for name in ServiceLimits.__annotations__ if (value := getattr(c, name)) is not None}
+    given = [*(name for name in ("state", "layout") if getattr(c, name)), *limits]
+    if not c.train and given:
+        raise DataError(f"--{given[0]} is of a server that trains; add --train", key="--train")
+    if c.train and c.fast:
         raise DataError("--fast with --train: samples must be reproducible after a restart", key="--fast")
-    if train:
-        own: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
-        how = TrainOptions(state or Path(STATE), name, ServiceLimits(**own), layout)
-        opened, address = open_training(model, options, how)
-        typer.echo(f"training {name or model} for TINKER_BASE_URL={address}; Ctrl-C ends it", err=True)
-        opened.run_here()
+    if c.train:
+        how = TrainOptions(c.state or Path(STATE), c.name, ServiceLimits(**limits), c.layout)
+        trainer, address = open_training(c.model, options, how)
+        typer.echo(f"training {c.name or c.model} for TINKER_BASE_URL={address}; Ctrl-C ends it", err=True)
+        trainer.run_here()
         return
-    server, address = open_server(model, options)
-    typer.echo(f"serving {', '.join([served_name(model, options), *adapters])} at {address}; Ctrl-C ends it", err=True)
+    server, address = open_server(c.model, options)
+    names = ", ".join([served_name(c.model, options), *adapters])
+    typer.echo(f"serving {names} at {address}; Ctrl-C ends it", err=True)
     server.run_here()
 
 

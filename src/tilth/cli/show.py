@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from tilth.cli.main import ReportCommand, ShowCommand
 from tilth.cli.tables import labelled
 from tilth.core.errors import DataError
 from tilth.ui import format
@@ -14,26 +15,26 @@ from tilth.ui import format
 Lines = list[tuple[str, str]]
 
 
-def show_run(run: Path, parquet: Path | None = None, *, as_json: bool) -> None:
-    """Print the summary of a run's directory; parquet: write the metrics of all steps there and print the path."""
-    check_run(run)
-    if parquet is not None:
+def show_run(options: ShowCommand) -> None:
+    """Print the summary of a run, or write the metrics of all steps and print where they are."""
+    check_run(options.run)
+    if options.parquet is not None:
         from tilth.runs.columns import write_metrics
 
-        typer.echo(str(write_metrics(run, parquet)))
+        typer.echo(str(write_metrics(options.run, options.parquet)))
         return
     from tilth.runs.readers import summarise
 
-    summary = summarise(run)
-    typer.echo(json.dumps(summary) if as_json else "\n".join(labelled(table(summary))))
+    summary = summarise(options.run)
+    typer.echo(json.dumps(summary) if options.as_json else "\n".join(labelled(table(summary))))
 
 
-def write(run: Path) -> None:
+def write(options: ReportCommand) -> None:
     """Write the report and print where it is."""
-    check_run(run)
+    check_run(options.run)
     from tilth.ui.report import write_report
 
-    typer.echo(str(write_report(run)))
+    typer.echo(str(write_report(options.run)))
 
 
 def table(s: Mapping[str, Any]) -> Lines:

@@ -2,31 +2,31 @@
 
 import json
 import time
-from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tilth.cli.main import TopCommand
 from tilth.cli.show import check_run
 from tilth.cli.tables import Terminal
 from tilth.ui.live import PLAIN_EVERY, line
 from tilth.ui.top import Look, RunWatcher, as_dict, drawn
 
 
-def top(run: Path, every: float, *, once: bool, as_json: bool) -> None:
-    """Show a run until it ends. every: seconds between two looks. once: a single look."""
-    check_run(run)
-    watch, console = RunWatcher(run), Terminal(highlight=False)
+def top(options: TopCommand) -> None:
+    """Show a run until it ends."""
+    check_run(options.run)
+    watch, console = RunWatcher(options.run), Terminal(highlight=False)
     look = watch.look()
-    if as_json:
+    if options.as_json:
         typer.echo(json.dumps(as_dict(look), allow_nan=False))
-    elif once or not look.running:
+    elif options.once or not look.running:
         console.print(drawn(look, console.width))
     else:
         try:
-            _follow(watch, look, console, every)
+            _follow(watch, look, console, options.every)
         except KeyboardInterrupt:  # the end of watching, not of the run
             return
 

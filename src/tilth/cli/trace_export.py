@@ -11,6 +11,7 @@ import typer
 from tilth.analysis.events import Events, parse_ranks, parse_steps
 from tilth.analysis.perfetto import Counter, export
 from tilth.analysis.run_trace import open_run
+from tilth.cli.main import TraceExportCommand
 from tilth.core.errors import DataError
 from tilth.runs.metrics import declaration
 from tilth.runs.readers import read_metrics
@@ -23,27 +24,19 @@ MANY = 2_000_000  # number of spans above which a browser is slow
 HELD = ("last", "max", "min")  # reductions of values that hold at the end of a step; the others describe the whole step
 
 
-def write(
-    run: Path,
-    steps: str,
-    ranks: str,
-    path: Path | None = None,
-    attempt: int | None = None,
-    *,
-    as_json: bool,
-    perfetto: bool = True,
-) -> None:
+def write(options: TraceExportCommand) -> None:
     """Write the file, by default perfetto.json.gz in the run's folder, and print its contents."""
+    run, steps, ranks = options.run, options.steps, options.ranks
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}", key="RUN")
-    opened = open_run(run, attempt, parse_steps(steps) if steps else None)
+    opened = open_run(run, options.attempt, parse_steps(steps) if steps else None)
     events = chosen(opened.events, ranks)
-    target = path or (run if run.is_dir() else run.parent) / FILE
+    target = options.path or (run if run.is_dir() else run.parent) / FILE
     about = {"run": run.resolve().name, "attempt": str(events.attempt), "steps": steps, "ranks": ranks, "by": "tilth"}
     found = export(events, target, counters(run, events), about)
     clock_error = events.clock_error
     error = None if clock_error is None or math.isinf(clock_error) else clock_error * 1e-9
-    if as_json:
+    if options.as_json:
         plain = {"path": str(found.path), "spans": found.spans, "arrows": found.arrows, "counters": found.counters}
         plain |= {"bytes": found.bytes, "ranks": list(events.ranks), "steps": list(events.steps)}
         typer.echo(json.dumps(plain | {"clock_error": error, "notes": opened.notes}))

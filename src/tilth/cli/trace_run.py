@@ -26,6 +26,7 @@ from tilth.analysis.time_breakdown import (
     Account,
     account,
 )
+from tilth.cli.main import TraceRunCommand
 from tilth.cli.tables import WIDTH
 from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
@@ -37,11 +38,12 @@ LEAST = 0.01  # parts of the time below this share are summed up as the rest
 Found = dict[str, Any]
 
 
-def account_of(run: Path, steps: str, attempt: int | None = None, *, as_json: bool) -> None:
-    """Print the breakdown of a run's steps. steps: "A:B" or "A"; empty: all that have ended."""
+def account_of(options: TraceRunCommand) -> None:
+    """Print the breakdown of a run's steps."""
+    run, steps = options.run, options.steps
     if not run.exists():
         raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)", key="RUN")
-    opened = open_run(run, attempt)
+    opened = open_run(run, options.attempt)
     events = opened.events
     ended = (told(events) or None) if _state(run) == "running" else None
     try:
@@ -49,7 +51,7 @@ def account_of(run: Path, steps: str, attempt: int | None = None, *, as_json: bo
     except DataError as error:
         raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}", key=error.key) from error
     plain = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
-    typer.echo(json.dumps(plain, allow_nan=False) if as_json else "\n".join(lines(plain)))
+    typer.echo(json.dumps(plain, allow_nan=False) if options.as_json else "\n".join(lines(plain)))
 
 
 def as_dict(run: Path, events: Events, found: Account) -> Found:

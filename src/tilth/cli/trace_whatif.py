@@ -18,6 +18,7 @@ from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.whatif import Replayed, Slowdown
 from tilth.cli.declare import study
+from tilth.cli.main import TraceWhatifCommand
 from tilth.cli.tables import WIDTH, new_table, show
 from tilth.core.errors import DataError, StorageError
 from tilth.ui import format
@@ -27,42 +28,36 @@ SHADES = " ░▒▓█"
 SHOWN = 8  # most rows of a table of dp ranks or workers
 
 
-def analyse(
-    path: Path, steps: str, latency: str, bandwidth: str, *, as_json: bool,
-    meta: Path | None = None, svg: Path | None = None, attempt: int | None = None,
-) -> None:  # fmt: skip
-    """Analyse a run, or a trace in the straggler study's format (with meta), and print the findings.
-
-    Empty texts: all steps, the recorded network. svg: file for the heat map of workers.
-    """
+def analyse(options: TraceWhatifCommand) -> None:
+    """Analyse a run, or a trace in the straggler study's format, and print the findings."""
+    path, meta = options.path, options.meta
     if path.is_dir():
         if meta is not None:
             raise DataError("--meta describes a trace in the straggler study's format, not a run", key="--meta")
-        _analyse_run(path, steps, latency, bandwidth, svg, attempt, as_json=as_json)
+        _analyse_run(path, options)
         return
-    if steps or bandwidth or latency or attempt is not None:
+    if options.steps or options.bandwidth or options.latency or options.attempt is not None:
         raise DataError(
             "--steps, --bandwidth, --latency and --attempt need a RUN, not a trace in the straggler study's format",
             key="RUN",
         )
-    study("trace_whatif:analyse")(path, meta, svg, as_json=as_json)
+    study("trace_whatif:analyse")(path, meta, options.svg, as_json=options.as_json)
 
 
-def _analyse_run(
-    run: Path, steps: str, latency: str, bandwidth: str, svg: Path | None, attempt: int | None, *, as_json: bool
-) -> None:
-    chosen = parse_steps(steps) if steps else None
-    network = parse_seconds(latency) if latency else None, parse_bandwidth(bandwidth) if bandwidth else None
-    opened = open_run(run, attempt)
+def _analyse_run(run: Path, options: TraceWhatifCommand) -> None:
+    chosen, svg = parse_steps(options.steps) if options.steps else None, options.svg
+    latency = parse_seconds(options.latency) if options.latency else None
+    bandwidth = parse_bandwidth(options.bandwidth) if options.bandwidth else None
+    opened = open_run(run, options.attempt)
     try:
-        _, found, cause = analyse_events(opened.events, chosen, *network)
+        _, found, cause = analyse_events(opened.events, chosen, latency, bandwidth)
     except DataError as error:
         raise DataError(f"{run}: {error}{hint(run, opened.events.attempt) if chosen else ''}", key=error.key) from error
     if svg is not None:
         if not found.by_worker:
             raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
         write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
-    if as_json:
+    if options.as_json:
         plain = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
         typer.echo(json.dumps(plain, allow_nan=False))
     else:

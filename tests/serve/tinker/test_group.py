@@ -11,6 +11,7 @@ from tinker import types
 from tests.errors import raises
 from tests.serve.tinker.served import base, service, serving
 from tests.serve.tinker.test_api import datum, rows
+from tilth.cli.main import ServeCommand
 from tilth.cli.serve import serve
 from tilth.core.errors import DataError
 from tilth.serve.tinker.folders import CheckpointPath
@@ -130,4 +131,4 @@ def test_a_layout_that_clients_models_cannot_have_is_refused(layout):
 @pytest.mark.parametrize("given", [{"layout": "dp=2"}, {"idle": 3.0}, {"models": 2}, {"requests": 4}])
 def test_options_of_a_server_that_trains_need_one(given):
     with raises(DataError, "--train"):
-        serve("model", "127.0.0.1", 0, "", **given)
+        serve(ServeCommand("model", port=0, **given))
