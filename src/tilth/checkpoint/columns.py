@@ -129,9 +129,8 @@ def rows_of(group: str, tensors: Mapping[str, Any], files: int, boxes: int) -> d
         row = found[name] = _row(where, name, entry, files, known)
         boxes -= len(row.file)
         if boxes < 0:
-            raise WrongField(
-                "there are more boxes than the files have checksums for", key=f"{where}.boxes", fault="count"
-            )
+            message = "there are more boxes than the files have checksums for"
+            raise WrongField(message, key=f"{where}.boxes", fault="count")
     sound = set()  # most tensors of a model have the boxes of another one
     for name, row in found.items():
         key = row.shape, row.offset.tobytes(), row.size.tobytes()
@@ -151,9 +150,8 @@ def _row(where: str, name: str, entry: Any, files: int, known: dict[str, dict[st
         raise WrongField(f"{entry['dtype']!r} is none of {', '.join(DTYPES)}", key=f"{where}.dtype")
     shape = _integers(f"{where}.shape", entry["shape"])
     if len(shape) > DIMENSIONS:
-        raise WrongField(
-            f"{len(shape)} dimensions, at most {DIMENSIONS} can be read", key=f"{where}.shape", fault="length"
-        )
+        message = f"{len(shape)} dimensions, at most {DIMENSIONS} can be read"
+        raise WrongField(message, key=f"{where}.shape", fault="length")
     columns = {c: _column(f"{where}.{c}", c, entry[c], known) for c in _COLUMNS}
     known[name] = columns
     boxes = len(columns["file"])
@@ -174,9 +172,8 @@ def _check_sizes(where: str, shape: np.ndarray, size: np.ndarray, itemsize: int)
     elements = [shape, *size] if len(size) == 1 else [shape]
     largest = max([math.prod(one.tolist()) for one in elements] + size.astype(float).prod(1).tolist())
     if largest >= MOST // itemsize:
-        raise WrongField(
-            f"{largest:.3g} elements are more than any file has bytes", key=f"{where}.size", fault="largest"
-        )
+        message = f"{largest:.3g} elements are more than any file has bytes"
+        raise WrongField(message, key=f"{where}.size", fault="largest")
     if not shape.all() and not np.array_equal(size, shape[None]):
         raise WrongField("a tensor without elements has one box, its shape", key=f"{where}.size", fault="empty")
     if shape.all() and not size.all():

@@ -464,13 +464,11 @@ def _check(specs: Iterable[Spec]) -> None:
     seen = set()
     for name, layout, dtype in specs:
         if dtype not in DTYPES:
-            raise CheckpointError(
-                f"tensor {name} of dtype {dtype} cannot be stored in safetensors", key=f"{name}.dtype"
-            )
+            message = f"tensor {name} of dtype {dtype} cannot be stored in safetensors"
+            raise CheckpointError(message, key=f"{name}.dtype")
         if len(layout.shape) > DIMENSIONS or math.prod(layout.shape) >= MOST // DTYPES[dtype].itemsize:
-            raise CheckpointError(
-                f"tensor {name} of shape {layout.shape} is too large to be stored", key=f"{name}.shape"
-            )
+            message = f"tensor {name} of shape {layout.shape} is too large to be stored"
+            raise CheckpointError(message, key=f"{name}.shape")
         if name == METADATA:
             raise CheckpointError(f"tensor {name}: safetensors reserves this name", key=f"{name}.name")
         if name in seen:

@@ -147,10 +147,8 @@ class LazyTensors(Unread):
         """
         self._check_counts(config)
         stored, last = hf_names(config), config.num_layers
-        own, behind = (
-            {there: name for name, there in stored.items()},
-            tuple(f"model.layers.{last + i}." for i in range(further)),
-        )
+        own = {there: name for name, there in stored.items()}
+        behind = tuple(f"model.layers.{last + i}." for i in range(further))
         files = {own.get(name, name): file for name, file in self._all.items() if not name.startswith(behind)}
         stacks = hf_experts(config)
         for names in stacks.values():

@@ -55,9 +55,8 @@ def holds_some(place: str) -> bool:
     try:
         return latest(place) is not None
     except OSError as error:
-        raise StorageError(
-            f"the checkpoints of this run may be in {place}, which cannot be read: {error}", key="checkpoints"
-        ) from error
+        message = f"the checkpoints of this run may be in {place}, which cannot be read: {error}"
+        raise StorageError(message, key="checkpoints") from error
 
 
 def _owner(place: str) -> Path | None:

@@ -39,9 +39,8 @@ class Lock:
         except OSError as error:
             holder = os.read(self._fd, 32).decode().strip() or "unknown"
             os.close(self._fd)
-            raise StorageError(
-                f"{path.parent} is being written by process {holder}; stop it, or start another run", key=path.name
-            ) from error
+            message = f"{path.parent} is being written by process {holder}; stop it, or start another run"
+            raise StorageError(message, key=path.name) from error
         Lock._held.add(self._fd)
         with writing(path):
             os.ftruncate(self._fd, 0)

@@ -123,10 +123,8 @@ class Identity:
             if refused or not changes:
                 raise RecipeError(_another(name, path, refused), key=next(iter(refused), "run.json.digest"))
         elif state["state"] == "finished":
-            raise RecipeError(
-                f"{name} is finished; choose another name, or make the run longer (--allow algorithm.steps)",
-                key="run.json.state",
-            )
+            message = f"{name} is finished; choose another name, or make the run longer (--allow algorithm.steps)"
+            raise RecipeError(message, key="run.json.state")
 
 
 def _another(name: str, path: Path, refused: dict[str, str]) -> str:
@@ -202,9 +200,8 @@ def _named(path: Path, who: Identity) -> tuple[Path, Lock]:
     done = state is not None and state["state"] == "finished" and state["digest"] == who.digest
     if state and (done or not who.same(path, state)):  # a finished run may become longer by allowed keys
         lock.release()
-        raise RecipeError(
-            f"run.name={path.name}: {path} is finished or another run; choose another name", key="run.name"
-        )
+        message = f"run.name={path.name}: {path} is finished or another run; choose another name"
+        raise RecipeError(message, key="run.name")
     return path, lock
 
 

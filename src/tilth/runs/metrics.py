@@ -297,9 +297,8 @@ def _check_reduction(name: str, given: str) -> None:
     """Raise MetricError unless parts of the metric are reduced as declared."""
     declared = declaration(name).reduction
     if given != declared:
-        raise MetricError(
-            f"metric {name!r} is declared as a {declared}, but was given as a {given}", key=f"{name}.reduction"
-        )
+        message = f"metric {name!r} is declared as a {declared}, but was given as a {given}"
+        raise MetricError(message, key=f"{name}.reduction")
 
 
 def resident() -> tuple[int, int]:

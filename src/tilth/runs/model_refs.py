@@ -142,9 +142,8 @@ def root_of(run: Path) -> Location:
     with reaching(found):
         owner = original(run, found)
     if owner:
-        raise ModelError(
-            f"{run} is a copy of {owner}, whose checkpoints are in {found}; name {owner}", key="owner.json.folder"
-        )
+        message = f"{run} is a copy of {owner}, whose checkpoints are in {found}; name {owner}"
+        raise ModelError(message, key="owner.json.folder")
     return _place(found)
 
 
@@ -186,9 +185,8 @@ def explained(named: Named) -> Iterator[None]:
     except CheckpointError as error:
         older = one_before(named.path)
         instead = "there is none before it" if older is None else f"the one before it is {named._replace(path=older)}"
-        raise CheckpointError(
-            f"{error}; 'tilth ckpt verify {named}' lists all damage; {instead}", key=error.key
-        ) from error
+        message = f"{error}; 'tilth ckpt verify {named}' lists all damage; {instead}"
+        raise CheckpointError(message, key=error.key) from error
 
 
 def one_before(checkpoint: Location) -> Location | None:
@@ -225,40 +223,33 @@ def _chosen(root: Location, which: str, run: Path | None, who: str) -> Named:
         if message := lost(run, root):
             raise ModelError(message, key="checkpoints")
         if str(root).startswith("memory://"):
-            raise ModelError(
-                f"{who} has none: checkpoints in memory:// are gone when their process ends", key="run.checkpoints"
-            )
-        raise ModelError(
-            f"{who} has no checkpoint yet; let it reach its first save (run.save_every)", key="run.save_every"
-        )
+            message = f"{who} has none: checkpoints in memory:// are gone when their process ends"
+            raise ModelError(message, key="run.checkpoints")
+        message = f"{who} has no checkpoint yet; let it reach its first save (run.save_every)"
+        raise ModelError(message, key="run.save_every")
     newest = list(kept.values())[-1]
     if which in ("", EMA):
         return Named(newest, which or "model", run)
     if which == "best":
         return Named(kept[_best_step(root, kept, who)], run=run)
     if not which.isdecimal():
-        raise ModelError(
-            f"{who.removeprefix('run ')}@{which}: after @ use best, ema or a step ({_steps(kept)})",
-            key=f"@{which}",
-        )
+        message = f"{who.removeprefix('run ')}@{which}: after @ use best, ema or a step ({_steps(kept)})"
+        raise ModelError(message, key=f"@{which}")
     if int(which) not in kept:
-        raise ModelError(
-            f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)", key=f"@{which}"
-        )
+        message = f"{who} keeps no checkpoint of step {int(which)}; it has {_steps(kept)} (run.keep)"
+        raise ModelError(message, key=f"@{which}")
     return Named(kept[int(which)], run=run)
 
 
 def _best_step(root: Location, kept: Mapping[int, Location], who: str) -> int:
     best = read_best(root)
     if best is None:
-        raise ModelError(
-            f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); leave out @best", key="best.json"
-        )
+        message = f"{who} has no best checkpoint: none was evaluated yet (run.eval_every); leave out @best"
+        raise ModelError(message, key="best.json")
     step = int(best["step"])
     if step not in kept:
-        raise ModelError(
-            f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}", key="best.json.step"
-        )
+        message = f"the best checkpoint of {who}, step {step}, is gone; it has {_steps(kept)}"
+        raise ModelError(message, key="best.json.step")
     return step
 
 

@@ -139,16 +139,13 @@ def load_beginning(recipe: Recipe) -> LoadedModel:
 def _from_checkpoint(named: Named) -> LoadedModel:
     run = named.run
     if run is None and is_url(named.path):
-        raise ModelError(
-            f"{named.path} is a checkpoint, but its run's config.json is not beside it; use RUN@STEP", key="run"
-        )
+        message = f"{named.path} is a checkpoint, but its run's config.json is not beside it; use RUN@STEP"
+        raise ModelError(message, key="run")
     run = run or Path(os.path.normpath(Path(named.path) / ".." / ".."))
     source = run / MODEL_FOLDER
     if not (source / "config.json").is_file():
-        raise ModelError(
-            f"{named.path} is a checkpoint, but {source / 'config.json'} with its shape does not exist",
-            key="config.json",
-        )
+        message = f"{named.path} is a checkpoint, but {source / 'config.json'} with its shape does not exist"
+        raise ModelError(message, key="config.json")
     fields, settings = read_config(source), run_settings(run)
     if not is_known(fields):
         load_code(run, settings)  # a plugin may declare the family
@@ -164,16 +161,13 @@ def _from_checkpoint(named: Named) -> LoadedModel:
 
 def _tensors(checkpoint: Checkpoint, named: Named) -> StoredTensors:
     if named.group == EMA and EMA not in checkpoint.groups:
-        raise ModelError(
-            f"{named.path} has no moving average of the weights; train with train.ema = 0.999 to get one",
-            key="train.ema",
-        )
+        message = f"{named.path} has no moving average of the weights; train with train.ema = 0.999 to get one"
+        raise ModelError(message, key="train.ema")
     if named.group not in models() or named.group not in checkpoint.groups:
         there = ", ".join(name for name in checkpoint.groups if name in models()) or "none"
         hint = ": it is a reward model, for reward.model" if there == REWARD_MODEL else ""
-        raise ModelError(
-            f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}", key=named.group
-        )
+        message = f"{named.path} has no weights in a group {named.group}; weights are in: {there}{hint}"
+        raise ModelError(message, key=named.group)
     return StoredTensors(checkpoint, named.group, named)
 
 
@@ -244,9 +238,8 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 def wants_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """Return the model's tokenizer; DataError if it has none, or one with more tokens than the model."""
     if loaded.tokenizer is None:
-        raise DataError(
-            f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read text", key="tokenizer.json"
-        )
+        message = f"model {str(loaded.source)!r} has no tokenizer.json, so it cannot read text"
+        raise DataError(message, key="tokenizer.json")
     check_vocabulary(loaded.tokenizer, loaded.config.vocab_size, loaded.tokenizer, f"model {str(loaded.source)!r}")
     return loaded.tokenizer
 
@@ -292,9 +285,8 @@ def choose_tokenizer(
         )
     if not name and loaded is not None:
         if loaded.tokenizer is None:
-            raise DataError(
-                f"{loaded.source} has no tokenizer.json; name one with data.tokenizer", key="data.tokenizer"
-            )
+            message = f"{loaded.source} has no tokenizer.json; name one with data.tokenizer"
+            raise DataError(message, key="data.tokenizer")
         found = loaded.tokenizer
     elif name in ("", "characters"):
         found = Tokenizer.characters(_alphabet(prompts, texts))
@@ -310,9 +302,8 @@ def choose_tokenizer(
 def _bpe_size(name: str) -> int:
     size = name.removeprefix("bpe:")
     if not size.isdecimal() or not int(size):
-        raise DataError(
-            f"data.tokenizer = {name!r} has no number of tokens; use for example bpe:4096", key="data.tokenizer.size"
-        )
+        message = f"data.tokenizer = {name!r} has no number of tokens; use for example bpe:4096"
+        raise DataError(message, key="data.tokenizer.size")
     return int(size)
 
 

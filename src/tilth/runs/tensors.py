@@ -108,9 +108,8 @@ def _checkpoint(named: Named) -> TensorSource:
     checkpoint = open_checkpoint(named.path)
     if named.group not in checkpoint.groups:
         there = ", ".join(checkpoint.groups) or "none"
-        raise ModelError(
-            f"{checkpoint.path} has no group {named.group}; its groups are: {there}", key=f"group.{named.group}"
-        )
+        message = f"{checkpoint.path} has no group {named.group}; its groups are: {there}"
+        raise ModelError(message, key=f"group.{named.group}")
     groups = {MODEL: EMA} if named.group == EMA else {group: group for group in checkpoint.groups}
     tensors: dict[str, dict[str, SourceTensor]] = {shown: {} for shown in groups}
     for shown, group in groups.items():

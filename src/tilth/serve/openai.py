@@ -78,10 +78,8 @@ class OpenAI:
         """Continue texts or token ids."""
         body = read(CompletionBody, await request.body())
         check_count(self.room, _texts(body.prompt) * (body.n or 1))
-        adapter, prompts = (
-            self.model.adapter(body.model),
-            await self._encoded(request, self.model.texts, body.prompt, "prompt"),
-        )
+        adapter = self.model.adapter(body.model)
+        prompts = await self._encoded(request, self.model.texts, body.prompt, "prompt")
         longest = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         if not longest and not body.echo:
             raise HttpError(400, "max_tokens: 0 is for echo=true; ask for at least 1", "max_tokens")
@@ -180,10 +178,8 @@ class OpenAI:
     async def embeddings(self, request: HttpRequest) -> Response:
         """Return the pooled hidden state of each text, of length 1."""
         body = read(EmbeddingsBody, await request.body())
-        adapter, texts = (
-            self.model.adapter(body.model),
-            await self._encoded(request, self.model.texts, body.input, "input"),
-        )
+        adapter = self.model.adapter(body.model)
+        texts = await self._encoded(request, self.model.texts, body.input, "input")
         if (longest := max(map(len, texts))) > self.model.max_length:
             message = f"input has {longest} tokens, but the context of this model is {self.model.max_length} tokens"
             raise HttpError(400, message, "input", "context_length_exceeded")

@@ -114,7 +114,6 @@ def _server() -> "AgentServer":
         from tilth.serve.agents.server import agent_server
     except ImportError as error:
         message = f"rollout.serve=true needs a package that cannot be imported: {error}"
-        raise PluginError(
-            f"{message}; pip install '.[serve]' in Tilth's folder", key="rollout.serve.package"
-        ) from error
+        message = f"{message}; pip install '.[serve]' in Tilth's folder"
+        raise PluginError(message, key="rollout.serve.package") from error
     return agent_server()
