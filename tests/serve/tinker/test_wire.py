@@ -17,7 +17,6 @@ from tilth.serve.tinker.wire import (
     MESSAGES,
     MOST,
     SampledTokens,
-    Samples,
     Topk,
     place_of,
     read_train_request,
@@ -73,7 +72,7 @@ def test_answers_are_read_by_the_sdk():
     topk = Topk(np.array([[0, 0], [3, 4]]), np.float32([[np.nan, np.nan], [-1, -2]]))
     one = SampledTokens("length", np.array([3, 4]), np.float32([-1, -2]), topk)
     answer = deserialize_sample_response(
-        write_samples(Samples([one, one._replace(finish="stop", topk=None)], np.float32([np.nan, -1]), topk))
+        write_samples([one, one._replace(finish="stop", topk=None)], np.float32([np.nan, -1]), topk)
     )
     first, second = answer.sequences
     assert (first.stop_reason, second.stop_reason) == ("length", "stop")

@@ -31,7 +31,6 @@ from tilth.serve.tinker.bodies import (
 )
 from tilth.serve.tinker.desk import TrainingDesk
 from tilth.serve.tinker.folders import ABOUT, KINDS, CheckpointPath, expires_at, read_json, write_json
-from tilth.serve.tinker.links import Links
 from tilth.serve.tinker.losses import WEIGHT
 from tilth.serve.tinker.queues import BusyError, StoredAnswer
 from tilth.serve.tinker.runner import CHECKPOINTS, Client
@@ -162,14 +161,14 @@ class NamedErrorRoute(APIRoute):
         return answered
 
 
-def router(desk: TrainingDesk, links: Links) -> APIRouter:
+def router(desk: TrainingDesk) -> APIRouter:
     """Return all routes."""
     routes = APIRouter(prefix=PREFIX, route_class=NamedErrorRoute)
     _general(routes, desk)
     _training(routes, desk)
     _sampling(routes, desk)
     _listings(routes, desk)
-    _checkpoints(routes, desk, links)
+    _checkpoints(routes, desk)
 
     @routes.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def refuse(rest: str, request: Request) -> Response:
@@ -405,7 +404,7 @@ def _checkpoint(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _checkpoints(routes: APIRouter, desk: TrainingDesk, links: Links) -> None:
+def _checkpoints(routes: APIRouter, desk: TrainingDesk) -> None:
     base = "/training_runs/{run}/checkpoints"
 
     @routes.get(base)
@@ -435,12 +434,8 @@ def _checkpoints(routes: APIRouter, desk: TrainingDesk, links: Links) -> None:
 
     @routes.get(base + "/{kind}/{name}/external_weights_urls")
     async def urls(run: str, kind: str, name: str, request: Request) -> dict[str, Any]:
-        folder = desk.folder.checkpoint(CheckpointPath(run, kind, name))
-        files = [file.name for file in sorted(folder.iterdir()) if file.name != ABOUT]
-        return links.of(str(request.base_url), f"{run}/{kind}/{name}", files)
+        return desk.folder.links(str(request.base_url), CheckpointPath(run, kind, name))
 
     @routes.get("/files/{run}/{kind}/{name}/{file}")
     async def download(run: str, kind: str, name: str, file: str, expires: int, signature: str) -> Response:
-        links.check(f"{run}/{kind}/{name}", file, expires, signature)
-        folder = desk.folder.checkpoint(CheckpointPath(run, kind, name))
-        return FileResponse(folder / file)
+        return FileResponse(desk.folder.linked(CheckpointPath(run, kind, name), file, expires, signature))

@@ -1,13 +1,17 @@
 """Folders of a training service: sessions, models, samplers and checkpoints, as JSON and safetensors."""
 
+import hashlib
+import hmac
 import json
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from tilth.core.errors import CheckpointError, DataError
 from tilth.core.files import atomic_write, make_folder
@@ -18,6 +22,8 @@ ABOUT = "about.json"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Part of a path -> type of checkpoint, as Tinker names them."""
 SCHEME = "tinker://"
+SECONDS = 3600
+"""Time for which a link is valid."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -148,6 +154,28 @@ class ServiceFolder:
             return False
         self.remove(folder)
         return True
+
+    # ---- links to files, signed, so that a program without the server's token can follow them for a while ----
+
+    def links(self, base: str, path: CheckpointPath) -> dict[str, Any]:
+        """Return file -> URL of a checkpoint, and when these end. base: URL of the server."""
+        folder, expires, urls = self.checkpoint(path), int(time.time()) + SECONDS, {}
+        for file in sorted(one.name for one in folder.iterdir() if one.name != ABOUT):
+            asked = f"expires={expires}&signature={self._signature(path, file, expires)}"
+            urls[file] = f"{base.rstrip('/')}/api/v1/files/{quote('/'.join(path))}/{quote(file)}?{asked}"
+        return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
+
+    def linked(self, path: CheckpointPath, file: str, expires: int, signature: str) -> Path:
+        """Return the file of a link. CheckpointError: it is not this server's, or no longer valid."""
+        if not hmac.compare_digest(signature.encode(), self._signature(path, file, expires).encode()):
+            raise CheckpointError("the link's signature is wrong; ask for a new one", key="link.signature")
+        if expires < time.time():
+            raise CheckpointError("the link is no longer valid; ask for a new one", key="link.expired")
+        return self.checkpoint(path) / file
+
+    def _signature(self, path: CheckpointPath, file: str, expires: int) -> str:
+        text = f"{'/'.join(path)}\n{file}\n{expires}"
+        return hmac.new(self.secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def check_name(name: str) -> None:

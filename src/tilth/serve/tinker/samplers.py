@@ -24,7 +24,7 @@ from tilth.serve.tinker.folders import ABOUT, CheckpointPath, ServiceFolder, wri
 from tilth.serve.tinker.log import RequestLog
 from tilth.serve.tinker.provenance import SampleRecord
 from tilth.serve.tinker.queues import FRESH, Operation, RequestQueue, StoredAnswer
-from tilth.serve.tinker.wire import MEDIA, SampledTokens, Samples, Topk, filled, read_samples, write_samples
+from tilth.serve.tinker.wire import MEDIA, SampledTokens, Topk, filled, read_samples, write_samples
 
 EPHEMERAL = 16
 """Newest snapshots of a model, without a checkpoint's name, that are kept."""
@@ -303,7 +303,7 @@ async def sample(room: TrainClient, sampler: WeightSampler, body: SampleBody, ba
             completion.close()
     sequences = [await _sequence(room, sampler, trajectory, len(prompt), body) for trajectory in found]
     if not (body.prompt_logprobs or body.topk_prompt_logprobs or body.target_prompt_logprobs):
-        return StoredAnswer(write_samples(Samples(sequences)), MEDIA)
+        return StoredAnswer(write_samples(sequences), MEDIA)
     targets = body.target_prompt_logprobs
     asked = None if targets is None else _targets(targets, len(prompt), base.vocabulary)
     scores = await room.score(sampler.name, prompt, body.topk_prompt_logprobs, asked)
@@ -311,7 +311,7 @@ async def sample(room: TrainClient, sampler: WeightSampler, body: SampleBody, ba
     if own is not None and body.prompt_logprobs_last_n is not None:
         own[: max(len(own) - body.prompt_logprobs_last_n, 0)] = np.nan
     sparse = targets is not None and targets.sparse_crow_indices is not None
-    return StoredAnswer(write_samples(Samples(sequences, own, scores.topk, scores.targets, sparse)), MEDIA)
+    return StoredAnswer(write_samples(sequences, own, scores.topk, scores.targets, sparse), MEDIA)
 
 
 async def _sequence(

@@ -21,7 +21,6 @@ from tilth.serve.tinker.base import ServedBase, ServiceLimits
 from tilth.serve.tinker.client import TrainClient
 from tilth.serve.tinker.desk import TrainingDesk
 from tilth.serve.tinker.folders import ServiceFolder
-from tilth.serve.tinker.links import Links
 
 LAYOUT = frozenset(name for name, axis in AXES.items() if {*axis.splits} <= {"rows", "parameters"})
 """Axes that a layout of clients' models may have."""
@@ -94,5 +93,5 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
         raise
     assert isinstance(made.room, TrainClient)
     desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), train.limits)
-    made.app.include_router(router(desk, Links(folder.secret)))
+    made.app.include_router(router(desk))
     return TrainServer(Guarded(made.app, options.token, made.metrics, BODIES), made.room, made.door, desk), made.address

@@ -173,17 +173,6 @@ class SampledTokens(NamedTuple):
     topk: Topk | None = None
 
 
-class Samples(NamedTuple):
-    """Answer to one request for samples. prompt: log-probs float32 [prompt], NaN where not asked for; targets: float32
-    [prompt - 1, K], likewise; sparse: these in compressed rows."""
-
-    sequences: Sequence[SampledTokens]
-    prompt: np.ndarray | None = None
-    topk: Topk | None = None
-    targets: np.ndarray | None = None
-    sparse: bool = False
-
-
 def read_train_request(body: bytes) -> TrainRequest:
     """Return the request that a body holds. DataError names the field that is wrong."""
     found: Any = _CLASS["ForwardBackwardRequest"]()
@@ -306,22 +295,29 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
     return bytes(out.SerializeToString(deterministic=True))
 
 
-def write_samples(found: Samples) -> bytes:
-    """Return the body of the answer to a request for samples."""
+def write_samples(
+    sequences: Sequence[SampledTokens], prompt: np.ndarray | None = None, topk: Topk | None = None,
+    targets: np.ndarray | None = None, sparse: bool = False,
+) -> bytes:  # fmt: skip
+    """Return the body of the answer to a request for samples.
+
+    prompt: log-probs float32 [prompt], NaN where not asked for; targets: float32 [prompt - 1, K], likewise; sparse:
+    these in compressed rows.
+    """
     out: Any = _CLASS["SampleResponse"]()
-    for one in found.sequences:
+    for one in sequences:
         row = out.sequences.add(stop_reason=STOP_REASONS[one.finish])
         row.tokens, row.logprobs = one.tokens.astype("<i4").tobytes(), one.logprobs.astype("<f4").tobytes()
         if one.topk is not None:
             _put_topk(row.topk_sampled_logprobs, one.topk)
-    if found.prompt is not None:
-        out.prompt_logprobs = found.prompt.astype("<f4").tobytes()
-    if found.topk is not None:
-        _put_topk(out.topk_prompt_logprobs, found.topk)
-    if found.targets is not None:
+    if prompt is not None:
+        out.prompt_logprobs = prompt.astype("<f4").tobytes()
+    if topk is not None:
+        _put_topk(out.topk_prompt_logprobs, topk)
+    if targets is not None:
         out.target_prompt_logprobs.dtype = FLOAT32
-        out.target_prompt_logprobs.shape.extend(found.targets.shape)
-        _put_values(out.target_prompt_logprobs, found.targets.astype("<f4"), found.sparse)
+        out.target_prompt_logprobs.shape.extend(targets.shape)
+        _put_values(out.target_prompt_logprobs, targets.astype("<f4"), sparse)
     return bytes(out.SerializeToString(deterministic=True))
 
 
