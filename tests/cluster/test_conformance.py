@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from threading import Thread
 
 import numpy as np
 import psutil
@@ -22,7 +23,7 @@ import pytest
 from tests.cluster.workers import HERE, LONG, Odd
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.errors import raises
-from tilth.cluster.backends.base import Call, Reply
+from tilth.cluster.backends.base import Call, RepairableBackend, Reply
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap
 from tilth.cluster.controller.leases import PAYLOAD
@@ -553,6 +554,20 @@ def test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_tha
     with pytest.raises((WorkerError, TypeError)):
         fleet.control(0, "faulty", "status", {"wrong": 1})
     assert group.status() == ["here"] * cluster.workers  # nothing of this ends a worker
+
+
+def test_a_probe_shows_the_operation_that_a_worker_is_in(backend):
+    with open_cluster(*backend, timeout=60.0) as cluster:
+        if not isinstance(cluster.backend, RepairableBackend):
+            pytest.skip("it shows no operations")
+        group = cluster.group("faulty", f"{HERE}:faulty", {})
+        paced = Thread(target=group.paced, args=(1.0,))
+        paced.start()
+        seen = set()
+        while paced.is_alive() and not seen:
+            seen = {name for name, _ in cluster.backend.probe(0).spans} & {"forward"}
+        paced.join()
+        assert seen
 
 
 def test_a_stopped_worker_is_named_by_control_messages(backend, monkeypatch):

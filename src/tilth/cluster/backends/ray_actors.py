@@ -21,16 +21,14 @@ import psutil
 
 from tilth.cluster.backends import control
 from tilth.cluster.backends.base import Probe
-from tilth.cluster.backends.probe import NodeProbe, show_stacks
+from tilth.cluster.backends.probe import NodeProbe
 from tilth.cluster.backends.scratch import Scratch
 from tilth.cluster.backends.session_dir import SessionDir
-from tilth.cluster.backends.status import StatusBoard
 from tilth.cluster.backends.store import column_key, column_of
 from tilth.cluster.worker import reaper
-from tilth.cluster.worker.executor import Executor, failure
+from tilth.cluster.worker.executor import failure
 from tilth.cluster.worker.fork_server import AHEAD
-from tilth.cluster.worker.life import publish_life
-from tilth.cluster.worker.local_worker import encoded
+from tilth.cluster.worker.local_worker import encoded, executor
 from tilth.core.batch import Handle, Jagged
 from tilth.core.errors import StorageError
 from tilth.core.memory import oom_kills
@@ -225,16 +223,11 @@ class RayWorker:
         """Become the worker of a rank; return the process id. Ray shows each worker its own GPU alone."""
         place = SessionDir(Path(folder))
         _print_to(place.log(rank))
-        show_stacks(place.stack(rank))
         if interface := interface_for(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if init_method.startswith("tcp:"):  # torch's name for a store that is there already: rank 0 makes none
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        board = StatusBoard(place.board)
-        note = partial(board.mark, rank)
-        self._host = Executor(rank, workers, store, init_method=init_method, timeout=timeout, note=note)
-        control.serve(place.control(rank), self._host.control)
-        publish_life(partial(board.beat, rank), self._host.is_patient)
+        self._host = executor(place, rank, workers, store, init_method=init_method, timeout=timeout)
         return os.getpid()
 
     def answer(self, data: bytes) -> bytes:

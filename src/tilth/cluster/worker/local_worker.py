@@ -10,6 +10,7 @@ import threading
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 
@@ -22,6 +23,7 @@ from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker import reaper
 from tilth.cluster.worker.executor import Executor, failure
 from tilth.cluster.worker.life import publish_life
+from tilth.core.batch import Store
 from tilth.process.program import outlive_signals
 from tilth.trace.spans import show_open
 
@@ -43,22 +45,23 @@ def connect(folder: SessionDir) -> Connection:
 
 def serve(controller: Connection, folder: SessionDir, rank: int, workers: int, timeout: float) -> None:
     """Serve as the worker of this rank until the controller calls ``end``."""
+    init_method = folder.init_method if workers > 1 else ""
+    store = FolderStore(folder.payload, str(rank))
+    host = executor(folder, rank, workers, store, local_rank=rank, init_method=init_method, timeout=timeout)
+    controller.send_bytes(f"{rank} {os.getpid()}".encode())
+    Serving(controller, host).run()
+
+
+def executor(folder: SessionDir, rank: int, workers: int, store: Store, **more: Any) -> Executor:
+    """Return what executes the calls of this process, whose stacks, calls, operations and signs of life the session's
+    folder shows. more: of ``Executor``."""
     show_stacks(folder.stack(rank))
     board = StatusBoard(folder.board)
-    host = Executor(
-        rank,
-        workers,
-        FolderStore(folder.payload, str(rank)),
-        local_rank=rank,
-        init_method=folder.init_method if workers > 1 else "",
-        timeout=timeout,
-        note=partial(board.mark, rank),
-    )
+    host = Executor(rank, workers, store, note=partial(board.mark, rank), **more)
     control.serve(folder.control(rank), host.control)
     publish_life(partial(board.beat, rank), host.is_patient)
     show_open(board.room(rank))
-    controller.send_bytes(f"{rank} {os.getpid()}".encode())
-    Serving(controller, host).run()
+    return host
 
 
 class Serving:
