@@ -118,4 +118,4 @@ def test_removed_wherever_it_waits():
 
 
 def test_remaining_counts_what_is_not_cached():
-    assert PrefillJob(text(10), answers(text(10)), computed=3).remaining == 7
+    assert PrefillJob(text(10), text(10), answers(text(10)), computed=3).remaining == 7

@@ -5,6 +5,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import DataError
+from tilth.core.media import MediaItem
 from tilth.core.trajectory import Trajectory
 from tilth.rollout.partial import Unfinished
 
@@ -16,6 +17,7 @@ def made(i, *, filtered=False):
     logprobs = np.where(mask, -rng.random(n), 0).astype(np.float32)
     sampling = logprobs / 2 if filtered else None
     t = Trajectory(i, i * 2, i // 2, rng.integers(0, 50, n), mask, logprobs, sampling)
+    t.media = () if i % 3 else (MediaItem("eye", 0, 1, bytes(i + 1)),)
     t.versions, t.text, t.finish = [(start, 3), (start + 1, 4)], "ä" * i, "length" if i % 2 else "stop"
     return t
 
@@ -24,7 +26,7 @@ def same(a, b):
     columns = ("tokens", "mask", "logprobs", "sampling_logprobs")
     pairs = [(getattr(a, name), getattr(b, name)) for name in columns]
     alike = all(x is y is None or (np.array_equal(x, y) and x.dtype == y.dtype) for x, y in pairs)
-    plain = ("id", "prompt", "group", "versions", "text", "finish", "segments")
+    plain = ("id", "prompt", "group", "versions", "text", "finish", "segments", "media")
     return alike and all(getattr(a, name) == getattr(b, name) for name in plain)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from tilth.core.errors import TrajectoryError
+from tilth.core.media import Media
 
 Finish = Literal["stop", "length", "aborted", "error"]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -65,6 +66,8 @@ class Trajectory:
     layer; the dtype's greatest value where they are not known (the last token). None: not recorded."""
     likeliest: Likeliest | None = None
     """Alternatives of each token that the policy chose, if the request asked for them."""
+    media: Media = ()
+    """Items of its prompt."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.mask), len(self.logprobs)}

@@ -52,7 +52,7 @@ class Engine(GenerationEngine):
     constrains = True
     adapts = True
     syncs_adapters = True
-    scores = True
+    scores = encodes = True
 
     def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
         dims, dtype, lora, parity = options.dims or ParallelDims.alone(), options.dtype, options.lora, options.parity
@@ -203,6 +203,10 @@ class Engine(GenerationEngine):
                 raise DataError(f"{what}: a schema needs an engine with a tokenizer", key="request.schema.tokenizer")
             self._grammars.begin(r.params.schema, r.params.stop_tokens)
         answer.adapter = self._adapters.find(r.adapter, what)
+        for encoder in {item.encoder for item in r.media} - self.model.encoders.keys():
+            message = f"{what} has media of encoder {encoder!r}; family {self.config.family} reads"
+            known = ", ".join(self.model.encoders) or "text alone"
+            raise DataError(f"{message} {known}", key="request.media.encoder")
 
     def _enqueue(self, answer: SequenceState) -> None:
         params = answer.request.params
@@ -346,7 +350,7 @@ class Engine(GenerationEngine):
         if (
             tail is not None
             and len(prompt.answers) == 1
-            and tail.continues(prompt.tokens, salt_of(self.version, prompt.adapter), prompt.computed)
+            and tail.continues(prompt.keys, salt_of(self.version, prompt.adapter), prompt.computed)
         ):
             prompt.tail, prompt.computed = tail, len(tail.tokens)
 
@@ -354,7 +358,7 @@ class Engine(GenerationEngine):
         """Keep the KV behind the last full block, if a later request begins with these tokens."""
         if answer.request.keeps and (start := computed - computed % self._block_size) < computed:
             salt = salt_of(self.version, answer.adapter)
-            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.tokens[:computed], salt, start)
+            self._tails[answer.request.id] = KeptTail.of(slab, row, answer.keys[:computed], salt, start)
 
     def _load_prefixes(self, prompts: list[PrefillJob]) -> None:
         for prompt in prompts:
@@ -371,7 +375,8 @@ class Engine(GenerationEngine):
         last = np.array([row * ids.shape[1] + chunk[row] - 1 for row in ending], np.int64)
         squares = int((((start + chunk) ** 2) - start**2).sum())
         with span("prefill", tokens=int(chunk.sum()), squares=squares) as spent:
-            tensors = (ModelInput(self._tensor(ids)), self._tensor(start), length, self._tensor(last))
+            given = ModelInput(self._tensor(ids), media=batch.media(chunk, ids.shape[1], self.device))
+            tensors = (given, self._tensor(start), length, self._tensor(last))
             with self._adapters.serving([p.adapter for p in batch.prompts], ids.shape[1]):
                 logits = self._runner.prefill(batch.slab, *tensors)
         for i, row in enumerate(ending):
@@ -383,7 +388,7 @@ class Engine(GenerationEngine):
         if batch.finished:
             for prompt in batch.prompts:
                 salt = salt_of(self.version, prompt.adapter)
-                new = self._blocks.register(prompt.table, prompt.tokens, prompt.computed, salt)
+                new = self._blocks.register(prompt.table, prompt.keys, prompt.computed, salt)
                 self._store.save(new, batch.slab, prompt.row)
             self._scheduler.computed()
         return spent.tokens
@@ -462,7 +467,7 @@ class Engine(GenerationEngine):
         computed = int(lane.columns.position[row])
         answer = lane.take(row)
         if not answer.stale:
-            new = self._blocks.register(answer.table, answer.tokens, computed, salt_of(self.version, answer.adapter))
+            new = self._blocks.register(answer.table, answer.keys, computed, salt_of(self.version, answer.adapter))
             self._store.save(new, lane.slab, row)
             self._keep_tail(answer, lane.slab, row, computed)
         self._blocks.close(answer.table)

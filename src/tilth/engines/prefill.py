@@ -4,12 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from tilth.core.media import Media
 from tilth.engines.adapters import LoadedAdapter
 from tilth.engines.blocks import BlockTable
 from tilth.engines.cache import KeptTail, KVCache
 from tilth.engines.request import SequenceState
+from tilth.models.inputs import EncoderInput, place_media
 from tilth.plan.kernels import KEYS, PROMPT_WIDTH, round_up
 
 CHUNK = 512
@@ -23,6 +26,8 @@ class PrefillJob:
     """Tokens that one or more sequences begin with (of an interrupted sequence: all its tokens)."""
 
     tokens: np.ndarray
+    keys: np.ndarray
+    """By which the cache knows the tokens."""
     answers: deque[SequenceState]
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
@@ -31,7 +36,8 @@ class PrefillJob:
     tail: KeptTail | None = None
     """What is loaded behind the shared blocks."""
     adapter: LoadedAdapter | None = None
-    """Of all its sequences."""
+    """Of all its sequences, as ``media``."""
+    media: Media = ()
     logits: Tensor | None = None
     """float32 [1, V] after the last token, once computed."""
     order: int = -1
@@ -72,6 +78,12 @@ class PrefillBatch:
             ids[row, :count] = prompt.tokens[prompt.computed : prompt.computed + count]
         start = np.array([p.computed for p in self.prompts], np.int64)
         return ids, start, round_up(int(start.max()) + width, KEYS)
+
+    def media(self, chunk: np.ndarray, width: int, device: torch.device) -> tuple[EncoderInput, ...]:
+        """Return the media of a forward pass whose ids are [rows, width]."""
+        rows = zip(self.prompts, chunk.tolist())
+        spans = ((p.media, p.computed, p.computed + count, row * width) for row, (p, count) in enumerate(rows))
+        return place_media(spans, device)
 
 
 def similar(least: int, most: int) -> bool:

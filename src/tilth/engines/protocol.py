@@ -59,6 +59,9 @@ class GenerationEngine(Protocol):
     scores: bool = False
     """True: it reports ``Request.likeliest``, and has ``score`` and ``embed``; otherwise all are refused."""
 
+    encodes: bool = False
+    """True: it serves ``Request.media`` of encoders that its model has; otherwise ``check_served`` refuses."""
+
     reports: bool = True
     """False on ranks of one engine but its first, whose answers and counts stand for all."""
 
@@ -150,6 +153,9 @@ class GenerationEngine(Protocol):
                 raise self._without_scores()
             if request.adapter and not self.adapts:
                 raise self._without_adapters(request.adapter)
+            if request.media and not self.encodes:
+                message = f"{type(self).__name__} gets tokens alone, no media; use the native engine"
+                raise EngineError(message, key="request.media.engine")
 
     @abstractmethod
     def sleep(self) -> None:

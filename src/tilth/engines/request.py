@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tilth.config.parts import TINY
 from tilth.core.errors import DataError
+from tilth.core.media import Media, check_media, media_keys
 from tilth.core.trajectory import Finish, Likeliest, Segment, Trajectory
 from tilth.engines.adapters import LoadedAdapter
 from tilth.engines.bias import LogitBias
@@ -111,6 +113,13 @@ class Request:
     filters, if the engine does (``GenerationEngine.scores``)."""
     draws: tuple[int, int] | None = None
     """Seed and number of the stream whose random numbers choose its tokens; None: the engine's seed and its id."""
+    media: Media = ()
+    """Items in the prompt, if the engine reads media (``GenerationEngine.encodes``)."""
+
+    @cached_property
+    def prompt_keys(self) -> np.ndarray:
+        """Ids by which a cache knows the prompt: ``media_keys``."""
+        return media_keys(np.asarray(self.prompt, np.int64), self.media)
 
 
 class Progress(NamedTuple):
@@ -175,7 +184,8 @@ class SequenceState:
         """
         *before, last = t.segments
         before, begin = (before, last.start) if last.role == "assistant" else (t.segments, len(t.tokens))
-        request = Request(t.id, t.tokens[:begin], params, t.group, t.prompt, t.info, adapter=adapter)
+        prompt = t.tokens[:begin]
+        request = Request(t.id, prompt, params, t.group, t.prompt, t.info, adapter=adapter, media=t.media)
         sampling = t.sampling_logprobs
         if params.filtered and sampling is None:
             sampling = t.logprobs
@@ -184,6 +194,12 @@ class SequenceState:
             message = f"trajectory {t.id} already has max_tokens={params.max_tokens} tokens"
             raise DataError(message, key="params.max_tokens")
         return cls(request, t.tokens, t.mask, t.logprobs, sampling, list(before), list(t.versions), end)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Ids by which the cache knows its tokens, int64 [n]: other media in a prompt, other ids."""
+        r = self.request
+        return np.concatenate([r.prompt_keys, self.completion]) if r.media else self.tokens
 
     def check(self, vocabulary: int, longest: int, known: Container[int], tokenizer: Decodes | None) -> None:
         """Raise DataError for a sequence that no engine of this vocabulary, context and tokenizer serves.
@@ -196,6 +212,7 @@ class SequenceState:
             raise DataError(f"{what}: another request in flight has this id; ids must be unique", key="request.id")
         if not count:
             raise DataError(f"{what}: the prompt is empty; it must have at least one token", key="request.prompt")
+        check_media(self.request.media, len(self.request.prompt), what)
         if self.tokens.min() < 0 or self.tokens.max() >= vocabulary:
             message = f"{what}: a token id is outside the vocabulary of {vocabulary}"
             raise DataError(message, key="request.prompt.vocab_size")
@@ -297,5 +314,5 @@ class SequenceState:
         return Trajectory(
             id=r.id, prompt=r.prompt_index, group=r.group, tokens=self.tokens, mask=self.mask,
             logprobs=self.logprobs, sampling_logprobs=self.sampling, segments=segments, versions=versions,
-            finish=reason, text=text, info=r.info, routing=self.routing, likeliest=self.alternatives(),
+            finish=reason, text=text, info=r.info, routing=self.routing, likeliest=self.alternatives(), media=r.media,
         )  # fmt: skip

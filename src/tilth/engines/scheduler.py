@@ -60,13 +60,15 @@ class Scheduler:
         return found
 
     def _open(self, version: int, spare: int) -> PrefillJob | None:
-        """Open the first prompt of the queue with all sequences behind it that have the same tokens and adapter."""
-        tokens, adapter = self.waiting[0].tokens, self.waiting[0].adapter
-        table = self.blocks.open(tokens, salt_of(version, adapter), spare)
+        """Open the first prompt of the queue with all sequences behind it that have the same tokens, media and
+        adapter."""
+        first = self.waiting[0]
+        keys, adapter, media = first.keys, first.adapter, first.request.media
+        table = self.blocks.open(keys, salt_of(version, adapter), spare)
         if table is None:
             return None
-        same = itertools.takewhile(lambda a: a.adapter is adapter and np.array_equal(a.tokens, tokens), self.waiting)
-        return PrefillJob(tokens, deque(same), table, table.cached, adapter=adapter)
+        same = itertools.takewhile(lambda a: a.adapter is adapter and np.array_equal(a.keys, keys), self.waiting)
+        return PrefillJob(first.tokens, keys, deque(same), table, table.cached, adapter=adapter, media=media)
 
     def place(self, running: int) -> list[tuple[PrefillJob, SequenceState]]:
         """Return sequences of computed prompts that get a row now, each with its own table."""

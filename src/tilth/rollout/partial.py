@@ -14,6 +14,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write, make_folder
+from tilth.core.media import pack_media, unpack_media
 from tilth.core.trajectory import Finish, Segment, Trajectory
 
 FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted", "error")
@@ -63,6 +64,7 @@ class Unfinished:
 def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return columns of rows, and columns of tokens one trajectory after the other."""
     texts = [np.frombuffer(t.text.encode(), np.uint8) for t in trajectories]
+    media = [pack_media(t.media) for t in trajectories]
     spans = [np.array(t.versions, np.int64).reshape(-1, 2) for t in trajectories]
     rows = [(t.id, t.prompt, t.group, FINISHES.index(t.finish), t.prompt_length) for t in trajectories]
     sampling = [t.logprobs if t.sampling_logprobs is None else t.sampling_logprobs for t in trajectories]
@@ -77,6 +79,8 @@ def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "span_counts": np.array([len(one) for one in spans], np.int64),
         "text": _joined(texts, np.uint8),
         "text_lengths": np.array([len(one) for one in texts], np.int64),
+        "media": _joined(media, np.uint8),
+        "media_lengths": np.array([len(one) for one in media], np.int64),
     }
 
 
@@ -98,6 +102,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
     tokens, logprobs, sampling = (_cut(file[name], file["lengths"]) for name in ("tokens", "logprobs", "sampling"))
     spans, texts = _cut(file["spans"], file["span_counts"]), _cut(file["text"], file["text_lengths"])
+    media = _cut(file["media"], file["media_lengths"]) if "media" in file else [np.zeros(0, np.uint8)] * len(tokens)
     masks = _cut(file["mask"], file["lengths"]) if "mask" in file else None
     facts = json.loads(str(file["facts"][0])) if "facts" in file else [{}] * len(tokens)
     found = []
@@ -109,7 +114,7 @@ def _unpacked(file: dict[str, np.ndarray]) -> list[Trajectory]:
             t.turn_rewards = [(at, reward) for at, reward in facts[i]["turn_rewards"]]
             t.info, t.reward = facts[i]["info"], facts[i]["reward"]
         t.versions = [(first, version) for first, version in spans[i].tolist()]
-        t.finish, t.text = FINISHES[finish], texts[i].tobytes().decode()
+        t.finish, t.text, t.media = FINISHES[finish], texts[i].tobytes().decode(), unpack_media(media[i])
         found.append(t)
     return found
 
