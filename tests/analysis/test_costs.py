@@ -76,6 +76,16 @@ def test_the_law_comes_back():
     assert float(found.seconds(1000, 50_000)) == pytest.approx(took(1000, 50_000), rel=1e-4)
 
 
+def test_a_role_s_rows_cost_what_its_passes_do():
+    found = fit_costs(table(passes() + passes(op="backward") + passes(op="infer")))
+    lengths = np.array([10, 200, 5000])  # the last one is longer than those that were fitted
+    once = FORWARD[0] * lengths + FORWARD[1] * lengths**2
+    assert found.rows("policy", learn=True)(lengths) == pytest.approx(2 * once, rel=1e-3)
+    assert found.rows("policy", learn=False)(lengths) == pytest.approx(once, rel=1e-3)
+    with raises(DataError, "critic.forward"):
+        found.rows("critic", learn=True)
+
+
 def test_noise_becomes_the_stated_error(costs):
     found = costs.of("forward", "policy")
     assert found.error.median == pytest.approx(0.02 * 0.6745, rel=0.5)  # median of |normal|

@@ -67,6 +67,18 @@ def test_a_call_that_is_planned_gives_each_rank_its_part(mesh, count, seed):
     ]
 
 
+def test_a_plan_balances_the_costs_that_are_given():
+    batch, how = Batch({"length": np.array([8, 4, 4, 4, 4])}), Transfer("plan", "merge", limits=MicroBatchLimits(9))
+    found = [
+        [
+            arguments.args[0]["row"].tolist()
+            for arguments in deal(how, Mesh(("dp",), (2,)), evenly, [batch], {}, *given).arguments
+        ]
+        for given in ((), (np.square,))
+    ]
+    assert found == [[[0, 3], [1, 2, 4]], [[0], [1, 2, 3, 4]]]
+
+
 @pytest.mark.parametrize("batches, limits", [(0, MicroBatchLimits(9)), (2, MicroBatchLimits(9)), (1, None)])
 def test_a_plan_is_of_one_batch_under_limits(batches, limits):
     how = Transfer("plan", "merge", limits=limits)

@@ -13,7 +13,7 @@ import numpy as np
 from tilth.core.batch import Batch, Column, concat
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
-from tilth.plan.batch import BatchPlan, MicroBatchLimits, RowTable, plan_batch
+from tilth.plan.batch import BatchPlan, MicroBatchLimits, RowCosts, RowTable, plan_batch, token_costs
 
 Split = Literal["rows", "plan", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
@@ -133,8 +133,15 @@ def evenly(batch: Batch, count: int) -> list[np.ndarray]:
     return np.array_split(np.arange(len(batch)), count)
 
 
-def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deal:
-    """Split the arguments of a call over the ranks of a mesh.
+def deal(
+    how: Transfer,
+    mesh: Mesh,
+    divide: Divide,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    costs: RowCosts = token_costs,
+) -> Deal:
+    """Split the arguments of a call over the ranks of a mesh. costs: of rows, which a plan balances.
 
     Raises ArgumentError for arguments that cannot be split as declared, AxisError for an unknown axis in ``over``.
     """
@@ -147,7 +154,7 @@ def deal(how: Transfer, mesh: Mesh, divide: Divide, args: Sequence[Any], kwargs:
     batches = [a for a in (*args, *kwargs.values()) if isinstance(a, Batch)]
     own: list[dict[str, Any]] = [{}] * count
     if how.split == "plan":
-        plan = _planned(how, batches, count)
+        plan = _planned(how, batches, count, costs)
         divide, own = lambda *_: plan.rows, [{"plan": part} for part in plan.ranks]
     if how.split == "all" or count == 1:
         return Deal([Arguments(tuple(args), {**kwargs, **own[0]})] * len(mesh), answers, None)
@@ -166,13 +173,13 @@ def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
     return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
 
 
-def _planned(how: Transfer, batches: Sequence[Batch], count: int) -> BatchPlan:
+def _planned(how: Transfer, batches: Sequence[Batch], count: int, costs: RowCosts) -> BatchPlan:
     if how.limits is None or len(batches) != 1:
         message = f"a call split by 'plan' takes one batch and the role's limits, not {len(batches)} and {how.limits}"
         raise ArgumentError(message, key="plan")
     (batch,), limits = batches, how.limits
     table = RowTable.of_batch(batch, how.mask if how.mask in batch.payload else "mask", digests=limits.share)
-    return plan_batch(table, batch.rows.get("group"), count, limits, dropout=how.dropout)
+    return plan_batch(table, batch.rows.get("group"), count, limits, dropout=how.dropout, costs=costs)
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:

@@ -446,6 +446,11 @@ class ClusterConfig(Section):
     address: Annotated[str, Fixed("its workers are there")] = Field(
         "", description="address of the Ray cluster to join; empty: start one on this machine"
     )
+    costs: str = Field(
+        "",
+        description="costs that tilth trace costs --save has written: rows go to workers by predicted seconds; empty: "
+        "by tokens",
+    )
     search: Annotated[bool, Fixed("its layouts are found already")] = Field(
         False,
         description="search pools of the workers and layouts of the roles before the run, which records them; a layout "

@@ -9,7 +9,7 @@ fitted on unless extrapolation is asked for (``beyond=True``).
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,6 +163,14 @@ class Costs:
                 return one
         known = ", ".join(f"{c.op} of {c.role or 'the run'}" for c in self.compute) or "nothing"
         raise DataError(f"no cost of {op!r} of {role!r} was fitted; there is that of {known}", key=f"{role}.{op}")
+
+    def rows(self, role: str, *, learn: bool) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from lengths to the seconds of sequences in passes of a role that learn, or in others.
+
+        It extrapolates. Raises DataError if these passes were not fitted.
+        """
+        fitted = [self.of(op, role) for op in (("forward", "backward") if learn else ("infer",))]
+        return lambda lengths: np.sum([one.rows(lengths, beyond=True) for one in fitted], axis=0)
 
     def link(self, op: str, ranks: int) -> Link:
         """Return the link of a communication among N ranks. Raises DataError if none was fitted."""

@@ -20,6 +20,7 @@ from tilth.config.plugins import BACKENDS, call_declared, declared
 from tilth.config.roles import resolve
 from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError
 from tilth.core.layout import Mesh
+from tilth.plan.costs import Costs
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
@@ -52,18 +53,25 @@ class Cluster:
         self._clocks: Clocks | None = None
 
     def group(
-        self, role: str, factory: str, kwargs: Mapping[str, Any], mesh: Mesh | None = None, divide: Divide | None = None
+        self,
+        role: str,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        mesh: Mesh | None = None,
+        divide: Divide | None = None,
+        costs: Costs | None = None,
     ) -> WorkerGroup:
         """Construct a role on the ranks of a mesh (None: worker 0 alone) and return its group.
 
         factory: "module:function", called in each worker as ``function(context, **kwargs)`` (worker.context.Context);
-        kwargs are pickled by cloudpickle. divide: splits batches by rows; default: neighbouring rows, evenly.
+        kwargs are pickled by cloudpickle. divide: splits batches by rows; default: neighbouring rows, evenly. costs: of
+        rows, which plans of its calls balance; default: tokens.
         """
         mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             message = f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}"
             raise ArgumentError(message, key="mesh")
-        group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide)
+        group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide, costs)
         self.make(group)
         self.groups.append(group)
         return group

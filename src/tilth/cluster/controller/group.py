@@ -16,6 +16,8 @@ from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import CallTimeout, StaleGeneration
 from tilth.core.layout import Mesh
+from tilth.plan.batch import RowCosts, token_costs
+from tilth.plan.costs import Costs
 from tilth.trace.spans import current_step, span
 
 STILL = 1.0
@@ -39,6 +41,7 @@ class WorkerGroup:
         mesh: Mesh,
         dispatch: Dispatch,
         divide: Divide | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """Keep what ``Cluster.make`` constructs the role from, each time."""
         self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
@@ -49,7 +52,7 @@ class WorkerGroup:
         self.changed_by = set[str]()
         """Methods called since then that may change its state."""
         self._dispatch = dispatch
-        self._divide = divide or evenly
+        self._divide, self._costs = divide or evenly, costs
         self._inline = isinstance(dispatch.backend, InlineBackend)
 
     @property
@@ -93,7 +96,7 @@ class WorkerGroup:
             self.changed_by.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         with span("plan", detail=f"{self.role}.{method}") if how.split == "plan" else nullcontext():
-            dealt = deal(how, self.mesh, self._divide, *plain)
+            dealt = deal(how, self.mesh, self._divide, *plain, self._row_costs(how))
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
         leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
         flights = self._send(method, dealt, leases, how.patient)
@@ -101,6 +104,11 @@ class WorkerGroup:
         if how.gather in ("first", "all") or self._inline:
             return resolve()
         return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
+
+    def _row_costs(self, how: Transfer) -> RowCosts:
+        if self._costs is None or how.split != "plan":
+            return token_costs
+        return self._costs.rows(self.role, learn=not how.reads)
 
     def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...], patient: bool) -> list[PendingCall]:
         """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""
