@@ -53,22 +53,49 @@ def packages():
 def found(path):
     """(file, line, class, key or None, sentence) of every error that the code of a package makes, in order."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    known = kinds(SOURCE)
     rows = []
     for file in files:
-        if file.suffix != ".py":
-            continue
-        tree = ast.parse(file.read_text())
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-            func = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "at" else call.func
-            name = func.id if isinstance(func, ast.Name) else getattr(func, "attr", "")
-            if name in known:
-                key = next((word.value for word in call.keywords if word.arg == "key"), None)
-                where = file.relative_to(SOURCE).as_posix()
-                sentence = template(assigned(tree, call.args[0])) if call.args else ""
-                rows.append((where, call.lineno, name, key and template(key), sentence))
+        if file.suffix == ".py":
+            tree = ast.parse(file.read_text())
+            where = file.relative_to(SOURCE).as_posix()
+            made = sorted([*calls(tree), *refusals(tree)], key=lambda row: (row[0].lineno, row[0].col_offset))
+            rows += [
+                (
+                    where,
+                    node.lineno,
+                    kind,
+                    key and template(key),
+                    template(assigned(tree, sentence)) if sentence else "",
+                )
+                for node, kind, key, sentence in made
+            ]
     return rows
+
+
+def calls(tree):
+    """(node, class, key, sentence) of each call of a class of errors, or of a function of the file that returns one of
+    (..., key, why)."""
+    known = kinds(SOURCE)
+    functions = [node for node in statements(tree) if isinstance(node, ast.FunctionDef)]
+    makers = {f.name: (getattr(f.returns, "id", ""), [a.arg for a in f.args.args]) for f in functions}
+    makers = {f: (kind, names) for f, (kind, names) in makers.items() if kind in known and names[-2:] == ["key", "why"]}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        func = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "at" else call.func
+        name = func.id if isinstance(func, ast.Name) else getattr(func, "attr", "")
+        if name in known:
+            key = next((word.value for word in call.keywords if word.arg == "key"), None)
+            yield call, name, key, call.args[0] if call.args else None
+        elif name in makers and len(call.args) == len(makers[name][1]):
+            yield call, makers[name][0], *call.args[-2:]
+
+
+def refusals(tree):
+    """(node, class, key, sentence) of each pair that a rule for recipes yields, which ``refuse`` makes an error of."""
+    for function in statements(tree):
+        if isinstance(function, ast.FunctionDef) and getattr(function.returns, "id", "") == "Refusals":
+            for node in ast.walk(function):
+                if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
+                    yield node, "RecipeError", *node.value.elts
 
 
 def assigned(tree, node):

@@ -41,6 +41,18 @@ def test_a_sentence_in_a_variable_is_found(tmp_path, monkeypatch):
     assert found(tmp_path / "a.py") == [("a.py", 3, "TilthError", "a", "no {x}")]
 
 
+def test_refusals_of_rules_and_errors_of_makers_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.errors.SOURCE", tmp_path)
+    (tmp_path / "a.py").write_text(
+        "class OddError(TilthError): ...\n"
+        "def rule(recipe) -> Refusals:\n    why = f'is {x}'\n    yield 'a.b', why\n"
+        "def made(it, key: str, why: str) -> OddError:\n    return OddError(why, key=key)\n"
+        "raise made(1, 'c', 'is wrong')\n"
+    )
+    rows = [(line, kind, key, sentence) for _, line, kind, key, sentence in found(tmp_path / "a.py")]
+    assert (4, "RecipeError", "a.b", "is {x}") in rows and (7, "OddError", "c", "is wrong") in rows
+
+
 def test_another_key_is_a_failure():
     with pytest.raises(AssertionError), raises(TilthError, "data.source"):
         raise DataError("text", key="data.heldout")

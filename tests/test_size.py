@@ -3,11 +3,11 @@
 from tests.errors import SOURCE, packages
 
 BUDGETS = {
-    "config": (3_250, 2_600),
+    "config": (3_200, 2_600),
     "core": (2_100, 1_800),
     "trace": (1_500, 1_400),
-    "plan": (4_600, 3_700),
-    "rl": (4_000, 3_900),
+    "plan": (4_650, 3_700),
+    "rl": (3_950, 3_900),
     "process": (900, 900),
     "sandbox": (1_100, 800),
     "rewards envs tasks": (4_800, 3_900),
@@ -22,7 +22,7 @@ BUDGETS = {
     "guard": (3_350, 2_700),
     "runs": (3_500, 2_650),
     "flows": (2_150, 1_850),
-    "launch": (3_950, 2_700),
+    "launch": (3_900, 2_700),
     "serve": (6_400, 4_200),
     "analysis": (3_700, 3_000),
     "ui cli api": (7_850, 6_100),

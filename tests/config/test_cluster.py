@@ -117,7 +117,10 @@ def test_wrong_words_and_values(overrides, message):
             [LOCAL, "cluster.workers=3", "cluster.pools={a=1,b=1}"],
             "cluster.workers = 3, but cluster.pools have 2 together; leave cluster.workers out",
         ),
-        ([LOCAL, 'cluster.pools={"" = 2}'], "cluster.pools has a pool without a name; name it, as in cluster.pools."),
+        (
+            [LOCAL, 'cluster.pools={"" = 2}'],
+            "cluster.pools = {'': 2} has a pool without a name; name it, as in cluster.pools.",
+        ),
         (
             [LOCAL, "cluster.pools={train=2,gen=2}", "rollout.pool=trian"],
             "rollout.pool = 'trian' is not in cluster.pools; did you mean train?",
@@ -153,7 +156,7 @@ def test_wrong_words_and_values(overrides, message):
         (["policy.layout.tp=2"], "policy.layout.tp = 2 does not divide cluster.workers = 1; tp may be 1"),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.tp=2", "rollout.compile=true"],
-            "rollout.layout.tp = 2 has collectives in every step, which rollout.compile = true does not compile; set",
+            "rollout.compile = true does not compile the collectives that rollout.layout.tp = 2 has in every step; set",
         ),
         (
             [LOCAL, ADAMW, "cluster.workers=2", "rollout.layout.tp=2", "train.parity=true"],
@@ -169,7 +172,7 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             ["rollout.layout.pp_schedule=interleaved"],
-            "rollout.layout.pp_schedule = interleaved, but the rollout engine takes dp, ep and tp only; set it to 1f1b",
+            "rollout.layout.pp_schedule = 'interleaved', but the rollout engine takes dp, ep and tp only; set",
         ),
         (
             ["policy.layout.sp=true"],
@@ -181,11 +184,11 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, ADAMW, "cluster.workers=2", "policy.layout.tp=2", 'train.watch=["noise_scale"]'],
-            f"train.watch noise_scale needs whole gradients: policy.layout.{PARTIAL}; or leave it out",
+            f"train.watch = ['noise_scale']: noise_scale needs whole gradients: policy.layout.{PARTIAL}; or",
         ),
         (
             [LOCAL, "cluster.workers=2", "policy.layout.cp=2", 'train.watch=["noise_scale"]'],
-            f"train.watch noise_scale needs whole gradients: policy.layout.{PARTIAL}; or leave it out",
+            f"train.watch = ['noise_scale']: noise_scale needs whole gradients: policy.layout.{PARTIAL}; or",
         ),
         (
             [LOCAL, "cluster.workers=2", "policy.layout.cp=2", "train.parity=true"],
@@ -193,7 +196,7 @@ def test_wrong_words_and_values(overrides, message):
         ),
         (
             [LOCAL, "cluster.workers=2", "policy.layout.cp_style=ulysses"],
-            'policy.layout.cp_style = "ulysses" needs policy.layout.cp of 2 or more, not 1; or leave it out',
+            "policy.layout.cp_style = 'ulysses' needs policy.layout.cp of 2 or more, not 1; or leave it out",
         ),
         (
             [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],

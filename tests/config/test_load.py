@@ -259,7 +259,7 @@ def test_a_recipe_cannot_be_changed():
         ),
         (["run.name=.."], "run.name = '..' is a path"),
         (["run.name=a@best"], "run.name = 'a@best' has an @, as in RUN@best, which names a checkpoint"),
-        (["run.dir="], "run.dir is empty"),
+        (["run.dir="], "run.dir = '' is empty"),
     ],
 )
 def test_contradictions(overrides, part):

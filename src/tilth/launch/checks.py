@@ -1,8 +1,10 @@
 """Check an algorithm before a run starts: unknown names, unused options, missing roles."""
 
+from functools import partial
 from typing import cast
 
 import tilth.rl as rl
+from tilth.config.checks import Refusals, refuse
 from tilth.config.flows import LOSSES, SHARED_OPTIONS
 from tilth.config.plugins import Declaration, declared
 from tilth.config.plugins import Kind as Declares
@@ -22,24 +24,20 @@ _CHOICE = "token-mean"
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for an unknown estimator, loss, aggregation or correction, an option that none of them has, or
     a column that no role computes."""
-    if recipe.flow == "pretrain" and recipe.reward.function:
-        raise RecipeError(
-            "flow=pretrain generates nothing, so nothing is scored; leave reward.function out", key="reward.function"
-        )
-    _check_declared(recipe)
-    if recipe.flow_spec.learns == "pairs":
-        _check_preference(recipe)
+    refuse(recipe, _unscored, _imported, _preference)
     if not recipe.flow_spec.samples:
         return
     algorithm = Algorithm.of(recipe)
-    _check_made(recipe, algorithm)
-    _check_options(algorithm)
-    _check_reward(recipe, algorithm)
-    _check_partial(recipe)
+    refuse(recipe, *(partial(rule, algorithm) for rule in (_made, _options, _reward)), _partial)
     for entry in (*algorithm.chosen.values(), algorithm.aggregation):
         require(entry, algorithm.available)
     if isinstance(algorithm.correction, CorrectionRule):
         algorithm.correction.fits(algorithm.loss)
+
+
+def _unscored(recipe: Recipe) -> Refusals:
+    if recipe.flow == "pretrain" and recipe.reward.function:
+        yield "reward.function", "has no use in flow = pretrain, which generates nothing to score; leave it out"
 
 
 def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
@@ -57,29 +55,28 @@ def in_scripts(recipe: Recipe) -> dict[str, Declaration]:
     return {key: declaration for key, declaration in found.items() if declaration is not None and not declaration.spec}
 
 
-def _check_declared(recipe: Recipe) -> None:
-    """Raise RecipeError for a declaration that workers cannot import; the training loop runs in this process."""
+def _imported(recipe: Recipe) -> Refusals:
+    """Check that workers can import what is declared; the training loop runs in this process."""
     for key, declaration in in_scripts(recipe).items():
         if key != "flow" and recipe.cluster.backend != "inline":
-            raise RecipeError(
+            message = (
                 f"{key} = {declaration.name} is declared in {declaration.where}, a script or notebook that the workers "
                 f"of cluster.backend = {recipe.cluster.backend} cannot import; move it into a file and name that in "
-                'plugins, as in plugins=["mine.py"]',
-                key=key,
+                'plugins, as in plugins=["mine.py"]'
             )
+            yield RecipeError(message, key=key)
 
 
-def _check_preference(recipe: Recipe) -> None:
+def _preference(recipe: Recipe) -> Refusals:
     """Check that the loss compares outputs that the flow's model has, and has the options that are set."""
+    if recipe.flow_spec.learns != "pairs":
+        return
     how = recipe.preference
     found = cast(PreferenceLoss, rl.check(how.loss, {"ref_logprobs"}, how.options, kind="preferences"))
     wanted, right = ("rewards", "bradley_terry") if recipe.flow_spec.value else ("logprobs", "sigmoid")
     if found.compares != wanted:
-        raise RecipeError(
-            f"preference.loss = {how.loss} compares {found.compares} of answers, and flow={recipe.flow} "
-            f"has their {wanted}; use preference.loss={right}",
-            key="preference.loss",
-        )
+        why = f"compares {found.compares} of answers, and flow = {recipe.flow} has their {wanted}; use {right}"
+        yield "preference.loss", why
 
 
 def replaced(recipe: Recipe) -> list[str]:
@@ -126,76 +123,58 @@ def unpublished(algorithm: Algorithm) -> list[str]:
     return [f"loss {keys.loss} with {' and '.join(changed)}: not as published"] if changed else []
 
 
-def _check_partial(recipe: Recipe) -> None:
-    """Raise RecipeError where completions that go on in the next step do not work: their tokens are of several versions
-    of the policy."""
-    r, algo = recipe.rollout, recipe.algorithm
+def _partial(recipe: Recipe) -> Refusals:
+    """Check that completions that go on in the next step work: their tokens are of several versions of the policy."""
+    r, algo, with_partial = recipe.rollout, recipe.algorithm, f"with rollout.partial = {recipe.rollout.partial}"
     if not r.partial:
         return
-    wrong = {
-        "rollout.max_tokens": (
-            r.partial >= r.max_tokens * (r.turns if r.environment else 1),
-            f"is not above it{' in rollout.turns turns' * bool(r.environment)}; use more than {r.partial}",
-        ),
-        "algorithm.correction": (
-            algo.correction in ("", "none"),
-            "does not weigh tokens of earlier versions; use decoupled_token_is, or another of tilth.rl.names()",
-        ),
-        "algorithm.refill": (bool(algo.refill), "samples again until groups are finished; use 0"),
-        "train.routing": (recipe.train.routing == "replay", "needs the experts of earlier versions; use own"),
-    }
-    for key, (bad, why) in wrong.items():
-        if bad:
-            section, _, name = key.partition(".")
-            value = getattr(recipe.section(section), name)
-            raise RecipeError(f"rollout.partial = {r.partial}: {key} = {value!r} {why}", key=key)
+    if r.partial >= r.max_tokens * (r.turns if r.environment else 1):
+        turns = " in rollout.turns turns" * bool(r.environment)
+        yield "rollout.max_tokens", f"{with_partial} is not above it{turns}; use more than {r.partial}"
+    if algo.correction in ("", "none"):
+        why = "does not weigh tokens of earlier versions; use decoupled_token_is, or another of tilth.rl.names()"
+        yield "algorithm.correction", f"{with_partial} {why}"
+    if algo.refill:
+        yield "algorithm.refill", f"{with_partial} samples again until groups are finished; use 0"
+    if recipe.train.routing == "replay":
+        yield "train.routing", f"{with_partial} needs the experts of earlier versions; use own"
 
 
-def _check_reward(recipe: Recipe, algorithm: Algorithm) -> None:
+def _reward(algorithm: Algorithm, recipe: Recipe) -> Refusals:
     """Check that terms added to the reward reach the policy, and are not amplified to noise."""
     keys, found = algorithm.keys, algorithm.estimator
     if algorithm.kl_in_reward and found.relative_to_spread:
-        raise RecipeError(
-            f"algorithm.kl_in=reward with advantage={keys.advantage}: in a group of equal rewards the smallest penalty "
-            "would count as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread",
-            key="algorithm.advantage.relative_to_spread",
+        why = (
+            "does not go with algorithm.kl_in = reward: in a group of equal rewards the smallest penalty would count "
+            "as much as right and wrong; use kl_in=loss, or an estimator that is not divided by the spread"
         )
+        yield "algorithm.advantage.relative_to_spread", why
     added = {
-        "algorithm.kl_in=reward": algorithm.kl_in_reward,
+        "algorithm.kl_in": algorithm.kl_in_reward,
         "algorithm.overlong_buffer": bool(keys.overlong_buffer),
         "judge.rubric": recipe.grades,
         "judge.penalty": recipe.flow_spec.judge and bool(recipe.judge.penalty),
     }
-    lost = [key for key, given in added.items() if given and not found.reads_reward]
-    if lost:
-        raise RecipeError(
-            f"{lost[0]} changes the reward, which advantage={keys.advantage} never reads; leave it out",
-            key=lost[0].partition("=")[0],
-        )
+    for key in (key for key, given in added.items() if given and not found.reads_reward):
+        yield key, f"changes the reward, which advantage={keys.advantage} never reads; leave it out"
 
 
-def _check_options(algorithm: Algorithm) -> None:
-    """Raise RecipeError for an option that nothing chosen has, naming its owner or the nearest option."""
+def _options(algorithm: Algorithm, recipe: Recipe) -> Refusals:
+    """Check that something chosen has each option; name its owner or the nearest option."""
     keys, chosen = algorithm.keys, algorithm.chosen
     known = {option for entry in chosen.values() for option in type(entry).model_fields}
     have = " and ".join(entry.entry_name for entry in chosen.values())
     first_class = AlgorithmConfig.model_fields
     for key in keys.options:
         if key in first_class:
-            raise RecipeError(
-                f"algorithm.options has {key}, which is a key of its own: algorithm.{key}",
-                key=f"algorithm.options.{key}",
-            )
+            yield f"algorithm.options.{key}", f"is a key of its own: algorithm.{key}"
         if key not in known:
-            raise RecipeError(
-                f"algorithm.options.{key}: {have} {_whose(key, known - set(first_class))}",
-                key=f"algorithm.options.{key}",
-            )
+            yield f"algorithm.options.{key}", f": {have} {_whose(key, known - set(first_class))}"
     for key in SHARED_OPTIONS:
         value, own = getattr(keys, key), algorithm.flow.own.get("algorithm", {})
         unsaid = key not in keys.model_fields_set and value in (first_class[key].default, own.get(key))
         if key not in known and not unsaid:
-            raise RecipeError(f"algorithm.{key} = {value}: {have} {_whose(key, set())}", key=f"algorithm.{key}")
+            yield f"algorithm.{key}", f": {have} {_whose(key, set())}"
 
 
 def _whose(key: str, known: set[str]) -> str:
@@ -207,19 +186,15 @@ def _whose(key: str, known: set[str]) -> str:
     return f"have no such option{nearest(key, known)}"
 
 
-def _check_made(recipe: Recipe, algorithm: Algorithm) -> None:
+def _made(algorithm: Algorithm, recipe: Recipe) -> Refusals:
     """Check that critic, greedy answers and teacher are there if and only if the estimator needs them."""
-    flow, name, needs = recipe.flow_spec, algorithm.keys.advantage, set(algorithm.estimator.needs)
+    flow, needs = recipe.flow_spec, set(algorithm.estimator.needs)
     if "values" in needs and not flow.critic:
-        raise RecipeError(
-            f"algorithm.advantage={name} needs a critic, which flow={recipe.flow} does not have; set flow=ppo",
-            key="flow.critic",
-        )
+        message = f"algorithm.advantage = {algorithm.keys.advantage} needs a critic, which flow = {recipe.flow} lacks"
+        yield RecipeError(f"{message}; set flow=ppo", key="flow.critic")
     usual = flow.own.get("algorithm", {}).get("advantage", "grpo")
     own = set() if flow.own_loop else set(algorithm.updated(advantage=usual, options={}).estimator.needs) & set(_MADE)
     for column in (own | ({"values"} if flow.critic else set())) - needs:
-        raise RecipeError(
-            f"algorithm.advantage={name} does not use the {_MADE[column]} that flow={recipe.flow} makes; "
-            f"use algorithm.advantage={usual if column in own else 'gae'}, or flow=grpo",
-            key=f"algorithm.advantage.{column}",
-        )
+        right = usual if column in own else "gae"
+        why = f"does not use the {_MADE[column]} that flow = {recipe.flow} makes; use {right}, or flow=grpo"
+        yield f"algorithm.advantage.{column}", why

@@ -31,15 +31,7 @@ METRICS = "plugin/"
 """Prefix of the metrics that a declared loss returns."""
 PART = "part_"
 """Prefix of an argument that is a part of the reward: ``part_style`` is the part that a reward returns as ``style``."""
-LOSS_COLUMNS = (
-    "logprobs",
-    "old_logprobs",
-    "advantages",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "versions",
-    "lengths",
-)
+LOSS_COLUMNS = ("logprobs", "old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs", "versions", "lengths")
 """Columns that a policy loss can ask for. Importance weights multiply what it returns, so it does not see them."""
 
 
@@ -58,11 +50,11 @@ def advantage_entry(declaration: Declaration) -> type[Entry]:
     needs, options = _arguments(declaration, (*ROW_COLUMNS, *TOKEN_COLUMNS, "lengths"))
     over_tokens = any(name in (*TOKEN_COLUMNS, "lengths") for name in needs)
     if over_tokens and "groups" in needs:
-        raise PluginError(
-            f"{declaration.title} sees the tokens of one worker, where groups may be cut; take the groups in a "
-            "function over rows, or extend tilth.rl.advantages.Advantage",
-            key=f"{declaration.name}.groups",
+        why = (
+            "it sees the tokens of one worker, where groups may be cut; take the groups in a function over rows, or "
+            "extend tilth.rl.advantages.Advantage"
         )
+        raise _wrong(declaration, "groups", why)
     return _entry(declaration, _TokenFunction if over_tokens else _RowFunction, needs, options)
 
 
@@ -77,10 +69,7 @@ def loss_entry(declaration: Declaration) -> type[Entry]:
         return _class(declaration, PolicyLoss)
     needs, options = _arguments(declaration, LOSS_COLUMNS)
     if "logprobs" not in needs:
-        raise PluginError(
-            f"{declaration.title} has no argument 'logprobs', so it would have no gradient",
-            key=f"{declaration.name}.logprobs",
-        )
+        raise _wrong(declaration, "logprobs", "it has no argument 'logprobs', so it would have no gradient")
     return _entry(declaration, _LossFunction, needs, options)
 
 
@@ -152,28 +141,26 @@ class _LossFunction(_Function, PolicyLoss):
         given = {name: step.packing.counts if name == "lengths" else columns[name][mask] for name in self.columns}
         losses, metrics = _pair(self, _call(self, given), {}, "(loss, {metric: column})")
         if not isinstance(metrics, dict):
-            raise PluginError(
-                f"{self.declaration.title}: its metrics are a {type(metrics).__name__}, not a dictionary of columns",
-                key=f"{self.declaration.name}.metrics",
-            )
+            why = f"its metrics are a {type(metrics).__name__}, not a dictionary of columns"
+            raise _wrong(self.declaration, "metrics", why)
         for name, column in {"loss": losses, **metrics}.items():
             _check(self, column, name, "tokens", int(mask.sum()), floats=name == "loss")
         if step.logprobs.requires_grad and not losses.requires_grad:
-            raise PluginError(
-                f"{self.declaration.title}: its loss does not depend on logprobs, so it has no gradient",
-                key=f"{self.declaration.name}.loss.gradient",
-            )
+            why = "its loss does not depend on logprobs, so it has no gradient"
+            raise _wrong(self.declaration, "loss.gradient", why)
         zeros = torch.zeros_like(step.logprobs)
         spread = {f"{METRICS}{name}": zeros.masked_scatter(mask, c.detach().to(zeros)) for name, c in metrics.items()}
         return zeros.masked_scatter(mask, losses.to(zeros)), spread
 
 
+def _wrong(declaration: Declaration, key: str, why: str) -> PluginError:
+    """Return the error of a declaration. key: the part of it that is wrong."""
+    return PluginError(f"{declaration.title}: {why}", key=f"{declaration.name}.{key}")
+
+
 def _class(declaration: Declaration, base: type[Entry]) -> type[Entry]:
     if not issubclass(declaration.value, base):
-        raise PluginError(
-            f"{declaration.title} is a class, but not a subclass of {base.__module__}.{base.__name__}",
-            key=f"{declaration.name}.class",
-        )
+        raise _wrong(declaration, "class", f"it is no subclass of {base.__module__}.{base.__name__}")
     return cast(type[Entry], declaration.value)
 
 
@@ -182,38 +169,25 @@ def _arguments(declaration: Declaration, columns: Iterable[str]) -> tuple[tuple[
     needs, options = [], {}
     for name, parameter in inspect.signature(declaration.value).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise PluginError(
-                f"{declaration.title}: *{name} names no columns or options; list them one by one",
-                key=f"{declaration.name}.{name}",
-            )
+            raise _wrong(declaration, name, f"*{name} names no columns or options; list them one by one")
         if parameter.kind is not parameter.KEYWORD_ONLY:
             if name not in columns and not name.startswith(PART):
                 option = parameter.default is not parameter.empty
                 hint = "; an option is keyword-only: write it after *" if option else nearest(name, columns)
-                message = f"{declaration.title}: no column {name!r}{hint}"
-                raise PluginError(message, key=f"{declaration.name}.{name}")
+                raise _wrong(declaration, name, f"no column {name!r}{hint}")
             needs.append(name.replace(PART, "part/", 1) if name.startswith(PART) else name)
         elif name in AlgorithmConfig.model_fields and name not in SHARED_OPTIONS:
-            raise PluginError(
-                f"{declaration.title}: option {name!r} has the name of the recipe key algorithm.{name}; rename it",
-                key=f"{declaration.name}.{name}",
-            )
+            raise _wrong(declaration, name, f"option {name!r} has the name of the key algorithm.{name}; rename it")
         elif parameter.default is parameter.empty:
-            raise PluginError(
-                f"{declaration.title}: option {name!r} needs a default, as in {name}: float = 0.5",
-                key=f"{declaration.name}.{name}.default",
-            )
+            why = f"option {name!r} needs a default, as in {name}: float = 0.5"
+            raise _wrong(declaration, f"{name}.default", why)
         elif name.startswith("_") or hasattr(Entry, name):
-            raise PluginError(
-                f"{declaration.title}: option {name!r} has a name that estimators and losses use; rename it",
-                key=f"{declaration.name}.{name}.reserved",
-            )
+            why = f"option {name!r} has a name that estimators and losses use; rename it"
+            raise _wrong(declaration, f"{name}.reserved", why)
         else:
             known = parameter.annotation is not parameter.empty
-            options[name] = (
-                parameter.annotation if known else type(parameter.default),
-                Field(parameter.default, validate_default=True),
-            )
+            kind = parameter.annotation if known else type(parameter.default)
+            options[name] = (kind, Field(parameter.default, validate_default=True))
     return tuple(needs), options
 
 
@@ -234,8 +208,7 @@ def _model(declaration: Declaration, base: type[Entry], options: dict[str, Any])
         made.model_rebuild()  # raises for an annotation whose name is undefined
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         types = ", ".join(f"{name}: {kind}" for name, (kind, _) in options.items())
-        message = f"{declaration.title}: pydantic cannot check the type of an option ({types})"
-        raise PluginError(message, key=f"{declaration.name}.options") from error
+        raise _wrong(declaration, "options", f"pydantic cannot check the type of an option ({types})") from error
     return made
 
 
@@ -256,27 +229,17 @@ def _pair(entry: Any, found: Any, second: Any, form: str) -> tuple[Any, Any]:
     if not isinstance(found, tuple):
         return found, second
     if len(found) != 2:
-        raise PluginError(
-            f"{entry.declaration.title}: it returned {len(found)} results; return one column, or {form}",
-            key=f"{entry.declaration.name}.results",
-        )
+        why = f"it returned {len(found)} results; return one column, or {form}"
+        raise _wrong(entry.declaration, "results", why)
     return found
 
 
 def _check(entry: Any, found: Any, name: str, what: str, count: int, floats: bool = True) -> None:
     if not isinstance(found, Tensor) or found.shape != (count,):
         shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise PluginError(
-            f"{entry.declaration.title}: {name} is {shown}, not a tensor of the {count} {what}",
-            key=f"{entry.declaration.name}.{name}.shape",
-        )
+        why = f"{name} is {shown}, not a tensor of the {count} {what}"
+        raise _wrong(entry.declaration, f"{name}.shape", why)
     if floats and not found.is_floating_point():
-        raise PluginError(
-            f"{entry.declaration.title}: {name} is {found.dtype}, not a tensor of floats",
-            key=f"{entry.declaration.name}.{name}.dtype",
-        )
+        raise _wrong(entry.declaration, f"{name}.dtype", f"{name} is {found.dtype}, not a tensor of floats")
     if not bool(torch.isfinite(found.detach()).all()):
-        raise PluginError(
-            f"{entry.declaration.title}: {name} has values that are not finite, for finite {what}",
-            key=f"{entry.declaration.name}.{name}",
-        )
+        raise _wrong(entry.declaration, name, f"{name} has values that are not finite, for finite {what}")
