@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,16 +293,40 @@ class Signals(tiny.Recorder):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def interruptible():
+    """The handler of Ctrl-C, which a shell lets its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+class Another(tiny.Recorder):
+    """Start another run in the midst of one."""
+
+    def on_run_start(self, run):
+        with raises(RecipeError, "run"):
+            tiny.run(run.recipe)
+        self.refused = True
+
+
+def test_a_process_has_one_run_at_a_time_and_no_thread_of_it_afterwards(tmp_path):
+    made, another, before = tiny.recipe(tmp_path, supervised={"steps": 1}), Another(), {*threading.enumerate()}
+    tiny.run(made, callbacks=[another])
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(10)
+    assert another.refused and not [thread for thread in left if thread.is_alive()]
+
+
 @pytest.mark.parametrize("times, reported", [(1, True), (2, False)])
-def test_a_finished_run_has_its_report_before_ctrl_c_ends_the_program(tmp_path, capfd, times, reported):
+def test_a_finished_run_has_its_report_before_ctrl_c_ends_the_program(tmp_path, capfd, interruptible, times, reported):
     made = tiny.recipe(tmp_path, supervised={"steps": 0}, algorithm={"steps": 1}, run={"dir": str(tmp_path)})
-    before = signal.default_int_handler
-    signal.signal(signal.SIGINT, before)  # a shell lets its background jobs ignore it
     with pytest.raises(KeyboardInterrupt):
         tiny.run(made, callbacks=[Signals(times)], report=True)
     assert read_state(tmp_path / "tiny-001")["state"] == "finished"
     assert (tmp_path / "tiny-001" / "report.html").exists() is reported
-    assert "tilth report RUN" in capfd.readouterr().err and signal.getsignal(signal.SIGINT) is before
+    assert "tilth report RUN" in capfd.readouterr().err and signal.getsignal(signal.SIGINT) is interruptible
 
 
 @pytest.mark.slow

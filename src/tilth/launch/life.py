@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from tilth.core.errors import (
     CheckpointError,
     OutOfMemory,
     PluginError,
+    RecipeError,
     StorageError,
     TilthError,
     WorkerLost,
@@ -90,6 +92,21 @@ def machine(recipe: Recipe) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[1])
 
 
+_RUN = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep this process, its clocks and its trace to one run at a time. RecipeError: another run has it."""
+    if not _RUN.acquire(blocking=False):
+        message = "another run is under way in this process; wait for its end, or give this one a process of its own"
+        raise RecipeError(message, key="run")
+    try:
+        yield
+    finally:
+        _RUN.release()
+
+
 def launch(
     recipe: Recipe,
     name: str,
@@ -129,7 +146,7 @@ def launch(
         warned.append(text)
         notify(callbacks, "on_message", text)
 
-    with _add_hints(), machine(recipe), _cluster(recipe, handed) as cluster:
+    with _alone(), _add_hints(), machine(recipe), _cluster(recipe, handed) as cluster:
         parts = build(recipe, material, pool, cluster, _earlier(who, name), warn)
         if isinstance(parts.heldout, PromptSet):
             parts.notes.extend(count_seen(recipe, parts.heldout))

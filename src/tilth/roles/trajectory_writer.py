@@ -41,6 +41,11 @@ class TrajectoryWriter:
             self.files.close()
         self.files = TrajectoryFiles(Path(folder), Path(spill) if spill else None)
 
+    def close(self) -> None:
+        """End the thread that writes; the last rows have been flushed."""
+        if self.files is not None:
+            self.files.close()
+
     @transfer(split="all", gather="first")
     def add(self, batch: Batch, step: int) -> dict[str, Any]:
         """Add the trajectories of the running step; return one of them, cut for the terminal."""
