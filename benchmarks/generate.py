@@ -22,8 +22,8 @@ share of sequences equal to Hugging Face's from the first to the last token: tie
 
 --scoring: in place of all this, the heavy-tailed lengths with a reward of a fixed latency (0.2 s, two processes),
 and with a judge (an engine of the same shape, questions of 80 characters, replies of 24 tokens), scored when all are
-generated, and while others are (``rewards.ahead``). Outcomes are compared. Overlap: share of the samples that are
-scored when the last one has been generated.
+generated, and while others are (``rewards.ahead``; a judge in rounds between those of the engine). Outcomes are
+compared. Overlap: share of the samples that are scored when the last one has been generated.
 
 Runs alternate between contenders; a figure is the best of its runs. GOMP_SPINCOUNT=1000 and the matmul precision
 (``matmul_precision``) hold for all alike.
@@ -56,6 +56,7 @@ from work import same_work
 
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import JudgeConfig
+from tilth.data.columns import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
@@ -65,8 +66,9 @@ from tilth.engines.rounds import EngineRounds
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rewards.ahead import ScoringAhead
-from tilth.rewards.process_pool import Item, RewardPool
+from tilth.rewards.process_pool import Item, Outcome, RewardPool
 from tilth.roles.judge import JudgeWorker
+from tilth.roles.rollout import LIMITS, Ended
 
 VOCAB, PROMPT, BATCH = 4096, 16, 64
 """Prompts are of the first so many tokens, which every shape has."""
@@ -334,7 +336,8 @@ def judging(model: Decoder) -> Iterator[JudgeWorker]:
     engine = Engine(model.config, EngineOptions(tokenizer=tokenizer, max_rows=64, max_length=CONTEXT, parity=True))
     engine.update_weights(model.named_parameters(), version=1)
     section = JudgeConfig(path="-", rubric="{prompt}{completion}", max_tokens=24)
-    yield JudgeWorker(engine, make_template("", tokenizer), section, InlineStore())
+    prompts: Any = [Prompt(0, "")]
+    yield JudgeWorker(engine, make_template("", tokenizer), section, InlineStore(), prompts)
 
 
 def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
@@ -355,12 +358,19 @@ def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
         generated = time.perf_counter() - began
         at_end = dict(zip(items, pool.score(list(items.values()))))
         one_after_the_other = time.perf_counter() - began
-        ahead, began = ScoringAhead(pool, 16), time.perf_counter()
-        for trajectory in EngineRounds(engine).drain(requests):
-            ahead.begin({trajectory.id: items[trajectory.id]})
-        beside = time.perf_counter() - began
-        overlap = len(ahead._outcomes) / len(items)
-        found = ahead.settle()
+        began, rounds = time.perf_counter(), EngineRounds(engine, LIMITS)
+        rounds.submit(requests)
+        if isinstance(pool, JudgeWorker):
+            while rounds.busy:
+                pool.advance({t.id: Ended(0, 0, said[t.id], False) for t in rounds.advance().finished}, 1)
+            beside, overlap = time.perf_counter() - began, len(pool._scores) / len(items)
+            found: dict[Hashable, Outcome] = {i: outcome for (i, _), outcome in pool.settle(1).items()}
+        else:
+            ahead = ScoringAhead(pool, 16)
+            while rounds.busy:
+                ahead.begin({t.id: items[t.id] for t in rounds.advance().finished})
+            beside, overlap = time.perf_counter() - began, len(ahead._outcomes) / len(items)
+            found = ahead.settle()
         rest = [i for i in items if i not in found]
         found = {**found, **dict(zip(rest, pool.score([items[i] for i in rest])))}
         side_by_side = time.perf_counter() - began

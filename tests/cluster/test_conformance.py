@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from threading import Thread
@@ -523,25 +522,24 @@ def test_roles_in_disjoint_pools_overlap_and_lazy_answers_wait(backend):
 
 
 @seldom_with_ray
-def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):
+def test_a_generation_is_looked_at_and_aborted_between_rounds(cluster):
     group = cluster.group("generating", f"{HERE}:generating", {}, Mesh(("dp",), (cluster.workers,)))
     count = 2 * cluster.workers
     loader = cluster.group("loading", f"{HERE}:loading", {}, Mesh(("dp",), (1,), (0,)))
     assert [found["requests"] for found in group.status()] == [0] * cluster.workers
-    with cluster.store.scope(), ThreadPoolExecutor(1) as thread:
-        rows = loader.encode(Batch({name: np.arange(count) for name in ("id", "group", "prompt")}))
-        call = thread.submit(lambda: dict(group.generate(rows).rows))
-        while min(found["decoded_tokens"] for found in group.status()) < 20 and not call.done():
-            time.sleep(0.01)
+    with cluster.store.scope():
+        group.begin()
+        group.submit(loader.encode(Batch({name: np.arange(count) for name in ("id", "group", "prompt")})))
+        assert dict(group.advance()) == {} and [found["requests"] for found in group.status()] == [2] * cluster.workers
         assert sum(group.abort(ids=[0])) == 1
-        assert {found["version"] for found in group.status()} == {7}
-        while sum(found["finished"] for found in group.status()) < 1 and not call.done():
-            time.sleep(0.01)
-        assert not call.done()
-        assert sum(group.abort()) == count
-        ids, finish, lengths = (call.result()[name] for name in ("id", "finish", "completion"))
-    assert ids.tolist() == list(range(count)) and set(finish) == {FINISHES.index("aborted")}
-    assert 0 < lengths[0] < lengths[1] and lengths.min() > 0 and lengths.max() < LONG
+        assert [*group.advance()] == [0] and {found["version"] for found in group.status()} == {7}
+        assert sum(group.abort()) == count - 1
+        assert sorted(group.advance()) == [*range(1, count)]
+        found = group.collect(np.arange(count))
+        ids, finish, lengths = (found[name] for name in ("id", "finish", "completion"))
+        order = np.argsort(ids)
+    assert ids[order].tolist() == list(range(count)) and set(finish) == {FINISHES.index("aborted")}
+    assert 0 < lengths[order][0] < lengths[order][1] and lengths.min() > 0 and lengths.max() < LONG
     assert sum(group.abort()) == 0
 
 

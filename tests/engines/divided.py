@@ -1,6 +1,5 @@
 """What runs in each rank for the tests of an engine over several ranks."""
 
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from tilth.engines.engine import Engine
 from tilth.engines.lockstep import LockStepError
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.models.config import DecoderConfig
 from tilth.parallel.dims import ParallelDims
 
@@ -56,16 +56,11 @@ def adapted(rank: int, tp: int, changes: dict[str, Any]) -> list[Trajectory]:
 
 
 def aborted(rank: int, tp: int) -> list[tuple[int, str, int]]:
-    """Only the first rank is asked to end a request; the second is asked for another one."""
-    engine = made(rank, tp, {})
+    """A request ends between two rounds, on all ranks."""
+    rounds = EngineRounds(made(rank, tp, {}), RoundLimits(64))
     requests = [Request(i, [1, 2], SamplingParams(max_tokens=n)) for i, n in enumerate((4, 50, 50))]
-    aborting: deque[int] = deque()
-    found = []
-    for trajectory in engine.stream(requests, aborting):
-        found.append((trajectory.id, trajectory.finish, trajectory.completion_length))
-        if trajectory.id == 0:
-            aborting.append(1 + rank)
-    return found
+    found = [*rounds.advance(requests).finished, *rounds.advance(aborted=[1]).finished, *rounds.drain()]
+    return [(t.id, t.finish, t.completion_length) for t in found]
 
 
 def diverged(rank: int, tp: int, how: str) -> str:
@@ -80,6 +75,10 @@ def diverged(rank: int, tp: int, how: str) -> str:
         if how == "version":
             engine.update_weights(dict(make_model().named_parameters()), version=2)
     try:
+        if how == "abort":
+            rounds = EngineRounds(engine)
+            rounds.advance(requests)
+            rounds.advance(aborted=[rank])
         engine.generate(requests)
     except LockStepError as error:
         return f"{error.key}: {error}"

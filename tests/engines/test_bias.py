@@ -11,6 +11,7 @@ from tests.errors import raises
 from tilth.core.errors import DataError
 from tilth.engines.protocol import EngineError
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.models.attention import PackedContext
 
 BIASED = [
@@ -62,8 +63,9 @@ def test_company_changes_nothing_and_a_pause_neither():
         engine = make_engine(make_model(), parity=True)
         (first,) = engine.generate([asked({**vars(request.params), "max_tokens": 5, "min_tokens": 0}, request.id)])
         if first.finish == "length" and not request.params.min_tokens:
-            engine.resume(first, request.params)
-            (rest,) = list(engine.stream([], None, [request.id]))
+            rounds = EngineRounds(engine)
+            rounds.resume(first, request.params)
+            (rest,) = rounds.drain()
             assert rest.tokens.tolist() == t.tokens.tolist()
         (alone,) = make_engine(make_model(), parity=True).generate([request])
         assert np.array_equal(alone.tokens, t.tokens) and np.array_equal(alone.logprobs, t.logprobs)

@@ -106,7 +106,7 @@ def test_it_says_what_one_rank_says_on_four(pool, case):
 
 
 @pytest.mark.dist
-def test_a_request_ends_on_all_ranks_where_the_first_one_is_asked_to(pool):
+def test_a_request_is_aborted_on_all_ranks(pool):
     first, second = pool.run(2, HERE + "aborted", tp=2)
     assert first == second
     ((_, finish, length),) = [found for found in first if found[0] == 1]
@@ -115,7 +115,7 @@ def test_a_request_ends_on_all_ranks_where_the_first_one_is_asked_to(pool):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["requests", "seed", "version"])
+@pytest.mark.parametrize("how", ["requests", "seed", "version", "abort"])
 def test_ranks_that_differ_are_named_on_all_of_them(pool, how):
     for told in pool.run(2, HERE + "diverged", tp=2, how=how):
         assert told.startswith("rollout.layout.tp: ranks 1 of a generation engine"), told

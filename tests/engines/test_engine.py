@@ -11,6 +11,7 @@ from tests.errors import raises
 from tilth.core.errors import DataError, ModelError, NonFiniteError
 from tilth.engines.engine import EngineError
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.models.config import DecoderConfig
 
 MODEL = make_model()
@@ -281,8 +282,10 @@ def test_going_on_with_old_keys_is_stamped_and_leaves_nothing_behind():
     partial = engine.abort(0)
     assert partial.versions == [(40, 1), (70, 2)]
     again = Request(5, partial.tokens[:64], SamplingParams(max_tokens=20))
-    assert engine.generate([again])[0].tokens.tolist() == naive(other, again)[0]
-    assert {len(t.versions) for t in finish(engine).values()} == {2}
+    engine.submit([again])
+    found = finish(engine)
+    assert found.pop(5).tokens.tolist() == naive(other, again)[0]
+    assert {len(t.versions) for t in found.values()} == {2}
 
 
 def test_weights_are_copied_into_the_live_storage():
@@ -379,27 +382,12 @@ def test_a_step_keeps_to_its_budget():
 def test_the_newest_yields_and_the_oldest_goes_on():
     engine = make_engine(MODEL, kv_tokens=160)
     requests = [Request(i, np.arange(16), SamplingParams(max_tokens=90)) for i in range(4)]
-    order = [t.id for t in engine.stream(requests)]
+    order = [t.id for t in EngineRounds(engine).drain(requests)]
     assert engine.stats().preemptions > 0
     assert order == [0, 1, 2, 3]
 
 
 # Requests
-
-
-def test_streaming_gives_each_answer_as_it_ends_and_keeps_those_of_others():
-    engine = make_engine(MODEL)
-    other = Request(50, [5], SamplingParams(max_tokens=3))
-    engine.submit([other])
-    requests = [Request(i, [1, 2], SamplingParams(max_tokens=n)) for i, n in enumerate((20, 4, 9))]
-    assert [t.id for t in engine.stream(requests)] == [1, 2, 0]
-    assert [t.id for t in engine.poll()] == [50]
-    early = engine.stream(
-        [Request(7, [1], SamplingParams(max_tokens=2)), Request(8, [1], SamplingParams(max_tokens=9))]
-    )
-    assert next(early).id == 7
-    early.close()
-    assert [t.id for t in finish(engine).values()] == [8]
 
 
 def test_an_answer_that_never_stops_ends_by_length():

@@ -5,7 +5,6 @@ weights Tilth does not look at.
 """
 
 import inspect
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -125,17 +124,6 @@ def test_an_aborted_request_returns_what_it_has_and_frees_its_blocks(made):
     with raises(DataError, "trajectory"):
         engine.abort(1)
     assert engine.generate([long])[0].tokens.tolist() == whole.tokens.tolist()
-
-
-def test_a_stream_ends_what_another_thread_asks_to_end(made):
-    engine, aborting = made(), deque([99])  # an id that is not there is no matter
-    requests = [Request(i, [1, 2], SamplingParams(max_tokens=n)) for i, n in enumerate((4, 50, 50))]
-    stream = engine.stream(requests, aborting)
-    assert next(stream).id == 0
-    aborting.extend([1, 1])
-    first = next(stream)
-    assert (first.id, first.finish) == (1, "aborted") and 0 < first.completion_length < 50
-    assert [(t.id, t.finish) for t in stream] == [(2, "length")]
 
 
 def test_new_weights_change_the_fingerprint_and_what_is_said(made):

@@ -20,6 +20,7 @@ from tilth.engines.grammar import STOPS, Grammars, added_tokens, grammar_of_call
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import EngineError
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.envs.calls import parse_calls
 from tilth.models.attention import PackedContext
 from tilth.models.config import DecoderConfig
@@ -116,8 +117,9 @@ def test_a_completion_goes_on_in_its_schema_after_a_pause(library):
     whole = made(tokenizer)[0].generate(asked(tokenizer, SCHEMAS[:1]))[0]
     engine, _ = made(tokenizer)
     (first,) = engine.generate(asked(tokenizer, SCHEMAS[:1], max_tokens=4))
-    engine.resume(first, asked(tokenizer, SCHEMAS[:1])[0].params)
-    (rest,) = list(engine.stream([], None, [0]))
+    rounds = EngineRounds(engine)
+    rounds.resume(first, asked(tokenizer, SCHEMAS[:1])[0].params)
+    (rest,) = rounds.drain()
     assert np.array_equal(rest.tokens, whole.tokens) and rest.finish == whole.finish
 
 

@@ -10,6 +10,7 @@ from tilth.data.order import Order
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler
 from tilth.rl.algorithm import Algorithm
+from tilth.roles.rollout import Ended
 from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
 from tilth.runs.state import RunState
@@ -33,16 +34,21 @@ class Rollout:
     def __init__(self):
         self.asked = []
 
-    def generate(self, asked, *, greedy=False):
+    def begin(self):
+        self.left = {}
+
+    def submit(self, asked, *, greedy=False, since=None):
         self.asked.append((asked, greedy))
+        self.left = {i: Ended(p, 0, "", False) for i, p in zip(asked["id"].tolist(), asked["prompt"].tolist())}
+
+    def advance(self, *, texts):
+        found, self.left = self.left, {}
+        return found
+
+    def collect(self, ids):
+        asked, _ = self.asked[-1]
         finish = np.full(len(asked), "stop")
         return asked.with_rows(completion=np.full(len(asked), 2), finish=finish, version=np.zeros(len(asked)))
-
-    def finished(self):
-        return []
-
-    def status(self):
-        return [{"done": 0}]
 
 
 class Reward:
@@ -50,6 +56,9 @@ class Reward:
 
     def __init__(self, value):
         self.value, self.lost = value, {}
+
+    def begin(self, **given):
+        pass
 
     def score(self, batch, *, known, call=None):
         values = [known.get(i, {"value": self.value(i)})["value"] for i in batch["id"].tolist()]

@@ -342,19 +342,19 @@ def harmed(context, damage, **given):
 
 
 def dies(context, **given):
-    """A rollout worker that is killed in its second call."""
+    """A rollout worker that is killed in its second generation."""
     from tilth.launch import workers
 
     made, calls = workers.rollout(context, **given), []
-    whole = made.engine.stream
+    submit, poll = made.engine.submit, made.engine.poll
 
-    def stream(requests, aborting):
-        calls.append(1)
+    def polled():
         if len(calls) == 2 and context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return whole(requests, aborting)
+        return poll()
 
-    made.engine.stream = stream
+    made.engine.submit = lambda requests: calls.append(1) or submit(requests)
+    made.engine.poll = polled
     return made
 
 
@@ -363,7 +363,7 @@ def mistaken(context, **given):
     from tilth.launch import workers
 
     made = workers.rollout(context, **given)
-    made.engine.stream = lambda requests, aborting: requests[0].nothing
+    made.engine.submit = lambda requests: requests[0].nothing
     return made
 
 
@@ -384,7 +384,7 @@ WRONG = {"supervised": {"steps": 0}, "cluster": {**LOCAL, "timeout": 60.0}}
 def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, monkeypatch):
     with monkeypatch.context() as once:
         replace_rollout(once, "dies")
-        with raises(WorkerLost, "rollout.generate") as caught:
+        with raises(WorkerLost, "rollout.advance") as caught:
             tiny.run(tiny.recipe(tmp_path, **WRONG))
         assert "SIGKILL" in str(caught.value) and "the same command continues in" in str(caught.value)
     (directory,) = [p for p in tmp_path.iterdir() if p.name.startswith("tiny")]
@@ -395,7 +395,7 @@ def test_a_worker_that_dies_is_named_and_the_run_can_go_on(tmp_path, shared, mon
 @pytest.mark.slow
 def test_a_mistake_in_a_worker_comes_with_its_traceback(tmp_path, shared, monkeypatch):
     replace_rollout(monkeypatch, "mistaken")
-    with raises(WorkerError, "rollout.generate") as caught:
+    with raises(WorkerError, "rollout.submit") as caught:
         tiny.run(tiny.recipe(tmp_path, **WRONG))
     assert "requests[0].nothing" in str(caught.value)
 

@@ -13,11 +13,12 @@ from tilth.config.load import from_dict
 from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
-from tilth.flows import ahead
+from tilth.engines.rounds import RoundLimits
 from tilth.flows.group_filters import can_differ
 from tilth.launch import life as launch
 from tilth.rewards.judging import question
 from tilth.roles import judge as roles_judge
+from tilth.roles import rollout as roles_rollout
 from tilth.roles.experience import is_right
 from tilth.roles.judge import JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.policy import PolicyWorker
@@ -294,8 +295,8 @@ def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
     monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
     found = []
     how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}}
-    for name, reward, pause in (("alone", None, 0.0005), ("beside", odd, ahead.PAUSE), ("late", None, 1e6)):
-        monkeypatch.setattr(ahead, "PAUSE", pause)
+    for name, reward, early in (("alone", None, 1), ("beside", odd, 4), ("late", None, 10**6)):
+        monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(10**6, early))
         made = tiny.recipe(tmp_path, **how)
         recorder = tiny.Recorder()
         result = tiny.run(made, reward=reward, name=name, callbacks=[recorder])

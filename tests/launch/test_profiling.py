@@ -388,10 +388,10 @@ def test_a_run_that_is_profiled_learns_the_very_same(tmp_path):
     assert [(line["first"], line["last"]) for line in done] == [(1, 2), (5, 6)]
     supervised, sampled = (names(line["files"]["0"]["path"]) for line in done)
     assert {"policy.sft_step", "forward", "aten::mm"} <= supervised and not {
-        "rollout.generate",
+        "rollout.advance",
         "reward.score",
     } & supervised
-    assert {"policy.update", "rollout.generate", "decode", "backward", "aten::mm"} <= sampled
+    assert {"policy.update", "rollout.advance", "decode", "backward", "aten::mm"} <= sampled
     assert sum(text.startswith("profil") for text in watching.messages) == 4
     assert sorted(p.name for p in (profiled / FOLDER).iterdir()) == [
         LOG, "steps-1-2-rank-0.json.gz", "steps-5-6-rank-0.json.gz",

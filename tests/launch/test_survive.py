@@ -209,7 +209,7 @@ class Arms(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "at", "made"), [(1, "rollout.generate", "rollout"), (0, "policy.update", "policy")])
+@pytest.mark.parametrize(("rank", "at", "made"), [(1, "rollout.advance", "rollout"), (0, "policy.update", "policy")])
 def test_a_step_that_fails_runs_again_with_the_roles_that_did_not(tmp_path, plain, rank, at, made):
     ours = tiny.run(tiny.recipe(tmp_path, **LAYOUTS["split"]), callbacks=[Arms(8, rank, at)])
     assert_same_run(ours, plain(LAYOUTS["split"]))

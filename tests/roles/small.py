@@ -12,6 +12,7 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
+from tilth.flows.generation import Generation
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rl.algorithm import Algorithm
@@ -62,11 +63,18 @@ def rollout(store, *, dtype=torch.float32, model=None, dims=None, **section) -> 
     return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store)
 
 
+def generated(worker: RolloutWorker, rows: Batch, **how) -> Batch:
+    """Samples of these rows, in order, as a flow drives the role."""
+    generation = Generation(worker)
+    generation.run(rows, **how)
+    return generation.collect(rows["id"])
+
+
 def experience(worker: PolicyWorker, prompts=(3, 8, 41), group=4, temperature=1.0) -> Batch:
     """Samples of the policy's own weights, with rewards that differ inside each group."""
     speaker = rollout(worker.store, temperature=temperature)
     speaker.receive(worker.weights(), 0)
-    batch = speaker.generate(asked(worker.store, prompts, group, 0))
+    batch = generated(speaker, asked(worker.store, prompts, group, 0))
     return batch.with_rows(reward=(np.arange(len(batch)) % 3).astype(np.float32) - 0.5)
 
 

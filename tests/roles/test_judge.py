@@ -14,11 +14,13 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
+from tilth.engines.rounds import RoundLimits
 from tilth.models.config import DecoderConfig
 from tilth.rewards.judging import question, steps
 from tilth.roles.experience import OUTCOME, to_batch
 from tilth.roles.judge import GRADE, JUDGED_BY, VERDICT, JudgeWorker
 from tilth.roles.loader import PromptLoader
+from tilth.roles.rollout import Ended
 
 TOKENIZER = Tokenizer.characters("\n #+-0123456789=:?")
 PROMPTS = PromptSet.of([{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(5)])
@@ -174,26 +176,25 @@ def test_an_answer_that_the_judge_cannot_read_has_no_score(solution):
     assert "cannot read" in worker.failures()[100]["reason"]
 
 
-def early(says, call=1, **more):
-    """A judge that begins before ``grade``, the samples of a batch as a rollout announces them, and the batch."""
+def early(says, **more):
+    """A judge that begins before ``grade``, the samples of a batch as a rollout reports them, and the batch."""
     store = InlineStore()
     worker = JudgeWorker(
         Scripted(says), make_template("", TOKENIZER), JudgeConfig(path="x", rubric=RUBRIC), store, PROMPTS, **more
     )
     batch = written(store, "2", "1+1=\n2", "4")
     batch = batch.with_rows(reward=np.zeros(3, np.float32), **{OUTCOME: np.zeros(3, np.float32)})
-    items = [[i, p, c, t] for i, p, c, t in zip(*(batch[n].tolist() for n in ("id", "prompt", "identity")), "254")]
-    items[1][3] = "1+1=\n2"
-    return worker, items, batch
+    columns = zip(*(batch[n].tolist() for n in ("id", "prompt", "identity")), ("2", "1+1=\n2", "4"))
+    return worker, {i: Ended(p, c, t, False) for i, p, c, t in columns}, batch
 
 
 def test_what_was_graded_early_is_not_asked_again_and_has_the_score_of_the_batch():
-    worker, items, batch = early(lambda asked: f"#{len(asked)}" if len(asked) != 9 else "?")
-    worker.begin(items[:2], call=4, most=1)
-    while len(worker._ahead[1]._outcomes) < 2:
-        pass
-    known = worker.begun(4)
-    assert len(worker.engine.asked) == 2 and set(known) == {(i, c) for i, _, c, _ in items[:2]}
+    worker, ended, batch = early(lambda asked: f"#{len(asked)}" if len(asked) != 9 else "?")
+    for i in (100, 101):
+        worker.advance({i: ended[i]}, call=4)
+    assert len(worker.engine.asked) == 2 and not worker.engine.flying
+    known = worker.settle(4)
+    assert set(known) == {(i, ended[i].checksum) for i in (100, 101)}
     found = worker.grade(batch, alone=True, known=known)
     assert [r.id for r in worker.engine.asked] == [100, 101, 102]
     other, _, same = early(worker.engine.says)
@@ -203,24 +204,39 @@ def test_what_was_graded_early_is_not_asked_again_and_has_the_score_of_the_batch
     assert worker.failures() == other.failures() and set(worker.failures()) == {100, 102}
 
 
+def test_what_a_round_leaves_is_graded_at_the_end():
+    worker, ended, _ = early(lambda asked: "#1")
+    worker.rounds.limits = RoundLimits(0)
+    worker.advance(ended, call=1)
+    worker.rounds.limits = RoundLimits(1)
+    assert len(worker.engine.flying) == 3 and len(worker.settle(1)) == 3
+
+
 def test_scores_of_another_generation_or_other_tokens_are_dropped():
-    worker, items, batch = early(lambda asked: "#1")
-    items[0][2] += 1
-    worker.begin(items[:1], call=4, most=1)
-    assert worker.begun(5) == {} and len(worker.grade(batch, alone=True, known=worker.begun(4))) == 3
-    worker.begin(items[1:], call=6, most=1)
-    assert (100, items[0][2]) not in worker.begun(6)
+    worker, ended, batch = early(lambda asked: "#1")
+    other = ended[100]._replace(checksum=ended[100].checksum + 1)
+    worker.advance({100: other}, call=4)
+    assert worker.settle(5) == {} and len(worker.grade(batch, alone=True, known=worker.settle(4))) == 3
+    worker.rounds.limits = RoundLimits(0)
+    worker.advance({101: ended[101]}, call=5)
+    worker.advance({102: ended[102]}, call=6)
+    worker.rounds.limits = RoundLimits(1)
+    assert [i for i, _ in worker.settle(6)] == [102]
+
+
+def test_an_answer_that_cannot_be_read_is_graded_early_too():
+    worker, ended, _ = early(lambda asked: "#1")
+    worker.advance({100: ended[100]._replace(text="é"), 101: ended[101]}, call=4)
+    assert {i: outcome.value for (i, _), outcome in worker.settle(4).items()} == {100: None, 101: 1.0}
 
 
 def test_each_engine_grades_its_share_early_and_one_whose_replies_depend_on_company_none():
-    worker, items, _ = early(lambda asked: "#1", share=(1, 2))
-    worker.begin(items, call=1, most=3)
-    while not worker._ahead[1]._outcomes:
-        pass
-    assert [key[0] for key in worker.begun(1)] == [101]
+    worker, ended, _ = early(lambda asked: "#1", share=(1, 2))
+    worker.advance(ended, call=1)
+    assert [i for i, _ in worker.settle(1)] == [101]
     worker.prompts = None
-    worker.begin(items, call=2, most=3)
-    assert worker.begun(2) == {}
+    worker.advance(ended, call=2)
+    assert worker.settle(2) == {}
 
 
 def put_text(batch, store, text):

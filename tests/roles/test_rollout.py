@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.core.errors import ModelError
-from tilth.roles.experience import texts
+from tilth.engines.rounds import RoundLimits
+from tilth.roles import rollout as roles_rollout
+from tilth.roles.experience import FINISHES, texts
 from tilth.roles.rollout import ask
 
 # ---- asking ----
@@ -56,7 +58,7 @@ def tokens_by_id(store, batch):
 def test_answers_come_in_the_order_in_which_they_were_asked(made):
     store, worker, _ = made
     asked = small.asked(worker.store, [3, 77, 12, 50, 9], 3, 30).select(np.random.default_rng(0).permutation(15))
-    batch = worker.generate(asked)
+    batch = small.generated(worker, asked)
     for name in ("id", "group", "prompt"):
         assert np.array_equal(batch[name], asked[name])
     column = batch.read(store, "tokens")["tokens"]
@@ -66,40 +68,70 @@ def test_answers_come_in_the_order_in_which_they_were_asked(made):
     assert set(batch["version"]) == {3}
 
 
-def test_the_status_of_a_running_call_counts_what_has_ended(made):
+@pytest.fixture
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(1))
+
+
+@pytest.mark.usefixtures("short_rounds")
+def test_rounds_report_what_has_ended_and_the_status_counts_it(made):
     store, worker, _ = made
-    seen, announce = [], worker._announce
+    batch = small.generated(worker, small.asked(store, [3, 77], 3, 30))
+    worker.begin()
+    worker.submit(small.asked(store, [3, 77], 3, 30))
+    assert (worker.status()["requests"], worker.status()["done"]) == (6, 0)
+    told, counts = {}, []
+    while worker.rounds.busy:
+        told |= worker.advance()
+        counts.append((len(told), int(worker.status()["done"])))
+    assert all(known == done for known, done in counts) and counts[0][0] < counts[-1][0] == 6 and not worker.advance()
+    said = texts(batch.read(store, "text")["text"])
+    for row, i in enumerate(batch["id"].tolist()):
+        assert told[i] == (batch["prompt"][row], batch["identity"][row], said[row], False)
+    worker.begin()
+    assert worker.status()["done"] == 0 and len(worker.collect(batch["id"])) == 0
 
-    def look(trajectory):
-        announce(trajectory)
-        found = worker.status()
-        seen.append((found["done"], found["requests"]))
 
-    worker._announce = look
-    for _ in range(2):
-        worker.generate(small.asked(store, [3, 77], 3, 30))
-    assert seen == [(i + 1, 6) for i in range(6)] * 2 and worker.status()["done"] == 0
+@pytest.mark.usefixtures("short_rounds")
+def test_samples_join_and_are_aborted_between_rounds(made):
+    store, worker, _ = made
+    asked = small.asked(store, [3, 77], 3, 30)
+    whole = tokens_by_id(store, small.generated(worker, asked))
+    worker.begin()
+    worker.submit(asked.select(np.arange(4)))
+    worker.advance()
+    worker.submit(asked.select(np.arange(4, 6)))
+    assert worker.abort([31, 99]) == 1
+    told = {}
+    while worker.rounds.busy:
+        told |= worker.advance(texts=False)
+    assert sorted(told) == asked["id"].tolist() and {one.text for one in told.values()} == {""}
+    batch = worker.collect(asked["id"])
+    cut, found = batch["id"] == 31, tokens_by_id(store, batch)
+    assert set(batch["finish"][cut]) == {FINISHES.index("aborted")} and found[31] == whole[31][: len(found[31])]
+    assert {i: t for i, t in found.items() if i != 31} == {i: t for i, t in whole.items() if i != 31}
+    assert worker.abort() == 0
 
 
 def test_a_sample_depends_on_its_id_and_not_on_its_company(made):
     store, worker, _ = made
     asked = small.asked(worker.store, [3, 77, 12], 4, 0)
-    whole = tokens_by_id(store, worker.generate(asked))
+    whole = tokens_by_id(store, small.generated(worker, asked))
     alone = {}
     for row in range(len(asked)):
-        alone |= tokens_by_id(store, worker.generate(asked.select(np.array([row]))))
+        alone |= tokens_by_id(store, small.generated(worker, asked.select(np.array([row]))))
     assert alone == whole and len({tuple(t) for t in whole.values()}) > 3
 
 
 def test_greedy_answers_of_a_prompt_are_the_same_whatever_their_ids(made):
     store, worker, _ = made
-    batch = worker.generate(small.asked(worker.store, [3], 4, 100), greedy=True)
+    batch = small.generated(worker, small.asked(worker.store, [3], 4, 100), greedy=True)
     assert len({tuple(t) for t in tokens_by_id(store, batch).values()}) == 1
 
 
 def test_text_is_the_completion_decoded(made):
     store, worker, _ = made
-    batch = worker.generate(small.asked(worker.store, [3, 4], 2, 0))
+    batch = small.generated(worker, small.asked(worker.store, [3, 4], 2, 0))
     read = batch.read(store, "tokens", "mask", "text")
     for row, text in enumerate(texts(read["text"])):
         chosen = read["tokens"].row(row)[read["mask"].row(row) == 1]
@@ -111,7 +143,7 @@ def test_stop_strings_and_limits_of_the_recipe_are_obeyed():
     store = InlineStore()
     worker = small.rollout(store, max_tokens=2, stop=("1",))
     worker.receive(small.policy(store).weights(), 0)
-    batch = worker.generate(small.asked(worker.store, list(range(20)), 4, 0))
+    batch = small.generated(worker, small.asked(worker.store, list(range(20)), 4, 0))
     assert batch["completion"].max() == 2
     assert not any("1" in text for text in texts(batch.read(store, "text")["text"]))
 
@@ -155,7 +187,7 @@ def test_later_weights_replace_earlier_ones_and_stamp_what_is_said():
     worker.receive(first.weights(), 1)
     worker.receive(second.weights(), 2)
     assert worker.fingerprint() == small.checksums(second.weights()) != small.checksums(first.weights())
-    assert set(worker.generate(small.asked(worker.store, [1], 2, 0))["version"]) == {2}
+    assert set(small.generated(worker, small.asked(worker.store, [1], 2, 0))["version"]) == {2}
     assert worker.compile_seconds() == 0
 
 

@@ -254,14 +254,14 @@ def stale(rank: int) -> list[str]:
     relay, speaker, policy = relay_of(case, rank, held, 10**9), held["rollout"], held["policy"]
     relay.sync("rollout", 1)
     asked, found = small.asked(speaker.store, [3], 2, 0), []
-    speaker.generate(asked)
+    small.generated(speaker, asked)
     policy.engine.updates += 1
     try:
-        speaker.generate(asked)
+        small.generated(speaker, asked)
     except EngineError as error:
         found.append(error.key)
     relay.sync("rollout", 2)
-    return [*found, *map(str, set(speaker.generate(asked)["version"]))]
+    return [*found, *map(str, set(small.generated(speaker, asked)["version"]))]
 
 
 @pytest.mark.dist

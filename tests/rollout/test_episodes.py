@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from tests.data.agent_templates import TEMPLATES
-from tests.engines.reference import make_model
+from tests.engines.reference import Plain, make_model
 from tests.errors import raises
 from tilth.core.random import stream
 from tilth.core.trajectory import Trajectory
@@ -79,8 +79,10 @@ class Talks:
         return found
 
 
-class Drawn:
+class Drawn(Plain):
     """An engine that draws ids at random and ends most turns; it knows of no model and no cache."""
+
+    constrains = True
 
     def __init__(self, seed, vocabulary, ends):
         self.seed, self.ids, self.ends = seed, [i for i in range(vocabulary) if i not in ends], ends

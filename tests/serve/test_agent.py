@@ -22,6 +22,7 @@ from tilth.data.trajectories import read_trajectories
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
@@ -58,11 +59,12 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None, ids=N
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
     params = SamplingParams(max_tokens=max_tokens, stop_tokens=(*template.stops, *range(5, 60)))
     wanted = [Wanted(i, info, at // 2, at) for at, (i, info) in enumerate(zip(ids or range(len(infos)), infos))]
-    found = player.play(wanted, params, partial=partial)
-    while any(one.paused for one in found):  # as through the file of unfinished episodes
-        kept = {want.id: Played.of(one.kept()) for want, one in zip(wanted, found)}
-        found = player.play(wanted, params, partial=partial, before=kept)
-    return found
+    player.begin(wanted, params, partial)
+    while player.open:
+        assert list(EngineRounds(engine, source=player).drain())
+        paused = [Played.of(one.kept()) for one in player.played.values() if one.paused]  # as through a file
+        player.begin([], params, partial, paused)
+    return [player.played[one.id] for one in wanted]
 
 
 def test_the_same_game_is_the_same_trajectory():

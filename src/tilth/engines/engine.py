@@ -101,7 +101,6 @@ class Engine(GenerationEngine):
         self._store, self._staging = self._new_store(), self._new_slab()
         self._tails: dict[int, KeptTail] = {}
         self._known: set[int] = set()
-        self._done: list[Trajectory] = []
 
     # Weights
 
@@ -217,11 +216,8 @@ class Engine(GenerationEngine):
 
     @property
     def pending(self) -> int:
-        """Number of requests in flight and of trajectories that the next ``poll`` returns."""
-        return len(self._known) + len(self._done)
-
-    def keep(self, others: list[Trajectory]) -> None:
-        self._done.extend(others)
+        """Number of requests in flight."""
+        return len(self._known)
 
     @torch.inference_mode()
     def abort(self, trajectory: int) -> Trajectory:
@@ -261,7 +257,7 @@ class Engine(GenerationEngine):
         if self._released:
             raise EngineError("the KV cache is released; call wake_up() before poll()", key="poll")
         self._lock.check()
-        done, self._done = self._done, []
+        done: list[Trajectory] = []
         self._stats.steps += 1
         self._adapters.forget_stacks()
         self._warm_up()
@@ -480,9 +476,6 @@ class Engine(GenerationEngine):
             if len(rows):
                 self._lane(limit_for(lane.limit, self.max_length)).adopt(lane, rows, self._draw)
                 self._stats.moved_rows += len(rows)
-
-    def agreed(self, ids: list[int]) -> list[int]:
-        return self._lock.agree(ids)
 
     def _interrupt(self, rows: bool = True) -> None:
         """Requeue prompts, and rows if ``rows``, to compute them again."""

@@ -6,7 +6,6 @@ digests are compared, in one collective of eight bytes.
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from tilth.config.axes import MODEL
 from tilth.core.errors import TilthError
 from tilth.engines.protocol import EngineError
 from tilth.models.config import DecoderConfig
-from tilth.parallel.comm import Group, all_gather, broadcast
+from tilth.parallel.comm import Group, all_gather
 from tilth.parallel.dims import ParallelDims
 
 
@@ -31,49 +30,28 @@ class LockStep:
         """group: of the engine's ranks, in their order; None: an engine of one rank, which compares nothing."""
         self._group, self._ranks = group, ranks
         self._history = hashlib.blake2b(digest_size=8)
-        self._compared = False
 
     def note(self, *values: object) -> None:
         """Add to the history: arrays by their bytes, other values by their text."""
         if self._group is None:
             return
-        self._compared = False
         for value in values:
             self._history.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
 
     def check(self) -> None:
         """Raise LockStepError, on every rank, unless the histories are equal. Each rank calls it before a step."""
-        if self._group is not None and not self._compared:
-            self._compare(())
-        self._compared = False
-
-    def agree(self, ids: Iterable[int]) -> list[int]:
-        """Return the first rank's ids on every rank; checks the histories too."""
         if self._group is None:
-            return list(ids)
-        chosen = list(ids)
-        count = self._compare(chosen)
-        self._compared = True
-        if not count:
-            return []
-        sent = torch.tensor(chosen if self._group.rank() == 0 else [0] * count, dtype=torch.int64)
-        broadcast(sent, self._ranks[0], self._group)
-        return [int(i) for i in sent]
-
-    def _compare(self, ids: Iterable[int]) -> int:
-        """Compare histories; return the first rank's number of ids."""
-        assert self._group is not None
-        own = torch.tensor([int.from_bytes(self._history.digest(), "little", signed=True), len(list(ids))])
-        every = own.new_empty(2 * self._group.size())
+            return
+        own = torch.tensor([int.from_bytes(self._history.digest(), "little", signed=True)])
+        every = own.new_empty(self._group.size())
         all_gather(every, own, self._group)
-        digests, counts = every.view(-1, 2).T.tolist()
+        digests = every.tolist()
         if wrong := [rank for rank, digest in zip(self._ranks, digests) if digest != digests[0]]:
             raise LockStepError(
                 f"ranks {', '.join(map(str, wrong))} of a generation engine have other requests, tokens or weights "
                 f"than its rank {self._ranks[0]}; one engine's ranks must be given the same calls in the same order",
                 key="rollout.layout.tp",
             )
-        return int(counts[0])
 
 
 def check_divided(dims: ParallelDims, *, compile: bool, parity: bool) -> None:

@@ -1,7 +1,6 @@
 """The protocol of generation engines, and the one place that constructs them."""
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -172,52 +171,11 @@ class GenerationEngine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Forget prefixes of finished requests."""
 
-    def agreed(self, ids: list[int]) -> list[int]:
-        """Return the ids that end now, out of those that another thread asked to end: of an engine over several ranks
-        those of the first rank, on all of them."""
-        return ids
-
-    def keep(self, others: list[Trajectory]) -> None:
-        """Return these trajectories of other callers from the next ``poll``. Raises EngineError if unsupported."""
-        if others:
-            message = f"request {others[0].id} of another caller has finished; use submit and poll instead"
-            raise EngineError(message, key="keep")
-
-    def stream(
-        self, requests: Iterable[Request], aborting: deque[int] | None = None, resumed: Iterable[int] = ()
-    ) -> Iterator[Trajectory]:
-        """Submit requests and yield each trajectory as soon as it has finished.
-
-        aborting: ids that another thread may append: those requests end before the next ``poll``. resumed: ids that are
-        in flight already, and yielded too.
-        """
-        requests = list(requests)
-        self.check_served(requests)
-        self.submit(requests)
-        mine = {*(r.id for r in requests), *resumed}
-        others: list[Trajectory] = []
-        try:
-            while mine:
-                ended = [self.abort(i) for i in self.agreed(_popped(aborting)) if i in mine]
-                for trajectory in ended or self.poll():
-                    if trajectory.id in mine:
-                        mine.remove(trajectory.id)
-                        yield trajectory
-                    else:
-                        others.append(trajectory)
-        finally:
-            self.keep(others)
-
     def generate(self, requests: Iterable[Request]) -> list[Trajectory]:
         """Return the trajectories of all requests, in their order, where nothing else is in flight."""
         requests = list(requests)
         found = {t.id: t for t in EngineRounds(self).drain(requests)}
         return [found[r.id] for r in requests]
-
-
-def _popped(ids: deque[int] | None) -> list[int]:
-    """Remove and return all ids, each once, in order."""
-    return list(dict.fromkeys(ids.popleft() for _ in range(len(ids)))) if ids else []
 
 
 def make_engine(

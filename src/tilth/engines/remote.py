@@ -103,7 +103,6 @@ class RemoteEngine(GenerationEngine):
         self._special = () if self.tokenizer is None else tuple(self.tokenizer.special())
         self._flying: dict[int, Flying] = {}
         self._cancelled: list[str] = []
-        self._done: list[Trajectory] = []
         self._weights: list[bytes] = []
         self._server: EngineServer | None = None
         self._asleep = self._stale = False
@@ -137,9 +136,6 @@ class RemoteEngine(GenerationEngine):
         """Raise DataError for a sequence that cannot be served. seen: ids in flight, and those that come with it."""
         answer.check(self.config.vocab_size, self.max_length, seen, self.tokenizer)
 
-    def keep(self, others: list[Trajectory]) -> None:
-        self._done.extend(others)
-
     def _found(self, trajectory: int) -> Flying:
         if trajectory not in self._flying:
             raise DataError(f"trajectory {trajectory} is not in flight", key="trajectory")
@@ -166,7 +162,7 @@ class RemoteEngine(GenerationEngine):
     def poll(self) -> list[Trajectory]:
         if self._asleep:
             raise EngineError("the engine sleeps; call wake_up() before poll()", key="poll")
-        done, self._done = self._done, []
+        done: list[Trajectory] = []
         if self._flying:
             pieces, steps = self._call(self._advance)
             self._stats.steps += steps

@@ -66,6 +66,9 @@ class EngineRounds:
     def __len__(self) -> int:
         return len(self._seen)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._seen)
+
     @property
     def busy(self) -> bool:
         """True while something is in flight."""

@@ -14,7 +14,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
-from tilth.flows.ahead import scored_ahead
+from tilth.flows.generation import Generation, Scorers
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.reward_shaping import check_parts, check_turn_rewards
@@ -23,7 +23,7 @@ from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME
 from tilth.roles.judge import GRADE
-from tilth.roles.rollout import Carry, ask
+from tilth.roles.rollout import ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
@@ -134,26 +134,24 @@ class Sampler:
         before = Batch({**dict(zip(("id", "group", "prompt"), columns)), CARRIED: np.ones(columns.shape[1], np.int8)})
         return concat([before, new.with_rows(**{CARRIED: np.zeros(len(new), np.int8)})])
 
-    def _whole_groups(self, rollout: WorkerGroup, asked: Batch, prepare: Callable[[Batch], Batch]) -> Batch:
-        """Generate ``rollout.partial`` tokens of each sample, again while no group is finished; return those that are.
+    def _whole_groups(self, generation: Generation, asked: Batch) -> np.ndarray:
+        """Generate ``rollout.partial`` tokens of each sample, again while no group is finished; return the ids of those
+        that are.
 
         The others are carried to the next step.
         """
-        step, since = self.state.step, self.state.step
-        while True:
-            carry = Carry(since, step + 1, self.journal.oldest)
-            batch = resolved(rollout.generate(prepare(asked), carry=carry))
-            going = np.isin(batch["group"], batch["group"][batch[CARRIED] != 0])
-            if not going.all():
-                break
-            asked, since = asked.with_rows(**{CARRIED: np.ones(len(asked), np.int8)}), step + 1
-        rest = batch.select(going)
+        generation.run(asked, since=self.state.step)
+        while (going := self._going(generation, asked)).all():
+            generation.resume()
+        rest = asked.select(going)
         self._carried = list(zip(*(rest[name].tolist() for name in ("id", "group", "prompt"))))
         self.metrics.add("samples/carried", float(len(rest)))
-        whole = batch.select(~going)
-        return Batch(
-            {name: column for name, column in whole.rows.items() if name != CARRIED}, whole.payload, whole.leases
-        )
+        return asked["id"][~going]
+
+    def _going(self, generation: Generation, asked: Batch) -> np.ndarray:
+        """Return bool [n], True for samples of groups in which one has paused."""
+        paused = [i for i, one in generation.ended.items() if one.paused]
+        return np.isin(asked["group"], asked["group"][np.isin(asked["id"], paused)])
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         measure_rows(self.metrics, batch)
@@ -205,7 +203,7 @@ class Sampler:
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
         self.progress.at("grading")
-        known = roles.judge.begun(call)
+        known = roles.judge.settle(call)
         found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
         failures = roles.judge.failures()
@@ -233,17 +231,16 @@ class Sampler:
     ) -> Batch:
         """Return generated answers or episodes. Reward and judge score ``most`` of what has finished at once."""
         loader, judge = self.roles["loader"], self.roles.judge if self.recipe.grades else None
-        prepare = loader.begin if self.recipe.rollout.environment else loader.encode
-        if CARRIED in asked.rows:
-            generate = partial(self._whole_groups, rollout, asked, prepare)
-        else:
-            generate = partial(rollout.generate, prepare(asked), greedy=greedy)
-        with self.progress.counted(partial(_done, rollout)):
-            if reward is None and judge is None:
-                return resolved(generate())
-            known = partial(self.journal.known, self.state.step)
-            with scored_ahead(rollout, reward, known, call, most, judge):
-                return resolved(generate())
+        asked = resolved((loader.begin if self.recipe.rollout.environment else loader.encode)(asked))
+        known = partial(self.journal.known, self.state.step)
+        scorers = None if reward is None and judge is None else Scorers(reward, judge, known, call, most)
+        generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
+        if CARRIED not in asked.rows:
+            generation.run(asked, greedy=greedy)
+            return generation.collect(asked["id"])
+        batch = generation.collect(self._whole_groups(generation, asked))
+        rollout.keep(self.state.step + 1, self.journal.oldest)
+        return batch
 
     def _score(
         self, reward: WorkerGroup, batch: Batch, rows: int, call: int
@@ -284,8 +281,3 @@ class Sampler:
         if reason not in self._reported:
             self._reported.add(reason)
             self.say(f"{len(failures)} of {asked} rewards are missing and left out; most often: {reason}")
-
-
-def _done(rollout: WorkerGroup) -> int:
-    """Return how many samples of the running generation have ended."""
-    return sum(int(status["done"]) for status in rollout.status())

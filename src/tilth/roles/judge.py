@@ -1,27 +1,27 @@
 """Judge role: a frozen model that grades answers by a rubric, or names the first wrong step of right ones (FAPO)."""
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 import numpy as np
 
-from tilth.cluster.protocol import control, transfer
+from tilth.cluster.protocol import transfer
 from tilth.config.schema import JudgeConfig as JudgeSection
 from tilth.core.batch import Batch, Store
 from tilth.core.errors import DataError
+from tilth.core.trajectory import Trajectory
 from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
 from tilth.data.template import Template
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds
-from tilth.rewards.ahead import ScoringAhead
 from tilth.rewards.functions import LARGEST
 from tilth.rewards.judging import grade, grading, question, steps, verdict
 from tilth.rewards.process_pool import Item, Outcome
 from tilth.roles.experience import OUTCOME, texts
+from tilth.roles.rollout import LIMITS, Ended
 from tilth.trace.spans import span
 
 VERDICT = "verdict"
@@ -51,9 +51,11 @@ class JudgeWorker:
         generates beside them; None: not before ``grade``. share: (number, count) of the engines that do."""
         self.engine, self.template, self.section, self.store = engine, template, section, store
         self.prompts, self.share = prompts, share
+        self.rounds = EngineRounds(engine, LIMITS)
         self._failures: dict[int, dict[str, Any]] = {}
-        self._ahead: tuple[int, ScoringAhead] | None = None
-        self._engine_free = threading.Lock()
+        self._call = -1
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._scores: dict[tuple[int, int], Outcome] = {}
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
@@ -66,43 +68,51 @@ class JudgeWorker:
         solutions, prompts, answers = (texts(column) for column in columns.values())
         written = [steps(text) for text in solutions]
         asked = [self._ask(int(i), p, a, s) for i, p, a, s in zip(batch["id"], prompts, answers, written)]
-        requests = [request for request in asked if request is not None]
-        with span("judge") as spent:
-            self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            replies = {t.id: t.text for t in EngineRounds(self.engine).drain(requests)}
-            spent.set(tokens=sum(len(request.prompt) for request in requests))
+        replies = self._replies([request for request in asked if request is not None])
         found = [verdict(replies.get(i, ""), len(s)) for i, s in zip(batch["id"].tolist(), written)]
         rows = {VERDICT: np.array([np.nan if v is None else v for v in found], np.float32)}
         rows[JUDGED_BY] = np.full(len(batch), self.engine.version, np.int64)
         return batch.with_rows(**rows)
 
-    @control
-    def begin(self, items: list[list[Any]], call: int, most: int) -> None:
-        """Grade this engine's share of samples (id, prompt, checksum of the ids, text) in the background, at most
-        ``most`` at once. call: the generation that they are from; those of another one are dropped."""
+    @transfer(split="all", gather="merge")
+    def advance(self, samples: Mapping[int, Ended], call: int) -> dict[str, Any]:
+        """Take this engine's share of samples that a generation has finished, and grade for a round, where an order of
+        finishing changes no score. call: number of the generation; scores of an earlier one are dropped."""
         if self.prompts is None:
-            return
-        if self._ahead is None or self._ahead[0] != call:
-            if self._ahead is not None:
-                self._ahead[1].drop()
-            self._ahead = call, ScoringAhead(self, most)
+            return {}
+        if self._call != call:
+            self.rounds.drop()
+            self._call, self._scores, self._asked = call, {}, {}
+            self.engine.reset_prefix_cache()  # as in ``verdicts``
         number, count = self.share
-        mine = [
-            (int(i), int(checksum), self.prompts[int(p)], text) for i, p, checksum, text in items if i % count == number
-        ]
-        self._ahead[1].begin({(i, checksum): (i, p.text, text, p.info) for i, checksum, p, text in mine})
+        mine = {i: one for i, one in samples.items() if i % count == number}
+        known = {i: self.prompts[one.prompt] for i, one in mine.items()}
+        items = [(i, known[i].text, one.text, known[i].info) for i, one in mine.items()]
+        self._asked |= {i: (i, one.checksum) for i, one in mine.items()}
+        requests = self._questions(items)
+        self._scores |= {self._asked.pop(i): _graded(None) for i in mine.keys() - {r.id for r in requests}}
+        with span("judge", tokens=sum(len(request.prompt) for request in requests)):
+            self.rounds.submit(requests)
+            self._take(self.rounds.advance().finished)
+        return {}
 
     @transfer(split="all", gather="merge")
-    def begun(self, call: int) -> dict[tuple[int, int], Outcome]:
-        """Begin nothing more, and return the scores that ``begin`` has brought for a generation, by sample (id,
-        checksum)."""
-        return dict(self._ahead[1].settle()) if self._ahead is not None and self._ahead[0] == call else {}  # type: ignore[arg-type]
+    def settle(self, call: int) -> dict[tuple[int, int], Outcome]:
+        """Grade all that ``advance`` has taken of a generation; return its scores by sample (id, checksum)."""
+        if self._call != call:
+            return {}
+        with span("judge"):
+            self._take(self.rounds.drain())
+        return self._scores
+
+    def _take(self, finished: Iterable[Trajectory]) -> None:
+        self._scores |= {self._asked.pop(t.id): _graded(t.text) for t in finished}
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def grade(self, batch: Batch, *, alone: bool, known: dict[tuple[int, int], Outcome] | None = None) -> Batch:
         """Add the judge's score to the row column ``reward``, and as ``part/judge``; NaN: missing.
 
-        alone: there is no other reward, so that this is the ``outcome`` too. known: from ``begun``, not asked again. An
+        alone: there is no other reward, so that this is the ``outcome`` too. known: of ``settle``, not asked again. An
         answer that the judge cannot be asked about, and a reply without a score, make the reward missing: ``failures``
         says why.
         """
@@ -126,18 +136,22 @@ class JudgeWorker:
 
     def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Ask the judge about answers (id, prompt, completion, info), and return its scores in order."""
-        rubric = self.section.rubric
-        ids = [cast(int, item[0]) for item in items]
-        asked = [
-            self._request(i, grading(rubric, p, str(info.get("answer", "")), c))
-            for i, (_, p, c, info) in zip(ids, items)
-        ]
-        requests = [request for request in asked if request is not None]
-        with self._engine_free, span("judge") as spent:
-            self.engine.reset_prefix_cache()  # as in ``verdicts``
-            replies = {t.id: t.text for t in EngineRounds(self.engine).drain(requests)}
-            spent.set(tokens=sum(len(request.prompt) for request in requests))
-        return [_graded(replies.get(i)) for i in ids]
+        replies = self._replies(self._questions(items))
+        return [_graded(replies.get(cast(int, item[0]))) for item in items]
+
+    def _questions(self, items: Sequence[Item]) -> list[Request]:
+        """Return the requests of those of these answers that the judge can read."""
+        asked = []
+        for i, prompt, completion, info in items:
+            text = grading(self.section.rubric, prompt, str(info.get("answer", "")), completion)
+            asked.append(self._request(cast(int, i), text))
+        return [request for request in asked if request is not None]
+
+    def _replies(self, requests: Sequence[Request]) -> dict[int, str]:
+        """Return the texts of replies by the ids of their requests."""
+        with span("judge", tokens=sum(len(request.prompt) for request in requests)):
+            self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
+            return {t.id: t.text for t in self.rounds.drain(requests)}
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:

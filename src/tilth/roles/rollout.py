@@ -2,10 +2,8 @@
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
@@ -28,18 +27,25 @@ from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
 from tilth.trace.spans import span
 
+LIMITS = RoundLimits(steps=256, early=32)
+"""A round costs its engine nothing, since the next one waits behind it, and the controller a message to each rank."""
 
-class Carry(NamedTuple):
-    """Steps over which samples go on. since: step at whose end those of ``asked`` were kept; step: at whose end those
-    of the answer are; oldest: step that a resume may return to."""
 
-    since: int
-    step: int
-    oldest: int
+class Ended(NamedTuple):
+    """A sample that has ended, or has paused (``rollout.partial``). checksum: of its ids; text: "" if nobody asks."""
+
+    prompt: int
+    checksum: int
+    text: str
+    paused: bool
 
 
 class RolloutWorker:
-    """Generation engine, and the store of prompts and answers. player: plays episodes in place of single answers."""
+    """Generation engine, and the store of prompts and answers. player: plays episodes in place of single answers.
+
+    Samples are submitted, generated in rounds, and collected. Between two rounds weights may come, samples may join or
+    be aborted.
+    """
 
     def __init__(
         self,
@@ -53,161 +59,179 @@ class RolloutWorker:
         self.engine, self.template, self.section, self.store = engine, template, section, store
         self.player = player
         self.rank = rank
+        self.rounds = EngineRounds(engine, LIMITS, player)
         self._journals: Path | None = None
         self._failures: dict[int, dict[str, Any]] = {}
-        self._asked: Sequence[int] = ()
-        self._done = 0
-        self._aborting: deque[int] = deque()
-        self._finished: deque[list[Any]] = deque()
+        self._asked = self._done = 0
+        self._aborting: list[int] = []
+        self._ended: dict[int, Played] = {}
+        """Samples that have ended or paused and were not collected."""
+        self._news: list[int] = []
+        """Those of them that had ended before they were submitted."""
+        self._before: dict[int, int] = {}
+        """Sample that goes on -> length of its completion before."""
+        self._params, self._partial, self._plays = SamplingParams(), 0, False
         self._unfinished: Unfinished | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
 
     @control
     def status(self) -> dict[str, float]:
-        """Return the number of ``requests`` that the running call was asked for, ``done``: those of them that have
-        ended, the ``version`` of the weights and the engine's counts (``Stats.dump``); 0 on ranks whose engine another
-        rank reports."""
-        done = self._done if self._asked else 0
-        counts = {"requests": len(self._asked), "done": done, **self.engine.stats().dump()}
+        """Return the number of ``requests`` since ``begin``, ``done``: those of them that have ended or paused, the
+        ``version`` of the weights and the engine's counts (``Stats.dump``); 0 on ranks whose engine another rank
+        reports."""
+        counts = {"requests": self._asked, "done": self._done, **self.engine.stats().dump()}
         return {"version": self.engine.version, **{n: count * self.engine.reports for n, count in counts.items()}}
 
-    @control
-    def abort(self, ids: Sequence[int] | None = None) -> int:
-        """Abort requests of the running call (None: all) before the engine's next poll; return their number.
+    @transfer(split="all", gather="merge", over=("dp",))
+    def begin(self) -> dict[str, Any]:
+        """Drop what is in flight and was not collected, and forget prefixes of earlier steps, so that a step that runs
+        again does the same work."""
+        self.rounds.drop()
+        self.engine.reset_prefix_cache()
+        for kept in (self._ended, self._news, self._before, self._aborting):
+            kept.clear()
+        if self.player is not None:
+            self.player.played.clear()
+            self.player.pool.keep(None)
+        self._asked = self._done = 0
+        return {}
 
-        Each ends with the tokens it has and finish "aborted"; one that has finished meanwhile does not change.
+    @transfer(split="rows", gather="merge", over=("dp",))
+    def submit(self, asked: Batch, *, greedy: bool = False, since: int | None = None) -> dict[str, Any]:
+        """Take a sample for each row (columns id, group, prompt; payload prompt_tokens), or an episode (payload info).
+
+        since: step at whose end the samples with ``carried`` 1 paused; they go on. Each sample then gets
+        ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them.
         """
-        chosen = [i for i in self._asked if ids is None or i in ids]
-        self._aborting.extend(chosen)
+        self._params, self._plays = self._params_of(greedy), INFO in asked.payload
+        self._partial, carried = 0, list[Played]()
+        fresh = asked
+        if since is not None:
+            assert self._unfinished is not None
+            goes = asked[CARRIED] != 0
+            self._partial, fresh = self.section.partial, asked.select(~goes)
+            kept = self._unfinished.take(since, asked["id"][goes].tolist()).values()
+            carried = [Played.of(t) if self._plays else Played(t, {}, paused=self._paused(t)) for t in kept]
+        self._asked += len(asked)
+        self._go_on(carried, self._wanted(fresh) if self._plays else [])
+        if not self._plays:
+            self.rounds.submit(self._requests(fresh))
+        return {}
+
+    @transfer(split="all", gather="merge", over=("dp",))
+    def resume(self) -> dict[str, Any]:
+        """Go on with the samples that have paused and were not collected."""
+        paused = [one for one in self._ended.values() if one.paused is not None]
+        self._done -= len(paused)
+        for one in paused:
+            del self._ended[one.trajectory.id]
+        self._go_on(paused, [])
+        return {}
+
+    @transfer(split="all", gather="merge", over=("dp",))
+    def advance(self, *, texts: bool = True) -> dict[int, Ended]:
+        """Generate for a round; return the samples that have ended, by id. texts: with their texts."""
+        news, self._news = self._news, []
+        if self.rounds.busy:
+            self._check_current()
+            with span("generate") as spent:
+                aborted, self._aborting = self._aborting, []
+                found = self.rounds.advance(aborted=aborted).finished
+                written = sum(t.completion_length - self._before.pop(t.id, 0) for t in found)
+                spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
+            for t in found:
+                self._ended[t.id] = self._played(t)
+            news += [t.id for t in found]
+        self._done += len(news)
+        told = [(one.trajectory, one.paused is not None) for one in map(self._ended.__getitem__, news)]
+        return {t.id: Ended(t.prompt, identity(t.tokens), t.text if texts else "", paused) for t, paused in told}
+
+    @transfer(split="all", gather="all")
+    def abort(self, ids: Sequence[int] | None = None) -> int:
+        """End samples (None: all) in the next round, each with the tokens it has and finish "aborted"; an episode ends
+        with the turn that is drawn. Return their number."""
+        chosen = [i for i in self.rounds if ids is None or i in ids]
+        self._aborting += chosen
         return len(chosen) * self.engine.reports
 
-    @control
-    def finished(self) -> list[list[Any]]:
-        """Return the samples of the running call that have finished since the last look: id, prompt, checksum of the
-        ids, text."""
-        return [self._finished.popleft() for _ in range(len(self._finished))]
+    @transfer(split="all", gather="rows", over=("dp",))
+    def collect(self, ids: np.ndarray) -> Batch:
+        """Return the rows of those of these samples that have ended here, in this order, and forget them."""
+        found = [self._ended.pop(i) for i in ids.tolist() if i in self._ended]
+        batch = to_batch([one.trajectory for one in found], self.store, by_turn=self._plays)
+        return self._scored(batch, found) if self._plays else batch
 
-    @transfer(split="rows", gather="rows", over=("dp",))
-    def generate(self, asked: Batch, *, greedy: bool = False, carry: Carry | None = None) -> Batch:
-        """Generate one sample for each row (columns id, group, prompt; payload prompt_tokens), in order, or play an
-        episode (payload info).
-
-        carry: a sample gets ``rollout.partial`` tokens at most, an episode ends the turn in which it has them. The row
-        column ``carried`` is 1 in ``asked`` for samples that go on, and in the answer for those that are not finished.
-        """
-        self._check_current()
-        params, player = self._params(greedy), self.player if INFO in asked.payload else None
-        before = {} if carry is None else self._before(asked, carry)
-        work: Callable[[], list[Played]]
-        if player is None:
-            work = partial(self._complete, self._requests(asked, params, carry), params, before)
-        else:
-            work = partial(self._play, player, self._wanted(asked), params, carry, before)
-        with span("generate") as spent:
-            self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            self._aborting.clear()
-            self._asked, self._done = asked["id"].tolist(), 0
-            try:
-                found = work()
-            finally:
-                self._asked = ()
-                self._finished.clear()
-            trajectories = [one.trajectory for one in found]
-            written = sum(t.completion_length for t in trajectories)
-            written -= sum(t.completion_length for t in before.values())
-            spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in trajectories))
-        batch = to_batch(trajectories, self.store, by_turn=player is not None)
-        if player is not None:
-            batch = self._scored(batch, found)
-            trajectories = [one.kept() for one in found]
-        if carry is not None:
-            batch = self._carried(batch, trajectories, [one.paused is not None for one in found], carry)
-        return batch
-
-    def _before(self, asked: Batch, carry: Carry) -> dict[int, Trajectory]:
-        """Return the samples that go on, and those that wait for the rest of their group."""
+    @transfer(split="all", gather="first")
+    def keep(self, step: int, oldest: int) -> None:
+        """Keep the samples that were not collected for the step after this one, durably, and drop those of steps before
+        ``oldest``. StorageError."""
         assert self._unfinished is not None
-        return self._unfinished.take(carry.since, asked["id"][asked[CARRIED] != 0].tolist())
-
-    def _requests(self, asked: Batch, params: SamplingParams, carry: Carry | None) -> list[Request]:
-        some = params if carry is None else replace(params, max_tokens=self.section.partial)
-        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
-        return [
-            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
-            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
-        ]
-
-    def _complete(
-        self, requests: Sequence[Request], params: SamplingParams, before: Mapping[int, Trajectory]
-    ) -> list[Played]:
-        """Generate until all requests and samples of the step before have ended; return them in the order of
-        ``requests``."""
-        resumed = [t for t in before.values() if not self._ended(t)]
-        for t in resumed:
-            most = min(params.max_tokens, t.completion_length + self.section.partial)
-            self.engine.resume(t, replace(params, max_tokens=most))  # type: ignore[attr-defined]  # checked at start
-        new = [request for request in requests if request.id not in before]
-        more = ([t.id for t in resumed],) if resumed else ()
-        found = {**before}
-        for t in self.engine.stream(new, self._aborting, *more):
-            self._announce(t)
-            found[t.id] = t
-        return [Played(t, {}, paused=None if self._ended(t) else {}) for t in (found[r.id] for r in requests)]
-
-    def _ended(self, t: Trajectory) -> bool:
-        """True if a trajectory was cut by nothing but ``rollout.max_tokens``, if at all."""
-        return t.finish != "length" or t.completion_length >= self.section.max_tokens
-
-    def _carried(self, batch: Batch, found: Sequence[Trajectory], going: Sequence[bool], carry: Carry) -> Batch:
-        """Keep the samples of groups that are not finished; name in the answer those that are not."""
-        assert self._unfinished is not None
-        groups = {t.group for t, goes in zip(found, going, strict=True) if goes}
         if self.engine.reports:
-            self._unfinished.keep(carry.step, [t for t in found if t.group in groups], carry.oldest)
-        return batch.with_rows(**{CARRIED: np.array(going, np.int8)})
+            left = [one.kept() if self._plays else one.trajectory for one in self._ended.values()]
+            self._unfinished.keep(step, left, oldest)
+        self._ended.clear()
 
     @transfer(split="all", gather="first")
     def carry_in(self, folder: str) -> None:
         """Keep samples that go on in the next step in this folder."""
         self._unfinished = Unfinished(Path(folder), self.rank)
 
-    def _announce(self, t: Trajectory) -> None:
-        self._done += 1
-        if self.engine.reports:
-            self._finished.append([t.id, t.prompt, identity(t.tokens), t.text])
+    def _requests(self, asked: Batch) -> list[Request]:
+        some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)
+        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
+        return [
+            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
+            for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
+        ]
 
     def _wanted(self, asked: Batch) -> list[Wanted]:
         infos = texts(asked.read(self.store, INFO)[INFO])
         rows = zip(*(asked[c].tolist() for c in ("id", "group", "prompt")))
         return [Wanted(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
 
+    def _go_on(self, carried: Sequence[Played], wanted: Sequence[Wanted]) -> None:
+        """Go on with samples that have paused, and begin episodes; those that have ended wait for their groups."""
+        paused = [one for one in carried if one.paused is not None]
+        self._before |= {one.trajectory.id: one.trajectory.completion_length for one in paused}
+        for one in carried:
+            if one.paused is None:
+                self._ended[one.trajectory.id] = one
+                self._news.append(one.trajectory.id)
+        if self._plays:
+            self._play([*(one.id for one in wanted), *(one.trajectory.id for one in carried)], wanted, carried, paused)
+            return
+        for one in paused:
+            most = min(self._params.max_tokens, one.trajectory.completion_length + self._partial)
+            self.rounds.resume(one.trajectory, replace(self._params, max_tokens=most))
+
     def _play(
-        self,
-        player: Player,
-        wanted: Sequence[Wanted],
-        params: SamplingParams,
-        carry: Carry | None,
-        before: Mapping[int, Trajectory],
-    ) -> list[Played]:
-        """Play these episodes to their ends, or with ``carry`` up to a pause."""
+        self, ids: Sequence[int], wanted: Sequence[Wanted], carried: Sequence[Played], paused: Sequence[Played]
+    ) -> None:
+        """Begin these episodes and go on with paused ones. ids: of all that the journal of observations is for."""
+        assert self.player is not None
         if self._journals is not None:
-            about = f"version {self.engine.version}, {params}"
-            about += f", after {sum(len(t.tokens) for t in before.values())}" if before else ""
-            player.pool.keep(ObservationJournal(self._journals, self._asked, about))
-        try:
-            most, kept = self.section.partial * (carry is not None), {i: Played.of(t) for i, t in before.items()}
-            return player.play(wanted, params, partial=most, before=kept, finished=self._announce)
-        finally:
-            player.pool.keep(None)
+            about = f"version {self.engine.version}, {self._params}"
+            about += f", after {sum(len(one.trajectory.tokens) for one in carried)}" if carried else ""
+            self.player.pool.keep(ObservationJournal(self._journals, sorted(ids), about))
+        self.player.begin(wanted, self._params, self._partial, paused)
+
+    def _played(self, t: Trajectory) -> Played:
+        """Return a sample that has ended or paused."""
+        played = None if self.player is None else self.player.played.pop(t.id, None)
+        return Played(t, {}, paused=self._paused(t)) if played is None else played
+
+    def _paused(self, t: Trajectory) -> dict[str, Any] | None:
+        """Return {} for an answer that was cut by ``rollout.partial`` alone; None for one that has ended."""
+        goes = self._partial and t.finish == "length" and t.completion_length < self.section.max_tokens
+        return {} if goes else None
 
     def _scored(self, batch: Batch, found: Sequence[Played]) -> Batch:
         """Add the parts of the environment's reward, and numbers of turns and calls; note why rewards are missing."""
-        waiting = {one.trajectory.group for one in found if one.paused is not None}
         self._failures = {
             one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}
             for one in found
-            if one.trajectory.reward is None and one.trajectory.group not in waiting
+            if one.trajectory.reward is None
         }
         names = sorted({name for one in found for name in one.parts})
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
@@ -230,7 +254,7 @@ class RolloutWorker:
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:
-        """Return reason and status of the episodes of the last call that have no reward, by trajectory id."""
+        """Return reason and status of the episodes of the last ``collect`` that have no reward, by trajectory id."""
         return self._failures
 
     def close(self) -> None:
@@ -251,7 +275,7 @@ class RolloutWorker:
                 key="rollout.stale",
             )
 
-    def _params(self, greedy: bool) -> SamplingParams:
+    def _params_of(self, greedy: bool) -> SamplingParams:
         s = self.section
         stops = self.template.stops
         if greedy:

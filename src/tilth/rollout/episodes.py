@@ -6,7 +6,7 @@ only appended: what the policy wrote is never rendered or tokenised again.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tilth.data.template import Template, TemplateError
 from tilth.engines.grammar import added_tokens, grammar_of_calls
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.engines.stops import Decodes
 from tilth.envs.calls import message_of
 from tilth.envs.environment import EnvironmentFault
@@ -76,7 +77,7 @@ class Episode:
     earned: float = 0.0
     """Sum of all rewards of turns."""
     written: int = 0
-    """Tokens of the policy in this call."""
+    """Tokens of the policy since it was begun or resumed."""
     limits: Mapping[str, Any] | None = None
     """Limits of the next turn, where the environment asks for it (``SelfDriven.limits``)."""
     short: bool = False
@@ -126,7 +127,9 @@ class Played:
 
 
 class Player:
-    """Plays episodes: an engine, a template, a tokenizer that shows special tokens, and a pool of environments."""
+    """Plays episodes: an engine, a template, a tokenizer that shows special tokens, and a pool of environments.
+
+    It is a source of requests for the rounds of the engine (``engines.rounds.RequestSource``)."""
 
     def __init__(
         self,
@@ -140,65 +143,88 @@ class Player:
         """constrained: calls of tools follow the tools' schemas (``engines.grammar``)."""
         self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
+        self.played: dict[int, Played] = {}
+        """Episodes that have ended or paused, for the caller to take."""
+        self._params, self._partial = SamplingParams(), 0
         self._open: dict[int, Episode] = {}
+        self._resumed: list[Answer] = []
+        """Answers of environments of resumed episodes, from before they paused."""
         self._generating: dict[int, int] = {}
         """Request in flight -> its episode."""
-        self._played: dict[int, Played] = {}
-        self._partial = 0
-        self._finished: Callable[[Trajectory], None] = lambda trajectory: None
+        self._unwanted: list[int] = []
+        self._ended: list[Trajectory] = []
 
-    def play(
-        self,
-        wanted: Sequence[Wanted],
-        params: SamplingParams,
-        *,
-        partial: int = 0,
-        before: Mapping[int, Played] | None = None,
-        finished: Callable[[Trajectory], None] = lambda trajectory: None,
-    ) -> list[Played]:
+    def play(self, wanted: Sequence[Wanted], params: SamplingParams) -> list[Played]:
         """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
-        an environment's failures become missing rewards.
-
-        partial: tokens of the policy in this call after which an episode pauses before its next turn; 0: none does.
-        before: what an earlier call has returned of some of them: paused ones go on, finished ones stay as they are.
-        finished: called with each episode when it ends.
-        """
-        before, self._finished = before or {}, finished
-        self._partial = partial
-        self._played, self._generating = {i: one for i, one in before.items() if one.paused is None}, {}
-        self._open = {one.id: Episode(one) for one in wanted if one.id not in before}
-        if partial:
-            self.pool.keep_only(one.id for one in wanted)
+        an environment's failures become missing rewards."""
+        self.begin(wanted, params)
         try:
-            for one in wanted:
-                if one.id in self._open:
-                    self.pool.begin(one.id, one.info)
-            self._resume([(one, before[one.id]) for one in wanted if one.id in before], params)
-            while self._open:
-                self._answers(self.pool.poll(0.0 if self._generating else WAIT), params)
-                if self._generating:
-                    for trajectory in self.engine.poll():
-                        self._turn_ended(trajectory, params)
+            for _ in EngineRounds(self.engine, source=self).drain():
+                pass  # ``played`` has them
         finally:
-            for id in list(self._open):  # after an error of the engine
-                self.pool.end(id)
-        return [self._played[one.id] for one in wanted]
+            self.drop()
+        return [self.played.pop(one.id) for one in wanted]
 
-    def _resume(self, paused: Sequence[tuple[Wanted, Played]], params: SamplingParams) -> None:
-        """Go on with paused episodes: what their environments have said is the beginning of the next turn."""
-        answers = []
-        for wanted, played in paused:
-            if played.paused is None:
-                continue
-            state = dict(played.paused)
-            self.pool.resume(wanted.id, state.pop("said"))
-            answers.append(Answer(wanted.id, "step", {"messages": state.pop("heard"), "done": False}))
-            talks = [
-                Talk(one["tools"], one["ended"], TrajectoryBuffer.of(part, one["rewards"]))
-                for one, part in zip(state.pop("talks"), parted(played.trajectory), strict=True)
-            ]
-            self._open[wanted.id] = Episode(wanted, talks, **state)
-        self._answers(answers, params)
+    def begin(
+        self, wanted: Sequence[Wanted], params: SamplingParams, partial: int = 0, paused: Sequence[Played] = ()
+    ) -> None:
+        """Begin episodes, beside those that are open, and go on with paused ones.
+
+        partial: tokens of the policy from now on after which an episode pauses before its next turn; 0: none does.
+        """
+        self._params, self._partial = params, partial
+        if partial:
+            self.pool.keep_only([*(one.id for one in wanted), *(one.trajectory.id for one in paused)])
+        for one in wanted:
+            self._open[one.id] = Episode(one)
+            self.pool.begin(one.id, one.info)
+        for played in paused:
+            self._resume(played)
+
+    @property
+    def open(self) -> bool:
+        """True while an episode has not ended."""
+        return bool(self._open)
+
+    def requests(self, *, wait: bool) -> tuple[list[Request], list[int]]:
+        """Return the next turns, in the order of their ids, so that equal prompts meet, and the requests of episodes
+        that have ended meanwhile."""
+        if not self._open:
+            return [], []
+        answers = self._resumed or self.pool.poll(WAIT if wait else 0.0)
+        self._resumed = []
+        made = [self._request(answer) for answer in sorted(answers, key=lambda a: a.episode)]
+        unwanted, self._unwanted = self._unwanted, []
+        return [request for request in made if request is not None], unwanted
+
+    def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
+        """Take turns that are drawn; return the episodes that have ended or paused, and what is no turn."""
+        others = []
+        for trajectory in finished:
+            if trajectory.id in self._generating:
+                self._turn_ended(trajectory)
+            else:
+                others.append(trajectory)
+        ended, self._ended = self._ended, []
+        return [*others, *ended]
+
+    def drop(self) -> None:
+        """End the episodes that are open, as after an error of the engine."""
+        for id in self._open:
+            self.pool.end(id)
+        for kept in (self._open, self._generating, self._resumed, self._unwanted, self._ended):
+            kept.clear()
+
+    def _resume(self, played: Played) -> None:
+        """Go on with a paused episode: what its environment has said is the beginning of the next turn."""
+        whole, state = played.trajectory, dict(played.paused or {})
+        self.pool.resume(whole.id, state.pop("said"))
+        self._resumed.append(Answer(whole.id, "step", {"messages": state.pop("heard"), "done": False}))
+        talks = [
+            Talk(one["tools"], one["ended"], TrajectoryBuffer.of(part, one["rewards"]))
+            for one, part in zip(state.pop("talks"), parted(whole), strict=True)
+        ]
+        self._open[whole.id] = Episode(Wanted(whole.id, {}, whole.group, whole.prompt), talks, **state)
 
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
@@ -207,17 +233,15 @@ class Player:
             {"tools": one.tools, "ended": one.ended, "rewards": one.buffer.rewards} for one in episode.talks
         ]
         state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
-        del self._open[episode.wanted.id]
         whole = _joined(episode, [one.buffer for one in episode.talks], cut=False)
-        self._played[episode.wanted.id] = Played(whole, {}, turns=episode.turns, paused=state)
+        self._leave(episode, Played(whole, {}, turns=episode.turns, paused=state))
 
-    def _answers(self, answers: Sequence[Answer], params: SamplingParams) -> None:
-        """Handle what environments say; requests are queued in the order of their ids, so that equal prompts meet."""
-        requests = [self._request(answer, params) for answer in sorted(answers, key=lambda a: a.episode)]
-        if queued := [request for request in requests if request is not None]:
-            self.engine.submit(queued)
+    def _leave(self, episode: Episode, played: Played) -> None:
+        del self._open[episode.wanted.id]
+        self.played[episode.wanted.id] = played
+        self._ended.append(played.trajectory)
 
-    def _request(self, answer: Answer, params: SamplingParams) -> Request | None:
+    def _request(self, answer: Answer) -> Request | None:
         """Return the request for the policy's next turn; None if the episode ends or waits."""
         episode = self._open[answer.episode]
         if answer.status != "ok":
@@ -227,12 +251,12 @@ class Player:
             self._close(episode, score["parts"], score["reason"], "ok" if score["value"] is not None else "invalid",
                         score["value"])  # fmt: skip
         elif answer.op == "begin":
-            return self._first(episode, answer.value, params)
+            return self._first(episode, answer.value)
         else:
-            return self._stepped(episode, answer.value, params)
+            return self._stepped(episode, answer.value)
         return None
 
-    def _stepped(self, episode: Episode, answer: Mapping[str, Any], params: SamplingParams) -> Request | None:
+    def _stepped(self, episode: Episode, answer: Mapping[str, Any]) -> Request | None:
         """Go on after a step: with the next turn, or with the reward at the end of the episode."""
         reward = answer.get("reward", 0.0)
         episode.earned += reward
@@ -247,28 +271,28 @@ class Player:
         elif self._partial and episode.written >= self._partial:
             self._pause(episode, answer["messages"])
         else:
-            return self._turn_to(episode, answer["messages"], params)
+            return self._turn_to(episode, answer["messages"])
         return None
 
-    def _turn_to(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
+    def _turn_to(self, episode: Episode, new: Sequence[Mapping[str, Any]]) -> Request | None:
         """Go on with the conversation that the environment names, or begin it."""
         limits = episode.limits or {}
         episode.at = limits.get("conversation", 0)
         if episode.at < len(episode.talks):
-            return self._next(episode, new, params)
+            return self._next(episode, new)
         episode.talks.append(Talk())
-        return self._first(episode, {"messages": new, "tools": limits["tools"], "limits": limits}, params)
+        return self._first(episode, {"messages": new, "tools": limits["tools"], "limits": limits})
 
-    def _first(self, episode: Episode, begun: Mapping[str, Any], params: SamplingParams) -> Request | None:
+    def _first(self, episode: Episode, begun: Mapping[str, Any]) -> Request | None:
         episode.talk.tools, episode.limits = begun["tools"], begun.get("limits")
         try:
             ids = self.template.begin(begun["messages"], episode.talk.tools)
         except DataError as error:
             self._unreadable(episode, error)
             return None
-        return self._ask(episode, np.asarray(ids, np.int64), params, f"its first messages have {len(ids)} tokens")
+        return self._ask(episode, np.asarray(ids, np.int64), f"its first messages have {len(ids)} tokens")
 
-    def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]], params: SamplingParams) -> Request | None:
+    def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]]) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
         talk = episode.talk
         try:
@@ -278,7 +302,7 @@ class Player:
             return None
         if ids:
             talk.buffer.read(new[0]["role"], ids)
-        return self._ask(episode, talk.buffer.tokens, params, f"an answer of the environment has {len(ids)} tokens")
+        return self._ask(episode, talk.buffer.tokens, f"an answer of the environment has {len(ids)} tokens")
 
     def _unreadable(self, episode: Episode, error: DataError) -> None:
         """End an episode whose environment says what the tokenizer cannot express, or the template does not take in
@@ -287,10 +311,10 @@ class Player:
             raise error
         self._close(episode, {}, str(error), "error")
 
-    def _ask(self, episode: Episode, tokens: np.ndarray, params: SamplingParams, what: str) -> Request | None:
+    def _ask(self, episode: Episode, tokens: np.ndarray, what: str) -> Request | None:
         """Return the request for the next turn; without room for a token the episode is cut, and scored as it is."""
         room = self.limits.context - len(tokens) - episode.others
-        wanted = episode.wanted
+        wanted, params = episode.wanted, self._params
         if room < 1:
             self._cut(episode, f"{what}, of a context of {self.limits.context}")
             return None
@@ -317,7 +341,7 @@ class Player:
             raise EnvironmentFault(message, key="rollout.tool_schemas.none")
         return grammar_of_calls(json.dumps(tools), self._added)
 
-    def _turn_ended(self, trajectory: Trajectory, params: SamplingParams) -> None:
+    def _turn_ended(self, trajectory: Trajectory) -> None:
         """Take the policy's turn: pass it on, or end an episode whose turn was cut."""
         episode = self._open[self._generating.pop(trajectory.id)]
         talk = episode.talk
@@ -326,7 +350,7 @@ class Player:
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
         episode.written += len(ids)
-        talk.ended = len(ids) > 0 and ids[-1] in params.stop_tokens
+        talk.ended = len(ids) > 0 and ids[-1] in self._params.stop_tokens
         text = self.tokenizer.decode(ids[:-1] if talk.ended else ids, special=True)
         short = episode.short and trajectory.finish == "length"
         if trajectory.finish in ("length", "aborted") and not short:
@@ -352,16 +376,14 @@ class Player:
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None
     ) -> None:
         """End an episode. Tokens after the policy's last turn of a conversation are left out: nothing follows them."""
-        del self._open[episode.wanted.id]
         self.pool.end(episode.wanted.id)
         if self._generating.pop(episode.request, None) is not None:  # its lost environment was not the same again
-            self.engine.abort(episode.request)
+            self._unwanted.append(episode.request)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
         whole = _whole(episode)
         whole.reward, whole.finish = None if value is None else value + episode.earned, finish
         calls = episode.calls if any(talk.tools for talk in episode.talks) else math.nan
-        self._played[episode.wanted.id] = Played(whole, parts, reason or episode.note, status, episode.turns, calls)
-        self._finished(whole)
+        self._leave(episode, Played(whole, parts, reason or episode.note, status, episode.turns, calls))
 
 
 def _silent(wanted: Wanted) -> Trajectory:

@@ -3,14 +3,13 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilth.core.clock import periodically
-from tilth.core.errors import TilthError
 
 PROGRESS = "progress.json"
 """File of a running run: ``Doing`` as JSON."""
@@ -36,39 +35,20 @@ class Doing:
 
 
 class StepProgress:
-    """Notes of the run's thread on what it does, at which another thread looks, and at the counter of this part."""
+    """Notes of the run's thread on what it does, ``now``, which another thread writes to a file."""
 
     def __init__(self, folder: Path) -> None:
-        self.now = self._doing = Doing()
-        """``now`` is what the thread has seen last."""
-        self._file, self._count = folder / PROGRESS, lambda: 0
+        self.now = self._written = Doing()
+        self._file = folder / PROGRESS
 
     def begin(self, phase: str, step: int, steps: int) -> None:
         """Begin a step: its number in its phase, and the steps of the phase."""
-        self._doing = Doing(phase, step, steps, since=time.time())
+        self.now = Doing(phase, step, steps, since=time.time())
 
     def at(self, what: str, done: int = 0, of: int = 0) -> None:
         """Go on to another part of the step, or count on in the same."""
-        since = self._doing.since if what == self._doing.what else time.time()
-        self._doing = replace(self._doing, what=what, done=done, of=of, since=since)
-
-    @contextmanager
-    def counted(self, count: Callable[[], int]) -> Iterator[None]:
-        """Let others count what is done of the present part, while the run's thread waits for it."""
-        self._count = count
-        try:
-            yield
-        finally:
-            self._count = lambda: 0
-
-    def look(self) -> Doing:
-        """Ask the counter how much is done, and return ``now``."""
-        seen, done = self._doing, 0
-        with suppress(TilthError):  # a worker that cannot be asked: the call in flight reports it
-            done = self._count()
-        if self._doing is seen:  # else the count may be of another part
-            self.now = replace(seen, done=done or seen.done)
-        return self.now
+        since = self.now.since if what == self.now.what else time.time()
+        self.now = replace(self.now, what=what, done=done, of=of, since=since)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -80,8 +60,10 @@ class StepProgress:
             self._file.unlink(missing_ok=True)
 
     def _note(self) -> None:
-        if self.now != self.look():
-            self._write(self.now)
+        now = self.now
+        if now != self._written:
+            self._write(now)
+            self._written = now
 
     def _write(self, now: Doing) -> None:
         """Replace the file; it is not durable, and a full disk, which the run's log reports, loses it."""
