@@ -30,6 +30,7 @@ from tilth.checkpoint import open_checkpoint
 from tilth.checkpoint.directory import complete, discard, quarantine
 from tilth.checkpoint.storage import Local
 from tilth.cli import ckpt
+from tilth.runs import checkpoints
 
 
 @pytest.fixture
@@ -264,7 +265,7 @@ def test_verify_while_a_run_removes_some(how, run, monkeypatch):
             discard(path) if how == "removed" else quarantine(path, "x")
         return open_checkpoint(path)
 
-    monkeypatch.setattr(ckpt, "open_checkpoint", taken)
+    monkeypatch.setattr(checkpoints, "open_checkpoint", taken)
     result = call("ckpt", "verify", run, "--all")
     assert result.exit_code == 0 and f"{place_of(run, 4)}: passed over, it was removed" in result.stdout
     assert [row["step"] for row in said("ckpt", "verify", run, "--all")] == [2, 6]
@@ -278,7 +279,7 @@ def test_the_one_that_goes_while_it_is_read(run, monkeypatch):
         discard(path)
         return checkpoint
 
-    monkeypatch.setattr(ckpt, "open_checkpoint", opened)
+    monkeypatch.setattr(checkpoints, "open_checkpoint", opened)
     result = call("ckpt", "verify", f"{run}@4", "--json")
     assert result.exit_code == 2 and not result.stdout and "step-000004: passed over" in result.stderr
     assert "there is no complete checkpoint in" in result.stderr
@@ -289,7 +290,7 @@ def test_a_manifest_that_goes_while_it_is_read_is_damage(run, monkeypatch):
         (path / "manifest.json").unlink(missing_ok=True)
         return open_checkpoint(path)
 
-    monkeypatch.setattr(ckpt, "open_checkpoint", opened)
+    monkeypatch.setattr(checkpoints, "open_checkpoint", opened)
     assert said("ckpt", "verify", run)[0]["problems"] == ["manifest.json is missing"]
 
 
@@ -375,7 +376,7 @@ def test_ls_while_a_run_removes_some(run, monkeypatch):
             shutil.rmtree(path)
         return open_checkpoint(path)
 
-    monkeypatch.setattr(ckpt, "open_checkpoint", removed)
+    monkeypatch.setattr(checkpoints, "open_checkpoint", removed)
     assert [(row["step"], row["state"]) for row in said("ckpt", "ls", run)] == [(4, "complete"), (6, "complete")]
 
 
@@ -407,8 +408,8 @@ def test_a_terminal_gets_a_bar(run, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     seen = []
     with ckpt.bar() as told:
-        place = ckpt.places(str(run))[0]
-        verdict = ckpt.examine(place, complete(run / "checkpoints")[-1], lambda *a: (seen.append(a), told(*a)))
+        place = checkpoints.places(str(run))[0]
+        verdict = checkpoints.examine(place, complete(run / "checkpoints")[-1], lambda *a: (seen.append(a), told(*a)))
     assert verdict.intact and seen[-1][0] == "step-000006" and seen[-1][1] == seen[-1][2] > 0
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import typer
 
-from tilth.cli.ckpt import mesh_text, sizes
+from tilth.cli.ckpt import mesh_text
 from tilth.cli.main import CkptShowCommand
 from tilth.cli.tables import new_table
 from tilth.cli.tables import show as show_tables
 from tilth.core.errors import DataError
+from tilth.runs.checkpoints import sizes
 from tilth.runs.files import flattened, to_json
 from tilth.runs.tensors import TensorSource, open_source
 from tilth.ui import format

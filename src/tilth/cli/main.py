@@ -425,7 +425,7 @@ class CkptExportCommand(NamedTuple):
 EVERY = "also keep steps that are a multiple; default: run.keep_every of the run"
 
 
-@command("prune", "ckpt:prune", ckpt)
+@command("prune", "ckpt:remove", ckpt)
 class CkptPruneCommand(NamedTuple):
     """Remove old checkpoints, never the newest nor the best. Refused while a process writes the run.
 
