@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from tilth.analysis.cause import Cause
+from tilth.analysis.summaries import whatif_summary
 from tilth.cli.tables import show
-from tilth.cli.trace_whatif import as_dict, slowdowns, summary, table, worker_map, write_map
+from tilth.cli.trace_whatif import slowdowns, summary, table, worker_map, write_map
 from tilth.core.errors import DataError
 from tilth.ui import format
 from tilth_studies.cause import diagnose
@@ -29,7 +30,7 @@ def analyse(path: Path, meta: Path | None, svg: Path | None, *, as_json: bool) -
     if svg is not None:
         write_map(svg, path.name, found, cause, [f"dp {w['dp']} stage {w['stage']}" for w in found.by_worker])
     if as_json:
-        typer.echo(json.dumps(as_dict(found, cause), allow_nan=False))
+        typer.echo(json.dumps(whatif_summary(found, cause), allow_nan=False))
     else:
         show(*_parts(path, trace, found, cause))
 

@@ -4,17 +4,14 @@ import json
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import typer
 
-from tilth.analysis.events import Events, parse_steps
-from tilth.analysis.profiled import profiled
-from tilth.analysis.recent import dropped, told
+from tilth.analysis.events import parse_steps
+from tilth.analysis.recent import told
 from tilth.analysis.run_trace import hint, open_run
-from tilth.analysis.run_whatif import analyse_events
+from tilth.analysis.summaries import breakdown_summary, gain, state_of
 from tilth.analysis.time_breakdown import (
     COMMUNICATION,
     CONTROLLER,
@@ -23,12 +20,10 @@ from tilth.analysis.time_breakdown import (
     PEERS,
     PROFILE,
     STAGES,
-    Account,
     account,
 )
 from tilth.cli.main import TraceRunCommand
 from tilth.cli.tables import WIDTH
-from tilth.cli.trace_whatif import about
 from tilth.core.errors import DataError
 from tilth.ui import format
 
@@ -45,103 +40,13 @@ def account_of(options: TraceRunCommand) -> None:
         raise DataError(f"no run at {str(run)!r}, nor is it a command of tilth trace (tilth trace --help)", key="RUN")
     opened = open_run(run, options.attempt)
     events = opened.events
-    ended = (told(events) or None) if _state(run) == "running" else None
+    ended = (told(events) or None) if state_of(run) == "running" else None
     try:
         found = account(events, parse_steps(steps) if steps else ended)
     except DataError as error:
         raise DataError(f"{run}: {error}{hint(run, events.attempt) if steps else ''}", key=error.key) from error
-    plain = as_dict(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
+    plain = breakdown_summary(run, events, found) | {"gain": gain(events, found), "notes": opened.notes}
     typer.echo(json.dumps(plain, allow_nan=False) if options.as_json else "\n".join(lines(plain)))
-
-
-def as_dict(run: Path, events: Events, found: Account) -> Found:
-    """Return the findings as JSON has them: seconds, tokens per second, shares from 0 to 1."""
-    slowest = int(found.seconds.argmax())
-    inline = events.controller in events.workers
-    return {
-        "run": str(run),
-        "state": _state(run),
-        "attempt": found.attempt,
-        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
-        "seconds": found.whole,
-        "step": {
-            "mean": float(found.seconds.mean()), "median": float(np.median(found.seconds)),
-            "longest": float(found.seconds[slowest]), "longest_at": int(found.steps[slowest]),
-        },
-        "parts": {name: {"seconds": s, "share": s / found.whole} for name, s in found.parts.items()},
-        "roles": {
-            role: {str(r): float(t) for r, t in zip(found.ranks, took) if t} for role, took in found.roles.items()
-        },
-        "ranks": [_rank(found, i) for i in range(len(found.ranks))],
-        "communication": {"by_op": found.meetings.by_op} | {
-            name: float(getattr(found.meetings, name).mean()) for name in ("transfer", "waiting", "hidden")
-        },
-        "controller": None if inline else {"rank": events.controller, "busy": found.controller},
-        "rates": _rates(run, found),
-        "profiled": [step for step in profiled(events).tolist() if step in found.steps],
-        "events": len(events),
-        "dropped": dropped(run, found.attempt),
-    }  # fmt: skip
-
-
-def gain(events: Events, found: Account) -> Found | None:
-    """Estimate the time of a step if ranks and communications were as their peers, and the likely cause of the loss.
-
-    None: there are no peers (inline), or calls of these steps are missing.
-    """
-    if len(found.ranks) == 1:
-        return None
-    try:
-        _, replayed, cause = analyse_events(events, range(int(found.steps[0]), int(found.steps[-1]) + 1))
-    except DataError:
-        return None
-    return {
-        "slowdown": replayed.slowdown, "step": float(replayed.replayed.mean()),
-        "ideal_step": float(replayed.ideal.mean()), "error": replayed.error,
-        "earlier": replayed.older,
-        "cause": about(cause),
-    }  # fmt: skip
-
-
-def _state(run: Path) -> str | None:
-    """Return the run's state; None for a folder of events."""
-    from tilth.runs.readers import read_state
-
-    return str(read_state(run)["state"]) if (run / "run.json").exists() else None
-
-
-def _rank(found: Account, i: int) -> Found:
-    at = {name: float(found.by_rank[i, k]) for k, name in enumerate(found.names)}
-    meetings = found.meetings
-    return {
-        "rank": found.ranks[i],
-        "busy": float(found.busy[i]),
-        "pace": None if np.isnan(found.pace[i]) else float(found.pace[i]),
-        "communication": {
-            "transfer": float(meetings.transfer[i]), "waiting": float(meetings.waiting[i]),
-            "hidden": float(meetings.hidden[i]), "others_waited": float(meetings.blamed[i]),
-        },
-        "parts": {name: seconds for name, seconds in at.items() if seconds},
-    }  # fmt: skip
-
-
-def _rates(run: Path, found: Account) -> dict[str, float | None]:
-    """Return rates from the metrics of these steps; None where they have none."""
-    from tilth.runs.readers import rate, read_metrics
-
-    first, last = int(found.steps[0]), int(found.steps[-1])
-    records = [r for r in read_metrics(run) if first <= r["step"] <= last]
-    generated, trained = (sum(r.get(f"tokens/{n}") or 0 for r in records) for n in ("generated", "trained"))
-    mfu = rate(records, "mfu", "time/update")
-    updating = sum(r.get("time/update") or 0 for r in records if r.get("mfu") is not None)
-    return {
-        "generate": rate(records, "tokens_per_second/generate", "time/generate"),
-        "train": rate(records, "tokens_per_second/train", "time/update"),
-        "generated_overall": generated / found.whole if generated else None,
-        "trained_overall": trained / found.whole if trained else None,
-        "mfu": mfu,
-        "mfu_overall": None if mfu is None else mfu * updating / found.whole,
-    }
 
 
 def lines(found: Found) -> list[str]:

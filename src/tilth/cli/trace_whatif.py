@@ -16,6 +16,7 @@ from tilth.analysis.events import parse_steps
 from tilth.analysis.network import parse_bandwidth, parse_seconds
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
+from tilth.analysis.summaries import run_summary, whatif_summary
 from tilth.analysis.whatif import Replayed, Slowdown
 from tilth.cli.declare import study
 from tilth.cli.main import TraceWhatifCommand
@@ -58,48 +59,14 @@ def _analyse_run(run: Path, options: TraceWhatifCommand) -> None:
             raise DataError(f"--svg: {run} ran inline, so there are no workers to draw", key="--svg")
         write_map(svg, run.name, found, cause, [f"dp {w['dp']}" for w in found.by_worker])
     if options.as_json:
-        plain = as_dict(found, cause) | _of_run(found) | {"attempt": opened.events.attempt, "notes": opened.notes}
+        plain = (
+            whatif_summary(found, cause)
+            | run_summary(found)
+            | {"attempt": opened.events.attempt, "notes": opened.notes}
+        )
         typer.echo(json.dumps(plain, allow_nan=False))
     else:
         show(*opened.notes, *_run_parts(run, found, cause))
-
-
-def about(cause: Cause) -> dict[str, Any]:
-    """Return a cause as JSON has it."""
-    findings = [
-        {"kind": f.kind, "share": f.share, "where": list(f.where), "text": f.text}
-        | ({"seconds": f.seconds} if f.seconds is not None else {})
-        for f in cause.findings
-    ]
-    return {"text": cause.text, "findings": findings, "evidence": cause.evidence}
-
-
-def as_dict(found: Replayed, cause: Cause) -> dict[str, Any]:
-    """Return the findings that foreign traces and runs share, as JSON has them. Times in seconds."""
-    return {
-        "slowdown": found.slowdown, "ideal_step": float(found.ideal.mean()), "by_optype": _means(found.by_optype),
-        "by_stage": _means(found.by_stage), "by_dp": _means(found.by_dp), "by_worker": found.slowest,
-        "m_w": found.m_w.share, "m_s": found.m_s.share, "cause": about(cause),
-    }  # fmt: skip
-
-
-def _means(found: Mapping[Any, Slowdown]) -> dict[str, float]:
-    return {str(name): s.mean for name, s in found.items()}
-
-
-def _of_run(found: RunWhatIf) -> dict[str, Any]:
-    """Return the findings that only a run has, as JSON has them."""
-    return {
-        "by_axis": {axis: _means(at) for axis, at in found.by_axis.items()},
-        "step": float(found.recorded.mean()),
-        "model_error": found.error,
-        "steps": {"first": int(found.steps[0]), "last": int(found.steps[-1]), "count": len(found.steps)},
-        "left_out": found.dropped,
-        "earlier": found.older,
-        "profiled": list(found.profiled),
-        "other_network": found.other_network,
-        "assumed": list(found.assumed),
-    }
 
 
 def write_map(path: Path, title: str, found: Replayed, cause: Cause, names: Sequence[str]) -> None:
