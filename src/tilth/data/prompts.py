@@ -1,6 +1,7 @@
 """A set of prompts: split by a hash of the text, drawn in an order that is a pure function of (seed, step)."""
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -223,4 +224,5 @@ def check_source(key: str, name: str) -> None:
         raise DataError(message, key=f"data.{key}.empty")
     near = difflib.get_close_matches(name, task_names(), 1)
     hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(task_names())}"
-    raise DataError(f"data.{key} = {name!r} is neither a task nor a file{hint}", key=f"data.{key}")
+    message = f"data.{key} = {name!r} is neither a task nor a file {os.path.abspath(name)}{hint}"
+    raise DataError(message, key=f"data.{key}")

@@ -46,7 +46,8 @@ def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
     for name in _code(settings):
         file = name.rpartition(":")[0] or name
         if file.endswith(".py") and not Path(file).expanduser().is_file():
-            message = f"{run} names {file!r} in its recipe, which is gone; put it back, or name its new place there"
+            here = "is gone" if os.path.isabs(file) else f"is not in {os.getcwd()}: go where the run was begun"
+            message = f"{run} names {file!r} in its recipe, which {here}; put it back, or name its new place there"
             raise PluginError(message, key=f"{os.path.basename(file)}.gone")
     if os.environ.get(TRUST):
         remember(settings)
