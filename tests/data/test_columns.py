@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tilth.core.errors import DataError
+from tilth.core.media import MediaItem
 from tilth.data.columns import Prompt, messages, plain, to_document, to_prompt
 
 USER = {"role": "user", "content": "2+2?"}
@@ -322,3 +323,20 @@ def test_everything_becomes_json(value):
 def test_a_flat_record_is_not_copied():
     record = {"a": 1, "b": "x", "c": None}
     assert plain(record) is record
+
+
+# -- media -------------------------------------------------------------------------------------------------------------
+
+
+def test_media_items_belong_to_a_prompt_and_to_its_key_and_other_columns_of_that_name_do_not():
+    item = MediaItem("eye", 0, 2, b"12")
+    found = of({"prompt": "p", "answer": "a", "media": [item]})
+    assert found == Prompt(7, "p", "a", {"answer": "a"}, media=(item,))
+    keys = {found.key, of({"prompt": "p", "media": [item._replace(data=b"13")]}).key, of({"prompt": "p"}).key}
+    assert len(keys) == 3
+    assert of({"prompt": "p", "media": ["BBC"]}).info == {"media": ["BBC"]}
+
+
+def test_a_record_with_media_is_no_document():
+    with raises(DataError, "d.jsonl:8.media"):
+        to_document({"prompt": "p", "media": (MediaItem("eye", 0, 1, b"1"),)}, "d.jsonl:8", {})

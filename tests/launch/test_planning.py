@@ -7,8 +7,13 @@ import pytest
 from tests.errors import raises
 from tilth.api import run_recipe
 from tilth.config.load import from_dict, load_recipe
-from tilth.core.errors import RecipeError
+from tilth.core.errors import DataError, RecipeError
+from tilth.core.media import MediaItem
+from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
 from tilth.launch import planning
+from tilth.launch.build import prompt_checks
 
 SMALL = {
     "flow": "sft",
@@ -70,3 +75,21 @@ def test_a_gpu_is_known_by_its_name_and_has_its_own_memory(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda i: "Voodoo 2")
     with raises(RecipeError, "cluster.search.device"):
         planning.published(recipe, 1)
+
+
+def checks_of(records, **keys):
+    recipe = from_dict({"data": {"holdout": 0.5}, **keys})
+    return prompt_checks(
+        recipe, PromptSet.of(records), make_template("", Tokenizer.characters("0123456789=")), generates=True
+    )
+
+
+def test_media_have_places_in_their_prompts_and_flows_that_leave_them_out_refuse_them():
+    item = MediaItem("eye", 0, 1, b"1")
+    records = [{"prompt": f"{i}=", "answer": "1", "media": [item]} for i in range(20)]
+    assert [check() for check in checks_of(records)]
+    with raises(DataError, "media.0"):
+        [check() for check in checks_of([{**records[0], "media": [item._replace(start=2)]}, *records])]
+    for keys in ({"flow": "dpo", "supervised": {"steps": 1}}, {"rollout": {"environment": "calculator"}}):
+        with raises(DataError, "data.media"):
+            next(checks_of(records, **keys))

@@ -8,12 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 from tilth.config.schema import ColumnRole
 from tilth.core.errors import DataError
+from tilth.core.media import MEDIA, Media, MediaItem, pack_media
 
 Columns = Mapping[ColumnRole, str]
 """Role of a column -> its name in the source, a path into an object, or a pattern of columns."""
@@ -82,6 +84,8 @@ class Prompt:
     """Pairs of answers to learn from, where the source has them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Schemas of the tools that the conversation lists."""
+    media: Media = ()
+    """The record's column ``media``, if it has ``MediaItem``s: at positions of the prompt's tokens."""
 
     @property
     def name(self) -> str:
@@ -90,11 +94,11 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Text without surrounding white space, which decides on the side of a split.
+        """Text without surrounding white space, with a hash of media, which decides on the side of a split.
 
         A line break that only one of two recipes puts after a question then moves no prompt.
         """
-        return self.text.strip()
+        return self.text.strip() + (blake2b(pack_media(self.media).tobytes()).hexdigest() if self.media else "")
 
     @property
     def asked(self) -> list[Mapping[str, Any]]:
@@ -136,6 +140,10 @@ def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:
     """
     if not isinstance(record, Mapping):
         raise RecordError.at(f"a {type(record).__name__}, not an object with a prompt", where, key="type")
+    items = record.get(MEDIA)
+    if isinstance(items, (list, tuple)) and items and isinstance(items[0], MediaItem):
+        rest = {name: value for name, value in record.items() if name != MEDIA}
+        return replace(to_prompt(rest, index, where, columns), media=tuple(items))
     name = columns.get("prompt", "prompt")
     turns = "prompt" not in columns and ("messages" in columns or (name not in record and "messages" in record))
     if turns:
@@ -165,6 +173,8 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
     has_prompt = any(column in columns or column in record for column in ("prompt", "messages"))
     if has_prompt and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
+        if prompt.media:
+            raise RecordError.at("a record with media is no document; leave the column out", where, key=MEDIA)
         return Document(_rendered(prompt, render), prompt.text)
     text = text_of(value_of(record, "text", name, where), where, name)
     prompt_text = ""

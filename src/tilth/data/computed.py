@@ -40,6 +40,11 @@ class Source(Protocol):
         ...
 
 
+def has_media(source: Source) -> bool:
+    """True if a prompt of the source has media, as its attribute ``media`` says; a source without it has none."""
+    return bool(getattr(source, "media", False))
+
+
 def text_hashes(texts: Iterable[bytes]) -> np.ndarray:
     """uint32 [n]: CRC-32 of each text, then murmur3's finaliser, since a CRC is linear and texts are similar."""
     import numpy as np

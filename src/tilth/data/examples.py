@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilth.core.errors import DataError
+from tilth.core.media import check_media
 from tilth.data.columns import SYNONYMS, RecordError, record_key
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Joined, Prompt, Records
@@ -29,6 +30,7 @@ def encode_prompts(prompts: Sequence[Prompt], template: Template, limit: int) ->
             raise DataError(message, key=record_key(prompt.name, "tokens"))
         if not ids:
             raise DataError(f"{prompt.name} has no tokens", key=record_key(prompt.name, "empty"))
+        check_media(prompt.media, len(ids), prompt.name)
     return [np.array(ids, np.int64) for ids in rows]
 
 
@@ -92,3 +94,4 @@ def check_example(prompt: Prompt, example: Example, context: int) -> None:
             prompt.name,
             key="empty",
         )
+    check_media(prompt.media, int(example.mask.argmax()) or len(example.tokens), prompt.name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_prompt
-from tilth.data.computed import Computed, Source, text_hashes
+from tilth.data.computed import Computed, Source, has_media, text_hashes
 from tilth.data.formats import read_records
 from tilth.data.given import Given, nothing_in, placed
 
@@ -49,6 +49,10 @@ class Records(Computed):
     def sizes(self) -> np.ndarray:
         return np.array([len(p.text.encode()) for p in self._prompts], np.int64)
 
+    @cached_property
+    def media(self) -> bool:
+        return any(p.media for p in self._prompts)
+
     def alphabet(self) -> str:
         found: set[str] = set()
         for start in range(0, len(self), _TOGETHER):
@@ -61,7 +65,7 @@ class Records(Computed):
         """Digest of text, info, answer and turns of every prompt; of pairs, info holds the answers and margins."""
         found = hashlib.blake2b(digest_size=8)
         for p in self._prompts:
-            content = [p.text, p.info, *([p.answer, p.messages] if p.messages else [])]
+            content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
             found.update(json.dumps(content, sort_keys=True, default=_digestible).encode())
         return f"pairs {found.hexdigest()}" if any(p.pairs for p in self._prompts) else found.hexdigest()
 
@@ -135,6 +139,10 @@ class Joined(Computed):
 
     def fingerprint(self) -> str:
         return f"{self.first.fingerprint()}, held out: {self.second.fingerprint()}"
+
+    @property
+    def media(self) -> bool:
+        return has_media(self.first) or has_media(self.second)
 
     @cached_property
     def copies(self) -> np.ndarray:

@@ -20,6 +20,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import DataError, RecipeError
 from tilth.core.layout import Mesh
+from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
 from tilth.data.examples import check_examples, check_prompts
 from tilth.data.order import Order
@@ -307,6 +308,8 @@ def prompt_checks(
     """
     train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
+    if has_media(prompts.source) and (recipe.rollout.environment or recipe.flow_spec.learns == "pairs"):
+        raise DataError("the data has media, which episodes and pairs leave out; use another flow", key="data.media")
     if recipe.rollout.environment:
         yield lambda: _check_episodes(recipe, template)
     elif generates:

@@ -278,7 +278,7 @@ def _generate(
     rows = min(how.max_rows, len(asked) * how.samples)
     engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=longest))
     requests = [
-        Request(prompt.index * SAMPLES + number, tokens, params, group=i, prompt_index=prompt.index)
+        Request(prompt.index * SAMPLES + number, tokens, params, i, prompt.index, media=prompt.media)
         for i, (prompt, tokens) in enumerate(zip(asked, ids))
         for number in range(how.samples)
     ]

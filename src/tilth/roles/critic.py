@@ -17,7 +17,7 @@ from tilth.plan.batch import MicroBatchPlan
 from tilth.plan.lora import is_adapter
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import check_identity, on_rows, opened, row_names
+from tilth.roles.experience import check_identity, of_pass, on_rows, row_names
 from tilth.roles.objective import (
     Gather,
     alone,
@@ -85,7 +85,7 @@ class CriticWorker(Learner):
             columns = batch.read(self.store, "tokens", "mask", "values", "returns")
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
-            per_token = {name: column.values for name, column in columns.items()} | opened(batch, self.store, tokens)
+            per_token = {name: column.values for name, column in columns.items()} | of_pass(batch, self.store, tokens)
             mask = per_token.pop("mask")
             loss, whole = value_loss(how.aggregation, mask, tokens, self.clip, gather_data_ranks(self.grid))
             starts = batch.rows.get("start")

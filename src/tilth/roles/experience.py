@@ -7,6 +7,7 @@ import numpy as np
 
 from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.errors import TokenIdentityError
+from tilth.core.media import MEDIA, pack_media
 from tilth.core.trajectory import OPENS, ROLES, Segment, Trajectory
 from tilth.plan.batch import RowTable
 from tilth.trace.spans import span
@@ -16,7 +17,7 @@ CUT = FINISHES.index("length")
 """``finish`` of a completion that reached rollout.max_tokens."""
 ROUTING = "routing"
 """Payload column of ``Trajectory.routing``: one item of bytes for each token, the numbers of its experts."""
-NOT_BY_TOKEN = ("text", "segments", ROUTING)
+NOT_BY_TOKEN = ("text", "segments", ROUTING, MEDIA)
 """Payload columns that have no number for each token."""
 INFO = "info"
 """Payload column of what ``Environment.reset`` gets, as JSON."""
@@ -35,12 +36,12 @@ OUTCOME = "outcome"
 """Row column of the verifier's result; reward shaping never changes it."""
 
 
-def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool = False) -> Batch:
+def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool = False, media: bool = False) -> Batch:
     """Convert to rows (ids, lengths, reward, outcome, version, finish, checksum of the ids, length and digest of the
     prompt) and payload (tokens, mask, logprobs, versions of chosen tokens, text, and segments as code and start in
     turn).
 
-    by_turn: add the rewards of turns, as payload and their sum as a row column."""
+    by_turn: add the rewards of turns, as payload and their sum as a row column. media: add the items of prompts."""
     rewards = np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32)
     rows: dict[str, np.ndarray] = {
         "id": np.array([t.id for t in trajectories], np.int64),
@@ -67,6 +68,8 @@ def to_batch(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool 
         rows[TURN_REWARD] = np.array([sum(r for _, r in t.turn_rewards) for t in trajectories], np.float32)
     if trajectories and all(t.routing is not None for t in trajectories):
         columns[ROUTING] = [_as_items(t.routing) for t in trajectories if t.routing is not None]
+    if media:
+        columns[MEDIA] = [pack_media(t.media) for t in trajectories]
     ragged = {name: Jagged.of(values) for name, values in columns.items()}
     tokens, mask = ragged["tokens"], ragged["mask"].values
     rows |= RowTable.of(tokens, mask, _opens(ragged["segments"], tokens)).columns()
@@ -102,12 +105,14 @@ def decoded_segments(coded: np.ndarray) -> list[Segment]:
     ]
 
 
-def opened(batch: Batch, store: Store, tokens: Jagged) -> dict[str, np.ndarray]:
-    """Return the column ``opens`` of the batch's tokens, uint8 [N]; empty if every episode is one conversation."""
+def of_pass(batch: Batch, store: Store, tokens: Jagged) -> dict[str, np.ndarray]:
+    """Return the columns of a pass beside tokens that the batch has: ``media``, and ``opens``, uint8 [N], if an episode
+    has several conversations."""
+    found = media_of(batch, store)
     if "segments" not in batch.payload:
-        return {}
-    found = _opens(batch.read(store, "segments")["segments"], tokens)
-    return {} if found is None else {OPENS: found}
+        return found
+    opens = _opens(batch.read(store, "segments")["segments"], tokens)
+    return found if opens is None else found | {OPENS: opens}
 
 
 def _opens(segments: Jagged, tokens: Jagged) -> np.ndarray | None:
@@ -117,6 +122,16 @@ def _opens(segments: Jagged, tokens: Jagged) -> np.ndarray | None:
     found = np.zeros(len(tokens.values), np.uint8)
     found[first] = 1
     return found if len(first) else None
+
+
+def media_of(batch: Batch, store: Store) -> dict[str, np.ndarray]:
+    """Return the column ``media`` of the batch's rows, object [n]; empty if all are text."""
+    if MEDIA not in batch.payload:
+        return {}
+    column, found = batch.read(store, MEDIA)[MEDIA], np.empty(len(batch), object)
+    for row in range(len(batch)):  # at once, rows of one length would be a matrix
+        found[row] = column.row(row)
+    return {MEDIA: found} if len(column.values) else {}
 
 
 def on_rows(op: str, batch: Batch) -> span:
@@ -173,5 +188,5 @@ def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Ja
 
 def put_mask(batch: Batch, store: Store, name: str, mask: np.ndarray, tokens: Jagged) -> Batch:
     """Add a mask of the batch's tokens, and the row columns of the prompts before its first tokens."""
-    table = RowTable.of(tokens, mask, opened(batch, store, tokens).get(OPENS))
+    table = RowTable.of(tokens, mask, of_pass(batch, store, tokens).get(OPENS))
     return put_like(batch, store, name, mask, tokens).with_rows(**table.columns(name))

@@ -6,10 +6,12 @@ import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
+from tilth.core.media import MEDIA, pack_media
+from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
 from tilth.data.examples import supervised
 from tilth.data.pairs import encode_pairs, pairs_of
-from tilth.data.prompts import PromptSet
+from tilth.data.prompts import Prompt, PromptSet
 from tilth.data.template import Example, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.plan.batch import RowTable
@@ -32,13 +34,15 @@ class PromptLoader:
     def examples(self, indices: Sequence[int]) -> Batch:
         """Return prompts with their answers as token payload; the mask is 1 on what the policy would write."""
         with span("load") as spent:
-            found = supervised([self.prompts[int(i)] for i in indices], self.template, self.context)
+            prompts = [self.prompts[int(i)] for i in indices]
+            found = supervised(prompts, self.template, self.context)
             spent.set(tokens=sum(len(e.tokens) for e in found))
-        return _supervised({"prompt": np.asarray(indices, np.int64)}, found, self.store)
+        return _supervised({"prompt": np.asarray(indices, np.int64)}, found, self.store, self._media(prompts))
 
     @transfer(split="rows", gather="rows")
     def encode(self, asked: Batch) -> Batch:
-        """Add the payload column ``prompt_tokens`` to rows with a column ``prompt``."""
+        """Add the payload column ``prompt_tokens`` to rows with a column ``prompt``, and ``media`` if the source has
+        some."""
         distinct, place = np.unique(asked["prompt"], return_inverse=True)
         with span("load") as spent:
             prompts = [self.prompts[i] for i in distinct]
@@ -47,9 +51,8 @@ class PromptLoader:
             else:
                 found = self.template.prompts(prompts)
             spent.set(tokens=sum(map(len, found)))
-        return asked.with_payload(
-            prompt_tokens=self._shared("prompt_tokens", [np.array(f, np.int64) for f in found], place)
-        )
+        columns = {"prompt_tokens": [np.array(ids, np.int64) for ids in found], **self._media(prompts)}
+        return asked.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
 
     @transfer(split="rows", gather="rows")
     def begin(self, asked: Batch) -> Batch:
@@ -66,6 +69,10 @@ class PromptLoader:
         written = {"prompt_text": [p.text for p in prompts], "answer": [str(p.info.get("answer", "")) for p in prompts]}
         columns = {k: [np.frombuffer(text.encode(), np.uint8) for text in texts] for k, texts in written.items()}
         return batch.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
+
+    def _media(self, prompts: Sequence[Prompt]) -> dict[str, list[np.ndarray]]:
+        """Return the column ``media`` of prompts, if their source has some: then on all workers."""
+        return {MEDIA: [pack_media(prompt.media) for prompt in prompts]} if has_media(self.prompts.source) else {}
 
     def _shared(self, name: str, rows: Sequence[np.ndarray], place: np.ndarray) -> Column:
         return Column.whole(self.store.put(name, Jagged.of(rows)), len(rows)).take(place)
@@ -130,9 +137,16 @@ class DocumentLoader:
         return self._sizes[index]
 
 
-def _supervised(rows: Mapping[str, np.ndarray], examples: Sequence[Example], store: Store) -> Batch:
+def _supervised(
+    rows: Mapping[str, np.ndarray],
+    examples: Sequence[Example],
+    store: Store,
+    payload: Mapping[str, list[np.ndarray]] | None = None,
+) -> Batch:
     tokens, mask = Jagged.of([e.tokens for e in examples]), Jagged.of([e.mask for e in examples])
-    return _with_tokens(rows, tokens, mask.values, store)
+    found = _with_tokens(rows, tokens, mask.values, store)
+    more = {name: Column.whole(store.put(name, Jagged.of(v)), len(v)) for name, v in (payload or {}).items()}
+    return found.with_payload(**more)
 
 
 def _with_tokens(rows: Mapping[str, np.ndarray], tokens: Jagged, mask: np.ndarray, store: Store) -> Batch:

@@ -16,7 +16,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
-from tilth.roles.experience import on_rows, opened, put_like
+from tilth.roles.experience import of_pass, on_rows, put_like
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
 from tilth.training.packed import MicroBatch
@@ -145,7 +145,7 @@ def scored(
     with on_rows(op, batch):
         columns = batch.read(store, "tokens", "mask")
         tokens = columns["tokens"]
-        found = forward(owner, run, tokens, columns["mask"].values, columns=opened(batch, store, tokens), **more)
+        found = forward(owner, run, tokens, columns["mask"].values, columns=of_pass(batch, store, tokens), **more)
         for name, values in zip(names, np.atleast_2d(found)):
             batch = put_like(batch, store, name, values, tokens)
         return batch

@@ -22,8 +22,9 @@ from tilth.roles.experience import (
     TURN_REWARDS,
     check_identity,
     is_right,
+    media_of,
+    of_pass,
     on_rows,
-    opened,
     put_like,
     put_mask,
     recorded_experts,
@@ -137,7 +138,7 @@ class PolicyWorker(Learner):
             columns = batch.read(self.store, "tokens", *names)
             tokens = columns.pop("tokens")
             check_identity(batch, tokens)
-            per_token = {name: column.values for name, column in columns.items()} | opened(batch, self.store, tokens)
+            per_token = {name: column.values for name, column in columns.items()} | of_pass(batch, self.store, tokens)
             mask = per_token.pop("mask")
             mask = per_token.pop("kept", mask)
             if how.keys.nll_coef:
@@ -227,7 +228,7 @@ class PolicyWorker(Learner):
             per_token["uniforms"] = self._uniforms(batch, tokens)
         replayed = self._routing(batch) if self.engine.experts.replay else None
         given: dict[str, Any] = {"temperature": self.temperature, "routing": replayed, "plan": plan}
-        given["columns"] = opened(batch, self.store, tokens)
+        given["columns"] = of_pass(batch, self.store, tokens)
         now = forward(self.engine, packed_logprobs, tokens, mask, **given)
         uniforms = per_token.get("uniforms")
         return rl.thresholds(
@@ -258,7 +259,8 @@ class PolicyWorker(Learner):
             learned = self.grid.sum(torch.tensor([mask.sum()], dtype=torch.float64))
             loss = negative_log_likelihood(float(learned))
             more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch), "plan": plan}
-            found = self.engine.update(columns["tokens"], mask, {}, loss, entropy=False, **more)
+            media = media_of(batch, self.store)
+            found = self.engine.update(columns["tokens"], mask, media, loss, entropy=False, **more)
             spent.set(flops=found.flops)
         return self._account(found)
 
@@ -267,7 +269,8 @@ class PolicyWorker(Learner):
         """Return the negative log-likelihood (nats) of the tokens in the mask as ``loss``; no gradient."""
         columns = batch.read(self.store, "tokens", "mask")
         mask = columns["mask"].values
-        found = forward(self.engine, packed_logprobs, columns["tokens"], mask, plan=plan)
+        media = media_of(batch, self.store)
+        found = forward(self.engine, packed_logprobs, columns["tokens"], mask, columns=media, plan=plan)
         return {"loss": rl.Metric(-float(found.sum(dtype=np.float64)), float(mask.sum(dtype=np.int64)), "mean")}
 
     def _account(self, found: UpdateResult) -> Metrics:

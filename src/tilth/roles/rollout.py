@@ -15,6 +15,7 @@ from tilth.config.schema import RolloutConfig as RolloutSection
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import relative_error, sketch
 from tilth.core.errors import WeightMismatch
+from tilth.core.media import MEDIA, unpack_media
 from tilth.core.trajectory import Trajectory
 from tilth.data.template import Template
 from tilth.engines.protocol import EngineError, GenerationEngine
@@ -22,7 +23,7 @@ from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
-from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, texts, to_batch
+from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, media_of, texts, to_batch
 from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
 from tilth.trace.spans import span
@@ -70,7 +71,7 @@ class RolloutWorker:
         """Those of them that had ended before they were submitted."""
         self._before: dict[int, int] = {}
         """Sample that goes on -> length of its completion before."""
-        self._params, self._partial, self._plays = SamplingParams(), 0, False
+        self._params, self._partial, self._plays, self._media = SamplingParams(), 0, False, False
         self._unfinished: Unfinished | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
@@ -105,6 +106,7 @@ class RolloutWorker:
         ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them.
         """
         self._params, self._plays = self._params_of(greedy), INFO in asked.payload
+        self._media = MEDIA in asked.payload
         self._partial, carried = 0, list[Played]()
         fresh = asked
         if since is not None:
@@ -159,7 +161,7 @@ class RolloutWorker:
     def collect(self, ids: np.ndarray) -> Batch:
         """Return the rows of those of these samples that have ended here, in this order, and forget them."""
         found = [self._ended.pop(i) for i in ids.tolist() if i in self._ended]
-        batch = to_batch([one.trajectory for one in found], self.store, by_turn=self._plays)
+        batch = to_batch([one.trajectory for one in found], self.store, by_turn=self._plays, media=self._media)
         return self._scored(batch, found) if self._plays else batch
 
     @transfer(split="all", gather="first")
@@ -179,9 +181,10 @@ class RolloutWorker:
 
     def _requests(self, asked: Batch) -> list[Request]:
         some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)
-        encoded = asked.read(self.store, "prompt_tokens")["prompt_tokens"]
+        encoded, media = asked.read(self.store, "prompt_tokens")["prompt_tokens"], media_of(asked, self.store)
+        packed = media.get(MEDIA, [np.zeros(0, np.uint8)] * len(asked))
         return [
-            Request(id=i, prompt=encoded.row(row), params=some, group=g, prompt_index=p)
+            Request(i, encoded.row(row), some, g, p, media=unpack_media(packed[row]))
             for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
         ]
 
