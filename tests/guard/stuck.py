@@ -59,7 +59,7 @@ class Sleeper(Stuck):
             for op, times in (("forward", 1), ("backward", 2)):
                 with span(op, micro_batch=i):
                     time.sleep(seconds * times * (2 if self.rank == slow else 1))
-        all_reduce(torch.ones(4), self.group)
+        all_reduce(torch.ones(4), self.group).wait()
         return self.rank
 
 

@@ -5,6 +5,7 @@ import threading
 import unittest.mock
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tilth.analysis.read import read_events
 from tilth.core.layout import Mesh
 from tilth.parallel import checksums, comm, fsdp
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.gradients import GradientSums
 from tilth.trace import recorder, span
 
 HERE = "tests.parallel.test_comm:"
@@ -356,3 +358,46 @@ def test_fast_sums_are_off_by_less_than_the_rounding_that_a_check_of_gradients_a
     assert ((checksums.exact_sums(rows) - rows.double().sum(1)).abs() < allowed).all()
     pieces = [rows[0, : count // 3].view(1, -1), rows[0, :0], rows[0, count // 3 :]]
     assert (checksums.exact_sum(pieces) - rows[0].double().sum()).abs() < allowed[0]
+
+
+def meanwhile(rank: int) -> list[float]:
+    """Rank 1 joins the collectives after a message that rank 0 sends between their starts and its wait."""
+    grid = ParallelDims.of(Mesh(("dp",), (2,)), rank)
+    group, channel = grid.group("dp"), grid.channel(0, 1, "test")
+    x, sent, out = torch.full((3,), float(rank)), torch.arange(4.0) + 10 * rank, torch.empty(4)
+    message = torch.ones(1)
+
+    def start() -> list[comm.Collective]:
+        return [comm.all_reduce(x, group), comm.all_to_all(out, sent, [2, 2], [2, 2], group)]
+
+    if rank == 0:
+        going = start()
+        channel.send(message).wait()
+    else:
+        channel.receive(message, channel.post(message))
+        going = start()
+    for one in going:
+        one.wait()
+    return [*x.tolist(), *out.tolist()]
+
+
+@pytest.mark.dist
+def test_a_rank_works_between_the_start_of_a_collective_and_its_end(pool):
+    assert pool.run(2, HERE + "meanwhile") == [[1, 1, 1, 0, 1, 10, 11], [1, 1, 1, 2, 3, 12, 13]]
+
+
+def test_a_bucket_of_gradients_is_filled_while_the_one_before_is_summed(monkeypatch):
+    monkeypatch.setattr("tilth.parallel.gradients.BUCKET", 8)
+    order = []
+
+    class Reducer:
+        def all_reduce(self, x, group, key):
+            order.append(f"start {key}")
+            return SimpleNamespace(wait=lambda: (order.append(f"end {key}"), x.mul_(2)))
+
+    grads = [torch.full((n,), float(n)) for n in (2, 1, 1, 3)]
+    GradientSums._add_up(SimpleNamespace(reducer=Reducer()), "copies", grads, object())
+    assert [g.tolist() for g in grads] == [[4, 4], [2], [2], [6, 6, 6]]
+    assert order == [f"{what} copies.{i}" for what, i in (
+        ("start", 0), ("start", 2), ("end", 0), ("start", 3), ("end", 2), ("end", 3)
+    )]  # fmt: skip

@@ -30,7 +30,7 @@ class Rounded(GradientReducer):
         super().reduce_scatter(out, self._sent(whole, key), group, key)
 
     def all_reduce(self, x, group, key):
-        super().all_reduce(x.copy_(self._sent(x, key)), group, key)
+        return super().all_reduce(x.copy_(self._sent(x, key)), group, key)
 
     def state(self):
         return self.left

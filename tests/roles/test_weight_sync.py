@@ -228,9 +228,11 @@ def spoiled(rank: int, name: str) -> str:
     held = roles_of(case, rank)
 
     def spoils(out, x, received, sent, group):
-        all_to_all(out, x, received, sent, group)
+        going = all_to_all(out, x, received, sent, group)
+        going.wait()
         if out.dtype == torch.float32 and len(out) and rank == 1:
             out[-1] += 1e-3
+        return going
 
     with unittest.mock.patch("tilth.parallel.reshard.all_to_all", spoils):
         try:
@@ -296,7 +298,12 @@ def gpus(monkeypatch):
     Holds the devices of what is broadcast; the operation itself would want a CUDA build.
     """
     sent = []
-    monkeypatch.setattr("tilth.parallel.reshard.all_to_all", lambda out, x, *more: sent.extend((out.device, x.device)))
+
+    def noted(out, x, *more):
+        sent.extend((out.device, x.device))
+        return unittest.mock.Mock()
+
+    monkeypatch.setattr("tilth.parallel.reshard.all_to_all", noted)
     for module in ("tilth.parallel.reshard", "tilth.roles.weight_sync"):  # tensors have no values
         monkeypatch.setattr(f"{module}.checksum", lambda tensor: 0)
     monkeypatch.setattr("tilth.parallel.reshard.Resharder.damaged", lambda *given: [])

@@ -21,7 +21,7 @@ _Collective = Callable[[Tensor, Group], Tensor]
 def add_up_(x: Tensor, group: Group) -> Tensor:
     """Sum contiguous x over the group in place; the same bits on every rank."""
     if x.numel():
-        all_reduce(x, group)
+        all_reduce(x, group).wait()
     return x
 
 
@@ -108,7 +108,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
         ctx.counts, ctx.group = (sent, received), group
         out = x.new_empty(sum(received), *x.shape[1:])
-        all_to_all(out, x.contiguous(), received, sent, group)
+        all_to_all(out, x.contiguous(), received, sent, group).wait()
         return out
 
     @staticmethod
@@ -116,7 +116,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         received, sent = ctx.counts
         out = grad.new_empty(sum(received), *grad.shape[1:])
-        all_to_all(out, grad.contiguous(), received, sent, ctx.group)
+        all_to_all(out, grad.contiguous(), received, sent, ctx.group).wait()
         return out, None, None, None
 
 

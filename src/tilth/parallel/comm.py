@@ -69,10 +69,27 @@ def forget() -> None:
 # Collectives. All ranks of the group call them in the same order.
 
 
-def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduce contiguous x over the group in place, by default to the sum; the same bits on every rank."""
-    with communication("all_reduce", group, x.nbytes):
-        dist.all_reduce(x, op, group=group)
+class Collective:
+    """A collective on its way: its tensors are not to be used until ``wait`` returns.
+
+    The span is that of the wait, so it has the time that was not hidden by other work.
+    """
+
+    def __init__(self, op: str, group: Group, nbytes: int, works: Sequence[dist.Work | None]) -> None:
+        self._op, self._group, self._bytes = op, group, nbytes
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> Tensor | None:
+        """Wait until it has ended on this rank."""
+        with communication(self._op, self._group, self._bytes):
+            for work in self._works:
+                work.wait()
+        return None
+
+
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Collective:
+    """Start to reduce contiguous x over the group in place, by default to the sum; the same bits on every rank."""
+    return Collective("all_reduce", group, x.nbytes, [dist.all_reduce(x, op, group=group, async_op=True)])
 
 
 def all_gather(out: Tensor, own: Tensor, group: Group) -> None:
@@ -93,14 +110,15 @@ def broadcast(x: Tensor, source: int, group: Group) -> None:
         dist.broadcast(x, source, group=group)
 
 
-def all_to_all(out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
-    """Fill contiguous ``out`` with ``received[r]`` rows of each rank r, which get ``sent[r]`` rows of contiguous x."""
+def all_to_all(out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Collective:
+    """Start to fill contiguous ``out`` with ``received[r]`` rows of each rank r, which get ``sent[r]`` rows of
+    contiguous x."""
     own = sent[group.rank()] * (x.nbytes // max(len(x), 1))
-    with communication("all_to_all", group, x.nbytes - own):
-        dist.all_to_all_single(out, x, list(received), list(sent), group=group)
+    work = dist.all_to_all_single(out, x, list(received), list(sent), group=group, async_op=True)
+    return Collective("all_to_all", group, x.nbytes - own, [work])
 
 
-class Exchange:
+class Exchange(Collective):
     """One tensor on its way to a rank of a group, and one from a rank of it, either perhaps missing.
 
     All ranks of the group make one at the same time; those between the same two ranks arrive in order.
@@ -110,16 +128,14 @@ class Exchange:
         """to, source: ranks of the group; sent, received: contiguous, None or empty: nothing."""
         ends = ((dist.isend, sent, to), (dist.irecv, received, source))
         some = [(op, x, peer) for op, x, peer in ends if x is not None and x.numel()]
-        self._group, self._held, self._received = group, sent, received
-        self._bytes = 0 if sent is None else sent.nbytes
+        nbytes = 0 if sent is None else sent.nbytes
         ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, x, peer in some]
-        self._works = dist.batch_isend_irecv(ops) if ops else []
+        super().__init__("exchange", group, nbytes, dist.batch_isend_irecv(ops) if ops else [])
+        self._held, self._received = sent, received
 
     def wait(self) -> Tensor | None:
-        """Wait for both and return what was received. The span has the time that was not hidden by other work."""
-        with communication("exchange", self._group, self._bytes):
-            for work in self._works:
-                work.wait()
+        """Wait for both and return what was received."""
+        super().wait()
         self._held = None
         return self._received
 

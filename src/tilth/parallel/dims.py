@@ -135,7 +135,7 @@ class ParallelDims:
         group = self.group_over(*splits or ("rows",))
         if group is not None:
             vector = vector.clone()
-            comm.all_reduce(vector, group)
+            comm.all_reduce(vector, group).wait()
         return vector
 
     def most(self, value: int) -> int:
@@ -144,7 +144,7 @@ class ParallelDims:
         if group is None:
             return value
         found = torch.tensor(value)
-        comm.all_reduce(found, group, comm.MAX)
+        comm.all_reduce(found, group, comm.MAX).wait()
         return int(found)
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -49,10 +49,12 @@ class ExpertExchange:
         order, place, counts = sort_by_expert(routing, experts)
         local, theirs = experts // self.ranks, torch.empty_like(counts)
         each = [local] * self.ranks
-        all_to_all(theirs, counts, each, each, self.group)
+        counted = all_to_all(theirs, counts, each, each, self.group)
+        pairs = gather_pairs(x, routing, order, place)
+        counted.wait()
         table = theirs.view(self.ranks, local)
         sent, received = counts.view(self.ranks, local).sum(1).tolist(), table.sum(1).tolist()
-        rows = exchange_rows(gather_pairs(x, routing, order, place), received, sent, self.group)
+        rows = exchange_rows(pairs, received, sent, self.group)
         expert = torch.arange(local, device=x.device).repeat(self.ranks).repeat_interleave(theirs)
         by_expert = Routing(expert[:, None], routing.weights)  # rows came by rank, then expert
         forth, back, own = sort_by_expert(by_expert, local)

@@ -5,7 +5,8 @@ of a gradient, and those of gradients that a pipeline defers. Sums over ranks ar
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from tilth.core.errors import ModelError
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
 from tilth.parallel.checksums import GivenSums, GradientDigests, exact_sum
-from tilth.parallel.comm import Group, is_dtensor, is_fsdp
+from tilth.parallel.comm import Collective, Group, is_dtensor, is_fsdp
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
@@ -164,17 +165,26 @@ class GradientSums:
         return frozenset() if self._deferred is None else self._deferred.names
 
     def _add_up(self, key: str, tensors: Sequence[Tensor], group: Group | None) -> None:
-        """Sum over the group, in place, in flat buckets."""
+        """Sum over the group, in place, in flat buckets: one is on its way while the next one is filled."""
         if group is None:
             return
-        bucket: list[Tensor] = []
+        bucket, ends = list[Tensor](), list[Callable[[], None]]()
         for i, tensor in enumerate(tensors):
             bucket.append(tensor)
             following = tensors[i + 1] if i + 1 < len(tensors) else None
             full = sum(t.nbytes for t in bucket) + (0 if following is None else following.nbytes) > BUCKET
             if following is None or full or following.dtype != tensor.dtype:
                 flat = bucket[0].flatten() if len(bucket) == 1 else torch.cat([t.flatten() for t in bucket])
-                self.reducer.all_reduce(flat, group, f"{key}.{i}")
-                for t, summed in zip(bucket, flat.split([t.numel() for t in bucket])):
-                    t.copy_(summed.view_as(t))
+                ends.append(partial(_spread, self.reducer.all_reduce(flat, group, f"{key}.{i}"), flat, bucket))
                 bucket = []
+                if len(ends) > 1:
+                    ends.pop(0)()
+        for end in ends:
+            end()
+
+
+def _spread(summed: Collective, flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Wait for the sum of a flat bucket, and copy it to its tensors."""
+    summed.wait()
+    for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+        t.copy_(part.view_as(t))

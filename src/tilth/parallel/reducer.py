@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tilth.parallel.comm import Group, all_reduce, reduce_scatter
+from tilth.parallel.comm import Collective, Group, all_reduce, reduce_scatter
 
 
 class GradientReducer:
@@ -22,9 +22,9 @@ class GradientReducer:
         """Fill ``out`` [n] with this rank's part of the sum of every rank's contiguous ``whole`` [n * ranks]."""
         reduce_scatter(out, whole, group)
 
-    def all_reduce(self, x: Tensor, group: Group, key: str) -> None:
-        """Sum contiguous x [n] over the group in place; the same bits on every rank."""
-        all_reduce(x, group)
+    def all_reduce(self, x: Tensor, group: Group, key: str) -> Collective:
+        """Start to sum contiguous x [n] over the group in place; the same bits on every rank."""
+        return all_reduce(x, group)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the tensors that the next step depends on, by name."""

@@ -83,7 +83,8 @@ class Resharder:
         flat = [own[move.name].piece(move.box).to(empty.dtype).reshape(-1) for move in sent]
         out = empty.new_empty(sum(move.box.numel for move in received))
         whole = torch.cat(flat) if flat else empty
-        all_to_all(out, whole, self._counts(received, source=True), self._counts(sent, source=False), self.group)
+        counts = self._counts(received, source=True), self._counts(sent, source=False)
+        all_to_all(out, whole, *counts, self.group).wait()
         for move, values in zip(received, out.split([move.box.numel for move in received])):
             into[move.name].piece(move.box).copy_(values.view(move.box.size))
         return out.nbytes
@@ -100,7 +101,7 @@ class Resharder:
         sums = torch.tensor([_signed(checksum(piece.to(dtype))) for piece in pieces], dtype=torch.int64)
         found = sums.new_empty(len(received))
         counts = self._counts(received, source=True, each=True), self._counts(sent, source=False, each=True)
-        all_to_all(found, sums, *counts, self.group)
+        all_to_all(found, sums, *counts, self.group).wait()
         pairs = zip(received, found.tolist())
         wrong = [move.name for move, total in pairs if _signed(checksum(into[move.name].piece(move.box))) != total]
         return list(dict.fromkeys(wrong))

@@ -145,7 +145,7 @@ class _Parts:
         """Combine all ranks: the target's logit above the greatest one, log of the sum of exp(l - m), mean of l - m."""
         own = self.greatest.clone()
         if own.numel():
-            all_reduce(self.greatest, group, MAX)
+            all_reduce(self.greatest, group, MAX).wait()
         lower = own - self.greatest
         scale = lower.exp()
         total, spread = self.sums[:2]
