@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tilth.config.imports import uncollected
 from tilth.config.load import check_allowed, from_dict
 from tilth.config.plugins import absolute, forget
 from tilth.config.roles import roles_of
 from tilth.config.schema import Recipe
-from tilth.core.errors import ModelError, RecipeError, RewardError
+from tilth.core.errors import ModelError, RecipeError
 
 if TYPE_CHECKING:
     from tilth.data.given import Given
@@ -48,6 +48,7 @@ def run_recipe(
     from tilth.analysis.slow_rank import SlowRankWatch
     from tilth.data.prompts import PromptSet, with_holdout
     from tilth.flows.callbacks import checked
+    from tilth.launch.rewards import chosen_reward
     from tilth.rewards.fingerprint import fingerprint
     from tilth.runs.signals import HeldSignals
     from tilth.ui.track import tracking
@@ -81,20 +82,6 @@ def run_recipe(
 
         write_report(directory)
     return RunResult(directory, summary)
-
-
-def chosen_reward(recipe: Recipe, prompts: "Dataset | None" = None, given: Spec | None = None) -> Spec | None:
-    """Return the reward; None if nothing is generated (pre-training, fine-tuning without a reward), or an environment
-    gives it. Raises RewardError if nothing does."""
-    if recipe.flow_spec.learns == "documents" or recipe.flow_spec.value or recipe.rollout.environment:
-        return None
-    from tilth.rewards.functions import of_plugins
-
-    model = recipe.reward.model or recipe.grades
-    task = "" if prompts is not None or model else _task(recipe)
-    function = of_plugins(given or recipe.reward.function or task)
-    silent = not recipe.flow_spec.samples or model
-    return function or (None if silent else _no_reward(recipe, prompts))
 
 
 def _check_places(recipe: Recipe, function: Spec | None) -> None:
@@ -134,6 +121,7 @@ def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) 
     """Return the training data; DataError for answers that the reward cannot verify."""
     from tilth.data.pairs import recipe_prompts
     from tilth.data.prompts import PromptSet, load_texts
+    from tilth.launch.rewards import task_name
     from tilth.rewards.functions import check_answers
 
     if prompts is not None and not isinstance(prompts, PromptSet):
@@ -145,7 +133,7 @@ def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) 
             return PretrainTexts(*load_texts(recipe.data))
         return PretrainTexts.of(prompts, recipe.data.holdout)
     asked = prompts or recipe_prompts(recipe)
-    if function and not (prompts is None and _task(recipe)):  # a task's answers are valid, and slow to check
+    if function and not (prompts is None and task_name(recipe)):  # a task's answers are valid, and slow to check
         check_answers(function, asked)
     return asked
 
@@ -254,24 +242,3 @@ def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str
         else:
             found[section] = value
     return found
-
-
-def _task(recipe: Recipe) -> str:
-    """Return the name of the task in ``data.source``, which is also that of its reward; "" for other data."""
-    from tilth.config.plugins import task_names
-
-    return recipe.data.source if recipe.data.source in task_names() else ""
-
-
-def _no_reward(recipe: Recipe, prompts: "Dataset | None") -> NoReturn:
-    from tilth.data.prompts import load_source
-    from tilth.rewards.verifiers import verifier_specs
-
-    if prompts is None:
-        load_source(recipe.data)  # raises for a mistyped source
-    what = "the data" if prompts is not None else f"data.source={recipe.data.source}"
-    known = ", ".join(verifier_specs())
-    raise RewardError(
-        f"{what} has no reward of its own; set reward.function to FILE.py:function or one of {known}",
-        key="reward.function",
-    )

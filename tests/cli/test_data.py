@@ -10,7 +10,7 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 from tests.data.test_examples import pair_tokenizer
-from tilth.cli.data import Lengths, ShownExample, coloured, look, plain, runs
+from tilth.cli.data import coloured, plain, runs
 from tilth.cli.main import app
 from tilth.config.load import from_dict
 from tilth.data.documents import Corpus
@@ -18,6 +18,7 @@ from tilth.data.examples import supervised
 from tilth.data.prompts import load_source
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
+from tilth.launch.data_view import Lengths, ShownExample, look
 
 TALKS = [
     {
@@ -93,7 +94,7 @@ def test_packing_is_that_of_the_trainer(talks):
 
 
 def test_a_part_of_a_large_source_is_told(talks, monkeypatch):
-    monkeypatch.setattr("tilth.cli.data.MOST", 2)
+    monkeypatch.setattr("tilth.launch.data_view.MOST", 2)
     view = look(sft(talks), 1)
     assert (view.seen, view.train) == (2, 3)
 

@@ -8,6 +8,7 @@ from tests.flows import tiny
 from tilth.cli import data, layout
 from tilth.cli.run import closing
 from tilth.config.load import from_dict
+from tilth.launch import data_view
 
 FLOWS = ("dpo", "reward_model")
 
@@ -18,7 +19,7 @@ def recipe(folder, flow, **sections):
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_data_shows_both_answers_of_a_pair(tmp_path, flow):
-    view = data.look(recipe(tmp_path, flow), 1)
+    view = data_view.look(recipe(tmp_path, flow), 1)
     chosen, rejected = view.examples
     assert chosen.tokens[:4] == rejected.tokens[:4] and chosen.tokens != rejected.tokens
     assert chosen.mask == [0] * 4 + [1] * 3 and not view.problems
@@ -31,7 +32,7 @@ def test_data_says_what_would_stop_the_run(tmp_path):
     records = [{"prompt": f"Why {i}?", "chosen": "So.", "rejected": "No. " * (1 + 9 * (i == 7))} for i in range(20)]
     file.write_text("\n".join(map(json.dumps, records)))
     given = {"source": str(file), "digits": 1, "holdout": 0.2}
-    view = data.look(recipe(tmp_path, "reward_model", data=given, model={"context": 24}), 0)
+    view = data_view.look(recipe(tmp_path, "reward_model", data=given, model={"context": 24}), 0)
     assert view.longer["example"] == 1
     assert any("pairs.jsonl:8, rejected with its answer has" in said for said in view.problems)
 

@@ -1,0 +1,306 @@
+"""Data of a recipe as a model sees it: tokens, loss mask, lengths, packing, and what would stop the run."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tilth.config.schema import Recipe
+from tilth.core.errors import DataError, TilthError
+from tilth.core.random import stream
+from tilth.data.documents import Corpus
+from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
+from tilth.data.prompts import Prompt, PromptSet, load_texts, with_holdout
+from tilth.data.template import Example, Template, make_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.envs.process import listed_tools
+from tilth.launch.build import CACHE, prompt_checks
+from tilth.launch.planning import generating
+from tilth.launch.rewards import chosen_reward
+from tilth.plan.packing import micro_batches
+from tilth.rewards.functions import check_answers
+from tilth.runs.models import choose_tokenizer, load_model
+
+MOST = 20_000  # most records that are tokenised, spread evenly over a larger source
+CHUNK = 256
+STEPS = 20  # steps that packing is tried on
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Distribution of numbers of tokens."""
+
+    rows: int
+    least: int
+    median: float
+    p95: float
+    most: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "Lengths":
+        """Summarise lengths: integers [n], n > 0."""
+        median, p95 = np.percentile(lengths, [50, 95]).tolist()
+        return cls(len(lengths), int(lengths.min()), median, p95, int(lengths.max()))
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Batches of some steps, packed. fill: tokens over room; padding: its share if rows were padded instead."""
+
+    rows: int
+    micro_batches: float
+    room: int
+    fill: float
+    padding: float
+
+
+@dataclass
+class ShownExample:
+    """One example. texts: of each token; mask: 1 where the loss is taken, all 0 for a prompt without an answer."""
+
+    index: int
+    tokens: list[int]
+    texts: list[str]
+    mask: list[int]
+
+
+@dataclass
+class View:
+    """Findings of ``tilth data show``.
+
+    seen: records (pretrain: pieces) that the figures describe. longer: number of each kind that exceeds its room.
+    stable: verdict on the template. problems: would stop the run.
+    """
+
+    flow: str
+    source: str
+    train: int
+    heldout: int
+    tokenizer: str
+    vocabulary: int
+    template: str
+    stops: list[str]
+    context: int
+    seen: int
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    longer: dict[str, int] = field(default_factory=dict)
+    loss_share: float | None = None
+    stable: str = ""
+    packing: PackingReport | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    examples: list[ShownExample] = field(default_factory=list)
+
+
+def look(recipe: Recipe, n: int) -> View:
+    """Read, tokenise and count by the functions of a run. TilthError: something cannot be read at all."""
+    return _documents(recipe, n) if recipe.flow == "pretrain" else _prompts(recipe, n)
+
+
+# ---- prompts and conversations ----
+
+
+def _prompts(recipe: Recipe, n: int) -> View:
+    prompts = recipe_prompts(recipe)
+    recipe = with_holdout(recipe, prompts)
+    train, heldout = prompts.split(recipe.data.holdout)
+    tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
+    template = make_template(recipe.data.template, tokenizer, listed_tools(recipe.rollout.environment))
+    some = train.spread(MOST)
+    view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
+    view.template, view.notes = template.name, [*view.notes, *recipe.told]
+    view.stops = [tokenizer.token(i) for i in template.stops]
+    if not recipe.data.template:  # a chat template writes every token itself
+        view.notes += _left_out(tokenizer)
+    asked = np.array([len(ids) for chunk in _chunks(some) for ids in template.prompts(chunk)])
+    generates = generating(recipe)
+    turns = bool(recipe.rollout.environment)  # a turn gets what room there is
+    room = recipe.model.context - (1 if turns else recipe.rollout.max_tokens) * generates
+    view.lengths["prompt"] = Lengths.of(asked)
+    view.longer["prompt"] = int((asked > room).sum())
+    if view.longer["prompt"] and generates:
+        view.problems.append(
+            f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves for them"
+        )
+    pairs = recipe.flow_spec.learns == "pairs"
+    if pairs:
+        _compared(recipe, view, template, prompts, [p.index for p in some])
+    else:
+        _learnt(recipe, view, template, some)
+    view.problems += [text for text in _refused(recipe, prompts, template) if text not in view.problems]
+    chosen = train.spread(n)
+    if pairs:
+        view.examples = [shown for p in chosen for shown in _both(prompts, p.index, template, tokenizer)]
+    else:
+        view.examples = [_shown(p, template, tokenizer) for p in chosen]
+    return view
+
+
+def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator[str]:
+    """Yield the complaint of each check that a run makes of all its prompts."""
+    checks: list[Callable[[], object]] = [*prompt_checks(recipe, prompts, template, generates=generating(recipe))]
+    checks.append(lambda: chosen_reward(recipe))
+    if reward := recipe.reward.function:
+        checks.append(lambda: check_answers(reward, prompts))
+    for check in checks:
+        try:
+            check()
+        except TilthError as error:
+            yield str(error)
+
+
+def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt]) -> None:
+    """Add the findings on prompts with answers, which supervised steps learn from."""
+    answered = [p for p in prompts if p.answer is not None]
+    supervised = recipe.flow == "sft" or bool(recipe.supervised.steps or recipe.supervised.epochs)
+    if supervised and len(answered) < len(prompts):
+        view.problems.append(f"{len(prompts) - len(answered):,} prompts have no answer, which supervised steps need")
+    examples, failed = _examples(template, answered)
+    if failed and supervised:
+        view.problems.append(f"{len(failed):,} examples cannot be made")
+    view.stable = failed[0] if failed else f"prefix-stable on {len(examples):,} examples" if examples else "not tried"
+    if view.template == "plain":  # which is as stable as the tokenizer
+        view.stable = ""
+    if not examples:
+        return
+    whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in examples]).T
+    view.lengths |= {"loss": Lengths.of(learnt), "example": Lengths.of(whole)}
+    view.longer["example"] = int((whole > recipe.model.context).sum())
+    if view.longer["example"] and supervised:
+        view.problems.append(
+            f"{view.longer['example']:,} examples are longer than the context of {recipe.model.context} tokens"
+        )
+    answers, room = _last(examples), recipe.rollout.max_tokens
+    if generating(recipe) and answers.max() > room:
+        over = int((answers > room).sum())
+        view.notes.append(
+            f"{over:,} given answers are longer than rollout.max_tokens = {room} (most: {answers.max():,})"
+        )
+    view.loss_share = float(learnt.sum() / whole.sum())
+    view.packing = _packed(recipe, whole) if supervised else None
+
+
+def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int]) -> None:
+    """Add the findings on both answers of each pair."""
+    found: list[Encoded] = []
+    for start in range(0, len(indices), CHUNK):
+        try:
+            found += encode_pairs(prompts, indices[start : start + CHUNK], template, sys.maxsize)
+        except DataError as error:
+            view.problems.append(str(error))
+    if not found:
+        return
+    sides = [e for one in found for e in (one.chosen, one.rejected)]
+    whole, learnt = np.array([(len(e.tokens), int(e.mask.sum())) for e in sides]).T
+    chosen, rejected = Lengths.of(learnt[::2]), Lengths.of(learnt[1::2])
+    view.lengths |= {"chosen": chosen, "rejected": rejected, "example": Lengths.of(whole)}
+    view.longer["example"] = int((whole > recipe.model.context).sum())
+    view.loss_share = float(learnt.sum() / whole.sum())
+    view.packing = _packed(recipe, whole)
+    view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
+
+
+def _both(prompts: PromptSet, index: int, template: Template, tokenizer: Tokenizer) -> list[ShownExample]:
+    """Show both answers of a prompt's first pair."""
+    first = encode_pairs(prompts, [index], template, sys.maxsize)[0]
+    sides = (first.chosen, first.rejected)
+    return [_spelled(index, e.tokens.tolist(), e.mask.tolist(), tokenizer) for e in sides]
+
+
+def _examples(template: Template, prompts: Sequence[Prompt]) -> tuple[list[Example], list[str]]:
+    """Return the examples, and the errors of those that cannot be made."""
+    found: list[Example] = []
+    failed: list[str] = []
+    for chunk in _chunks(prompts):
+        try:
+            found += template.examples(chunk)
+        except DataError:
+            for prompt in chunk:
+                try:
+                    found += template.examples([prompt])
+                except DataError as error:
+                    failed.append(str(error))
+    return found, failed
+
+
+def _last(examples: Sequence[Example]) -> np.ndarray:
+    """Return the number of tokens of each last turn, which the model has to write: int [n]."""
+    return np.array([int(np.argmin(e.mask[::-1])) if not e.mask.all() else len(e.mask) for e in examples])
+
+
+def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> ShownExample:
+    made = _examples(template, [prompt])[0] if prompt.answer is not None else []
+    ids = made[0].tokens.tolist() if made else template.prompts([prompt])[0]
+    return _spelled(prompt.index, ids, made[0].mask.tolist() if made else [0] * len(ids), tokenizer)
+
+
+# ---- documents ----
+
+
+def _documents(recipe: Recipe, n: int) -> View:
+    train, heldout = load_texts(recipe.data)
+    loaded = load_model(recipe.model.path) if recipe.model.path else None
+    tokenizer = choose_tokenizer(recipe, None, loaded, train)
+    corpus = Corpus.build(train, tokenizer, recipe.model.context, Path(recipe.run.dir) / CACHE)
+    view = _view(recipe, tokenizer, len(train), len(heldout), len(corpus))
+    view.stops = [tokenizer.token(tokenizer.eos_id)]
+    view.lengths["piece"] = Lengths.of(corpus.lengths)
+    view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
+    view.packing = _packed(recipe, corpus.lengths)
+    full = float((corpus.lengths == recipe.model.context).mean())
+    view.notes += [
+        f"{len(corpus):,} pieces, {full:.0%} of them as long as the context",
+        f"{corpus.bytes / corpus.tokens_in_all:.2f} bytes a token",
+        corpus.note,
+        *_left_out(tokenizer),
+    ]
+    chosen = np.linspace(0, len(corpus) - 1, min(n, len(corpus))).astype(int)
+    pieces = corpus.tokens(chosen)
+    for i, index in enumerate(chosen.tolist()):
+        ids = pieces.row(i).tolist()
+        view.examples.append(_spelled(index, ids, [0, *[1] * (len(ids) - 1)], tokenizer))
+    return view
+
+
+# ---- shared ----
+
+
+def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
+    named = recipe.data.tokenizer or (f"that of {recipe.model.path}" if recipe.model.path else "characters")
+    return View(
+        flow=recipe.flow, source=recipe.data.source, train=train, heldout=heldout, tokenizer=named,
+        vocabulary=tokenizer.vocab_size, template="none", stops=[], context=recipe.model.context, seen=seen,
+    )  # fmt: skip
+
+
+def _left_out(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a note on the token that the tokenizer would append, if any."""
+    if tokenizer.appended:
+        ends = " ".join(map(tokenizer.token, tokenizer.appended))
+        yield (
+            f"the tokenizer puts {ends} behind every text; it is left out: a prompt has no end, and an example or a "
+            f"document ends once, by {tokenizer.token(tokenizer.eos_id)}"
+        )
+
+
+def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    return (prompts[at : at + CHUNK] for at in range(0, len(prompts), CHUNK))
+
+
+def _packed(recipe: Recipe, lengths: np.ndarray) -> PackingReport:
+    """Pack the batches of some steps, in a random order, with the trainer's function."""
+    batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
+    order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
+    steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]
+    made = sum(len(micro_batches(step, room)) for step in steps)
+    tokens = sum(int(step.sum()) for step in steps)
+    padded = sum(len(step) * int(step.max()) for step in steps)
+    return PackingReport(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+
+
+def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> ShownExample:
+    texts = [tokenizer.decode([i], special=True) for i in ids]
+    whole = [text if "\ufffd" not in text else tokenizer.token(i) for text, i in zip(texts, ids)]  # part of a character
+    return ShownExample(index, ids, whole, mask)
