@@ -1,6 +1,7 @@
 """Fixtures of all rooms, how many examples hypothesis tries where a test does not say, and who runs what of ``-n``."""
 
 import gc
+import getpass
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ settings.register_profile("quick", max_examples=12, deadline=None)  # a busy mac
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
 forked.fork_servers_too()
+CACHE = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)  # torch sets it to this, in the midst of a test
 for name in ("COLUMNS", "LINES"):  # GNU readline, which pytest imports, sets them for the processes of -n
     os.environ.pop(name, None)
 
@@ -105,6 +108,32 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (order(item), str(item.path)))
     groups = {item.nodeid: ("ray", "pool")[order(item)] for item in items if order(item) < 2}
     Path(config.workerinput["groups"]).write_text(json.dumps(groups))
+
+
+OTHERS = ("PYTEST_CURRENT_TEST", forked.PLACE, "KINETO_LOG_LEVEL")
+"""Variables that change with each test, or with the first one that forks or profiles."""
+
+
+def surroundings(torch):
+    """All of this process that a test finds and that the next one must find again. torch: None: it is not imported."""
+    found = {f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in OTHERS}
+    found |= {f"handler of signal {number}": signal.getsignal(number) for number in signal.valid_signals()}
+    found["working directory"] = os.getcwd()
+    if torch is not None:
+        found["threads"], found["precision"] = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        found["dtype"], found["deterministic"] = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def unchanged():
+    """A test that leaves the process other than it was fails, in place of a later one."""
+    torch = sys.modules.get("torch")
+    before = surroundings(torch)
+    yield
+    after = surroundings(torch)
+    each = [(what, before.get(what), after.get(what)) for what in {**before, **after}]
+    assert not [one for one in each if one[1] != one[2]], "what the test has left, before and after"
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,16 @@
-"""Who runs what of ``-n``: one process all tests of Ray, one all of the pool, any process a whole file of the rest."""
+"""Who runs what of ``-n``: one process all tests of Ray, one all of the pool, any process a whole file of the rest; and
+that no test leaves its process other than it was."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import surroundings
 
 ROOT = Path(__file__).parents[1]
 FILE = """
@@ -66,3 +73,20 @@ def test_groups_have_one_process_each_and_files_stay_together(tmp_path):
 
 def test_groups_that_got_lost_would_be_seen(tmp_path):
     assert len(processes(seen(tmp_path, LOST), "pool")) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "put_back"),
+    [
+        (lambda: os.environ.update(LEFT="1"), lambda: os.environ.pop("LEFT")),
+        (lambda: os.chdir("/"), lambda here=os.getcwd(): os.chdir(here)),
+        (lambda: signal.signal(signal.SIGUSR2, print), lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+    ],
+)
+def test_what_a_test_leaves_behind_is_seen(change, put_back):
+    before = surroundings(torch)
+    change()
+    after = surroundings(torch)
+    put_back()
+    assert after != before == surroundings(torch)
