@@ -113,11 +113,13 @@ def pytest_collection_modifyitems(config, items):
 OTHERS = ("PYTEST_CURRENT_TEST", forked.PLACE, "KINETO_LOG_LEVEL")
 """Variables that change with each test, or with the first one that forks or profiles."""
 
+HANDLED = [getattr(signal, f"SIG{name}") for name in "INT TERM HUP ALRM VTALRM CHLD IO USR1 USR2".split()]
+
 
 def surroundings(torch):
     """All of this process that a test finds and that the next one must find again. torch: None: it is not imported."""
-    found = {f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in OTHERS}
-    found |= {f"handler of signal {number}": signal.getsignal(number) for number in signal.valid_signals()}
+    found = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    found |= {number: signal.getsignal(number) for number in HANDLED}
     found["working directory"] = os.getcwd()
     if torch is not None:
         found["threads"], found["precision"] = torch.get_num_threads(), torch.get_float32_matmul_precision()
