@@ -82,9 +82,11 @@ def test_a_replica_without_images_has_its_part_in_the_encoder_s_gradient(pool):
     assert all(torch.allclose(part[name], whole[name], atol=1e-6) for part in parts for name in whole)
 
 
-def test_a_step_of_texts_leaves_the_encoder_as_it_is():
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_of_texts_leaves_the_encoder_as_it_is(name):
     tokens, mask, _ = batch()
-    engine = TrainEngine(model(), OptimizerConfig(lr=1e-2), total_steps=9, micro_tokens=64, watch=("layer_norms",))
+    section = OptimizerConfig(name=name, lr=1e-2, weight_decay=0.0)
+    engine = TrainEngine(model(), section, total_steps=9, micro_tokens=64, watch=("layer_norms",))
     before = engine.model.get_parameter(NAME).clone()
     assert not engine.update(tokens, mask, {}, negative_log_likelihood(mask.sum())).skipped
     assert torch.equal(engine.model.get_parameter(NAME), before)

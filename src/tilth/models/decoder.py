@@ -353,7 +353,7 @@ class Decoder(nn.Module):
         ids, places = given.ids, ctx.positions
         n, rows = ids.shape[0], places.shape[0]
         x = self.embed(ids if rows == n else F.pad(ids, (0, rows - n))) if self.first else ids
-        if given.media and self.first:
+        if self.first and (given.media or self.encoders):
             x = self._with_media(x, given.media, ctx.experts is not None and ctx.experts.parity)
         if given.positions is not None:
             places = along_one_axis(given.positions, rows)
@@ -382,6 +382,8 @@ class Decoder(nn.Module):
             check(given == right, f"encoders.{one.encoder}", given, f"{right} for items of {one.counts} positions")
             inside = one.places >= 0
             x = x.index_copy(0, one.places[inside], found[inside])
+        if torch.is_grad_enabled():  # encoders without an item have a gradient, as on ranks and in steps that have some
+            x = x + sum(p.flatten()[:0].sum() for p in self.encoders.parameters())
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
