@@ -15,7 +15,7 @@ import psutil
 
 import tilth
 
-DOOMED = Path(os.environ["DEATHS"]).with_name("doomed")
+DOOMED = Path(os.environ.get("DEATHS", "deaths")).with_name("doomed")  # a node of Ray that was there before has none
 if sys.argv[0] == "tilth.cluster.worker.local_worker":
     with suppress(FileNotFoundError):
         DOOMED.unlink()
