@@ -93,6 +93,19 @@ def test_rounds_report_what_has_ended_and_the_status_counts_it(made):
 
 
 @pytest.mark.usefixtures("short_rounds")
+def test_a_generation_that_was_broken_off_begins_again_with_the_same_samples(made):
+    """As a step that runs again does where another role failed and this one was not made again."""
+    store, worker, _ = made
+    asked = small.asked(store, [3, 77, 12], 4, 30)
+    whole = tokens_by_id(store, small.generated(worker, asked))
+    worker.submit(asked)
+    for _ in range(2):
+        worker.advance()
+    assert worker.rounds.busy and worker.abort([30, 31]) > 0
+    assert tokens_by_id(store, small.generated(worker, asked)) == whole
+
+
+@pytest.mark.usefixtures("short_rounds")
 def test_samples_join_and_are_aborted_between_rounds(made):
     store, worker, _ = made
     asked = small.asked(store, [3, 77], 3, 30)
