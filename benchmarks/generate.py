@@ -21,9 +21,8 @@ which rounding in a deep model drives apart (that itself at most four times as f
 share of sequences equal to Hugging Face's from the first to the last token: ties and rounding flip a few.
 
 --scoring: in place of all this, the heavy-tailed lengths with a reward of a fixed latency (0.2 s, two processes),
-and with a judge (an engine of the same shape, questions of 80 characters, replies of 24 tokens), scored when all are
-generated, and while others are (``rewards.ahead``; a judge in rounds between those of the engine). Outcomes are
-compared. Overlap: share of the samples that are scored when the last one has been generated.
+scored when all are generated, and while others are (``rewards.ahead``). Outcomes are compared. Overlap: share of the
+samples that are scored when the last one has been generated.
 
 Runs alternate between contenders; a figure is the best of its runs. GOMP_SPINCOUNT=1000 and the matmul precision
 (``matmul_precision``) hold for all alike.
@@ -39,8 +38,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +52,6 @@ from shapes import CONTEXT
 from torch import Tensor
 from work import same_work
 
-from tilth.cluster.backends.inline import InlineStore
-from tilth.config.schema import JudgeConfig
-from tilth.data.columns import Prompt
-from tilth.data.template import make_template
-from tilth.data.tokenizer import Tokenizer
 from tilth.engines.engine import Engine
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams
@@ -66,9 +59,8 @@ from tilth.engines.rounds import EngineRounds
 from tilth.models.attention import PackedContext
 from tilth.models.decoder import Decoder
 from tilth.rewards.ahead import ScoringAhead
-from tilth.rewards.process_pool import Item, Outcome, RewardPool
-from tilth.roles.judge import JudgeWorker
-from tilth.roles.rollout import LIMITS, Ended
+from tilth.rewards.process_pool import Item, RewardPool
+from tilth.roles.rollout import LIMITS
 
 VOCAB, PROMPT, BATCH = 4096, 16, 64
 """Prompts are of the first so many tokens, which every shape has."""
@@ -329,19 +321,8 @@ def waiting(prompt: str, completion: str, info: dict[str, Any]) -> float:
     return float(info["id"])
 
 
-@contextmanager
-def judging(model: Decoder) -> Iterator[JudgeWorker]:
-    """Make a judge of the same weights. Its replies are no scores, but reasons that hold their text."""
-    tokenizer = Tokenizer.characters(map(chr, range(0x4E00, 0x4E00 + VOCAB - 2)))
-    engine = Engine(model.config, EngineOptions(tokenizer=tokenizer, max_rows=64, max_length=CONTEXT, parity=True))
-    engine.update_weights(model.named_parameters(), version=1)
-    section = JudgeConfig(path="-", rubric="{prompt}{completion}", max_tokens=24)
-    prompts: Any = [Prompt(0, "")]
-    yield JudgeWorker(engine, make_template("", tokenizer), section, InlineStore(), prompts)
-
-
-def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
-    """Return seconds of generating and scoring, one after the other and side by side. case: who scores."""
+def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
+    """Return seconds of generating and scoring, one after the other and side by side."""
     lengths = json.loads(Path(__file__).with_name("lengths.json").read_text())["lengths"][: 64 if quick else None]
     prompts = np.random.default_rng(0).integers(0, VOCAB, (len(lengths), PROMPT))
     requests = [Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(prompts, lengths))]
@@ -350,7 +331,7 @@ def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
     engine = Engine(model.config, EngineOptions(max_rows=64, max_length=CONTEXT, dtype=model.dtype))
     engine.update_weights(model.named_parameters(), version=1)
     engine.generate(requests[:8])
-    with judging(model) if case == "judge" else RewardPool(waiting, workers=SCORERS) as pool:
+    with RewardPool(waiting, workers=SCORERS) as pool:
         pool.score(list(items.values())[:8])
         began = time.perf_counter()
         for _ in EngineRounds(engine).drain(requests):
@@ -360,23 +341,17 @@ def scoring(model: Decoder, quick: bool, case: str) -> dict[str, Any]:
         one_after_the_other = time.perf_counter() - began
         began, rounds = time.perf_counter(), EngineRounds(engine, LIMITS)
         rounds.submit(requests)
-        if isinstance(pool, JudgeWorker):
-            while rounds.busy:
-                pool.advance({t.id: Ended(0, 0, said[t.id], False) for t in rounds.advance().finished}, 1)
-            beside, overlap = time.perf_counter() - began, len(pool._scores) / len(items)
-            found: dict[Hashable, Outcome] = {i: outcome for (i, _), outcome in pool.settle(1).items()}
-        else:
-            ahead = ScoringAhead(pool, 16)
-            while rounds.busy:
-                ahead.begin({t.id: items[t.id] for t in rounds.advance().finished})
-            beside, overlap = time.perf_counter() - began, len(ahead._outcomes) / len(items)
-            found = ahead.settle()
+        ahead = ScoringAhead(pool, 16)
+        while rounds.busy:
+            ahead.begin({t.id: items[t.id] for t in rounds.advance().finished})
+        beside, overlap = time.perf_counter() - began, len(ahead._outcomes) / len(items)
+        found = ahead.settle()
         rest = [i for i in items if i not in found]
         found = {**found, **dict(zip(rest, pool.score([items[i] for i in rest])))}
         side_by_side = time.perf_counter() - began
     assert {i: (o.value, o.reason) for i, o in found.items()} == {i: (o.value, o.reason) for i, o in at_end.items()}
     return {
-        "case": case, "samples": len(items), "generate_seconds": generated,
+        "case": "reward", "samples": len(items), "generate_seconds": generated,
         "one_after_the_other_seconds": one_after_the_other, "side_by_side_seconds": side_by_side,
         "generate_beside_seconds": beside, "overlap": overlap,
     }  # fmt: skip
@@ -398,7 +373,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.scoring:
         model = make_model("6M", torch.float32, args.device)
-        scored = [scoring(model, args.quick, case) for case in ("reward", "judge")]
+        scored = [scoring(model, args.quick)]
         for row in scored:
             print("  ".join(f"{name} {v if isinstance(v, str) else f'{v:.4g}'}" for name, v in row.items()))
         write_rows(args.json, scored)

@@ -14,6 +14,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.engines.rounds import RoundLimits
+from tilth.flows import sampler
 from tilth.flows.group_filters import can_differ
 from tilth.launch import life as launch
 from tilth.rewards.judging import question
@@ -297,6 +298,7 @@ def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
     how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}}
     for name, reward, early in (("alone", None, 1), ("beside", odd, 4), ("late", None, 10**6)):
         monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(10**6, early))
+        monkeypatch.setattr(sampler, "apart", lambda *groups, name=name: name != "late")  # as in pools of their own
         made = tiny.recipe(tmp_path, **how)
         recorder = tiny.Recorder()
         result = tiny.run(made, reward=reward, name=name, callbacks=[recorder])

@@ -1,6 +1,7 @@
 """Samples are generated in rounds and scored while others are, with the results of scoring at the end."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from tests.flows import tiny
 from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
+from tilth.core.layout import Mesh
 from tilth.engines.rounds import RoundLimits
-from tilth.flows.generation import Generation, Scorers
+from tilth.flows.generation import Generation, Scorers, apart
 from tilth.rewards.process_pool import Outcome
 from tilth.roles import rollout as roles_rollout
 from tilth.roles.reward import RewardWorker
@@ -80,6 +82,11 @@ def test_a_judge_gets_all_that_has_ended_and_a_reward_what_the_journal_does_not_
     both.take({})  # a round for what the judge has begun
     assert judge.given == [(ENDED, 5), ({}, 5)]
     assert reward.given == [{"items": [[8, 0, 2, "b"]], "call": 5, "most": 4}]
+
+
+def test_groups_are_apart_that_share_no_worker():
+    one, two, three = (SimpleNamespace(mesh=Mesh(("dp",), (len(ranks),), ranks)) for ranks in ((0, 1), (2,), (1, 2)))
+    assert apart(one, two) and not apart(one, three) and not apart(three, two)
 
 
 def test_what_has_paused_is_not_scored_and_goes_on():

@@ -11,17 +11,14 @@ from tilth.cluster.controller.lazy import resolved
 from tilth.core.batch import Batch
 from tilth.roles.rollout import Ended
 
-Known = Callable[[Batch], dict[int, Any]]
-"""Outcomes that the journal has, by trajectory id."""
-
 
 class Scorers(NamedTuple):
-    """Roles that score while others are generated. known: what the reward is not asked; call: number of the generation,
-    which ``reward.score`` and ``judge.settle`` take; most: samples that the reward scores at once."""
+    """Roles that score while others are generated. known: outcomes of the journal by id, which the reward is not asked
+    for; call: number of the generation, for ``score`` and ``settle``; most: samples that the reward scores at once."""
 
     reward: WorkerGroup | None
     judge: WorkerGroup | None
-    known: Known
+    known: Callable[[Batch], dict[int, Any]]
     call: int
     most: int
 
@@ -80,8 +77,6 @@ class Generation:
         return found.select(np.array([place[i] for i in ids.tolist()], np.int64))
 
 
-def generated(rollout: WorkerGroup, asked: Batch) -> Batch:
-    """Return one sample for each row, in order."""
-    generation = Generation(rollout)
-    generation.run(asked)
-    return generation.collect(asked["id"])
+def apart(one: WorkerGroup, other: WorkerGroup) -> bool:
+    """Return True if no worker is in two groups, so that both compute at once."""
+    return set(one.mesh.ranks).isdisjoint(other.mesh.ranks)

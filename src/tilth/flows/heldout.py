@@ -10,7 +10,7 @@ from tilth.cluster.controller.leases import LeasedStore
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.random import stream
-from tilth.flows.generation import generated
+from tilth.flows.generation import Generation
 from tilth.flows.measured import figures, measure_parts, outcomes, uncertainty
 from tilth.flows.phases import WARMUP, is_supervised
 from tilth.flows.roles import Roles
@@ -158,8 +158,9 @@ class Evaluator:
         with span("verify"), self.store.scope():
             indices = train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(train)))
             asked = self.roles["loader"].encode(ask(indices.tolist(), 1, PROBE_IDS))
-            batch = generated(self.roles.rollout, asked)
-            check_mismatch(policy.compare(batch), bounds, self.state.step - 1)
+            generation = Generation(self.roles.rollout)
+            generation.run(asked)
+            check_mismatch(policy.compare(generation.collect(asked["id"])), bounds, self.state.step - 1)
 
     def baselines(self, batch: Batch) -> Batch:
         """Add the row column ``baselines``: reward of the greedy answer to each row's prompt, NaN where missing."""

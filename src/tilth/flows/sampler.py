@@ -14,7 +14,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
-from tilth.flows.generation import Generation, Scorers
+from tilth.flows.generation import Generation, Scorers, apart
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.reward_shaping import check_parts, check_turn_rewards
@@ -231,6 +231,7 @@ class Sampler:
     ) -> Batch:
         """Return generated answers or episodes. Reward and judge score ``most`` of what has finished at once."""
         loader, judge = self.roles["loader"], self.roles.judge if self.recipe.grades else None
+        judge = judge if judge is not None and apart(judge, rollout) else None
         asked = resolved((loader.begin if self.recipe.rollout.environment else loader.encode)(asked))
         known = partial(self.journal.known, self.state.step)
         scorers = None if reward is None and judge is None else Scorers(reward, judge, known, call, most)
