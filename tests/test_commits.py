@@ -13,7 +13,7 @@ Abort Accept Add Align Allow Append Apply Assign Avoid Await Balance Batch Bound
 Capture Check Choose Clip Close Collect Compare Compile Compute Configure Construct Copy Correct Count Cover
 Cut Deal Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draw Drive Drop Emit
 Encode End Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Fit Fix Flush Follow Format
-Frame Freeze Gather Generate Group Guard Halve Handle Hash Hide Hold Implement Import Include Inline Install Isolate
+Frame Freeze Gather Generate Grade Group Guard Halve Handle Hash Hide Hold Implement Import Include Inline Install Isolate
 Join Journal Judge Keep Kill Learn Leave Limit List Load Lock Log Make Mark Mask Match Measure Merge Move Name
 Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin Place Plan Play Plot Poll
 Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild Record Recover Reduce Refuse
