@@ -40,7 +40,7 @@ class Talker(tilth.Environment):
             raise RuntimeError("as asked")
         if said == "bytes":
             return [b"no"], False
-        if said == "slow":
+        if said.startswith("slow"):
             await asyncio.sleep(1.0)
         if said == "stop":
             os.kill(os.getpid(), 19)

@@ -271,3 +271,14 @@ def test_an_episode_goes_on_from_what_was_kept(pool):
     assert {i: contents(a) for i, a in say(pool, e0="z", e1="c").items()} == {0: ["3 z"], 1: ["2 c"]}
     pool.resume(0, [*kept, kept[-1]])  # what it has never said
     assert say(pool, e0="z")[0].status == "differs"
+
+
+def test_an_episode_that_begins_again_gets_no_answer_of_its_former_life(pool):
+    """Its thread still steps when it ends, as in a step of a run that begins again."""
+    begin(pool, 7)
+    pool.step(7, {"role": "assistant", "content": "slow"})
+    pool.end(7)
+    begin(pool, 7)
+    pool.step(7, {"role": "assistant", "content": "slow again"})
+    (answer,) = take(pool, 1).values()
+    assert "slow again" in str(answer.value)

@@ -5,6 +5,7 @@ their own episode, never another one: the episodes of a lost process begin again
 said, which must come out the same.
 """
 
+import itertools
 import json
 import pickle
 import time
@@ -59,6 +60,8 @@ class _Episode:
     """Processes that died while this episode had a request in flight."""
     before: int = 0
     """Answered requests of earlier calls, which the journal of this one does not have."""
+    life: int = field(default_factory=itertools.count(1).__next__)
+    """Its number in its process. One with the same id that begins anew has another, so late answers are nobody's."""
 
 
 class EnvironmentPool:
@@ -163,10 +166,12 @@ class EnvironmentPool:
 
     def end(self, episode: int) -> None:
         """Forget an episode."""
-        if self._episodes.pop(episode, None) is not None and (child := self._child_of(episode)):
+        known = self._episodes.pop(episode, None)
+        self._at_once = [one for one in self._at_once if one.episode != episode]
+        if known is not None and (child := self._child_of(episode)):
             child.episodes.discard(episode)
             child.threads.pop(episode, None)
-            child.ask(Asked(episode, "end"))
+            child.ask(known, Asked(episode, "end"))
         self._retire()
 
     def poll(self, seconds: float) -> list[Answer]:
@@ -195,9 +200,9 @@ class EnvironmentPool:
         episode.asked, episode.deadline = asked, time.monotonic() + self.timeout
         child = self._child_of(episode.id)
         if child is None:  # its first request, or the first that the journal does not know
-            self._assign(episode).ask(episode.said[0][0] if episode.said else asked)
+            self._assign(episode).ask(episode, episode.said[0][0] if episode.said else asked)
         elif episode.repeated == len(episode.said):
-            child.ask(asked)
+            child.ask(episode, asked)
 
     def _child_of(self, episode: int) -> "_Child | None":
         return next((child for child in self._children if episode in child.episodes), None)
@@ -232,8 +237,9 @@ class EnvironmentPool:
         return found
 
     def _take_in(self, child: "_Child", message: dict[str, Any]) -> list[Answer]:
-        episode = self._episodes.get(message.get("episode", -1))
-        if episode is None or episode.id not in child.episodes:  # it has ended
+        lives = {(one := self._episodes[i]).life: one for i in child.episodes}
+        episode = lives.get(message.get("episode", -1))
+        if episode is None:  # it has ended
             return []
         if "thread" in message:
             child.threads[episode.id] = message["thread"]
@@ -260,9 +266,9 @@ class EnvironmentPool:
         episode.repeated += 1
         episode.deadline = time.monotonic() + self.timeout
         if episode.repeated < len(episode.said):
-            child.ask(episode.said[episode.repeated][0])
+            child.ask(episode, episode.said[episode.repeated][0])
         elif episode.asked is not None:
-            child.ask(episode.asked)
+            child.ask(episode, episode.asked)
         return []
 
     def _fail(self, episode: _Episode, reason: str, status: Status) -> Answer:
@@ -325,7 +331,7 @@ class EnvironmentPool:
             episode.repeated, episode.deadline = 0, time.monotonic() + self.timeout
             first = episode.said[0][0] if episode.said else episode.asked
             if first is not None:
-                self._assign(episode).ask(first)
+                self._assign(episode).ask(episode, first)
         return found
 
     def _retire(self) -> None:
@@ -364,9 +370,9 @@ class _Child(PipedChild):
         self.kill()
         raise PluginError(f"a process of environments has not started within {START:g} s", key="environment.start")
 
-    def ask(self, asked: Asked) -> None:
-        """Queue a request."""
-        self.send(pickle.dumps(asked))
+    def ask(self, episode: _Episode, asked: Asked) -> None:
+        """Queue a request about an episode, which goes by its life there."""
+        self.send(pickle.dumps(asked._replace(episode=episode.life)))
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the complete messages received so far."""
@@ -380,7 +386,7 @@ class _Child(PipedChild):
     def answers(self, seconds: float) -> bool:
         """Ask whether its threads still run; messages that come meanwhile are kept."""
         before, until = self._pongs, time.monotonic() + seconds
-        self.ask(Asked(-1, "ping"))
+        self.send(pickle.dumps(Asked(-1, "ping")))
         while time.monotonic() < until and self._pongs == before:
             _ready([self], until - time.monotonic())
             if not (self.write() and self.read()):
