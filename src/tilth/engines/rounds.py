@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tilth.core.errors import DataError, TilthError
@@ -97,7 +98,7 @@ class EngineRounds:
                 break
             idle = not self._seen
             finished += self._step()
-            if idle and not self._seen:  # it has waited for the source
+            if idle and not self._seen and self.limits.seconds == math.inf:  # it has waited for the source
                 break
             if (finished and step >= self.limits.early) or time.monotonic() - begin > self.limits.seconds:
                 break
@@ -118,9 +119,10 @@ class EngineRounds:
 
     def drop(self) -> None:
         """End all that is in flight."""
-        for id in self._seen:
-            self.engine.abort(id)
-        self._seen.clear()
+        seen, self._seen = self._seen, {}
+        for id in seen:
+            with suppress(DataError):  # an engine that has failed may have forgotten it
+                self.engine.abort(id)
         if self.source is not None:
             self.source.drop()
 

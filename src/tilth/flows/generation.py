@@ -9,6 +9,7 @@ import numpy as np
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.core.batch import Batch
+from tilth.core.errors import DataError
 from tilth.roles.rollout import Ended
 
 
@@ -45,6 +46,8 @@ class Generation:
 
     def run(self, asked: Batch, *, greedy: bool = False, since: int | None = None) -> None:
         """Generate these samples, and nothing else, until each has ended or paused: see ``RolloutWorker.submit``."""
+        if len(np.unique(asked["id"])) < len(asked):
+            raise DataError("a sample is asked for twice: ids of one generation must differ", key="asked.id")
         self.rollout.begin()
         self.rollout.submit(asked, greedy=greedy, since=since)
         self._until(len(asked))

@@ -229,7 +229,7 @@ class Sampler:
     def _generated(
         self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, call: int, most: int, *, greedy: bool
     ) -> Batch:
-        """Return generated answers or episodes. Reward and judge score ``most`` of what has finished at once."""
+        """Return generated answers or episodes. The reward scores ``most`` of what has finished at once."""
         loader, judge = self.roles["loader"], self.roles.judge if self.recipe.grades else None
         judge = judge if judge is not None and apart(judge, rollout) else None
         asked = resolved((loader.begin if self.recipe.rollout.environment else loader.encode)(asked))

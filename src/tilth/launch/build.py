@@ -308,8 +308,10 @@ def prompt_checks(
     """
     train, heldout = prompts.split(recipe.data.holdout)
     context, room = recipe.model.context, recipe.rollout.max_tokens
-    if has_media(prompts.source) and (recipe.rollout.environment or recipe.flow_spec.learns == "pairs"):
-        raise DataError("the data has media, which episodes and pairs leave out; use another flow", key="data.media")
+    texts_alone = recipe.rollout.environment or recipe.flow_spec.learns == "pairs" or recipe.reward.model
+    if has_media(prompts.source) and (texts_alone or recipe.judge.path):
+        message = "the data has media, which episodes, pairs, reward models and judges leave out"
+        raise DataError(f"{message}; use another flow or reward", key="data.media")
     if recipe.rollout.environment:
         yield lambda: _check_episodes(recipe, template)
     elif generates:

@@ -39,7 +39,7 @@ from tilth.roles.pairs import PairPolicyWorker, RatingWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.reward import RewardWorker
-from tilth.roles.rollout import RolloutWorker
+from tilth.roles.rollout import DIVIDED, RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
@@ -146,7 +146,8 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         )
         limits = Limits(r.turns, recipe.model.context)
         player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
-    return RolloutWorker(engine, template, r, context.store, player, context.rank)
+    rounds = DIVIDED if context.mesh.size("ep", "tp") > 1 else None
+    return RolloutWorker(engine, template, r, context.store, player, context.rank, rounds)
 
 
 def _engine(

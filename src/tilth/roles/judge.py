@@ -100,6 +100,7 @@ class JudgeWorker:
     def settle(self, call: int) -> dict[tuple[int, int], Outcome]:
         """Grade all that ``advance`` has taken of a generation; return its scores by sample (id, checksum)."""
         if self._call != call:
+            self.rounds.drop()
             return {}
         with span("judge"):
             self._take(self.rounds.drain())

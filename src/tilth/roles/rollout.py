@@ -28,8 +28,10 @@ from tilth.rollout.episodes import Played, Player, Wanted
 from tilth.rollout.partial import Unfinished
 from tilth.trace.spans import span
 
-LIMITS = RoundLimits(steps=256, early=32)
-"""A round costs its engine nothing, since the next one waits behind it, and the controller a message to each rank."""
+LIMITS = RoundLimits(steps=1 << 30, early=1 << 30, seconds=0.25)
+"""Of an engine on one rank. Engines side by side wait for the longest round, so all take the same time."""
+DIVIDED = RoundLimits(steps=32, early=32)
+"""Of an engine over several ranks, which end alike."""
 
 
 class Ended(NamedTuple):
@@ -56,11 +58,12 @@ class RolloutWorker:
         store: Store,
         player: Player | None = None,
         rank: int = 0,
+        limits: RoundLimits | None = None,
     ) -> None:
         self.engine, self.template, self.section, self.store = engine, template, section, store
         self.player = player
         self.rank = rank
-        self.rounds = EngineRounds(engine, LIMITS, player)
+        self.rounds = EngineRounds(engine, limits or LIMITS, player)
         self._journals: Path | None = None
         self._failures: dict[int, dict[str, Any]] = {}
         self._asked = self._done = 0
