@@ -168,7 +168,19 @@ def as_if_installed(run, tmp_path):
     return [copied(run, tmp_path / "site-packages", neighbour="x = 1\n")]
 
 
-@pytest.mark.parametrize("plugins", [linked, through_another, as_if_installed])
+def of_a_package_in_another_folder(run, tmp_path):
+    """A module of a package lies beside its plugin, and another one of that name in the folder that comes first."""
+    for folder, module in (("good", "x = 1\n"), ("first", "x = 2\n"), ("second", "x = 1\n")):
+        (tmp_path / folder / "pkg").mkdir(parents=True)
+        (tmp_path / folder / "pkg" / "__init__.py").write_text("")
+        (tmp_path / folder / "pkg" / "sub.py").write_text(module)
+        (tmp_path / folder / "a.py").write_text("")
+        (tmp_path / folder / "b.py").write_text("import pkg.sub\n")
+    remember({"plugins": [str(tmp_path / "good" / name) for name in ("a.py", "b.py")]})
+    return [tmp_path / "first" / "a.py", tmp_path / "second" / "b.py"]
+
+
+@pytest.mark.parametrize("plugins", [linked, through_another, as_if_installed, of_a_package_in_another_folder])
 def test_code_is_what_python_would_import(run, tmp_path, plugins):
     remember(settings(run))
     with raises(PluginError, "--trust"):

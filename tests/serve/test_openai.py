@@ -98,7 +98,7 @@ def test_no_part_of_a_stop_string_is_sent_before_it_is_whole():
     for stop, text in itertools.product(texts[6:], texts):
         kept, sent = text.partition(stop)[0], StreamedText(tokenizer, (), [stop])
         for letter in text[: len(kept) + len(stop) - 1]:
-            sent.push(np.array(tokenizer.encode(letter, special=False)))
+            sent.send(sent.hear(np.array(tokenizer.encode(letter, special=False))))
             assert kept.startswith(sent.sent), (stop, text)
 
 

@@ -169,7 +169,7 @@ class Voice:
     def hear(self, tokens: np.ndarray) -> None:
         """Write the new and final part of all tokens so far."""
         text = self._tokenizer.decode(t for t in tokens.tolist() if t not in self._stops).rstrip(_OPEN)
-        self._write(text[: len(text) - self._held])
+        self._write(text[: max(0, len(text) - self._held)])
 
     def _write(self, text: str) -> None:
         if len(text) > len(self._written) and text.startswith(self._written):

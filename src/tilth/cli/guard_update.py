@@ -13,7 +13,7 @@ from tilth.config.load import all_differences, dump_value, given, load_recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, RecipeError
 from tilth.runs.readers import read_state, supervised
-from tilth.runs.trust import check_trust
+from tilth.runs.trust import check_trust, remember
 from tilth.runs.updates import (
     CODE,
     PLUGIN_KEYS,
@@ -34,6 +34,7 @@ def update(options: GuardUpdateCommand) -> None:
     run, now = options.run, options.now
     state = _active(run)
     made = request(run, _update(run, state, options.overrides or (), options.plugin or (), urgent=now))
+    remember(given(str(run / "recipe.toml"), made.change.overrides))  # who names a plugin here trusts it
     if options.as_json:
         typer.echo(json.dumps({"number": made.number, "changes": dict(made.changes), "urgent": made.urgent}))
         return

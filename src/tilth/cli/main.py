@@ -593,7 +593,8 @@ class GuardUpdateCommand(NamedTuple):
 
     As in: tilth guard update runs/addition-grpo-001 optimizer.lr=1e-4 --now. Without keys and plugins, the code of
     Tilth is imported again, after a checkpoint. At the next restart, in 24 hours at the latest. An update that fails
-    before its first commit is undone. Keys of --json: number, changes (key -> message), urgent.
+    before its first commit is undone, but for the code of Tilth. Keys of --json: number, changes (key -> message),
+    urgent.
     """
 
     run: RunArgument

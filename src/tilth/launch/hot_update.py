@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from tilth.config.checks import pools
-from tilth.config.load import all_differences, digest, load_recipe
+from tilth.config.load import all_differences, digest, given, load_recipe
 from tilth.config.schema import Recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import TilthError, WorkerLost
@@ -26,6 +26,7 @@ from tilth.runs.directory import RunDir
 from tilth.runs.identity import Identity, of_command
 from tilth.runs.readers import read_state
 from tilth.runs.signals import HandOver
+from tilth.runs.trust import check_trust
 from tilth.runs.updates import (
     LATEST,
     RecipeChange,
@@ -55,6 +56,8 @@ def leave_for_updated(handed: Inherited, who: Identity, name: str) -> None:
     path = None if handed.run else of_command(who, name)
     if path is None or (who.same(path, read_state(path)) and not waiting(path)):
         return
+    for change in (RecipeChange.of(read_state(path)["change"]), *(one.change for one in waiting(path))):
+        check_trust(path, given(str(path / "recipe.toml"), change.overrides))  # a folder may come from anybody
     handed.enter(path)
     raise HandOver(f"another controller goes on with the updates of {path}", key="guard.update")
 
@@ -90,7 +93,10 @@ class HotUpdates:
         if why:
             self._directory.update(**self._facts)
         for one in self._waiting():
-            if why:
+            if why and one.renews_tilth and one.number <= tried:
+                self._set(one, "in force", step, why)
+                self._directory.say(f"{one.title()} stays, and what came with it is undone: {why}")
+            elif why:
                 built = "" if one.number <= tried else f"it was built on update {tried}: "
                 self._set(one, "undone", step, built + why)
                 self._directory.say(f"{one.title()} is undone: {built}{why}")

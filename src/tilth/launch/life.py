@@ -54,6 +54,7 @@ from tilth.launch.profiling import Profiling
 from tilth.launch.supervisor import Inherited
 from tilth.launch.survive import Survival, close, is_new, unchanged
 from tilth.launch.workers import threads
+from tilth.plan.costs import load_costs
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import RunDir, summarise
@@ -421,6 +422,9 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
     if file := file_of(recipe.rollout.environment):
         found["rollout.environment"] = files_fingerprint([file])
     found |= {key: fingerprint(declaration.value) for key, declaration in in_scripts(recipe).items()}
+    if recipe.cluster.costs:  # rows that are dealt otherwise are added up otherwise
+        load_costs(recipe.cluster.costs)
+        found["cluster.costs"] = hashlib.blake2b(Path(recipe.cluster.costs).read_bytes(), digest_size=8).hexdigest()
     template = Path(recipe.data.template)
     if recipe.data.template and template.is_file():
         found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()

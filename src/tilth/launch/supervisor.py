@@ -104,6 +104,9 @@ class Inherited:
     def of(cls, values: Mapping[str, Any]) -> "Inherited":
         """Return it from its JSON."""
         death = None if values["death"] is None else Death(**values["death"])
+        if "tried" not in values:  # of a supervisor of an earlier version
+            undone = values["undone"] and "it ended before its first commit"
+            values = {**values, "tried": values["change"]["number"], "undone": undone or ""}
         return cls(**{**values, "death": death, "change": RecipeChange.of(values["change"])})
 
     def enter(self, run: Path) -> None:
@@ -112,7 +115,9 @@ class Inherited:
 
     def take(self) -> None:
         """Let the supervisor know that a step is committed with the update that was tried."""
-        (Path(self.folder) / TAKEN).touch()
+        new = Path(self.folder) / f"{TAKEN}.new"
+        new.write_text(str(self.change.number))  # the number for supervisors of an earlier version
+        os.replace(new, Path(self.folder) / TAKEN)
 
     def begin(self) -> None:
         """Let the supervisor know that the run goes on: whatever fails now, this process recovers from it."""

@@ -64,13 +64,13 @@ def files_fingerprint(plugins: Iterable[str]) -> str:
     return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 
-def imports_of(names: Sequence[str]) -> list["Imports"]:
+def imports_of(names: Sequence[str], *, own_first: bool = True) -> list["Imports"]:
     """Return the imports of each file, module, ``FILE.py:function`` or ``module:function``, which one process imports:
-    each finds modules in its own folder first, then in those of the others."""
+    each finds modules in its own folder first (False: in the order of the folders), then in those of the others."""
     importlib.invalidate_caches()
     files = [Path(name if name.endswith(".py") else name.rpartition(":")[0]).expanduser().resolve() for name in names]
     folders = [str(file.parent) if file.suffix == ".py" else os.getcwd() for file in files]
-    every = [Imports(dict.fromkeys([own, *folders])) for own in folders]
+    every = [Imports(dict.fromkeys([*[own][:own_first], *folders])) for own in folders]
     for imports, name, file in zip(every, names, files, strict=True):
         if name.endswith(".py"):
             imports.file("", file)

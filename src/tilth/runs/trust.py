@@ -56,7 +56,7 @@ def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
             f"{run} names code that you have not trained with: {', '.join(new)}; read it, then: tilth --trust COMMAND",
             key="--trust",
         )
-    for source in {file for one in imports_of(_code(settings)) for file in one.files}:
+    for source in {file for files in _files(_code(settings)) for file in files}:
         _drop_bytecode(source)
 
 
@@ -66,6 +66,8 @@ def _drop_bytecode(file: Path) -> None:
     try:
         cached.unlink(missing_ok=True)
     except OSError as error:
+        if cached.lstat().st_uid == file.lstat().st_uid == 0:  # who could change this could change anything
+            return
         message = f"{cached} may hold other code than {file.name}, and cannot be deleted: {error.strerror}; delete it"
         raise PluginError(message, key=f"{cached.name}.delete") from error
 
@@ -111,13 +113,19 @@ def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of all that a recipe names and that executes code: of files and modules with what they import,
     of the interpreter and the options of an engine."""
     names, rollout = _code(settings), settings.get("rollout", {})
-    found = {name: (Path(name).name, one.files) for name, one in zip(names, imports_of(names), strict=True)}
+    found = {name: (Path(name).name, files) for name, files in zip(names, _files(names), strict=True)}
     found |= {
         text: (text, [])
         for key in ("python", "options")
         if rollout.get(key) and (text := f"rollout.{key}={rollout[key]}")
     }
     return {name: _digest(*code) for name, code in found.items()}
+
+
+def _files(names: Sequence[str]) -> list[list[Path]]:
+    """Return the files of each: as found beside it first, and in the order in which a process searches the folders."""
+    both = zip(imports_of(names), imports_of(names, own_first=False), strict=True)
+    return [list(dict.fromkeys([*own.files, *others.files])) for own, others in both]
 
 
 def _digest(label: str, files: Sequence[Path]) -> str:

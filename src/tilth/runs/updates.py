@@ -105,7 +105,8 @@ class Update:
     def of(cls, values: Mapping[str, Any]) -> "Update":
         """Return it from its JSON."""
         lists = {"change": RecipeChange.of(values["change"]), "back": tuple(values.get("back", ()))}
-        return cls(**{**values, **lists})
+        state = "waiting" if values["state"] == "trying" else values["state"]  # of an earlier version
+        return cls(**{**values, **lists, "state": state})
 
 
 def path_of(run: Path, number: int) -> Path:

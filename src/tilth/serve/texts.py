@@ -37,10 +37,6 @@ class StreamedText:
                 self._growing.push(token)
         return self.text[: max(len(self.text) - self._held, 0)]
 
-    def push(self, tokens: np.ndarray) -> str:
-        """Add tokens and send what is certain with them."""
-        return self.send(self.hear(tokens))
-
     def send(self, text: str) -> str:
         """Return what a longer text has behind all that was sent, and count it as sent; nothing for another text."""
         if not text.startswith(self.sent):

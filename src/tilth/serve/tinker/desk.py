@@ -13,7 +13,7 @@ from typing import Any
 
 from tilth.config.schema import LoraConfig
 from tilth.core.clock import utc_now
-from tilth.core.errors import CheckpointError, DataError, TilthError
+from tilth.core.errors import CheckpointError, DataError, StorageError, TilthError
 from tilth.engines.client import BREAKS
 from tilth.engines.completion import RequestError
 from tilth.serve.app import GRACE
@@ -168,8 +168,10 @@ class TrainingDesk:
         return client
 
     def _begin_load(self, client: Client) -> None:
-        """Begin to load a run's first state, if that is not on disk and nobody does it."""
-        if client.begins_at and not self.runner.has_state(client.id) and client.id not in self._loads:
+        """Begin to load a run's first state, if that is not on disk and nobody does it; again after a failure."""
+        task = self._loads.get(client.id)
+        loads = task is not None and not (task.done() and (task.cancelled() or task.exception()))
+        if client.begins_at and not self.runner.has_state(client.id) and not loads:
             body = LoadBody.model_validate(client.about["request"])
             self._loads[client.id] = asyncio.create_task(self.runner.begin_at(client, body))
 
@@ -182,7 +184,8 @@ class TrainingDesk:
             except TimeoutError:
                 return None
             except TilthError as error:
-                return StoredAnswer.failure(error, "server" if isinstance(error, BREAKS) else "user")
+                ours = isinstance(error, (*BREAKS, RequestError, StorageError))
+                return StoredAnswer.failure(error, "server" if ours else "user")
         return StoredAnswer.of({"path": client.begins_at, "model_id": name, "type": "load_weights"})
 
     # ---- requests and answers ----
