@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.checkpoint import hand
 from tests.checkpoint.make import parts_of, same, tensor
 from tests.errors import raises
+from tests.memory import start_tracing
 from tilth.checkpoint import begin_save, commit_save, newest_valid, open_checkpoint, quarantine, read_best
 from tilth.checkpoint.manifest import parse_manifest, parse_report
 from tilth.checkpoint.storage import storage_of
@@ -175,7 +176,7 @@ def test_a_changed_manifest_is_read_or_refused(made, data):
     under = data.draw(st.sampled_from([(), ("groups",), ("files",), ("step", "saved", "layout", "files", "version")]))
     text = sealed(data.draw(changed(body_of(made), under)))
     before = (made / "manifest.json").read_bytes()
-    tracemalloc.start()
+    start_tracing()
     try:
         with only_inside(made):
             (made / "manifest.json").write_bytes(text)
@@ -221,7 +222,7 @@ def test_changed_reports_make_a_checkpoint_or_are_refused(tmp_path_factory, data
     root = tmp_path_factory.mktemp("reports")
     folder = begin_save(root, 3)
     parts = parts_of(folder, whole(), layouts())
-    tracemalloc.start()
+    start_tracing()
     try:
         reports = [parse_report(json.dumps(part), "report") for part in data.draw(changed(parts))]
         read_all(commit_save(folder, reports, {}))
@@ -345,7 +346,7 @@ def test_sizes_that_no_file_has_take_no_memory(made, shape):
     one = {"shape": shape, "dtype": "int8", "offset": [0] * len(shape), "size": shape, "file": [0], "byte0": [0]}
     file = {"group": "g", "nbytes": numel + 64, "header_nbytes": 64, "header_checksum": 0, "checksums": "0" * 16}
     body |= {"files": {"g.safetensors": file}, "groups": {"g": {"t": one}}, "total_bytes": numel + 64}
-    tracemalloc.start()
+    start_tracing()
     try:
         with raises(CheckpointError, f"manifest.json.{field}"):
             parse_manifest(sealed(body), "m.json")
@@ -362,7 +363,7 @@ def test_many_names_of_one_long_column_take_no_memory(made):
     group = {"t": {"shape": [boxes], "dtype": "int8", **columns}}
     group |= {f"t{i}": {"shape": [boxes], "dtype": "int8", **dict.fromkeys(columns, "t")} for i in range(2000)}
     text = sealed(body | {"groups": {"g": group}})
-    tracemalloc.start()
+    start_tracing()
     try:
         with raises(CheckpointError, "manifest.json.groups.g.t.boxes.count"):
             parse_manifest(text, "m.json")

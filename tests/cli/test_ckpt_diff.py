@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.make import DTYPES, tensor
 from tests.cli.kept import add, call, flip, groups, make_run, objects, refused, said, shell, upload, weights
 from tests.examples import examples
+from tests.memory import start_tracing
 from tests.roles import small
 from tilth.cli import ckpt_diff
 from tilth.models.hf import save_pretrained
@@ -154,7 +155,7 @@ def test_memory_is_bounded(monkeypatch):
 
     huge = torch.zeros(1).expand(2**10, 2**10)
     monkeypatch.setattr("tilth.runs.tensors.BLOCK", 2**12)
-    tracemalloc.start()
+    start_tracing()
     assert compare(source({"x": huge}, read), source({"x": huge}, read), None).equal
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()

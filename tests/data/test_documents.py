@@ -17,6 +17,7 @@ from tokenizers import normalizers
 from tests.data.test_examples import pair_tokenizer
 from tests.errors import raises
 from tests.examples import examples
+from tests.memory import start_tracing
 from tilth.core.errors import DataError, StorageError
 from tilth.data import documents
 from tilth.data.documents import Corpus
@@ -253,7 +254,7 @@ def test_the_file_is_plain_arrow(tmp_path):
 def test_memory_while_building_is_that_of_a_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_CHARACTERS", 1 << 12)
     texts = ["abc " * 256] * 400  # 400 thousand tokens, of which 1024 are in hand at a time
-    tracemalloc.start()
+    start_tracing()
     try:
         corpus = Corpus.build(texts, LETTERS, 64, tmp_path)
         peak = tracemalloc.get_traced_memory()[1]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.data.test_template import QWEN25
 from tests.errors import raises
+from tests.memory import start_tracing
 from tilth.data import rendering
 from tilth.data.template import CHATML, TODAY, TemplateError, _renderer
 
@@ -47,7 +48,7 @@ HUGE = {
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE)
 def test_a_template_that_does_too_much_ends(monkeypatch, source):
     monkeypatch.setattr(rendering, "WORK", 1 << 14)
-    tracemalloc.start()
+    start_tracing()
     try:
         with raises(TemplateError, "template.limits"):
             _renderer(source, {}, "theirs")(MESSAGES, True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.memory import start_tracing
 from tilth.analysis.events import load
 from tilth.analysis.read import read_events
 from tilth.trace import buffer as buffer_module
@@ -171,7 +172,7 @@ def test_a_flood_is_bounded_in_memory(tmp_path, monkeypatch):
     capacity = 4 * CHUNK
     monkeypatch.setattr(spans_module, "CAPACITY", capacity)
     with recorder.to(tmp_path, interval=60), recorder._write_lock:
-        tracemalloc.start()
+        start_tracing()
         try:
             for _ in range(12 * capacity):
                 with span("many"):
