@@ -448,8 +448,8 @@ class ClusterConfig(Section):
     )
     costs: str = Field(
         "",
-        description="costs that tilth trace costs --save has written: rows go to workers by predicted seconds; empty: "
-        "by tokens",
+        description="costs that tilth trace costs --save has written: rows go to workers by predicted seconds, "
+        "those of passes without a fitted cost by tokens; empty: by tokens",
     )
     search: Annotated[bool, Fixed("its layouts are found already")] = Field(
         False,

@@ -170,11 +170,12 @@ def to_document(record: Any, where: str, columns: Columns, render: Callable[[Pro
     name = columns.get("text", "text")
     if not isinstance(record, Mapping):
         raise RecordError.at(f"a {type(record).__name__}, not an object with a text", where, key="type")
+    items = record.get(MEDIA)
+    if isinstance(items, (list, tuple)) and any(isinstance(item, MediaItem) for item in items):
+        raise RecordError.at("a record with media is no document; leave the column out", where, key=MEDIA)
     has_prompt = any(column in columns or column in record for column in ("prompt", "messages"))
     if has_prompt and "text" not in columns and name not in record:
         prompt = to_prompt(record, 0, where, columns)
-        if prompt.media:
-            raise RecordError.at("a record with media is no document; leave the column out", where, key=MEDIA)
         return Document(_rendered(prompt, render), prompt.text)
     text = text_of(value_of(record, "text", name, where), where, name)
     prompt_text = ""

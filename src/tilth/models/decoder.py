@@ -356,7 +356,7 @@ class Decoder(nn.Module):
         if self.first and (given.media or self.encoders):
             x = self._with_media(x, given.media, ctx.experts is not None and ctx.experts.parity)
         if given.positions is not None:
-            places = along_one_axis(given.positions, rows)
+            places = F.pad(along_one_axis(given.positions, n), (0, rows - n))
         tables = self.rope.tables(places, getattr(ctx, "extents", None), self.dtype)
         for layer in self.model.layers:
             with nullcontext() if self.offload is None else self.offload():

@@ -71,7 +71,8 @@ class RowTable(NamedTuple):
         needed = ("length", *PLANNED[mask]) if digests else ("length",)
         if missing := [name for name in needed if name not in batch.rows]:
             message = f"a call is planned from the row columns {', '.join(needed)}, and the batch has no {missing[0]!r}"
-            raise ArgumentError(f"{message}; RowTable.of(tokens, mask).columns() makes them", key=missing[0])
+            how = "it is the number of tokens" if missing[0] == "length" else f"RowTable.columns({mask!r}) makes it"
+            raise ArgumentError(f"{message}; {how}", key=missing[0])
         found = [batch[name].astype(np.int64) for name in needed]
         return cls(*found, *[np.zeros(len(batch), np.int64)] * (3 - len(found)))
 

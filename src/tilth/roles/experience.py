@@ -108,11 +108,12 @@ def decoded_segments(coded: np.ndarray) -> list[Segment]:
 def of_pass(batch: Batch, store: Store, tokens: Jagged) -> dict[str, np.ndarray]:
     """Return the columns of a pass beside tokens that the batch has: ``media``, and ``opens``, uint8 [N], if an episode
     has several conversations."""
-    found = media_of(batch, store)
-    if "segments" not in batch.payload:
-        return found
-    opens = _opens(batch.read(store, "segments")["segments"], tokens)
-    return found if opens is None else found | {OPENS: opens}
+    opens = _opens_of(batch, store, tokens)
+    return media_of(batch, store) | ({} if opens is None else {OPENS: opens})
+
+
+def _opens_of(batch: Batch, store: Store, tokens: Jagged) -> np.ndarray | None:
+    return _opens(batch.read(store, "segments")["segments"], tokens) if "segments" in batch.payload else None
 
 
 def _opens(segments: Jagged, tokens: Jagged) -> np.ndarray | None:
@@ -188,5 +189,5 @@ def put_like(batch: Batch, store: Store, name: str, values: np.ndarray, like: Ja
 
 def put_mask(batch: Batch, store: Store, name: str, mask: np.ndarray, tokens: Jagged) -> Batch:
     """Add a mask of the batch's tokens, and the row columns of the prompts before its first tokens."""
-    table = RowTable.of(tokens, mask, of_pass(batch, store, tokens).get(OPENS))
+    table = RowTable.of(tokens, mask, _opens_of(batch, store, tokens))
     return put_like(batch, store, name, mask, tokens).with_rows(**table.columns(name))

@@ -6,6 +6,7 @@ import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
+from tilth.core.errors import DataError
 from tilth.core.media import MEDIA, pack_media
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
@@ -72,7 +73,12 @@ class PromptLoader:
 
     def _media(self, prompts: Sequence[Prompt]) -> dict[str, list[np.ndarray]]:
         """Return the column ``media`` of prompts, if their source has some: then on all workers."""
-        return {MEDIA: [pack_media(prompt.media) for prompt in prompts]} if has_media(self.prompts.source) else {}
+        if has_media(self.prompts.source):
+            return {MEDIA: [pack_media(prompt.media) for prompt in prompts]}
+        if any(prompt.media for prompt in prompts):
+            message = "a prompt has media, and its source no attribute media = True, which says so"
+            raise DataError(f"{message}; set it", key="data.media")
+        return {}
 
     def _shared(self, name: str, rows: Sequence[np.ndarray], place: np.ndarray) -> Column:
         return Column.whole(self.store.put(name, Jagged.of(rows)), len(rows)).take(place)

@@ -26,7 +26,7 @@ from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan
 from tilth.rewards.functions import LARGEST
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
-from tilth.roles.experience import OUTCOME, check_identity, on_rows, row_names
+from tilth.roles.experience import OUTCOME, check_identity, of_pass, on_rows, row_names
 from tilth.roles.objective import Scores, account, check_weight, forward, is_first_data_rank
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.state import Learner
@@ -196,18 +196,18 @@ class RewardModelWorker(PairLearner, Learner):
         self.store = store
 
     def _scores(self, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
-        return ratings(self.engine, tokens, mask, plan)
+        return ratings(self.engine, tokens, mask, plan=plan)
 
     def _slopes(self, tokens: Jagged, mask: np.ndarray, slopes: np.ndarray) -> np.ndarray:
         return _at(_last(tokens, mask), slopes, len(mask))
 
 
-def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray, plan: MicroBatchPlan | None = None) -> np.ndarray:
+def ratings(owner: Scores, tokens: Jagged, mask: np.ndarray, **how: Any) -> np.ndarray:
     """Return the value after the last token in the mask of each sequence, float64 [n]; NaN if the mask has no token.
 
-    owner: of a value model.
+    owner: of a value model; how: ``plan`` and ``columns`` of ``packed_ratings``.
     """
-    found = forward(owner, packed_ratings, tokens, mask, plan=plan)
+    found = forward(owner, packed_ratings, tokens, mask, **how)
     last = _last(tokens, mask)
     return np.where(last >= 0, found[last].astype(np.float64) if len(found) else np.nan, np.nan)
 
@@ -269,7 +269,8 @@ class RatingWorker:
         with on_rows("score", batch):
             columns = batch.read(self.store, "tokens", "mask")
             check_identity(batch, columns["tokens"])
-            found = ratings(self, columns["tokens"], columns["mask"].values, plan)
+            given = of_pass(batch, self.store, columns["tokens"])
+            found = ratings(self, columns["tokens"], columns["mask"].values, plan=plan, columns=given)
             found = np.where(np.isfinite(found), found, np.nan)
             before = np.zeros(len(batch)) if alone else batch["reward"].astype(np.float64)
             total = before + self.weight * found.astype(np.float64)

@@ -14,7 +14,7 @@ from tilth.cluster.controller.dispatch import Dispatch, PendingCall
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.batch import Batch, Lease
-from tilth.core.errors import CallTimeout, StaleGeneration
+from tilth.core.errors import CallTimeout, DataError, StaleGeneration
 from tilth.core.layout import Mesh
 from tilth.plan.batch import RowCosts, token_costs
 from tilth.plan.costs import Costs
@@ -108,7 +108,10 @@ class WorkerGroup:
     def _row_costs(self, how: Transfer) -> RowCosts:
         if self._costs is None or how.split != "plan":
             return token_costs
-        return self._costs.rows(self.role, learn=not how.reads)
+        try:
+            return self._costs.rows(self.role, learn=not how.reads)
+        except DataError:  # passes that were not fitted, which a run may not have at all: balanced as without costs
+            return token_costs
 
     def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...], patient: bool) -> list[PendingCall]:
         """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""
