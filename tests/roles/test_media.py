@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.models import seeing
+from tests.roles.small import generated
 from tilth.cluster.backends.inline import InlineStore
 from tilth.config.schema import OptimizerConfig, RolloutConfig
 from tilth.data.prompts import PromptSet
@@ -49,7 +50,7 @@ def taught():
 
 def test_it_reads_images_with_equal_log_probs_in_training_and_generation(taught):
     policy, loader, rollout = taught
-    found = rollout.generate(loader.encode(ask(range(32, 48), 2, 0)), greedy=True)
+    found = generated(rollout, loader.encode(ask(range(32, 48), 2, 0)), greedy=True)
     read = found.read(policy.store, "text", "rollout_logprobs", "mask", "media")
     answers = [RECORDS[i]["answer"] for i in range(32, 48) for _ in range(2)]
     assert sum(map(str.__eq__, texts(read["text"]), answers)) > 24  # 8 by chance

@@ -14,7 +14,7 @@ from tilth.core.batch import Jagged
 from tilth.core.errors import ArgumentError, PlanError
 from tilth.core.layout import Mesh
 from tilth.core.trajectory import OPENS, Segment, Trajectory
-from tilth.roles.experience import opened, put_like, put_mask, to_batch
+from tilth.roles.experience import of_pass, put_like, put_mask, to_batch
 from tilth.training.packed import plan_micros
 
 
@@ -31,7 +31,7 @@ def plain(plan):
 
 def from_payload(worker, method, part, mask="mask"):
     columns = part.read(worker.store, "tokens", mask)
-    opens = opened(part, worker.store, columns["tokens"]).get(OPENS)
+    opens = of_pass(part, worker.store, columns["tokens"]).get(OPENS)
     dropout = offered(worker)[method].dropout
     return plan_micros(columns["tokens"], columns[mask].values, worker.limits, opens, dropout=dropout)
 
