@@ -118,7 +118,7 @@ HANDLED = [getattr(signal, f"SIG{name}") for name in "INT TERM HUP ALRM VTALRM C
 
 def surroundings(torch):
     """All of this process that a test finds and that the next one must find again. torch: None: it is not imported."""
-    found = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    found = {f"environment {name}": value for name, value in os.environ.items() if name not in OTHERS}
     found |= {number: signal.getsignal(number) for number in HANDLED}
     found["working directory"] = os.getcwd()
     if torch is not None:
@@ -134,8 +134,10 @@ def unchanged():
     before = surroundings(torch)
     yield
     after = surroundings(torch)
-    each = [(what, before.get(what), after.get(what)) for what in {**before, **after}]
+    new = after.keys() - before.keys()  # of libraries, which set variables where they are imported for the first time
+    each = [(what, before.get(what), after.get(what)) for what in {**before, **after} if what not in new]
     assert not [one for one in each if one[1] != one[2]], "what the test has left, before and after"
+    assert not [what for what in new if "TILTH" in what]
 
 
 @pytest.fixture(scope="session")

@@ -334,7 +334,7 @@ def test_a_run_with_an_environment_plays_episodes(place, monkeypatch):
     monkeypatch.setattr(command, "load_model", lambda name: loaded)
     (place / "games.jsonl").write_text('{"prompt": "1", "answer": "bat"}\n{"prompt": "2", "answer": "bak"}\n')
     with raises(RewardError, "reward"):  # the game's letters are none of this model's
-        judge(model=str(place / "m"), data=str(place / "games.jsonl"))
+        judge(EvalCommand(str(place / "m"), str(place / "games.jsonl")))
     rollout["environment"] = f"{place / 'sums.py'}:Sums"
     (place / "sums.py").write_text(SUMS)
     found = json.loads(call(place / "m", place / "games.jsonl", "--json").stdout)
