@@ -423,6 +423,7 @@ PYTHON = {
     "# mine.py": a_plugin,
     "# arcee.py": a_family,
     "# novelty.py": a_role,
+    "# seeing.py": what_it_declares,
     "# mirror.py": what_it_declares,
     "# second_chance.py": what_it_declares,
     "# watch.py": what_it_declares,

@@ -232,7 +232,7 @@ def _corrects(made: Mix) -> bool:
     return bool(made.entries.get("corrections"))
 
 
-def moved(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool) -> Batch:
+def moved(trajectories: Sequence[Trajectory], store: Store, **how: bool) -> Batch:
     """``to_batch`` of an engine with another policy: of three rows it finds one less likely by about 0.75 a token, one
     likelier, one as it is; seeded by the rows."""
 
@@ -243,7 +243,7 @@ def moved(trajectories: Sequence[Trajectory], store: Store, *, by_turn: bool) ->
         by = np.random.default_rng(abs(t.id)).normal((-0.75, 0.75, 0.0)[kind(t)], 0.05, len(t.logprobs))
         return replace(t, logprobs=t.logprobs + np.float32(t.mask * by * (kind(t) < 2)))
 
-    return to_batch([other(t) for t in trajectories], store, by_turn=by_turn)
+    return to_batch([other(t) for t in trajectories], store, **how)
 
 
 @contextmanager
