@@ -186,9 +186,9 @@ def test_what_lacks_its_baseline_counts_in_no_denominator(correction):
 def test_an_adapted_weight_is_used_in_the_next_step_and_survives_a_stop(tmp_path, monkeypatch):
     coefs, whole = [], PolicyWorker.update
 
-    def update(worker, batch, how):
+    def update(worker, batch, how, **more):
         coefs.append(how.keys.kl_coef)
-        return whole(worker, batch, how)
+        return whole(worker, batch, how, **more)
 
     update.__tilth_transfer__ = whole.__tilth_transfer__
     monkeypatch.setattr(PolicyWorker, "update", update)

@@ -381,7 +381,7 @@ class Folder:
     def __init__(self, world: World, owner: object) -> None:
         self.world, self.owner, self.resumed = world, owner, True
         self.path = self.events = Path("folder")
-        self.attempt, self.trajectories, self.progress = 0, None, nullcontext()
+        self.attempt, self.trajectories, self.progress = 0, None, SimpleNamespace(watched=nullcontext)
 
     @property
     def saved(self) -> int:

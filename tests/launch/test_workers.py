@@ -33,6 +33,13 @@ def context(local_rank: int) -> Context:
     return Context("weight_sync", MESH, 1, 1, InlineStore(), local_rank)
 
 
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_worker_works_on_its_own_gpu_whatever_torch_takes_by_default(two_gpus, name, local_rank):

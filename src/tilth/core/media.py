@@ -5,11 +5,12 @@ An item is bytes, which nothing but the encoder that it names reads.
 
 import json
 from hashlib import blake2b
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilth.core.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np  # else imported where it is used: verifiers, which read prompts, start without it
 
 MEDIA = "media"
 """Payload column of media: ``pack_media`` of each sequence. Among the columns of a pass it is object [sequences]."""
@@ -30,14 +31,16 @@ class MediaItem(NamedTuple):
 Media = tuple[MediaItem, ...]
 
 
-def pack_media(items: Media) -> np.ndarray:
+def pack_media(items: Media) -> "np.ndarray":
     """Return items as uint8 [n]; none as uint8 [0]."""
+    import numpy as np
+
     head = json.dumps([[*item[:3], len(item.data)] for item in items]).encode()
     parts = [len(head).to_bytes(8, "little"), head, *(item.data for item in items)] if items else []
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def unpack_media(packed: np.ndarray) -> Media:
+def unpack_media(packed: "np.ndarray") -> Media:
     """Return the items of ``pack_media``."""
     raw, found = packed.tobytes(), list[MediaItem]()
     at = 8 + int.from_bytes(raw[:8], "little")
@@ -57,9 +60,11 @@ def check_media(items: Media, tokens: int, what: str) -> None:
         end = start + length
 
 
-def media_keys(tokens: np.ndarray, items: Media) -> np.ndarray:
+def media_keys(tokens: "np.ndarray", items: Media) -> "np.ndarray":
     """Return ids by which a cache of prefixes knows the positions of a sequence, int64 [n]: hashes of an item, below 0,
     at its positions; else the tokens."""
+    import numpy as np
+
     keys = tokens.copy() if items else tokens
     for encoder, start, length, data in items:
         words = blake2b(data, key=blake2b(f"{length} {encoder}".encode()).digest()).digest()
