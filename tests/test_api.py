@@ -244,7 +244,7 @@ def test_a_run_of_the_caller_s_data_and_a_lambda(tmp_path, monkeypatch):
     (phase,) = result.summary["phases"]
     assert phase["range"] == (0.5, 0.5) and phase["change"][0] == 0 <= phase["change"][1]  # the same prompts
     asked = {what: now for what, *now in parts}
-    assert asked["generating"] == [0, 6 * 4] and asked["evaluating"][1] == phase["prompts"]
+    assert asked["generating"] == [6 * 4, 6 * 4] and asked["evaluating"][1] == phase["prompts"]
     assert {"scoring", "syncing weights"} <= set(asked) and not (result.directory / "progress.json").exists()
     assert result.report == result.directory / "report.html" and "sums-001" in result.report.read_text()
     rows = read_trajectories(result.directory).to_pylist()

@@ -20,7 +20,7 @@ Plot Poll Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank R
 Reduce Refuse Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require Rerun
 Reset Resolve Restart Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule
 Score Scrub Search Send Separate Serve Set Shard Share Show Shrink Shut Simplify Skip Sort Specify Split Start
-Stop Store Stream Strip Sum Support Survive Swap Sync Test Time Tokenise Trace Train Transfer Treat Trim Try
+Stop Store Stream Strip Sum Support Survive Swap Sync Test Time Tokenise Trace Train Transfer Treat Trim Trust Try
 Tune Type Unify Update Upgrade Use Validate Verify Wait Wake Warm Warn Wrap Write
 """.split())  # fmt: skip
 

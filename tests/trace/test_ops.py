@@ -23,12 +23,13 @@ def named(node: ast.AST) -> list[str]:
         return [f"{node.values[0].value}*"]
     if isinstance(node, ast.IfExp):
         return named(node.body) + named(node.orelse)
-    return [] if isinstance(node, ast.Name) and node.id in PASSED_ON else [f"? {ast.dump(node)}"]
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return [] if name.removeprefix("_") in PASSED_ON else [f"? {ast.dump(node)}"]
 
 
 def spans(source: str) -> list[str]:
     """What the calls of ``span``, ``traced`` and their like name first."""
-    called = {"span", "traced", "communication", "on_rows", "_traced"}
+    called = {"span", "traced", "communication", "on_rows", "_traced", "Collective"}
     if not any(f"{name}(" in source for name in called):
         return []
     calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and n.args]
