@@ -70,7 +70,7 @@ def imports_of(names: Sequence[str], *, own_first: bool = True) -> list["Imports
     importlib.invalidate_caches()
     files = [Path(name if name.endswith(".py") else name.rpartition(":")[0]).expanduser().resolve() for name in names]
     folders = [str(file.parent) if file.suffix == ".py" else os.getcwd() for file in files]
-    every = [Imports(dict.fromkeys([*[own][:own_first], *folders])) for own in folders]
+    every = [Imports(dict.fromkeys([own, *folders] if own_first else folders)) for own in folders]
     for imports, name, file in zip(every, names, files, strict=True):
         if name.endswith(".py"):
             imports.file("", file)

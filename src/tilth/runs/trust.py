@@ -33,7 +33,7 @@ def trust_all() -> None:
 def remember(settings: Mapping[str, Any]) -> str:
     """Remember the code that a recipe names, as plain data, as trusted by this user; return a warning if that fails."""
     try:
-        for digest in _digests(settings).values():
+        for digest in _digests(settings, _files(_code(settings))).values():
             _folder().mkdir(parents=True, exist_ok=True, mode=0o700)
             (_folder() / digest).touch()
     except OSError as error:
@@ -43,20 +43,22 @@ def remember(settings: Mapping[str, Any]) -> str:
 
 def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
     """Raise PluginError if the recipe of a run names code that is gone, or that this user does not trust."""
-    for name in _code(settings):
+    names = _code(settings)
+    for name in names:
         file = name.rpartition(":")[0] or name
         if file.endswith(".py") and not Path(file).expanduser().is_file():
             here = "is gone" if os.path.isabs(file) else f"is not in {os.getcwd()}: go where the run was begun"
             message = f"{run} names {file!r} in its recipe, which {here}; put it back, or name its new place there"
             raise PluginError(message, key=f"{os.path.basename(file)}.gone")
+    files = _files(names)
     if os.environ.get(TRUST):
         remember(settings)
-    elif new := [name for name, digest in _digests(settings).items() if not (_folder() / digest).exists()]:
+    elif new := [name for name, digest in _digests(settings, files).items() if not (_folder() / digest).exists()]:
         raise PluginError(
             f"{run} names code that you have not trained with: {', '.join(new)}; read it, then: tilth --trust COMMAND",
             key="--trust",
         )
-    for source in {file for files in _files(_code(settings)) for file in files}:
+    for source in {file for one in files.values() for file in one}:
         _drop_bytecode(source)
 
 
@@ -109,23 +111,23 @@ def _code(settings: Mapping[str, Any]) -> list[str]:
     return [*settings.get("plugins", ()), *(spec for spec in named if ":" in spec and builtin(spec) is None)]
 
 
-def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
+def _digests(settings: Mapping[str, Any], files: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     """Return a digest of all that a recipe names and that executes code: of files and modules with what they import,
-    of the interpreter and the options of an engine."""
-    names, rollout = _code(settings), settings.get("rollout", {})
-    found = {name: (Path(name).name, files) for name, files in zip(names, _files(names), strict=True)}
+    of the interpreter and the options of an engine. files: of the code that it names."""
+    rollout = settings.get("rollout", {})
+    found = {name: (Path(name).name, paths) for name, paths in files.items()}
     found |= {
-        text: (text, [])
+        text: (text, ())
         for key in ("python", "options")
         if rollout.get(key) and (text := f"rollout.{key}={rollout[key]}")
     }
     return {name: _digest(*code) for name, code in found.items()}
 
 
-def _files(names: Sequence[str]) -> list[list[Path]]:
+def _files(names: Sequence[str]) -> dict[str, Sequence[Path]]:
     """Return the files of each: as found beside it first, and in the order in which a process searches the folders."""
-    both = zip(imports_of(names), imports_of(names, own_first=False), strict=True)
-    return [list(dict.fromkeys([*own.files, *others.files])) for own, others in both]
+    each = zip(names, imports_of(names), imports_of(names, own_first=False), strict=True)
+    return {name: list(dict.fromkeys([*own.files, *others.files])) for name, own, others in each}
 
 
 def _digest(label: str, files: Sequence[Path]) -> str:
