@@ -88,7 +88,7 @@ class EngineRounds:
 
     def advance(self, new: Sequence[Request] = (), aborted: Iterable[int] = ()) -> Round:
         """Take and end requests, then do a bounded piece of work on those in flight."""
-        failed = self._admit(new)
+        failed = self._admit(new) if new else {}
         finished = [self.engine.abort(id) for id in aborted if self._seen.pop(id, None) is not None]
         if self.source is not None:
             finished = self.source.take(finished)
@@ -98,7 +98,8 @@ class EngineRounds:
                 break
             idle = not self._seen
             finished += self._step()
-            if idle and not self._seen and self.limits.seconds == math.inf:  # it has waited for the source
+            # It has waited for the source in vain, and no clock ends the round.
+            if idle and not self._seen and self.limits.seconds == math.inf:
                 break
             if (finished and step >= self.limits.early) or time.monotonic() - begin > self.limits.seconds:
                 break

@@ -45,8 +45,7 @@ def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -
     length of its sample), where ranks divide the tokens of each sequence (``divided``), or with encoders (equal tokens
     may have other media).
     """
-    kept = parity or divided or config.rope_type == "dynamic" or family_of(config.family).encoders
-    return not kept
+    return not (parity or divided or config.rope_type == "dynamic" or family_of(config.family).encoders)
 
 
 def limits_of(sharded: ShardedModel, tokens: int, *, parity: bool) -> MicroBatchLimits:
