@@ -34,23 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
-        (
-            "advantage",
-            "backend",
-            "callback",
-            "command",
-            "encoder",
-            "engine",
-            "family",
-            "flow",
-            "optimizer",
-            "policy_loss",
-            "reward",
-            "role",
-            "task",
-            "tracker",
-        ),
-        "tilth.config.plugins",
+        ("advantage", "backend", "callback", "command", "encoder", "engine", "family", "flow", "optimizer",
+         "policy_loss", "reward", "role", "task", "tracker"), "tilth.config.plugins",
     ),
     "Agent": "tilth.serve.agents.agent",
     "Callback": "tilth.flows.callbacks",
@@ -58,7 +43,7 @@ _HOME = {
     "tool": "tilth.envs.environment",
     "Tracker": "tilth.ui.track",
     "train": "tilth.api",
-}
+}  # fmt: skip
 """Name -> module that it is loaded from on first use."""
 __all__ = ["__version__", "rl", *_HOME]
 

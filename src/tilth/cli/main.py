@@ -41,8 +41,7 @@ def runs(incomplete: str) -> list[str]:
 
 
 RecipeArgument = Annotated[
-    str,
-    Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file", autocompletion=recipes),
+    str, Argument(metavar="RECIPE", help="name of a shipped recipe, or path of a TOML file", autocompletion=recipes)
 ]
 OverridesArgument = Annotated[
     list[str] | None, Argument(metavar="KEY=VALUE", help="keys to change", autocompletion=overrides)

@@ -12,16 +12,7 @@ from tilth.analysis.events import parse_steps
 from tilth.analysis.recent import told
 from tilth.analysis.run_trace import hint, open_run
 from tilth.analysis.summaries import breakdown_summary, gain, state_of
-from tilth.analysis.time_breakdown import (
-    COMMUNICATION,
-    CONTROLLER,
-    IDLE,
-    PAUSE,
-    PEERS,
-    PROFILE,
-    STAGES,
-    account,
-)
+from tilth.analysis.time_breakdown import COMMUNICATION, CONTROLLER, IDLE, PAUSE, PEERS, PROFILE, STAGES, account
 from tilth.cli.main import TraceRunCommand
 from tilth.cli.tables import WIDTH
 from tilth.core.errors import DataError

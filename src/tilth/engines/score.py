@@ -43,11 +43,7 @@ def embedded(
 
 @torch.inference_mode()
 def scored(
-    model: Decoder,
-    texts: Sequence[np.ndarray],
-    likeliest: int,
-    parity: bool,
-    serving: Serving,
+    model: Decoder, texts: Sequence[np.ndarray], likeliest: int, parity: bool, serving: Serving
 ) -> list[TextScores]:
     """Return ``GenerationEngine.score``; the texts are packed into one pass. Raises DataError."""
     ids, hidden = _passed(model, texts, parity, serving)

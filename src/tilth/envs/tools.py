@@ -25,10 +25,7 @@ class Tool:
         signature: Any = self.function
         parameters = pydantic.TypeAdapter(signature).json_schema()
         about = (inspect.getdoc(self.function) or "").partition("\n\n")[0].replace("\n", " ")
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": about, "parameters": parameters},
-        }
+        return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
     def __call__(self, arguments: Mapping[str, Any]) -> str:
         try:

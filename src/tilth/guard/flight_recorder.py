@@ -235,10 +235,7 @@ def _frame(fields: _Fields, value: Any) -> str:
 
 
 def _progress(
-    fields: _Fields,
-    value: Any,
-    config: Mapping[str, tuple[str, tuple[int, ...]]],
-    local: Mapping[int, tuple[str, str]],
+    fields: _Fields, value: Any, config: Mapping[str, tuple[str, tuple[int, ...]]], local: Mapping[int, tuple[str, str]]
 ) -> tuple[dict[str, GroupProgress], tuple[int, ...]]:
     """Return the state of each group, and the local numbers without a name.
 

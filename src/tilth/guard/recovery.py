@@ -32,18 +32,10 @@ from tilth.process.child import MEMORY_RAN_OUT
 from tilth.process.restarts import RestartPolicy
 
 CAUSES: Sequence[tuple[type[TilthError], Kind]] = (
-    (WorkerLost, "crash"),
-    (CallTimeout, "hang"),
-    (NonFiniteError, "not-finite"),
-    (WeightMismatch, "corruption"),
-    (ReplicaMismatch, "corruption"),
-    (LogprobMismatch, "corruption"),
-    (TokenIdentityError, "corruption"),
-    (TokenCountError, "corruption"),
-    (StorageError, "storage"),
-    (WorkerError, "error"),
-    (StaleGeneration, "error"),
-)
+    (WorkerLost, "crash"), (CallTimeout, "hang"), (NonFiniteError, "not-finite"), (WeightMismatch, "corruption"),
+    (ReplicaMismatch, "corruption"), (LogprobMismatch, "corruption"), (TokenIdentityError, "corruption"),
+    (TokenCountError, "corruption"), (StorageError, "storage"), (WorkerError, "error"), (StaleGeneration, "error"),
+)  # fmt: skip
 """Class of an error that a run can survive -> kind of its verdict. All other errors are the same again when the step
 runs again: a user's, a bug's, exhausted memory that a worker itself reports."""
 TWICE, THRICE = RestartPolicy(attempts=2), RestartPolicy(attempts=3)

@@ -193,22 +193,9 @@ def _flip(found: Callable[[Executor], Tensor]) -> Callable[[Executor], None]:
 
 
 STRIKES: Mapping[str, Callable[[Executor], None]] = {
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "busy": _busy,
-    "gil": _hold_gil,
-    "exception": _raise,
-    "nan": _put_nan(_weight),
-    "nan-gradient": _put_nan(_gradient),
-    "flip": _flip(_weight),
-    "flip-gradient": _flip(_gradient),
-    "block": _block,
-    "pause": _pause,
-    "slow": _slow,
-    "collective": _call_alone,
-    "clock": _change_clock,
-    "disk-full": _no_disk,
-    "files": _no_files,
-    "oom": _exhaust,
-}
+    "kill": _signal(signal.SIGKILL), "stop": _signal(signal.SIGSTOP), "busy": _busy, "gil": _hold_gil,
+    "exception": _raise, "nan": _put_nan(_weight), "nan-gradient": _put_nan(_gradient), "flip": _flip(_weight),
+    "flip-gradient": _flip(_gradient), "block": _block, "pause": _pause, "slow": _slow, "collective": _call_alone,
+    "clock": _change_clock, "disk-full": _no_disk, "files": _no_files, "oom": _exhaust,
+}  # fmt: skip
 """What a fault of ``guard.inject.FAULTS`` does in the thread that executes calls."""

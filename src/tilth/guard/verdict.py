@@ -5,23 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Kind = Literal[
-    "crash",
-    "hang",
-    "error",
-    "out-of-memory",
-    "not-finite",
-    "slow",
-    "corruption",
-    "collective",
-    "storage",
-    "odd-machine",
-    "leak",
-    "memory",
-    "disk",
-    "files",
-    "clock",
-    "controller",
-]
+    "crash", "hang", "error", "out-of-memory", "not-finite", "slow", "corruption", "collective", "storage",
+    "odd-machine", "leak", "memory", "disk", "files", "clock", "controller",
+]  # fmt: skip
 
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

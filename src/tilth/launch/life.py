@@ -467,21 +467,10 @@ def _run(
             cluster.collect_garbage(step)
 
     return Run(
-        parts.recipe,
-        parts.roles,
-        parts.train,
-        parts.heldout,
-        cluster.store,
-        directory,
-        callbacks,
-        saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say),
-        stop=stop,
-        metrics=metrics,
-        say=say,
-        adopt=parts.adopt,
-        collect_garbage=collect_garbage,
-        snapshots=snapshots,
-    )
+        parts.recipe, parts.roles, parts.train, parts.heldout, cluster.store, directory, callbacks,
+        saving=Saving(parts.recipe, directory, parts.roles.stateful_roles(), metrics, say), stop=stop, metrics=metrics,
+        say=say, adopt=parts.adopt, collect_garbage=collect_garbage, snapshots=snapshots,
+    )  # fmt: skip
 
 
 def _watched(run: Run, updates: HotUpdates | None) -> Run:

@@ -59,11 +59,7 @@ class Replay:
 
 
 def replay(
-    run: Path,
-    step: int,
-    run_recipe: RunRecipe,
-    ranks: Sequence[int] = (),
-    watch: Watch = lambda group: (),
+    run: Path, step: int, run_recipe: RunRecipe, ranks: Sequence[int] = (), watch: Watch = lambda group: ()
 ) -> Replay:
     """Replay a step of a run twice on each of these workers (none: all), in two groupings.
 

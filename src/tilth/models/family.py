@@ -78,18 +78,11 @@ def experts(pattern: str, gate: str, up: str, down: str, router: str = "") -> Ta
     )
 
 
+_STORED = f"{_LAYER}mlp.gate.e_score_correction_bias"
 CORRECTION: Table = (
-    Parameter(
-        f"{_LAYER}mlp.gate.correction",
-        ("num_experts",),
-        "bias",
-        "whole",
-        "zeros",
-        "router_correction",
-        f"{_LAYER}mlp.gate.e_score_correction_bias",
-        _EXPERTS,
-    ),
-)
+    Parameter(f"{_LAYER}mlp.gate.correction", ("num_experts",), "bias", "whole", "zeros", "router_correction", _STORED,
+              _EXPERTS),
+)  # fmt: skip
 """Bias of the choice of experts, which no gradient moves."""
 SHARED: Table = tuple(
     row._replace(layers=_EXPERTS, when="shared_experts")
@@ -110,20 +103,13 @@ END: Table = (
 
 
 _NEEDED = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+}  # fmt: skip
 _KEYS = {
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tie_embeddings": "tie_word_embeddings",
-    "max_positions": "max_position_embeddings",
-}
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta", "tie_embeddings": "tie_word_embeddings", "max_positions": "max_position_embeddings",
+}  # fmt: skip
 """Field of a config -> key of config.json, in all families."""
 
 _QUANTISED = ("quantization_config", "compression_config")

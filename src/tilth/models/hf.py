@@ -26,15 +26,9 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    CHAT_TEMPLATE,
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", CHAT_TEMPLATE,
+)  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LOGITS, _VALUES = "ForCausalLM", "ForTokenClassification"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -363,11 +357,7 @@ def _write_weights(
 
 
 def _write_file(
-    path: Path,
-    known: Mapping[str, Sequence[int]],
-    state: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    stored: Stored,
+    path: Path, known: Mapping[str, Sequence[int]], state: Mapping[str, Tensor], dtype: torch.dtype, stored: Stored
 ) -> None:
     """Write a safetensors file tensor by tensor; the library needs the whole file in memory."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}

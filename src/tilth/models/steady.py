@@ -372,11 +372,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (left, right), wanted = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            torch.bmm(grad, right.mT) if wanted[0] else None,
-            torch.bmm(left.mT, grad) if wanted[1] else None,
-            None,
-        )
+        return (torch.bmm(grad, right.mT) if wanted[0] else None, torch.bmm(left.mT, grad) if wanted[1] else None, None)
 
 
 # ---- functions of elements ----

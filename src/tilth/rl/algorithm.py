@@ -53,17 +53,9 @@ def _kind_of(name: str) -> Kind:
 OF_POLICY = {"logprobs", "old_logprobs", "sum_pi_squared"}
 """Columns that the policy computes before its updates, where something needs them."""
 ROWS = {
-    "rewards",
-    "groups",
-    "counts",
-    "mask",
-    "lengths",
-    "advantages",
-    "rollout_logprobs",
-    "uniforms",
-    "versions",
+    "rewards", "groups", "counts", "mask", "lengths", "advantages", "rollout_logprobs", "uniforms", "versions",
     "weights",
-}
+}  # fmt: skip
 """Columns that every loop has."""
 E = TypeVar("E", bound=Entry)
 

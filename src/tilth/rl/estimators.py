@@ -18,16 +18,9 @@ from tilth.rl.packing import Gather, Groups, Packing, Reduce, discounted_sums, r
 from tilth.rl.registry import Entry, Scope, register
 
 OF_TOKENS = (
-    "values",
-    "logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "sum_pi_squared",
-    "versions",
-    "weights",
+    "values", "logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "sum_pi_squared", "versions", "weights",
     "uniforms",
-)
+)  # fmt: skip
 """Columns with one value for each token; all others have one for each row."""
 
 

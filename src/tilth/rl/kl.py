@@ -81,14 +81,7 @@ def kl_penalty(form: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def penalise(
-    rewards: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    *,
-    kl: str,
-    coef: float,
-    mask: Tensor,
-    lengths: Tensor,
+    rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, *, kl: str, coef: float, mask: Tensor, lengths: Tensor
 ) -> Tensor:
     """Return token rewards with the KL penalty in them (InstructGPT 2203.02155), for ``estimate``.
 

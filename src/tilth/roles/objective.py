@@ -46,11 +46,7 @@ class GlobalDenominator:
     def add_up(self, values: Tensor, micro: MicroBatch) -> Tensor:
         """Return the share of a micro-batch's token values [N] in the whole batch's number."""
         return rl.aggregate(
-            self.aggregation,
-            values,
-            mask=micro.mask,
-            lengths=micro.lengths,
-            denominator=self.denominator,
+            self.aggregation, values, mask=micro.mask, lengths=micro.lengths, denominator=self.denominator
         )
 
     def weight(self, micro: MicroBatch) -> dict[str, rl.Metric]:

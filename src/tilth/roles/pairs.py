@@ -136,10 +136,7 @@ class PairLearner:
             found = table.loss(how)
             slopes = table.of_rows(batch["pair"], batch["side"], found.chosen, found.rejected)
             halves = table.of_rows(batch["pair"], batch["side"], table.weights / 2, table.weights / 2)
-            per_token = {
-                SLOPE: self._slopes(tokens, mask, slopes),
-                SHARE: _at(_last(tokens, mask), halves, len(mask)),
-            }
+            per_token = {SLOPE: self._slopes(tokens, mask, slopes), SHARE: _at(_last(tokens, mask), halves, len(mask))}
             more: dict[str, Any] = {"starts": batch.rows.get("start"), "names": row_names(batch), "plan": plan}
             done = self.engine.update(tokens, mask, per_token, linear(self.what), entropy=False, **more)
             spent.set(flops=done.flops * 4 / 3)  # the scores took a forward pass more, a third of both

@@ -182,10 +182,7 @@ class Learner(Stateful):
         kinds = {name: tensor.dtype for name, tensor in state.items()}
         if self.sharded.pipeline is not None:
             kinds = self.engine.optimizers.state_dtypes({n: self.sharded.dtypes[n] for n in self.sharded.learned})
-        found = {
-            model: weights_group(self.sharded),
-            optimizer: Group(state, state_layouts(layouts, kinds), kinds),
-        }
+        found = {model: weights_group(self.sharded), optimizer: Group(state, state_layouts(layouts, kinds), kinds)}
         return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
 
     def saved(self) -> Groups:

@@ -37,14 +37,7 @@ from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
 from tilth.runs.progress import StepProgress
-from tilth.runs.readers import (
-    RECOVERIES,
-    WARNINGS,
-    read_metrics,
-    read_state,
-    read_trajectories,
-    summarise,
-)
+from tilth.runs.readers import RECOVERIES, WARNINGS, read_metrics, read_state, read_trajectories, summarise
 from tilth.runs.signals import HandOver, Interrupted
 
 __all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
@@ -371,28 +364,12 @@ class RunDir:
         silent = {"state": "interrupted", "why": self.before}
         attempts = [a if a.get("ended") else a | silent for a in before.get("attempts", [])]
         return {
-            "format": FORMAT,
-            "recipe": self.name,
-            "flow": self.recipe.flow,
-            "plan": None,
-            "memory": None,
-            "digest": self.digest,
-            "digests": [self.digest],
-            "inputs": self.inputs,
-            **before,
-            "checkpoints": place,
-            "state": "running",
-            "error": None,
-            "pid": os.getpid(),
-            "pid_started": psutil.Process().create_time(),
-            "host": os.uname().nodename,
-            "attempt": self.attempt,
-            "attempts": [*attempts, self._attempt(now)],
-            "started": before.get("started", now),
-            "ended": None,
-            "seconds": None,
-            "environment": environment(),
-        }
+            "format": FORMAT, "recipe": self.name, "flow": self.recipe.flow, "plan": None, "memory": None,
+            "digest": self.digest, "digests": [self.digest], "inputs": self.inputs, **before, "checkpoints": place,
+            "state": "running", "error": None, "pid": os.getpid(), "pid_started": psutil.Process().create_time(),
+            "host": os.uname().nodename, "attempt": self.attempt, "attempts": [*attempts, self._attempt(now)],
+            "started": before.get("started", now), "ended": None, "seconds": None, "environment": environment(),
+        }  # fmt: skip
 
     def _attempt(self, now: str) -> dict[str, Any]:
         changed = {"changed": list(self.changes.values())} if self.changes else {}

@@ -55,21 +55,9 @@ BROKEN: Mapping[int, str] = {OUT_OF_MEMORY: "memory", signal.SIGXCPU: "cpu", sig
 READY = 2
 """Forks that stand ready for programs to come."""
 PRELOAD = (
-    *(
-        "collections",
-        "functools",
-        "itertools",
-        "math",
-        "cmath",
-        "random",
-        "re",
-        "string",
-        "typing",
-        "unittest",
-        "heapq",
-    ),
-    *("bisect", "datetime", "decimal", "fractions", "statistics", "ast"),
-)
+    "collections", "functools", "itertools", "math", "cmath", "random", "re", "string", "typing", "unittest", "heapq",
+    "bisect", "datetime", "decimal", "fractions", "statistics", "ast",
+)  # fmt: skip
 """Modules that programs often import, and that tests may name without an import of their own."""
 
 

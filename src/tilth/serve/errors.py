@@ -15,19 +15,12 @@ BUSY = ("serve.full",)
 MOST = 1000
 """Most wrong fields of a body that are looked at one by one."""
 FIELDS = {
-    "request.max_tokens": "max_tokens",
-    "request.prompt": "prompt",
-    "request.prompt.vocab_size": "prompt",
-    "kv_tokens": "prompt",
-    "request.adapter": "model",
-    "request.adapter.engine": "model",
-    "request.bias.engine": "logit_bias",
-    "request.min_tokens": "min_tokens",
-    "request.schema": "response_format",
-    "request.schema.engine": "response_format",
-    "request.schema.llguidance": "response_format",
+    "request.max_tokens": "max_tokens", "request.prompt": "prompt", "request.prompt.vocab_size": "prompt",
+    "kv_tokens": "prompt", "request.adapter": "model", "request.adapter.engine": "model",
+    "request.bias.engine": "logit_bias", "request.min_tokens": "min_tokens", "request.schema": "response_format",
+    "request.schema.engine": "response_format", "request.schema.llguidance": "response_format",
     "request.likeliest.engine": "logprobs",
-}
+}  # fmt: skip
 """Key of an engine's refusal -> field of the HTTP request."""
 
 

@@ -83,12 +83,8 @@ CATALOGUE = (
 )  # fmt: skip
 MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")
 DULL_AT_ZERO = (
-    "Missing rewards",
-    "Routing flips",
-    "Clipped tokens",
-    "KL towards the first policy",
-    "Log-prob mismatch",
-)
+    "Missing rewards", "Routing flips", "Clipped tokens", "KL towards the first policy", "Log-prob mismatch",
+)  # fmt: skip
 
 
 @dataclass

@@ -163,17 +163,9 @@ class Executor:
         _close(self.roles.pop(role, None))
         self._generations[role] = generation
         context = Context(
-            role,
-            mesh,
-            self.rank,
-            self.workers,
-            self.store,
-            self.local_rank,
-            self.init_method,
-            self.timeout,
-            MappingProxyType(self.roles),
-            generation,
-        )
+            role, mesh, self.rank, self.workers, self.store, self.local_rank, self.init_method, self.timeout,
+            MappingProxyType(self.roles), generation,
+        )  # fmt: skip
         self._where[role] = role, mesh.place(self.rank)
         self.roles[role] = resolve(factory)(context, **packed.kwargs)
         return offered(self.roles[role])

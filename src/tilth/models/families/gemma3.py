@@ -48,13 +48,8 @@ FAMILY = Family(
     fixed={"qk_norm": True, "mlp_bias": False, "scale_embeddings": True},
     keys={"qkv_bias": "attention_bias", "o_bias": "attention_bias", "query_scalar": "query_pre_attn_scalar"},
     defaults={
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
+        "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0,
         "tie_word_embeddings": True,
     },
     only={"final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
@@ -63,4 +58,4 @@ FAMILY = Family(
     windows="alternate",
     period=6,
     window_theta="rope_local_base_freq",
-)
+)  # fmt: skip

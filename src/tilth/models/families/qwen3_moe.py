@@ -23,31 +23,18 @@ class Qwen3MoE(Family):
 FAMILY = Qwen3MoE(
     architecture="Qwen3MoeForCausalLM",
     table=(
-        *EMBEDDING,
-        *ATTENTION,
-        *DENSE,
-        *experts("model.layers.*.mlp.experts.#.{}.weight", "gate_proj", "up_proj", "down_proj"),
-        *NORMS,
-        *END,
+        *EMBEDDING, *ATTENTION, *DENSE,
+        *experts("model.layers.*.mlp.experts.#.{}.weight", "gate_proj", "up_proj", "down_proj"), *NORMS, *END,
     ),
     fixed={"qk_norm": True, "mlp_bias": False, "shared_experts": 0, "router_score": "softmax", "routed_scale": 1.0},
     keys={
-        "qkv_bias": "attention_bias",
-        "o_bias": "attention_bias",
-        "num_experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_size": "moe_intermediate_size",
+        "qkv_bias": "attention_bias", "o_bias": "attention_bias", "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok", "expert_size": "moe_intermediate_size",
         "renormalise": "norm_topk_prob",
     },
     defaults={
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
+        "max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": False, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
     },
     windows="all",
-)
+)  # fmt: skip

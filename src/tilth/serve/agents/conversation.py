@@ -34,15 +34,9 @@ FREE = {
 }
 """Fields that do not change how a token is drawn."""
 NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "tool_choice": "auto",
-    "response_format": ResponseFormat(type="text"),
-    "top_logprobs": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "return_token_ids": False,
-}
+    "n": 1, "tool_choice": "auto", "response_format": ResponseFormat(type="text"), "top_logprobs": 0,
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "return_token_ids": False,
+}  # fmt: skip
 """Values of other fields that change nothing."""
 
 

@@ -30,50 +30,30 @@ MESSAGES: Mapping[str, tuple[str, ...]] = {
     "SourceSpan": ("1 sequence_id string", "2 offset int64", "3 length int64"),
     "ProvenanceSpan": ("1 prompt_tokens SourceSpan |", "2 sampled_tokens SourceSpan |"),
     "Datum": (
-        "1 model_input Chunk *",
-        "2 loss_fn_inputs Tensor @",
-        "3 model_input_spans ProvenanceSpan *",
+        "1 model_input Chunk *", "2 loss_fn_inputs Tensor @", "3 model_input_spans ProvenanceSpan *",
         "4 loss_fn_input_spans ProvenanceSpan *",
     ),
     "LossConfigValue": ("1 number double |", "2 text string |"),
     "ForwardBackwardRequest": (
-        "1 model_id string",
-        "2 seq_id int32",
-        "3 data Datum *",
-        "4 loss_fn string",
-        "5 loss_fn_config double @",
-        "6 forward_only bool",
-        "7 loss_fn_config_v2 LossConfigValue @",
+        "1 model_id string", "2 seq_id int32", "3 data Datum *", "4 loss_fn string", "5 loss_fn_config double @",
+        "6 forward_only bool", "7 loss_fn_config_v2 LossConfigValue @",
     ),
     "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
     "SampledSequence": (
-        "1 stop_reason enum",
-        "2 tokens bytes",
-        "3 logprobs bytes",
-        "4 topk_sampled_logprobs TopkLogprobs",
+        "1 stop_reason enum", "2 tokens bytes", "3 logprobs bytes", "4 topk_sampled_logprobs TopkLogprobs",
     ),
     "PromptAltTokens": ("1 tokens Tensor", "2 logprobs Tensor"),
     "SampleResponse": (
-        "1 sequences SampledSequence *",
-        "2 prompt_logprobs bytes",
-        "3 topk_prompt_logprobs TopkLogprobs",
-        "4 prompt_cache_hit_tokens int32",
-        "5 target_prompt_logprobs Tensor",
-        "6 prompt_alt_tokens PromptAltTokens",
+        "1 sequences SampledSequence *", "2 prompt_logprobs bytes", "3 topk_prompt_logprobs TopkLogprobs",
+        "4 prompt_cache_hit_tokens int32", "5 target_prompt_logprobs Tensor", "6 prompt_alt_tokens PromptAltTokens",
     ),
-}
+}  # fmt: skip
 """Message -> "number name type", and * for repeated, @ for a map from names, | for one of several."""
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _TYPES: Mapping[str, Any] = {
-    "bytes": _FIELD.TYPE_BYTES,
-    "string": _FIELD.TYPE_STRING,
-    "double": _FIELD.TYPE_DOUBLE,
-    "bool": _FIELD.TYPE_BOOL,
-    "int32": _FIELD.TYPE_INT32,
-    "int64": _FIELD.TYPE_INT64,
-    "uint32": _FIELD.TYPE_UINT32,
-    "enum": _FIELD.TYPE_INT32,
-}
+    "bytes": _FIELD.TYPE_BYTES, "string": _FIELD.TYPE_STRING, "double": _FIELD.TYPE_DOUBLE, "bool": _FIELD.TYPE_BOOL,
+    "int32": _FIELD.TYPE_INT32, "int64": _FIELD.TYPE_INT64, "uint32": _FIELD.TYPE_UINT32, "enum": _FIELD.TYPE_INT32,
+}  # fmt: skip
 MOST = 1 << 14
 """Most sequences of a request; the SDK sends 1,024 at most in one."""
 DENSE = 1 << 24

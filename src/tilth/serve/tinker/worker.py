@@ -31,14 +31,7 @@ from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.lora import merged_parts
 from tilth.parallel.sharded import ShardedModel
 from tilth.runs.models import load_model
-from tilth.serve.tinker.trained import (
-    AdamStep,
-    ModelSpec,
-    SequenceScores,
-    SharedBase,
-    TrainedModel,
-    score_sequence,
-)
+from tilth.serve.tinker.trained import AdamStep, ModelSpec, SequenceScores, SharedBase, TrainedModel, score_sequence
 from tilth.serve.tinker.wire import Datum
 
 STATE = "state.safetensors"
