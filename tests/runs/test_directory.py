@@ -25,9 +25,9 @@ from tilth.core.lines import Lines, read_lines, replace
 from tilth.data import trajectories as trajectories_module
 from tilth.runs import directory as directory_module
 from tilth.runs import files
-from tilth.runs.directory import RunDir, read_metrics, read_state, read_trajectories, summarise
+from tilth.runs.directory import RunDir, read_metrics, read_state, summarise
 from tilth.runs.files import Lock, to_json
-from tilth.runs.readers import curve, read_recoveries, read_warnings, steps_of
+from tilth.runs.readers import curve, read_recoveries, read_trajectories, read_warnings, steps_of
 from tilth.runs.signals import Interrupted
 
 

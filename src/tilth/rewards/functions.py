@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilth.config.code import describe, is_missing
 from tilth.config.plugins import Declaration, declared, existing, import_file
@@ -26,8 +26,8 @@ from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError, RewardError
 from tilth.rewards.verifiers import builtin, verifier_names, verifier_specs
 
-__all__ = ["Reward", "Score", "Weighted", "check_answers", "describe", "is_importable"]
-__all__ += ["load_reward", "member_names", "normalise"]
+if TYPE_CHECKING:
+    from tilth.data.columns import Prompt
 
 LARGEST = 1e18
 """Greatest absolute value of a reward. In fp32 columns, differences of such rewards, their squares in a value loss and
@@ -43,19 +43,6 @@ class Score(NamedTuple):
     value: float | None
     parts: dict[str, float]
     reason: str
-
-
-class PromptLike(Protocol):
-    """Prompt: its index in the data, its text and the other columns of its record."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def info(self) -> dict[str, Any]: ...
 
 
 class Weighted:
@@ -247,7 +234,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_answers(spec: str | Mapping[str, float] | Reward, prompts: Iterable[PromptLike]) -> None:
+def check_answers(spec: str | Mapping[str, float] | Reward, prompts: "Iterable[Prompt]") -> None:
     """Check that the given answers of all prompts can be verified, before a run starts.
 
     Calls ``check(info)`` of built-in verifiers and of functions given by value; files of functions are imported only in

@@ -19,8 +19,6 @@ from tilth.rl.estimators import OF_TOKENS, Advantage, GlobalRows, RowAdvantage, 
 from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.registry import Scope, build, require
 
-__all__ = ["Advantage", "Estimate", "RowAdvantage", "Rows", "Tokens", "estimate", "estimate_rows"]
-
 
 @dataclass(frozen=True)
 class Estimate:

@@ -15,8 +15,6 @@ from tilth.rl.packing import Gather, Packing, Reduce, alone, rows_alone
 from tilth.rl.policy_losses import LossInputs, PolicyLoss
 from tilth.rl.registry import build, lookup, nearest, require
 
-__all__ = ["LossInputs", "LossResult", "PolicyLoss", "loss_entry", "policy_loss", "thresholds"]
-
 
 @dataclass(frozen=True)
 class LossResult:

@@ -37,10 +37,8 @@ from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import resident, schema
 from tilth.runs.progress import StepProgress
-from tilth.runs.readers import RECOVERIES, WARNINGS, read_metrics, read_state, read_trajectories, summarise
+from tilth.runs.readers import RECOVERIES, WARNINGS, read_metrics, read_state, summarise
 from tilth.runs.signals import HandOver, Interrupted
-
-__all__ = ["RunDir", "State", "read_metrics", "read_state", "read_trajectories", "summarise"]
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1

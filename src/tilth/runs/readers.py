@@ -14,21 +14,8 @@ import psutil
 from tilth.core.errors import DataError
 from tilth.core.lines import iterate_lines, read_lines
 from tilth.core.write_queue import settle
-from tilth.data.trajectories import read_trajectories, steps_of
+from tilth.data.trajectories import read_trajectories, steps_of  # noqa: F401  (readers of a run too)
 from tilth.runs.updates import Update, read_updates
-
-__all__ = [
-    "checkpoints_of",
-    "curve",
-    "main_metric",
-    "phases",
-    "rate",
-    "read_metrics",
-    "read_state",
-    "read_trajectories",
-    "steps_of",
-    "summarise",
-]  # fmt: skip
 
 Record = dict[str, Any]
 
