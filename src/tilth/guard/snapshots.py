@@ -15,7 +15,8 @@ from typing import Any
 from tilth.checkpoint import Checkpoint, open_checkpoint
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import SLOTS, publish
-from tilth.cluster.backends.base import Copied, NodeFiles
+from tilth.cluster.backends.base import Copied
+from tilth.cluster.backends.ray_files import RayFiles
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.core.errors import CheckpointError, ReplicaMismatch, StorageError
 from tilth.core.layout import Mesh
@@ -53,7 +54,7 @@ class Snapshots:
     They cost the copy of each role's state once a step, and twice its memory on the machine.
     """
 
-    def __init__(self, folder: Path, files: NodeFiles | None = None, workers: int = 1, writer: int = 0) -> None:
+    def __init__(self, folder: Path, files: RayFiles | None = None, workers: int = 1, writer: int = 0) -> None:
         """folder: empty, or with the snapshots of a controller that was killed; files: for copies on other nodes, if
         there are several; workers: of the run; writer: rank that writes rows of trajectories."""
         self.folder, self._index = folder, folder / "index.json"
@@ -70,7 +71,7 @@ class Snapshots:
         if files is not None and self._taken:
             self._resume(files, there["holders"])
 
-    def _resume(self, files: NodeFiles, holders: Mapping[str, Collection[str]]) -> None:
+    def _resume(self, files: RayFiles, holders: Mapping[str, Collection[str]]) -> None:
         """Go on with the files that a former controller's snapshots have on all nodes: the rows of trajectories that
         are in no file yet are on the writer's node, or a copy of them here if that node has none."""
         files.resume(holders)
@@ -117,7 +118,7 @@ class Snapshots:
         self._unpublish()
         self._write_index()
 
-    def _begin_copies(self, files: NodeFiles, taken: _Taken, roles: Mapping[str, WorkerGroup]) -> None:
+    def _begin_copies(self, files: RayFiles, taken: _Taken, roles: Mapping[str, WorkerGroup]) -> None:
         """Begin to copy each rank's files to a node whose workers share no parallel group with it, if there is one."""
         machines = {rank: files.node(rank) for rank in range(self.workers)}
         places: dict[str, tuple[int, int]] = {}
@@ -153,13 +154,13 @@ class Snapshots:
             return
         self._restored, self._published = made, taken
 
-    def _gather(self, files: NodeFiles, taken: _Taken) -> None:
+    def _gather(self, files: RayFiles, taken: _Taken) -> None:
         """Give every node the files of a snapshot, and the writer its rows."""
         self.copied = files.wait()
         files.gather(f"slot-{taken.slot}/{name}" for name in sorted({report.file for report in taken.reports} - {""}))
         files.scatter(self.spill.name, [self.writer])
 
-    def _share(self, files: NodeFiles, published: Path, slot: Path) -> None:
+    def _share(self, files: RayFiles, published: Path, slot: Path) -> None:
         """Make the checkpoint on the other nodes too."""
         there = {path.name: path for path in published.iterdir()}
         links = {name: f"{slot.name}/{name}" for name in there if (slot / name).exists()}

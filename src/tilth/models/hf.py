@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from tilth.models.family import is_known
 from tilth.models.hub import missing
 from tilth.models.unread import Unread, shapes
 from tilth.plan.shape import Fused, hf_experts, hf_fused, hf_names, parameter_shapes
+
+if TYPE_CHECKING:
+    from tilth.data.tokenizer import Tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,13 +38,6 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERTS = 1 << 16
 """Experts that any model may have: one tensor of a layer may hold all of its own."""
 _STORED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-class SavesTokenizer(Protocol):
-    """A tokenizer that writes its own files."""
-
-    def save(self, directory: Path) -> None:
-        """Write tokenizer.json and its companion files."""
 
 
 class LazyTensors(Unread):
@@ -277,7 +273,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     source: str | os.PathLike[str] | None = None,
-    tokenizer: SavesTokenizer | None = None,
+    tokenizer: "Tokenizer | None" = None,
     chat_template: str | None = None,
     generation: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, int | list[int]] | None = None,
@@ -417,7 +413,7 @@ def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _write_tokenizer(
-    out: Path, source: str | os.PathLike[str] | None, tokenizer: SavesTokenizer | None, chat_template: str | None
+    out: Path, source: str | os.PathLike[str] | None, tokenizer: "Tokenizer | None", chat_template: str | None
 ) -> None:
     if source is not None:
         for name in TOKENIZER_FILES if tokenizer is None else (CHAT_TEMPLATE,):

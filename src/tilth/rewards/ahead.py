@@ -2,17 +2,8 @@
 
 import threading
 from collections.abc import Hashable, Mapping
-from typing import Protocol
 
-from tilth.rewards.process_pool import Item, Outcome
-
-
-class ScoresItems(Protocol):
-    """Scorer of items, such as ``RewardPool``."""
-
-    def score(self, items: list[Item]) -> list[Outcome]:
-        """Return the outcomes of items, in order."""
-        ...
+from tilth.rewards.process_pool import Item, Outcome, RewardPool
 
 
 class ScoringAhead:
@@ -22,7 +13,7 @@ class ScoringAhead:
     most: items of one call of the pool, so that ``settle`` waits no longer than for these.
     """
 
-    def __init__(self, pool: ScoresItems, most: int) -> None:
+    def __init__(self, pool: RewardPool, most: int) -> None:
         self.pool, self.most = pool, most
         self._waiting: dict[Hashable, Item] = {}
         self._outcomes: dict[Hashable, Outcome] = {}

@@ -14,12 +14,13 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.errors import TokenCountError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
+from tilth.plan.batch import MicroBatchLimits
 from tilth.rl.aggregation import Aggregation
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import of_pass, on_rows, put_like
 from tilth.training.engine import UpdateResult
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import MicroBatch
+from tilth.training.packed import MicroBatch, limits_of
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; above the rounding of float32 sums (the engine counts single tokens)."""
@@ -127,6 +128,11 @@ class Scores(Protocol):
     sharded: ShardedModel
     micro_tokens: int
     parity: bool
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Limits of its micro-batches."""
+        return limits_of(self.sharded, self.micro_tokens, parity=self.parity)
 
 
 def forward(owner: Scores, run: Callable[..., Found], tokens: Jagged, mask: np.ndarray, **more: Any) -> Found:

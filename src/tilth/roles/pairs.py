@@ -22,7 +22,7 @@ from tilth.core.batch import Batch, Jagged, Store
 from tilth.core.errors import TilthError
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan
+from tilth.plan.batch import MicroBatchPlan
 from tilth.rewards.functions import LARGEST
 from tilth.rl.packing import Gather
 from tilth.rl.preference import PreferenceResult
@@ -32,7 +32,7 @@ from tilth.roles.policy import PolicyWorker
 from tilth.roles.state import Learner
 from tilth.training.engine import Loss, TrainEngine
 from tilth.training.noise import WEIGHT
-from tilth.training.packed import MicroBatch, limits_of, packed_logprobs, packed_ratings
+from tilth.training.packed import MicroBatch, packed_logprobs, packed_ratings
 
 Metrics = dict[str, rl.Metric]
 SLOPE, SHARE = "slope", "share"
@@ -242,18 +242,13 @@ PART = "part/model"
 """Row column of the reward model's score."""
 
 
-class RatingWorker:
+class RatingWorker(Scores):
     """Frozen reward model, loaded from the recipe's path, also after a resume."""
 
     def __init__(self, sharded: ShardedModel, store: Store, *, weight: float, micro_tokens: int, parity: bool) -> None:
         """sharded: of a value model; weight: of its score in the reward."""
         self.sharded, self.store = sharded, store
         self.weight, self.micro_tokens, self.parity = weight, micro_tokens, parity
-
-    @property
-    def limits(self) -> MicroBatchLimits:
-        """Limits of its micro-batches."""
-        return limits_of(self.sharded, self.micro_tokens, parity=self.parity)
 
     @transfer(split="plan", gather="rows", reads=True)
     def rate(self, batch: Batch, *, alone: bool, plan: MicroBatchPlan | None = None) -> Batch:

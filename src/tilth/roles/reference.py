@@ -9,13 +9,13 @@ from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Store
 from tilth.core.checksum import checksum
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan
-from tilth.roles.objective import scored
+from tilth.plan.batch import MicroBatchPlan
+from tilth.roles.objective import Scores, scored
 from tilth.roles.state import Groups, Stateful, weights_group
-from tilth.training.packed import limits_of, packed_logprobs
+from tilth.training.packed import packed_logprobs
 
 
-class ReferenceWorker(Stateful):
+class ReferenceWorker(Stateful, Scores):
     """Frozen copy of the policy at the start of the phase, for the KL penalty."""
 
     tolerance: float | None = 0.0
@@ -35,11 +35,6 @@ class ReferenceWorker(Stateful):
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of this rank's part of each tensor of the live storage."""
         return {name: checksum(tensor) for name, tensor in self.sharded.parameters.items()}
-
-    @property
-    def limits(self) -> MicroBatchLimits:
-        """Limits of its micro-batches."""
-        return limits_of(self.sharded, self.micro_tokens, parity=self.parity)
 
     @transfer(split="plan", gather="rows", reads=True)
     def logprobs(self, batch: Batch, *, plan: MicroBatchPlan | None = None) -> Batch:

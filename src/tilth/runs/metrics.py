@@ -12,32 +12,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
 from tilth.core.errors import TilthError
 from tilth.trace.spans import Total, recorder
 
+if TYPE_CHECKING:  # torch, which readers do without
+    from tilth.rl.metrics import Metric
+
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 KEYS = ("step", "attempt", "phase", "phase_step", "phase_steps", "seconds")
 """Fields of a record that are not metrics."""
 OTHER = "other"
-
-
-class MetricPart(Protocol):
-    """Part of a metric as a loss computes it: a total over ``count`` items, and the reduction of parts."""
-
-    @property
-    def total(self) -> SupportsFloat: ...
-
-    @property
-    def count(self) -> SupportsFloat: ...
-
-    @property
-    def reduction(self) -> str: ...
-
-    def __float__(self) -> float: ...
 
 
 class MetricError(TilthError):
@@ -235,7 +223,7 @@ class Metrics:
         else:
             self._sums[name] = (max(total, value) if reduction == "max" else min(total, value), count)
 
-    def take(self, parts: Mapping[str, "float | MetricPart"]) -> None:
+    def take(self, parts: Mapping[str, "float | Metric"]) -> None:
         """Add the metrics of one optimizer step: numbers, or parts (``tilth.rl.Metric``)."""
         for name, part in parts.items():
             if isinstance(part, (int, float)):

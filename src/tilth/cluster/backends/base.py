@@ -4,13 +4,16 @@ import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import cloudpickle
 
 from tilth.core.batch import Store
 from tilth.core.errors import OutOfMemory, TilthError, WorkerError
 from tilth.process.by_value import dumps
+
+if TYPE_CHECKING:
+    from tilth.cluster.backends.ray_files import RayFiles
 
 OF_ROLES = ("import", "create")
 """Calls to the worker itself whose first argument is a role."""
@@ -137,40 +140,6 @@ class Copied(NamedTuple):
     problem: str
 
 
-class NodeFiles(Protocol):
-    """Files of the scratch folders of several nodes, each of which has one under the same path."""
-
-    def node(self, rank: int) -> int:
-        """Return the number of a rank's node."""
-
-    def begin(self, files: Mapping[str, tuple[int, int]], mirrored: Mapping[str, int]) -> None:
-        """Begin to copy files: name -> (rank that has it, rank whose node gets it).
-
-        mirrored: folder -> rank that writes it; the controller's node gets its files, and loses those that are gone.
-        """
-
-    def holders(self) -> dict[str, list[str]]:
-        """Return file -> nodes that have it, for ``resume``."""
-
-    def resume(self, holders: Mapping[str, Collection[str]]) -> None:
-        """Know again, in the next controller, which of the nodes have which files."""
-
-    def wait(self) -> Copied:
-        """Wait for the copies that ``begin`` began."""
-
-    def gather(self, files: Iterable[str]) -> None:
-        """Give every node these files. StorageError if one was lost with its nodes."""
-
-    def scatter(self, folder: str, ranks: Collection[int]) -> None:
-        """Give the nodes of these ranks the files of a folder of the controller's node."""
-
-    def share(self, folder: str, files: Mapping[str, bytes], links: Mapping[str, str]) -> None:
-        """Make a folder on every other node: files with these bytes, and links to files of its scratch folder."""
-
-    def remove(self, folder: str) -> None:
-        """Remove a folder on every other node."""
-
-
 class Backend(Protocol):
     """N workers. Each executes its calls in order of submission, one at a time, and answers control messages meanwhile.
 
@@ -228,7 +197,7 @@ class RepairableBackend(Backend, Protocol):
         """Folder in shared memory that outlives workers, under this path on each node and here; "": none."""
 
     @property
-    def files(self) -> NodeFiles | None:
+    def files(self) -> "RayFiles | None":
         """Files of the scratch folders; None if there is one node."""
 
 
