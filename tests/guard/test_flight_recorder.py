@@ -13,7 +13,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import DataError
 from tilth.guard import flight_recorder, plain_pickle
-from tilth.guard.flight_recorder import dump, parse, read_dumps, with_groups
+from tilth.guard.flight_recorder import dump, parse, read_dumps
 from tilth.guard.plain_pickle import decode
 
 ENTRY = {
@@ -51,7 +51,6 @@ def test_torchs_texts_of_numbers_and_its_names_by_hash_are_read():
     value = GOOD | {"pg_config": hashed, "pg_status": {"1": status, "2": status}}
     found = parse(json.dumps(value).encode(), 2, "dump_2")
     assert found.groups["3"].completed == 4 and found.unnamed == (2,)  # no entry says which group 2 is
-    assert with_groups(found, {"3": (2, 4)}).groups["3"].ranks == (2, 4)
 
 
 def test_gloos_status_counts_sends_so_its_entries_are_believed():

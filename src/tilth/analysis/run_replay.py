@@ -122,8 +122,7 @@ def even(group: np.ndarray, member: np.ndarray) -> np.ndarray:
     high = np.zeros_like(low)
     np.minimum.at(low, group[first], size)
     np.maximum.at(high, group[first], size)
-    found: np.ndarray = (low == high)[group]
-    return found
+    return (low == high)[group]
 
 
 def _mean(steps: Steps, result: np.ndarray, nodes: np.ndarray, key: np.ndarray) -> None:

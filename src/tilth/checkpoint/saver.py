@@ -76,8 +76,7 @@ class Saver:
     def write(self, folder: Location, groups: Mapping[str, Group], rank: int, part: str = "") -> list[Report]:
         """Do all of ``start`` in the foreground; return the report of each group."""
         self.wait()
-        reports: list[Report] = self._snapshot(Attempt.of(folder), groups, rank, part)[0]()
-        return reports
+        return self._snapshot(Attempt.of(folder), groups, rank, part)[0]()
 
     def prepare(self, groups: Mapping[str, Group], rank: int) -> None:
         """Plan, and check that these can be saved, ahead of ``start``. CheckpointError."""

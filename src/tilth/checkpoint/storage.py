@@ -339,8 +339,7 @@ class Remote:
     def _info(self, path: str) -> dict[str, Any]:
         with _translated(self._path(path)):
             self._files.invalidate_cache()  # others write there too
-            found: dict[str, Any] = self._files.info(self._path(path))
-            return found
+            return self._files.info(self._path(path))
 
     def ranges(self, path: str) -> Ranges:
         return _RemoteRanges(self._files, self._path(path))

@@ -79,8 +79,8 @@ def show(*parts: Table | Text | str, width: int = 0) -> None:
     typer.echo(printed.get(), nl=False, color=True)
 
 
-def labelled(rows: Iterable[tuple[str, str]], width: int = 0) -> list[str]:
+def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
     """Lines of a name, padded to one width, and a value; rows without a value are left out."""
     rows = [(name, value) for name, value in rows if value]
-    width = width or max(len(name) for name, _ in rows)
+    width = max(len(name) for name, _ in rows)
     return [f"{plain(name):<{width}}  {plain(value)}" for name, value in rows]

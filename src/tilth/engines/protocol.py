@@ -189,8 +189,7 @@ def make_engine(
         load_plugins(plugins)
     if name in ENGINES:
         _check_adapters(name, resolve(ENGINES[name]), options)
-        shipped: GenerationEngine = resolve(ENGINES[name])(config, options)
-        return shipped
+        return resolve(ENGINES[name])(config, options)
     if (declaration := declared("engine").get(name)) is None:
         known = ", ".join([*ENGINES, *declared("engine")])
         message = f"rollout.engine={name!r} is not an engine; use {known}, or a plugin that declares it"
@@ -199,8 +198,7 @@ def make_engine(
         message = f"{declaration.title} is not a subclass of {GenerationEngine.__module__}.{GenerationEngine.__name__}"
         raise PluginError(message, key=f"engine.{name}.class")
     _check_adapters(name, declaration.value, options)
-    engine: GenerationEngine = call_declared(declaration, config, options)
-    return engine
+    return call_declared(declaration, config, options)
 
 
 def _check_adapters(name: str, kind: Any, options: EngineOptions) -> None:

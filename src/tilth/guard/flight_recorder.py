@@ -8,7 +8,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,12 +286,6 @@ def read_dumps(folder: Path) -> dict[int, FlightDump]:
     if not found:
         raise DataError(f"{folder}: no file whose name ends with a rank, as NCCL writes them", key=str(folder))
     return found
-
-
-def with_groups(dump: FlightDump, groups: Mapping[str, tuple[int, ...]]) -> FlightDump:
-    """Return the dump with the members of its groups, which gloo does not record. groups: name -> ranks."""
-    known = {name: g._replace(ranks=g.ranks or groups.get(name, ())) for name, g in dump.groups.items()}
-    return replace(dump, groups=known)
 
 
 def living_groups() -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tilth.guard.calls import broke_habit, ended, mismatch, unusual
-from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp, with_groups
+from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp
 from tilth.guard.verdict import Kind, Verdict
 
 LAG = 1
@@ -59,20 +59,17 @@ class _Waits:
 
 
 def localise(
-    dumps: Mapping[int, FlightDump],
-    silent: Collection[int] = (),
-    groups: Mapping[str, tuple[int, ...]] | None = None,
-    hosts: Mapping[int, str] | None = None,
+    dumps: Mapping[int, FlightDump], silent: Collection[int] = (), hosts: Mapping[int, str] | None = None
 ) -> Verdict | None:
     """Return who holds up a job and by which rule; None if nobody waits for anybody.
 
-    silent: ranks that gave no dump. groups: name -> ranks, where dumps do not have them (gloo). hosts: what the stack
-    of a rank's main thread shows, where it is known: "waits" (inside torch.distributed), "works" (elsewhere: what it
-    has enqueued does not hold it up; on a CPU), "failed" (a collective raised an error, so it is a victim).
+    silent: ranks that gave no dump. hosts: what the stack of a rank's main thread shows, where it is known: "waits"
+    (inside torch.distributed), "works" (elsewhere: what it has enqueued does not hold it up; on a CPU), "failed" (a
+    collective raised an error, so it is a victim).
     """
-    known = {rank: with_groups(dumps[rank], groups or {}) for rank in sorted(dumps)}
+    known = dict(sorted(dumps.items()))
     told = hosts or {}
-    members = _members(known, groups or {})
+    members = _members(known)
     if wrong := mismatch(known, members):
         return wrong
     waits = _waits(known, members, frozenset(silent), told)
@@ -89,9 +86,9 @@ def localise(
     return _named(known, waits, rules) if rules else _circle(known, waits)
 
 
-def _members(dumps: Mapping[int, FlightDump], groups: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _members(dumps: Mapping[int, FlightDump]) -> dict[str, tuple[int, ...]]:
     """Return name -> ranks of every group; those seen in it where nobody says."""
-    found = dict(groups)
+    found = dict[str, tuple[int, ...]]()
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
             seen = found.get(name, ())

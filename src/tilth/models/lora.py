@@ -56,8 +56,7 @@ class Adapter(LinearChange):
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the changed weight, or the changed stack of weights."""
-        found: Tensor = _Merged.apply(weight, self.A, self.B, self.scale)
-        return found
+        return _Merged.apply(weight, self.A, self.B, self.scale)
 
     def of_experts(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> list[Callable[[Tensor], Tensor]]:
         """Return the changed layers of all experts, given the plain ones, which are changed already if it merges."""

@@ -143,8 +143,7 @@ class WeightSyncWorker:
         return Delivery(self.context.rank, received, self._bytes, probe, shared, self._taken)
 
     def _policy(self) -> ShardedModel:
-        policy: ShardedModel = self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
-        return policy
+        return self.context.roles["policy"].engine.sharded  # type: ignore[attr-defined]
 
     def _own(self, names: Iterable[str], *, apart: bool = False) -> Parts:
         """Return this worker's part of these weights of the policy, with adapters merged in unless these go ``apart``;

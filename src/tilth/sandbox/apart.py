@@ -236,8 +236,7 @@ def judge() -> None:
         asked.flush()
         if not (answer := heard.readline()):
             raise ProgramError("the program has ended")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        return json.loads(answer)
 
     def not_plain(value: Any) -> int:
         if isinstance(value, ProgramObject):

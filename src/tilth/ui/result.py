@@ -28,14 +28,12 @@ class RunResult:
     @property
     def accuracy(self) -> float | None:
         """Share of right greedy answers to held-out prompts at the end; None if some outcome was neither 0 nor 1."""
-        found: float | None = self.summary.get("accuracy_last")
-        return found
+        return self.summary.get("accuracy_last")
 
     @property
     def reward(self) -> float | None:
         """Mean reward of greedy answers to held-out prompts at the end."""
-        found: float | None = self.summary.get("reward_heldout_last")
-        return found
+        return self.summary.get("reward_heldout_last")
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the figures, the curve of the main metric, and a link to the report."""

@@ -255,8 +255,7 @@ class WeightsAndBiases(Tracker):
 def _tracker(name: str) -> type[Tracker]:
     """Return the class of a name in ``run.track``. PluginError: a plugin's class that is no tracker."""
     if name in TRACKERS:
-        found: type[Tracker] = globals()[TRACKERS[name]]
-        return found
+        return globals()[TRACKERS[name]]
     declaration = declared("tracker")[name]
     if not (inspect.isclass(declaration.value) and issubclass(declaration.value, Tracker)):
         raise PluginError(f"{declaration.title} is no subclass of tilth.Tracker", key=f"tracker.{name}")

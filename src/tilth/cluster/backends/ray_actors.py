@@ -186,8 +186,7 @@ def _found(reference: Any) -> Any:
 
 
 def _read(agent: Any, name: str, offset: int) -> tuple[np.ndarray, int, int]:
-    found: tuple[np.ndarray, int, int] = _found(agent.read.remote(name, offset))
-    return found
+    return _found(agent.read.remote(name, offset))
 
 
 def _ended(pids: Iterable[int], seconds: float) -> list[int]:

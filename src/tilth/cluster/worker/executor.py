@@ -59,7 +59,7 @@ class Executor:
         self.roles: dict[str, object] = {}
         self._generations: dict[str, int] = {}
         self._where: dict[str, Where] = {}
-        self.phase, self.since = "", time.monotonic()
+        self.phase = ""
         self._patient = False
         self.left = False
         """True if the newest call left a collective with an error."""
@@ -135,7 +135,7 @@ class Executor:
         return getattr(self.roles[role], method)(**arguments)
 
     def _mark(self, phase: str) -> None:
-        self.phase, self.since = phase, time.monotonic()
+        self.phase = phase
         if self._note is not None:
             self._note(phase)
 

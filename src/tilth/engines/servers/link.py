@@ -24,8 +24,7 @@ Method = Callable[[bytes], Any]
 
 def receive_settings() -> dict[str, Any]:
     """Read the settings that the engine writes to this process's standard input, a line of JSON."""
-    settings: dict[str, Any] = json.loads(sys.stdin.readline())
-    return settings
+    return json.loads(sys.stdin.readline())
 
 
 def end_with(parent: int, folder: str) -> None:

@@ -77,8 +77,7 @@ class TrainClient(EngineClient):
     ) -> SequenceScores:
         """Return log-probs of a sequence under a snapshot, or the base (""), however many wait for theirs."""
         async with self._scoring:
-            scores: SequenceScores = await self.call("score_tokens", name, tokens, topk, targets, idempotent=True)
-        return scores
+            return await self.call("score_tokens", name, tokens, topk, targets, idempotent=True)
 
     def restore(self) -> None:
         for name, (folder, lora) in list(self._published.items()):
