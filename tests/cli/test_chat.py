@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from tests.cli import speaking
 from tests.examples import examples
 from tilth.cli import chat
-from tilth.cli.chat import Chat, Conversation, Voice
+from tilth.cli.chat import Chat, Conversation
 from tilth.cli.main import ChatCommand, GenerateCommand, app
 from tilth.core.trajectory import Trajectory
 from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.runs.models import load_model
+from tilth.serve.texts import StreamedText
 
 
 @pytest.fixture(scope="module")
@@ -217,40 +218,31 @@ def test_any_conversation_reads_as_its_template_says_and_only_grows(turns):
         text += TRAINED.decode(ids) + "<|im_end|>\n"
 
 
-# ---- the voice ----
+# ---- what is written ----
 
 
 class Bytes:
-    def decode(self, ids):
+    def decode(self, ids, special=False):
         return bytes(ids).decode(errors="replace")
 
 
 @pytest.mark.parametrize("text", ["plain", "größer 世界 🙂", "��x"])
-def test_what_is_heard_piece_by_piece_is_the_text(text, capsys):
-    voice, raw = Voice(Bytes(), (0,), 0), list(text.encode())
-    parts = []
-    for n in range(1, len(raw) + 1):
-        voice.hear(np.array(raw[:n]))
-        parts.append(capsys.readouterr().out)
-    voice.close(text)
-    whole = "".join(parts) + capsys.readouterr().out
-    assert whole == text + "\n" and sum(map(bool, parts)) > 1 - (text[0] == "�")
+def test_what_is_heard_piece_by_piece_is_the_text(text):
+    heard = StreamedText(Bytes(), (0,), ())
+    parts = [heard.send(heard.hear(np.array([byte]))) for byte in text.encode()]
+    assert "".join(parts) + heard.send(text) == text and sum(map(bool, parts)) > 1 - (text[0] == "�")
     assert all("�" not in p for p in parts) or "�" in text
 
 
-def test_a_beginning_of_a_stop_string_is_held_back(capsys):
-    voice = Voice(Bytes(), (0,), len("END") - 1)
-    for n in range(1, 6):
-        voice.hear(np.array(list(b"abcEN"[:n])))
-    assert capsys.readouterr().out == "abc"
-    voice.close("abc")
-    assert capsys.readouterr().out == "\n"
+def test_a_beginning_of_a_stop_string_is_held_back():
+    heard = StreamedText(Bytes(), (0,), ("END",))
+    parts = [heard.send(heard.hear(np.array([byte]))) for byte in b"abcEN"]
+    assert "".join(parts) == "abc" and not heard.send("abc")
 
 
 def test_nothing_said_steers_the_terminal(capsys):
-    voice = Voice(Bytes(), (0,), 0)
-    voice.close("a\x1b[2Jb\tc\n")
-    assert capsys.readouterr().out == "a�[2Jb\tc\n\n"
+    chat.write("a\x1b[2Jb\tc\n")
+    assert capsys.readouterr().out == "a�[2Jb\tc\n"
 
 
 def test_streaming_changes_nothing(plain):

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,14 +20,15 @@ from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds
+from tilth.process.handlers import handling
 from tilth.runs.models import LoadedModel, load_model, make_engine, wants_tokenizer
+from tilth.serve.texts import StreamedText
 from tilth.ui.format import plain
 
 HELP = """/reset   begin anew
 /quit    end, as Ctrl-D does
 /help    this
 Ctrl-C ends the current answer only. Anything else goes to the model."""
-_OPEN = "\N{REPLACEMENT CHARACTER}"  # decoded form of a character whose last bytes are still to come
 
 
 def talk(options: ChatCommand) -> None:
@@ -152,59 +153,26 @@ class Chat:
     def _answer(self, prompt: list[int], most: int) -> Trajectory:
         request = Request(self.turns, prompt, replace(self.params, max_tokens=most))
         self.turns += 1
-        held = max((len(s) - 1 for s in self.params.stop), default=0)
-        voice = Voice(self.tokenizer, self.params.stop_tokens, held)
-        answer = listen(self.engine, request, voice)
-        voice.close(answer.text)
+        text = StreamedText(self.tokenizer, self.params.stop_tokens, self.params.stop)
+        answer = listen(self.engine, request, lambda tokens: write(text.send(text.hear(tokens))))
+        write(text.send(answer.text) + "\n")
         return answer
 
 
-class Voice:
-    """Write a growing text. held: number of last characters that a stop string may still remove."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], held: int) -> None:
-        self._tokenizer, self._stops, self._held = tokenizer, stops, held
-        self._written = ""
-
-    def hear(self, tokens: np.ndarray) -> None:
-        """Write the new and final part of all tokens so far."""
-        text = self._tokenizer.decode(t for t in tokens.tolist() if t not in self._stops).rstrip(_OPEN)
-        self._write(text[: max(0, len(text) - self._held)])
-
-    def _write(self, text: str) -> None:
-        if len(text) > len(self._written) and text.startswith(self._written):
-            new, self._written = text[len(self._written) :], text
-            sys.stdout.write(plain(new))
-            sys.stdout.flush()
-
-    def close(self, text: str) -> None:
-        """Write the rest and a line end."""
-        self._write(text)
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+def write(text: str) -> None:
+    """Write a part of an answer, which must not control the terminal."""
+    sys.stdout.write(plain(text))
+    sys.stdout.flush()
 
 
-def listen(engine: GenerationEngine, request: Request, voice: Voice) -> Trajectory:
-    """Generate and stream one answer. Ctrl-C ends it at its next token and keeps the tokens so far."""
-    rounds, tokens = EngineRounds(engine), np.zeros(0, np.int64)
+def listen(engine: GenerationEngine, request: Request, hear: Callable[[np.ndarray], None]) -> Trajectory:
+    """Generate one answer; call ``hear`` with new tokens. Ctrl-C ends it at its next token and keeps the tokens so far,
+    and never interrupts a step."""
+    rounds, interrupted = EngineRounds(engine), threading.Event()
     rounds.submit([request])
-    with _interruptible() as interrupted:
+    with handling({signal.SIGINT: lambda number, frame: interrupted.set()}):
         while True:
             for finished in rounds.advance(aborted=[request.id] if interrupted.is_set() else []).finished:
                 return finished
-            tokens = np.concatenate([tokens, *(newest.tokens for newest in rounds.progress().values())])
-            voice.hear(tokens)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Make Ctrl-C set a flag, so that it never interrupts a step. Other threads get no signals."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: asked.set())
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
+            for newest in rounds.progress().values():
+                hear(newest.tokens)
