@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tilth.config.schema import AlgorithmConfig
 from tilth.core.batch import Batch
 from tilth.flows.group_filters import first_groups, has_spread, is_mixed, missing_prompts
-from tilth.flows.reward_shaping import adapted, current, overlong, uncut
+from tilth.flows.reward_shaping import adapted, current, mask_truncated, overlong
 from tilth.rl.metrics import Metric
 from tilth.roles.experience import is_right
 
@@ -53,8 +53,8 @@ def test_the_fall_is_monotone_and_has_no_jump(most, buffer, penalty):
 
 def test_cut_completions_leave_the_loss_where_the_recipe_says_so():
     batch = rows([3, 20, 5], finish=[0, 1, 0])
-    assert uncut(batch, how(overlong_filter=True))["completion"].tolist() == [3, 5]
-    assert uncut(batch, how()) is batch
+    assert mask_truncated(batch, how(overlong_filter=True))["completion"].tolist() == [3, 5]
+    assert mask_truncated(batch, how()) is batch
 
 
 # ---- which groups ----

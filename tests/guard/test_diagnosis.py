@@ -10,7 +10,7 @@ from tilth.cluster.backends.base import Probe
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.core.errors import CallTimeout, TilthError, WorkerError
 from tilth.core.layout import Mesh
-from tilth.guard.diagnosis import Standstill, at_once, diagnosed, explained, place
+from tilth.guard.diagnosis import HangReport, at_once, diagnosed, explained, place
 from tilth.guard.flight_recorder import FlightDump, GroupProgress, RecordedOp
 from tilth.guard.recovery import verdict_of
 
@@ -62,7 +62,7 @@ def waiting(*silent):
 )
 def test_the_evidence_names_state_operation_and_the_group_in_which_peers_wait(state, stack, mute, words):
     probes = {rank: probe(rank) for rank in (0, 1, 3)} | {2: probe(2, state, stack)}
-    facts = Standstill(probes, waiting(*([2] if mute else [])), mute=frozenset({2} if mute else ()), since={2: 1e9})
+    facts = HangReport(probes, waiting(*([2] if mute else [])), mute=frozenset({2} if mute else ()), since={2: 1e9})
     found = explained(facts, (0,), {"policy": MESH})
     assert (found.kind, found.ranks) == ("hang", (2,))
     assert found.evidence.startswith(words)
@@ -72,7 +72,7 @@ def test_the_evidence_names_state_operation_and_the_group_in_which_peers_wait(st
 
 def test_a_worker_whose_answer_is_late_is_not_accused():
     """Rank 2 runs, but its dump did not come: who waits for whom is not known, so the failure's own ranks stand."""
-    facts = Standstill({rank: probe(rank) for rank in range(4)}, waiting(2), late=frozenset({2}))
+    facts = HangReport({rank: probe(rank) for rank in range(4)}, waiting(2), late=frozenset({2}))
     found = explained(facts, (1,), {"policy": MESH})
     assert found.ranks == (1,)
     assert explained(facts, (), {"policy": MESH}) is None
@@ -84,7 +84,7 @@ def test_ranks_that_called_different_collectives_are_a_wrong_call_of_the_code():
     calls = {rank: dumped(rank, (0, 1, 2), 8, 7) for rank in range(3)}
     odd = calls[1].ops[0]._replace(op="all_gather", frames=("/x/role.py:9 in update",))
     calls[1] = FlightDump(1, "2", calls[1].groups, (odd,))
-    facts = Standstill({rank: probe(rank) for rank in range(3)}, calls)
+    facts = HangReport({rank: probe(rank) for rank in range(3)}, calls)
     found = explained(facts, (0,), {"policy": Mesh.of({"dp": 3})})
     assert (found.kind, found.ranks) == ("collective", (1,))
     assert "rank 1 calls all_gather" in found.evidence and "/x/role.py:9" in found.evidence

@@ -87,7 +87,7 @@ class Odd(tilth.Agent):
         """Who leaves does so before the answer, however fast the policy is."""
         if self.how == "leaves":
             self._thread.join()
-        while self.how in ("comes_back", "comes_back_at_once") and not self._talk.left:
+        while self.how in ("comes_back", "comes_back_at_once") and not self._conversations.left:
             time.sleep(0.001)
         return super().step(message)
 
@@ -199,7 +199,7 @@ class Odd(tilth.Agent):
         async with openai.AsyncOpenAI(base_url=self.client.base_url, api_key=self.client.api_key) as client:
             call = client.chat.completions.create(model=self.model, messages=self.messages)
             task = asyncio.ensure_future(call)
-            while self._talk.turn is None:
+            while self._conversations.turn is None:
                 await asyncio.sleep(0.001)
             task.cancel()
 

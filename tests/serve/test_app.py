@@ -240,7 +240,7 @@ def test_a_stream_ends_whose_client_reads_nothing(monkeypatch, reads):
 
 def test_a_body_ends_that_does_not_go_on(monkeypatch, model):
     monkeypatch.setattr("tilth.serve.app.SILENCE", 0.1)
-    with running(model) as (server, _), socket.create_connection(server.door.getsockname(), patience(20)) as client:
+    with running(model) as (server, _), socket.create_connection(server.listener.getsockname(), patience(20)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         assert b" 408 " in client.recv(1 << 16).partition(b"\r\n")[0]
 

@@ -6,7 +6,7 @@ judge.
 """
 
 from tilth.flows.group_filters import group_filter
-from tilth.flows.reward_shaping import overlong, uncut
+from tilth.flows.reward_shaping import mask_truncated, overlong
 from tilth.flows.run import Run
 from tilth.flows.step_judge import ask_judge, drop_flat_groups, penalised
 
@@ -24,7 +24,7 @@ def policy_gradient(run: Run) -> None:
         if judge is not None:  # FAPO: right answers with a wrong step earn less
             batch = drop_flat_groups(run, penalised(run, batch, verdicts))
         batch = overlong(batch, algo, rollout.max_tokens)
-        batch = uncut(run.policy.advantages(batch, run.algo), algo)
+        batch = mask_truncated(run.policy.advantages(batch, run.algo), algo)
         for part in run.minibatches(batch):
             run.log_update(run.policy.update(part, run.algo))
         run.sync_weights(run.policy)

@@ -50,7 +50,7 @@ def overlong(batch: Batch, how: AlgorithmConfig, most: int) -> Batch:
     return batch.with_rows(reward=(batch["reward"] - how.overlong_penalty * excess).astype(np.float32))
 
 
-def uncut(batch: Batch, how: AlgorithmConfig) -> Batch:
+def mask_truncated(batch: Batch, how: AlgorithmConfig) -> Batch:
     """Drop cut completions from loss and denominators (overlong filtering); group statistics include them."""
     return batch.select(batch["finish"] != CUT) if how.overlong_filter else batch
 

@@ -43,7 +43,7 @@ ABORTED = ("SIGABRT", f"{FATAL}Aborted")
 
 
 @dataclass(frozen=True)
-class Standstill:
+class HangReport:
     """Facts about the workers of a job that stands still."""
 
     probes: Mapping[int, Probe]
@@ -94,7 +94,7 @@ def at_once(ask: Callable[[int], T], ranks: Collection[int], seconds: float) -> 
     return found
 
 
-def standstill(backend: Backend, probes: Iterable[Probe] = (), seconds: float = ASK) -> Standstill:
+def hang_report(backend: Backend, probes: Iterable[Probe] = (), seconds: float = ASK) -> HangReport:
     """Read and ask all workers, in at most these seconds. probes: what is known of them already."""
     until = time.monotonic() + seconds
     known = {probe.rank: probe for probe in probes}
@@ -108,7 +108,7 @@ def standstill(backend: Backend, probes: Iterable[Probe] = (), seconds: float = 
     mute = frozenset([*quiet, *(rank for rank in known if rank not in living)])
     ranks = frozenset(rank for rank, one in answers.items() if one["left"])
     unread = {rank for rank, one in answers.items() if one["dump"] and rank not in dumps}
-    return Standstill(known, dumps, ranks, mute, frozenset(living) - frozenset(answers) - mute | unread)
+    return HangReport(known, dumps, ranks, mute, frozenset(living) - frozenset(answers) - mute | unread)
 
 
 def _parsed(texts: Mapping[int, str]) -> dict[int, FlightDump]:
@@ -135,7 +135,7 @@ def diagnosed(verdict: Verdict, error: TilthError, cluster: Cluster) -> Verdict:
         return verdict
     probes, since = (error.probes, error.since) if isinstance(error, CallTimeout) else ((), {})
     ago = time.time() - time.monotonic()
-    found = standstill(cluster.backend, probes)
+    found = hang_report(cluster.backend, probes)
     found = replace(found, since={rank: at + ago for rank, at in since.items()})
     more = explained(found, verdict.ranks, {one.role: one.mesh for one in cluster.groups})
     calls = more.details.get("calls", {}) if more is not None else {}
@@ -145,7 +145,7 @@ def diagnosed(verdict: Verdict, error: TilthError, cluster: Cluster) -> Verdict:
     return Verdict(more.kind, more.ranks, evidence, {**verdict.details, **more.details, **dead})
 
 
-def explained(found: Standstill, named: Sequence[int], meshes: Mapping[str, Mesh]) -> Verdict | None:
+def explained(found: HangReport, named: Sequence[int], meshes: Mapping[str, Mesh]) -> Verdict | None:
     """Return who holds up the job, and the evidence in a sentence; None if nothing is known of who does.
 
     named: ranks that the failure names, which count where recorders name nobody.
@@ -177,7 +177,7 @@ def explained(found: Standstill, named: Sequence[int], meshes: Mapping[str, Mesh
     return Verdict(blamed.kind if blamed is not None else "hang", ranks, "; ".join(sentences), details)
 
 
-def _ends(found: Standstill) -> dict[int, str]:
+def _ends(found: HangReport) -> dict[int, str]:
     """Return rank -> innermost frame outside torch of the main threads of processes that ended by an abort."""
     threads = {rank: threads_of(one.stack) for rank, one in found.probes.items() if one.stack.startswith(ABORTED[1])}
     frames = {rank: _FRAME.findall("\n".join(some[-1])) for rank, some in threads.items() if some}
@@ -205,7 +205,7 @@ def _axes(ranks: Sequence[int], meshes: Mapping[str, Mesh]) -> str:
     return ""
 
 
-def _row(found: Standstill, rank: int, states: Mapping[int, str]) -> dict[str, Any]:
+def _row(found: HangReport, rank: int, states: Mapping[int, str]) -> dict[str, Any]:
     """Return what one culprit does: state, operation, since when, its innermost frames."""
     probe, since = found.probes[rank], found.since.get(rank)
     threads = threads_of(probe.stack)
@@ -242,7 +242,7 @@ def _state(probe: Probe, mute: bool, host: str) -> str:
 
 
 def _waiting(
-    found: Standstill,
+    found: HangReport,
     dumps: Mapping[int, FlightDump],
     culprits: Collection[int],
     states: Mapping[int, str],
@@ -273,7 +273,7 @@ def _few(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _shared(found: Standstill, meshes: Mapping[str, Mesh]) -> str:
+def _shared(found: HangReport, meshes: Mapping[str, Mesh]) -> str:
     """Return the stacks that differ from those of most ranks of the largest role, in a sentence; "" if none does."""
     if not meshes:
         return ""

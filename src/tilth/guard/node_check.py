@@ -129,9 +129,9 @@ def _transfers(pairing: Sequence[tuple[int, int]], until: float) -> dict[tuple[i
 
 def _transfer(data: bytes) -> float:
     """Send bytes over loopback; return GB/s, 0 if others arrive."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(_LIMIT)
-        with socket.create_connection(door.getsockname(), _LIMIT) as there, door.accept()[0] as here:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(_LIMIT)
+        with socket.create_connection(listener.getsockname(), _LIMIT) as there, listener.accept()[0] as here:
             here.settimeout(_LIMIT)
             sender = threading.Thread(target=_send, args=(there, data), daemon=True)
             began = time.monotonic()

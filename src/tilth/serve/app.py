@@ -258,8 +258,8 @@ class PatientProtocol(H11Protocol):
 class HttpServer(uvicorn.Server):
     """A server whose room ends with it: asked to end, it takes nothing more and lets requests finish for ``GRACE``."""
 
-    def __init__(self, app: Any, room: "EngineClient", door: socket.socket) -> None:
-        """door: bound socket, which it closes."""
+    def __init__(self, app: Any, room: "EngineClient", listener: socket.socket) -> None:
+        """listener: bound socket, which it closes."""
         late = int(GRACE) + 5
         super().__init__(
             uvicorn.Config(
@@ -272,7 +272,7 @@ class HttpServer(uvicorn.Server):
                 http=PatientProtocol,
             )
         )
-        self.room, self.door = room, door
+        self.room, self.listener = room, listener
         self._closing: threading.Thread | None = None
 
     @contextmanager
@@ -298,7 +298,7 @@ class HttpServer(uvicorn.Server):
     def run_here(self) -> None:
         """Serve until a signal, or until ``should_exit`` is set; then the engine client is closed."""
         try:
-            self.run(sockets=[self.door])
+            self.run(sockets=[self.listener])
         finally:
             if self._closing is not None and not self.force_exit:
                 self._closing.join()
@@ -311,16 +311,16 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # with the protocol asyncio sets TCP_NODELAY; else the second packet of an answer waits 40 ms for an ACK
-        door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(address)
-        door.listen()  # two that are bound only could have one port
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # two that are bound only could have one port
     except OSError as error:
         why = f"--host={host} --port={port}: {error.strerror or error}"
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise AddressError(f"{why}; choose another port, or 0 for a free one", key="--port") from None
         raise AddressError(f"{why}; choose an address of this machine, as 127.0.0.1", key="--host") from None
-    return door
+    return listener
 
 
 async def gathered(work: list[Awaitable[T]]) -> list[T]:

@@ -57,7 +57,7 @@ class OpenedApp(NamedTuple):
 
     app: FastAPI
     room: EngineClient
-    door: socket.socket
+    listener: socket.socket
     metrics: ServerMetrics
     address: str
 
@@ -75,7 +75,7 @@ def open_server(model: str, options: ServeOptions) -> tuple[HttpServer, str]:
     work.
     """
     made = open_app(model, options, EngineClient)
-    return HttpServer(Guarded(made.app, options.token, made.metrics), made.room, made.door), f"{made.address}/v1"
+    return HttpServer(Guarded(made.app, options.token, made.metrics), made.room, made.listener), f"{made.address}/v1"
 
 
 def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineClient], workers: int = 1) -> OpenedApp:
@@ -88,7 +88,7 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineClient
         if name in (model, served.name):
             raise DataError(f"--adapter {name}={folder}: this is the name of the model itself", key="--adapter")
     stored = {name: load_adapter(folder, loaded.config) for name, folder in options.adapters.items()}
-    door = listen(options.host, options.port)
+    listener = listen(options.host, options.port)
     try:
         room = _room(model, loaded, options, workers, kind)
         served.max_length = served.tokenizer.most = room.abilities.max_length
@@ -99,13 +99,13 @@ def open_app(model: str, options: ServeOptions, kind: Callable[..., EngineClient
             room.close(0.0)
             raise
     except BaseException:
-        door.close()
+        listener.close()
         raise
     metrics = ServerMetrics(room)
     app = new_app(room, metrics)
     OpenAI(room, served, metrics).add_to(app)
     host = f"[{options.host}]" if ":" in options.host else options.host
-    return OpenedApp(app, room, door, metrics, f"http://{host}:{door.getsockname()[1]}")
+    return OpenedApp(app, room, listener, metrics, f"http://{host}:{listener.getsockname()[1]}")
 
 
 def _room(

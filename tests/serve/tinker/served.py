@@ -41,7 +41,7 @@ class Served:
         options = ServeOptions(port=port, backend=backend, token=more.pop("token", ""))
         train = TrainOptions(state, name, ServiceLimits(**more), layout)
         self.server, self.url = open_training(str(model), options, train)
-        self.desk, self.port, self.killed = self.server.desk, self.server.door.getsockname()[1], False
+        self.desk, self.port, self.killed = self.server.desk, self.server.listener.getsockname()[1], False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class Served:
         self.loop.run_until_complete(self._serve())
 
     async def _serve(self):
-        await self.server.serve([self.server.door])
+        await self.server.serve([self.server.listener])
         for connection in list(self.server.server_state.connections):
             connection.transport.abort()  # as the end of a process does
         await asyncio.sleep(0.05)

@@ -63,10 +63,10 @@ class LocalBackend:
         self._reaper_lost = self._closed = False
         self.timeout = timeout
         try:
-            with _listen(self.folder.socket) as door:
+            with _listen(self.folder.socket) as listener:
                 for rank in range(workers) if start is None else start:
                     self._start(rank)
-                found = self._accept(door, range(workers))
+                found = self._accept(listener, range(workers))
         except BaseException:  # an interrupt too: no process may be left
             self.close(kill=True)
             raise
@@ -112,7 +112,7 @@ class LocalBackend:
         elif code:
             self._report_reaper(how_ended(code))
 
-    def _accept(self, door: socket.socket, ranks: Collection[int]) -> dict[int, tuple[int, Connection]]:
+    def _accept(self, listener: socket.socket, ranks: Collection[int]) -> dict[int, tuple[int, Connection]]:
         """Return (process id, connection) of these ranks. Raises WorkerLost if one ends or does not connect in time."""
         found: dict[int, tuple[int, Connection]] = {}
         limit, key = patience(START), self.folder.key
@@ -120,7 +120,7 @@ class LocalBackend:
         seconds = struct.pack("ll", int(self.timeout), int(self.timeout % 1 * 1e6))
         while len(found) < len(ranks):
             try:
-                guest, _ = door.accept()
+                guest, _ = listener.accept()
             except TimeoutError:
                 self._check_started([rank for rank in ranks if rank not in found], until, limit)
                 continue
@@ -195,10 +195,10 @@ class LocalBackend:
             self.links[rank].close()
             self._processes[rank].wait(END)
             self.watch.board.clear(rank)
-        with _listen(self.folder.socket) as door:
+        with _listen(self.folder.socket) as listener:
             for rank in ranks:
                 self._start(rank)
-            found = self._accept(door, ranks)
+            found = self._accept(listener, ranks)
         for rank in ranks:
             self.links[rank] = self._link(rank, *found[rank])
 
@@ -266,9 +266,9 @@ def _check(workers: int, gpus: bool, ours: bool) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX)
     Path(address).unlink(missing_ok=True)  # of the workers that were started before
-    door.bind(address)
-    door.listen(128)
-    door.settimeout(0.2)  # interval at which workers that ended before connecting are detected
-    return door
+    listener.bind(address)
+    listener.listen(128)
+    listener.settimeout(0.2)  # interval at which workers that ended before connecting are detected
+    return listener

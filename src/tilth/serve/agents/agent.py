@@ -30,7 +30,7 @@ class Agent(SelfDriven, declares=False):
     conversations: ClassVar[int] = 1
     """Most conversations of an episode: a call that goes on with none of them opens a further one, or is refused. All
     of them are trained on, with the episode's reward, and have ``model.context`` tokens together."""
-    _talk: AgentConversations | None = None
+    _conversations: AgentConversations | None = None
 
     def run(self, info: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
         """Play the episode with any OpenAI client: ``OpenAI(base_url=base_url, api_key=api_key)``; may be ``async``.
@@ -51,7 +51,7 @@ class Agent(SelfDriven, declares=False):
     def reset(self, info: dict[str, Any]) -> Sequence[Message]:
         """Begin ``run`` and return the messages of its first call."""
         server = _server()
-        self._talk = server.open(AgentConversations(type(self).sampling, type(self).conversations))
+        self._conversations = server.open(AgentConversations(type(self).sampling, type(self).conversations))
         self._thread = Thread(target=self._play, args=(info, server), name="agent", daemon=True)
         self._thread.start()
         first, ended = self._next()
@@ -61,47 +61,47 @@ class Agent(SelfDriven, declares=False):
 
     def step(self, message: Message) -> tuple[Sequence[Message], bool]:
         """Answer the call with the policy's turn; return what the next call adds, or that ``run`` has ended."""
-        assert self._talk is not None
-        self._talk.answer(message)
+        assert self._conversations is not None
+        self._conversations.answer(message)
         return self._next()
 
     def limits(self) -> Mapping[str, Any]:
-        assert self._talk is not None
-        return self._talk.limits
+        assert self._conversations is not None
+        return self._conversations.limits
 
     def tools(self) -> dict[str, Any]:
         """Return the tools that the calls list; the agent calls them itself."""
-        listed = self._talk.tools if self._talk is not None else ()
+        listed = self._conversations.tools if self._conversations is not None else ()
         return {str(at): SimpleNamespace(schema=schema) for at, schema in enumerate(listed)}
 
     def cut(self, why: str) -> None:
         """Refuse further calls (400, ``context_length_exceeded``) and wait for the end of ``run``. What it raises then
         is a consequence, so the episode is scored all the same."""
-        assert self._talk is not None
-        self._talk.close(why)
+        assert self._conversations is not None
+        self._conversations.close(why)
         self._thread.join()
 
     def close(self) -> Any:
         """Refuse further calls. A subclass that has its own calls this too."""
-        if self._talk is not None:
-            self._talk.close("it has ended")
-            _server().remove(self._talk)
+        if self._conversations is not None:
+            self._conversations.close("it has ended")
+            _server().remove(self._conversations)
 
     def _next(self) -> tuple[Sequence[Message], bool]:
-        assert self._talk is not None
-        new = self._talk.next()
+        assert self._conversations is not None
+        new = self._conversations.next()
         return new or [], new is None
 
     def _play(self, info: dict[str, Any], server: "AgentServer") -> None:
-        assert self._talk is not None
+        assert self._conversations is not None
         try:
-            found = self.run(info, server.address, self._talk.token, MODEL)
+            found = self.run(info, server.address, self._conversations.token, MODEL)
             if inspect.isawaitable(found):
                 asyncio.run(_awaited(found))
         except BaseException as error:  # noqa: BLE001 - whatever user code raises fails this episode alone
-            self._talk.end(error)
+            self._conversations.end(error)
         else:
-            self._talk.end(None)
+            self._conversations.end(None)
 
 
 async def _awaited(found: Awaitable[Any]) -> None:

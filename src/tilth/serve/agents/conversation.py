@@ -55,7 +55,7 @@ class Turn(NamedTuple):
         return "tool_calls" if "tool_calls" in self.message else "stop"
 
 
-class _Talk:
+class _Conversation:
     """One conversation: its newest call and all that was said."""
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ class AgentConversations:
         """sampling: how turns are drawn, which a call may repeat, not change; empty: it may say what it likes."""
         self.token, self.most = secrets.token_urlsafe(24), most
         self._sampling = sampling
-        self._talks: list[_Talk] = []
+        self._chats: list[_Conversation] = []
         self._at = 0
         """Conversation of the newest call."""
         self._events: SimpleQueue[list[dict[str, Any]] | BaseException | None] = SimpleQueue()
@@ -95,23 +95,23 @@ class AgentConversations:
     @property
     def limits(self) -> dict[str, Any]:
         """Return the limits of the newest call as JSON, with its conversation and, if it is a further one, tools."""
-        talk = self._talks[self._at]
-        return {**talk.limits, "conversation": self._at, "tools": talk.tools} if self._at else talk.limits
+        chat = self._chats[self._at]
+        return {**chat.limits, "conversation": self._at, "tools": chat.tools} if self._at else chat.limits
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Return the tools of the newest call."""
-        return self._talks[self._at].tools if self._talks else []
+        return self._chats[self._at].tools if self._chats else []
 
     @property
     def left(self) -> bool:
         """Return True if the client of the newest call has left before its answer."""
-        return bool(self._talks) and self._talks[self._at].left
+        return bool(self._chats) and self._chats[self._at].left
 
     @property
     def turn(self) -> "Future[Turn | HttpError] | None":
         """Return the answer to the newest call."""
-        return self._talks[self._at].turn if self._talks else None
+        return self._chats[self._at].turn if self._chats else None
 
     # ---- the server's side ----
 
@@ -125,46 +125,46 @@ class AgentConversations:
                 raise self._ended()
             messages = [plain(one) for one in body.messages]
             limits = _limits(body)
-            for talk in reversed(self._talks):
-                if (again or talk.left) and messages == talk.asked:
-                    _check_repeat(limits, talk.limits)
-                    return talk.turn
+            for chat in reversed(self._chats):
+                if (again or chat.left) and messages == chat.asked:
+                    _check_repeat(limits, chat.limits)
+                    return chat.turn
             if self.turn is not None and not self.turn.done():
                 message = "a call is still being answered; an episode is one conversation, one call after the other"
                 raise HttpError(400, message, "messages", PARALLEL)
             _check_drawn(body, self._sampling)
-            talk = self._find(messages, [listed(one) for one in body.tools or ()])
-            new = messages[len(talk.said) :]
-            talk.said, talk.asked, talk.limits, talk.left = list(messages), messages, limits, False
-            talk.turn, talk.most_calls = Future(), 1 if body.parallel_tool_calls is False else None
-            self._at = self._talks.index(talk)
+            chat = self._find(messages, [listed(one) for one in body.tools or ()])
+            new = messages[len(chat.said) :]
+            chat.said, chat.asked, chat.limits, chat.left = list(messages), messages, limits, False
+            chat.turn, chat.most_calls = Future(), 1 if body.parallel_tool_calls is False else None
+            self._at = self._chats.index(chat)
             self._events.put(new)
-            return talk.turn
+            return chat.turn
 
     def leave(self, turn: "Future[Turn | HttpError]") -> None:
         """Note that the client of a call has left before this answer."""
-        for talk in self._talks:
-            talk.left = talk.left or talk.turn is turn
+        for chat in self._chats:
+            chat.left = chat.left or chat.turn is turn
 
-    def _find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> _Talk:
+    def _find(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> _Conversation:
         """Return the conversation that a call goes on with, the longest one, or a further one."""
-        known = [talk for talk in self._talks if talk.goes_on(messages, tools)]
+        known = [chat for chat in self._chats if chat.goes_on(messages, tools)]
         if known:
-            return max(known, key=lambda talk: len(talk.said))
-        if len(self._talks) == self.most:
+            return max(known, key=lambda chat: len(chat.said))
+        if len(self._chats) == self.most:
             raise self._refusal(messages, tools)
         if self._sampling.get("tool_schemas"):
             _check_followed(tools)
-        self._talks.append(_Talk(tools))
-        return self._talks[-1]
+        self._chats.append(_Conversation(tools))
+        return self._chats[-1]
 
     def _refusal(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> HttpError:
         """Return what is wrong with a call that does not go on where the newest one ended."""
-        talk, hint = self._talks[self._at], f"; the agent's class has conversations = {self.most}, which may be more"
-        if tools != talk.tools:
+        chat, hint = self._chats[self._at], f"; the agent's class has conversations = {self.most}, which may be more"
+        if tools != chat.tools:
             message = f"tools differ from those of the first call, which the policy has read{hint}"
             return HttpError(400, message, "tools", "agent.tools")
-        for at, (mine, theirs) in enumerate(zip_longest(talk.said, messages[: len(talk.said)])):
+        for at, (mine, theirs) in enumerate(zip_longest(chat.said, messages[: len(chat.said)])):
             if theirs is None or not _same(mine, theirs):
                 given = "is missing" if theirs is None else f"is {_key(theirs)!r:.120}"
                 message = f"messages.{at} {given}, but the conversation has {_key(mine)!r:.120} there"
@@ -194,18 +194,18 @@ class AgentConversations:
 
     def answer(self, turn: Message) -> None:
         """Answer the call with the policy's turn. Calls in it that cannot be made are text like any other."""
-        talk = self._talks[self._at]
-        calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()][: talk.most_calls]
-        if not talk.tools or any(call.problem for call in calls):
+        chat = self._chats[self._at]
+        calls = [ToolCall(**call) for call in turn.get("tool_calls") or ()][: chat.most_calls]
+        if not chat.tools or any(call.problem for call in calls):
             calls = []
         content = turn["content"] if calls else turn.get("text", turn["content"])
         with self._lock:
-            place = f"{self._at}_{len(talk.said)}" if self._at else f"{len(talk.said)}"
+            place = f"{self._at}_{len(chat.said)}" if self._at else f"{len(chat.said)}"
             ids = [f"call_{place}_{at}" for at in range(len(calls))]  # the same when the episode repeats
             message = assistant(content, calls, ids)
-            talk.said.append(plain(ChatMessage.model_validate(message)))
-            if not talk.turn.done():
-                talk.turn.set_result(Turn(message, turn))
+            chat.said.append(plain(ChatMessage.model_validate(message)))
+            if not chat.turn.done():
+                chat.turn.set_result(Turn(message, turn))
 
     def close(self, why: str) -> None:
         """Refuse the call that waits, and further ones."""

@@ -29,89 +29,89 @@ class AgentServer:
     """Server on 127.0.0.1 in a thread of its own. address: ``base_url`` of clients."""
 
     def __init__(self) -> None:
-        self._talks: dict[str, AgentConversations] = {}
-        door = listen("127.0.0.1", 0)
-        self.address = f"http://127.0.0.1:{door.getsockname()[1]}/v1"
+        self._episodes: dict[str, AgentConversations] = {}
+        listener = listen("127.0.0.1", 0)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
         app = bare_app()
         app.post("/v1/chat/completions")(self.chat)
         app.get("/v1/models")(self.models)
         app.post("/{path:path}")(self.other)
         quiet: dict[str, Any] = {"lifespan": "off", "server_header": False, "log_level": "warning", "access_log": False}
         server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE, **quiet))
-        Thread(target=server.run, kwargs={"sockets": [door]}, name="agent-server", daemon=True).start()
+        Thread(target=server.run, kwargs={"sockets": [listener]}, name="agent-server", daemon=True).start()
 
-    def open(self, talk: AgentConversations) -> AgentConversations:
+    def open(self, episode: AgentConversations) -> AgentConversations:
         """Answer calls of an episode from now on."""
-        self._talks[talk.token] = talk
-        return talk
+        self._episodes[episode.token] = episode
+        return episode
 
-    def remove(self, talk: AgentConversations) -> None:
+    def remove(self, episode: AgentConversations) -> None:
         """Know an episode no longer."""
-        self._talks.pop(talk.token, None)
+        self._episodes.pop(episode.token, None)
 
-    def _talk(self, request: Request) -> AgentConversations:
+    def _episode(self, request: Request) -> AgentConversations:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        talk = self._talks.get(token.strip()) if scheme.lower() == "bearer" else None
-        if talk is None:
+        episode = self._episodes.get(token.strip()) if scheme.lower() == "bearer" else None
+        if episode is None:
             message = "no running episode has this api_key: it is wrong, or the episode has ended"
             raise HttpError(401, message, code="invalid_api_key")
-        return talk
+        return episode
 
     async def models(self, request: Request) -> Response:
         """List the policy."""
-        self._talk(request)
+        self._episode(request)
         card = {"id": MODEL, "object": "model", "created": int(time.time()), "owned_by": "tilth"}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def other(self, request: Request) -> Response:
         """Refuse a call of something else."""
-        talk = self._talk(request)
+        episode = self._episode(request)
         message = f"there is no {request.url.path} for an agent; call /v1/chat/completions (chat.completions.create)"
         error = HttpError(404, message)
-        talk.refuse(error)
+        episode.refuse(error)
         raise error
 
     async def chat(self, request: Request) -> Response:
         """Answer a call with the policy's turn."""
-        talk = self._talk(request)
+        episode = self._episode(request)
         try:
             body = read(ChatBody, await request.body())
             if body.model != MODEL:
                 message = f"there is no model {body.model!r}; this server has {MODEL}"
                 raise HttpError(404, message, "model", "model_not_found")
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
-            turn = await _called(talk, body, again, lambda work: unless_gone(request, work))
+            turn = await _called(episode, body, again, lambda work: unless_gone(request, work))
         except HttpError as error:
             if error.status != LEFT:
-                talk.refuse(error)
+                episode.refuse(error)
             raise
         try:
             found = await unless_gone(request, _answered(turn))
         except HttpError:
-            talk.leave(turn)
+            episode.leave(turn)
             raise
         if isinstance(found, HttpError):
             raise found
-        head = {"id": f"chatcmpl-{talk.token[:8]}", "created": int(time.time()), "model": MODEL}
+        head = {"id": f"chatcmpl-{episode.token[:8]}", "created": int(time.time()), "model": MODEL}
         if body.stream:
             return event_stream(_events(head, found, body))
         choice = {"index": 0, "message": found.message, "finish_reason": found.finish, **_logprobs(found, body)}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(found)})
 
 
-async def _called(talk: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
+async def _called(episode: AgentConversations, body: ChatBody, again: bool, wait: Wait) -> "Future[Turn | HttpError]":
     """Take a call. One beside another waits for its turn where the agent may have several conversations; elsewhere it
     repeats the other one if its client proves to have left."""
     while True:
         try:
-            return talk.call(body, again)
+            return episode.call(body, again)
         except HttpError as error:
             until = time.monotonic() + LEAVING
-            while error.code == PARALLEL and talk.most == 1 and not talk.left and time.monotonic() < until:
+            while error.code == PARALLEL and episode.most == 1 and not episode.left and time.monotonic() < until:
                 await asyncio.sleep(0.01)
-            if error.code != PARALLEL or (talk.most == 1 and not talk.left):
+            if error.code != PARALLEL or (episode.most == 1 and not episode.left):
                 raise
-        if talk.most > 1 and (beside := talk.turn) is not None:
+        if episode.most > 1 and (beside := episode.turn) is not None:
             await wait(_answered(beside))
 
 

@@ -42,8 +42,8 @@ class TrainOptions:
 class TrainServer(HttpServer):
     """A server whose desk opens and closes with its event loop."""
 
-    def __init__(self, app: Any, room: TrainClient, door: socket.socket, desk: TrainingDesk) -> None:
-        super().__init__(app, room, door)
+    def __init__(self, app: Any, room: TrainClient, listener: socket.socket, desk: TrainingDesk) -> None:
+        super().__init__(app, room, listener)
         self.desk = desk
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -94,4 +94,6 @@ def open_training(model: str, options: ServeOptions, train: TrainOptions) -> tup
     assert isinstance(made.room, TrainClient)
     desk = TrainingDesk(made.room, folder, ServedBase.of(model, loaded, train.name), train.limits)
     made.app.include_router(router(desk))
-    return TrainServer(Guarded(made.app, options.token, made.metrics, BODIES), made.room, made.door, desk), made.address
+    return TrainServer(
+        Guarded(made.app, options.token, made.metrics, BODIES), made.room, made.listener, desk
+    ), made.address
