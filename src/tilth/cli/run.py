@@ -22,6 +22,7 @@ from tilth.config.load import check_allowed, given, load_recipe, recipe_name
 from tilth.config.schema import GuardConfig, Recipe
 from tilth.core.errors import CallTimeout, WorkerLost
 from tilth.launch.supervisor import LEFT, REPLACEABLE, Inherited, Supervisor, block, unblock
+from tilth.process.handlers import handling
 from tilth.runs.signals import HandOver, Interrupted, ends
 from tilth.ui.output import outlived
 
@@ -60,22 +61,16 @@ class Terminated(KeyboardInterrupt):
 def _terminable(handed: Inherited | None) -> Iterator[None]:
     """Turn the first SIGTERM or SIGHUP into a line and exit code 143 or 129, after all processes of the run have ended.
     Only the main thread can handle signals. handed: lets a supervisor know of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, partial(_terminate, handed)) for number in ends()}
-    try:
-        yield
-    except Terminated as ended:
-        typer.echo("interrupted; whatever a run has saved is intact", err=True)
-        raise typer.Exit(128 + signal.Signals[ended.args[0]]) from None
-    except KeyboardInterrupt:
-        if handed is not None:
-            handed.ask(signal.SIGINT)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(dict.fromkeys(ends(), partial(_terminate, handed))):
+        try:
+            yield
+        except Terminated as ended:
+            typer.echo("interrupted; whatever a run has saved is intact", err=True)
+            raise typer.Exit(128 + signal.Signals[ended.args[0]]) from None
+        except KeyboardInterrupt:
+            if handed is not None:
+                handed.ask(signal.SIGINT)
+            raise
 
 
 def _terminate(handed: Inherited | None, number: int, frame: FrameType | None) -> NoReturn:

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 from tilth.config.plugins import shipped_tasks
 from tilth.config.tasks import task_of
 from tilth.core.errors import RewardError
+from tilth.process.handlers import handling
 from tilth.rewards.programs import UnitTests
 
 Info = Mapping[str, Any]
@@ -213,16 +213,14 @@ def _bounded(seconds: float) -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise _Exceeded
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)  # again: an exception in a finalizer is dropped
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+    with handling({signal.SIGVTALRM: end}) as able:
+        if able:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)  # again: an exception in a finalizer is dropped
+        try:
+            yield
+        finally:
+            if able:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 @dataclass(frozen=True)
@@ -258,8 +256,7 @@ class MathEquivalence:
     @staticmethod
     def _parse(text: str) -> list[Any]:
         """Parse without the library's alarm, which counts the time that other processes take."""
-        found: list[Any] = _library("math_verify").parse(text, parsing_timeout=None)
-        return found
+        return _library("math_verify").parse(text, parsing_timeout=None)
 
     def check(self, info: Info) -> str:
         """Check that the answer has an expression, and one that can be read in time."""

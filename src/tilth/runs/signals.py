@@ -1,15 +1,15 @@
 """Stop a run on Ctrl-C, SIGTERM or SIGHUP, at a step boundary with everything saved; hold signals for a report."""
 
-import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 from tilth.core.errors import TilthError
+from tilth.process.handlers import handling
 
 
 class Interrupted(TilthError):
@@ -39,7 +39,7 @@ class StopRequest:
         self.by = ""
         """Name of the signal, or the caller of ``Run.stop``."""
         self.grace, self._told = grace, told
-        self._before: dict[int, object] = {}
+        self._open = ExitStack()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
@@ -62,18 +62,13 @@ class StopRequest:
         )
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, *ends())}
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expire)
+        handlers = {**dict.fromkeys((signal.SIGINT, *ends()), self._handle), signal.SIGALRM: self._expire}
+        if self._open.enter_context(handling(handlers)):
+            self._open.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
 
 class HeldSignals:
@@ -84,13 +79,12 @@ class HeldSignals:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, object] = {}
+        self._open = ExitStack()
         self._held: int | None = None
 
     def begin(self) -> None:
         """Hold signals back from now on."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._hold) for n in (signal.SIGINT, *ends())}
+        self._open.enter_context(handling(dict.fromkeys((signal.SIGINT, *ends()), self._hold)))
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         if self._held is not None and number == signal.SIGINT:
@@ -102,17 +96,14 @@ class HeldSignals:
     def __enter__(self) -> "HeldSignals":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.close()
         if self._held is not None and error is None:
             signal.raise_signal(self._held)
 
 
 def _write(text: str) -> None:
     """Write to stderr in a signal's handler, without a lock: it may interrupt any other code."""
-    with contextlib.suppress(OSError):  # the terminal may be closed
+    with suppress(OSError):  # the terminal may be closed
         if sys.stderr is not None:
             os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tilth.core.errors import TilthError
+from tilth.process.handlers import handling
 from tilth.serve.errors import HttpError, first_line, http_error
 
 if TYPE_CHECKING:  # torch, which processes of agents do without
@@ -278,15 +279,8 @@ class HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while it serves, without raising them again afterwards: the engine client is closed then."""
-        if threading.current_thread() is not threading.main_thread():
+        with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)):
             yield
-            return
-        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End the engine client beside the requests that are being answered; a second signal ends at once."""

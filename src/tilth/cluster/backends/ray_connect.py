@@ -5,7 +5,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, ModuleType
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tilth.cluster.backends.capacity import check_room, most_workers
 from tilth.core.errors import RecipeError
+from tilth.process.handlers import handling
 
 START = 120.0
 """Seconds in which Ray must start, or let this process join."""
@@ -84,18 +84,15 @@ def _our_signals() -> Iterator[None]:
     Processes started inside ignore SIGHUP of a closed terminal: the controller saves and ends them. Without effect
     outside of the main thread, which alone can set signal handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     ours = {signal.SIGTERM: signal.getsignal(signal.SIGTERM), signal.SIGHUP: signal.SIG_IGN, signal.SIGALRM: _late}
-    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
-    signal.setitimer(signal.ITIMER_REAL, START)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(ours) as able:
+        if able:
+            signal.setitimer(signal.ITIMER_REAL, START)
+        try:
+            yield
+        finally:
+            if able:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def connect(ray: ModuleType, workers: int, address: str, spares: int = 0) -> bool:
@@ -188,11 +185,11 @@ def _knock(address: str) -> None:
     host, _, port = address.rpartition(":")
     answer = b""
     try:
-        with socket.create_connection((host, int(port)), LOOK) as door:
+        with socket.create_connection((host, int(port)), LOOK) as connection:
             if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
                 return
-            door.sendall(HELLO)
-            while len(answer) < 4 and (more := door.recv(4 - len(answer))):
+            connection.sendall(HELLO)
+            while len(answer) < 4 and (more := connection.recv(4 - len(answer))):
                 answer += more
     except OSError as error:
         message = f"cluster.address = {address!r}: no Ray cluster answers there: {error}"
