@@ -15,7 +15,7 @@ from tests.examples import examples
 from tilth.analysis.costs import ENOUGH, fit_costs
 from tilth.analysis.events import from_table
 from tilth.core.errors import DataError, StorageError
-from tilth.plan.costs import REACH, Costs, as_dict, load_costs, save_costs, wire
+from tilth.plan.costs import LEARN, REACH, Costs, as_dict, load_costs, save_costs, wire
 from tilth.plan.packing import balance
 from tilth.trace.writer import EVENTS
 
@@ -80,10 +80,11 @@ def test_a_role_s_rows_cost_what_its_passes_do():
     found = fit_costs(table(passes() + passes(op="backward") + passes(op="infer")))
     lengths = np.array([10, 200, 5000])  # the last one is longer than those that were fitted
     once = FORWARD[0] * lengths + FORWARD[1] * lengths**2
-    assert found.rows("policy", learn=True)(lengths) == pytest.approx(2 * once, rel=1e-3)
-    assert found.rows("policy", learn=False)(lengths) == pytest.approx(once, rel=1e-3)
+    assert found.rows("policy")(lengths) == pytest.approx(2 * once, rel=1e-3)
     with raises(DataError, "critic.forward"):
-        found.rows("critic", learn=True)
+        found.rows("critic")
+    both = replace(found, compute=(*found.compute, replace(found.of("infer", "policy"), op=LEARN)))
+    assert both.rows("policy")(lengths) == pytest.approx(once, rel=1e-3)
 
 
 def test_noise_becomes_the_stated_error(costs):

@@ -18,6 +18,9 @@ KEYS = (
     "accuracy_last",
     "tokens_per_second_generate",
     "tokens_per_second_train",
+    "balance_spread",
+    "balance_idle",
+    "padding",
     "mismatch_max",
     "rewards_missing",
 )

@@ -13,7 +13,9 @@ from tests.flows import tiny
 from tilth.cluster.backends.local import LocalBackend
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import RecipeError, WeightMismatch, WorkerError, WorkerLost
+from tilth.launch import balance_costs
 from tilth.launch import life as launch
+from tilth.runs.costs import read_costs
 from tilth.runs.models import load_model
 from tilth.runs.readers import read_metrics, read_state, read_trajectories
 
@@ -441,3 +443,17 @@ def test_a_tensor_that_one_engine_holds_wrongly_stops_the_run_in_that_step(tmp_p
     with raises(WeightMismatch, "model.layers.1.mlp.up_proj.weight"):
         tiny.run(tiny.recipe(tmp_path, **WRONG), callbacks=[watcher])
     assert not watcher.records  # the publish at the end of the first step is the first with a version above 0
+
+
+def test_rows_that_costs_place_give_the_same_numbers_and_what_was_followed_is_recorded(
+    tmp_path, shared, one, monkeypatch
+):
+    monkeypatch.setattr(balance_costs, "ENOUGH", 2)
+    ours = tiny.run(tiny.recipe(tmp_path, cluster=LOCAL, train={"balance": "cost"}, **sections("grpo")))
+    assert_near(ours, one("grpo"), rel=1e-3, abs=1e-5)
+    first, fitted = read_costs(ours.directory)
+    assert (first.step, first.source) == (1, balance_costs.PROFILE)
+    assert (fitted.step, fitted.source) == (3, balance_costs.OWN)
+    records = read_metrics(ours.directory)
+    assert all(0 <= record["balance/idle"] < 1 and 0 <= record["padding"] < 1 for record in records)
+    assert any(record["balance/idle"] > 0 for record in records)

@@ -1,25 +1,20 @@
-"""Roles are made with what a recipe says of their calls."""
+"""A run's calls are balanced as its recipe says."""
 
-from types import SimpleNamespace
+import pytest
 
-from tests.analysis.test_costs import passes, table
 from tests.flows import tiny
-from tilth.analysis.costs import fit_costs
-from tilth.core.layout import Mesh
-from tilth.launch.build import make_roles
-from tilth.plan.costs import save_costs
+from tilth.launch import life
 
 
-def made_with(recipe):
-    """What each group of a run is made with."""
-    found = {}
-    cluster = SimpleNamespace(group=lambda role, factory, kwargs, **how: found.setdefault(role, how))
-    make_roles(cluster, {"policy": Mesh.of({})}, {"recipe": recipe, "config": None, "tokenizer": None})
-    return found
-
-
-def test_plans_balance_the_costs_of_a_file(tmp_path):
-    costs = fit_costs(table(passes()), {"run": "one"})
-    save_costs(costs, tmp_path / "costs.json")
-    assert made_with(tiny.recipe(tmp_path, cluster={"costs": str(tmp_path / "costs.json")}))["policy"]["costs"] == costs
-    assert made_with(tiny.recipe(tmp_path))["policy"]["costs"] is None
+@pytest.mark.parametrize(
+    ("sections", "by"),
+    [
+        ({}, "tokens"),
+        ({"train": {"balance": "cost"}}, "cost"),
+        ({"train": {"balance": "none"}}, "none"),
+        ({"cluster": {"costs": "costs.json"}}, "cost"),
+    ],
+)
+def test_calls_are_balanced_as_the_recipe_says(tmp_path, sections, by):
+    with life._cluster(tiny.recipe(tmp_path, **sections), None) as cluster:
+        assert cluster.balance.by == by and cluster.balance.measures

@@ -15,6 +15,7 @@ from tilth.plan.batch import (
     COPIES,
     WORTH,
     MicroBatchLimits,
+    RankLoad,
     RowTable,
     check_plan,
     plan_batch,
@@ -161,3 +162,55 @@ def test_a_plan_with_a_row_twice_or_never_is_refused(rows):
     (micro,) = plan_rows(table, MicroBatchLimits(100)).learn
     with raises(PlanError, "plan.rows"):
         check_plan([micro._replace(groups=(np.array(rows),))], table)
+
+
+@given(SAMPLES, LIMITS, st.integers(1, 4), st.booleans())
+def test_loads_are_the_tokens_and_squares_that_are_computed(samples, limits, ranks, dropout):
+    table, groups = table_of(samples), batch(samples)[2]
+    plan = plan_batch(table, groups, ranks, limits, dropout=dropout)
+    for rows, part in zip(plan.rows, plan.ranks):
+        own = table.take(rows)
+        found = RankLoad.of(part.learn, own)
+        for i, micro in enumerate(part.learn):
+            sizes = [(int(own.lengths[r]), 0) for g in micro.groups for r in g[:1]]
+            sizes += [(int(own.lengths[r]), int(own.prefixes[r]) * micro.shared) for g in micro.groups for r in g[1:]]
+            assert found.tokens[i] == sum(n - p for n, p in sizes) == micro.cost == found.cost[i]
+            assert found.squares[i] == sum(n**2 - p**2 for n, p in sizes)
+
+
+def by_squares(lengths):
+    return lengths.astype(np.float64) ** 2
+
+
+@given(SAMPLES, LIMITS, st.integers(1, 4), st.sampled_from(["tokens", "cost", "none"]))
+def test_a_balance_moves_rows_and_never_changes_which_there_are(samples, limits, ranks, by):
+    table = table_of(samples)
+    plan = plan_batch(table, batch(samples)[2], ranks, limits, costs=by_squares, balance=by)
+    assert sorted(np.concatenate(plan.rows).tolist()) == list(range(len(samples)))
+    for rows, part in zip(plan.rows, plan.ranks):
+        for micros in part:
+            check_plan(micros, table.take(rows))
+        if by == "cost":
+            assert [m.cost for m in part.learn] == sorted((m.cost for m in part.learn), reverse=True)
+    if by == "none":
+        assert [rows.tolist() for rows in plan.rows] == [
+            r.tolist() for r in np.array_split(np.arange(len(samples)), ranks)
+        ]
+
+
+def test_costs_balance_what_tokens_do_not():
+    """One long sequence costs as much as many short ones of more tokens."""
+    table = RowTable(np.array([100] + [10] * 30), np.zeros(31, np.int64), np.zeros(31, np.int64))
+    loads = {}
+    for by, costs in (("tokens", {}), ("cost", {"costs": by_squares}), ("none", {})):
+        plan = plan_batch(table, None, 2, MicroBatchLimits(1000), balance=by, **costs)
+        loads[by] = [float(by_squares(table.lengths[rows]).sum()) for rows in plan.rows]
+    assert max(loads["cost"]) == 10_000 < min(max(loads["tokens"]), max(loads["none"]))
+    assert [len(rows) for rows in plan.rows] == [16, 15]
+
+
+def test_groups_stay_whole_by_cost_where_that_is_as_good():
+    groups = np.repeat(np.arange(8), 4)
+    table = RowTable(np.random.default_rng(0).integers(50, 70, 32), *np.zeros((2, 32), np.int64))
+    plan = plan_batch(table, groups, 2, MicroBatchLimits(1000), costs=by_squares, balance="cost")
+    assert not set(groups[plan.rows[0]]) & set(groups[plan.rows[1]])

@@ -309,3 +309,19 @@ def test_compiled_training_equals_eager_and_tells_its_warm_up():
     assert a.loss == pytest.approx(b.loss, rel=1e-5)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
     assert compiled.compile_seconds > 0.5
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 9, 3]])
+def test_timing_passes_leaves_no_trace(lengths):
+    timed, plain = engine(), engine()
+    tokens, mask = batch()
+    loss = negative_log_likelihood(float(mask.sum()))
+    for one in (timed, plain):
+        one.update(tokens, mask, {}, loss)
+    before = timed.position()
+    assert timed.time_passes(lengths) > 0
+    assert timed.position() == before and all(p.grad is None for p in timed.model.parameters())
+    found = [one.update(tokens, mask, {}, loss) for one in (timed, plain)]
+    assert found[0].loss == found[1].loss and found[0].grad_norm == found[1].grad_norm
+    for a, b in zip(timed.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -6,17 +6,11 @@ from typing import Any
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.fit import fit, held_out_error
 from tilth.analysis.network import links
 from tilth.core.errors import DataError
+from tilth.plan.cost_fit import fit_compute
 from tilth.plan.costs import Compute, Costs
 
-APART = 1.25
-"""The fixed part can be fitted if the most tokens of a span are at least this many times the fewest."""
-LONGER = 2.0
-"""The cost of squares can be fitted if mean lengths at the upper of ``EDGES`` are this many times those at the lower;
-a few odd spans do not suffice."""
-EDGES = (0.05, 0.95)
 ENOUGH = 8
 """Fewest rows of an operation for a fit."""
 IDLE = 0.01
@@ -24,7 +18,6 @@ IDLE = 0.01
 optimizer step, and is left out."""
 SCORING = ("logprobs", "reference", "values", "judge", "score")
 """Phases that do the work themselves."""
-_TINY = 1e-12
 
 
 def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
@@ -37,7 +30,8 @@ def fit_costs(events: Events, about: Mapping[str, Any] | None = None) -> Costs:
         i, j = divmod(kind, len(role.names))
         rows = _busy(events, np.flatnonzero(key == kind))
         if len(rows) >= ENOUGH:
-            compute.append(_compute(op.names[i], role.names[j], events, rows))
+            amounts = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
+            compute.append(fit_compute(op.names[i], role.names[j], *amounts, events.rank[rows], events.step[rows]))
         else:
             left.append(f"{op.names[i]} of {role.names[j] or 'the run'}: {len(rows)} of {ENOUGH} spans")
     every = links(events)
@@ -62,21 +56,3 @@ def _busy(events: Events, rows: np.ndarray) -> np.ndarray:
     if events.tokens[rows].any():
         return rows
     return rows[events.own[rows] >= IDLE * np.quantile(events.own[rows], 0.9)]
-
-
-def _compute(op: str, role: str, events: Events, rows: np.ndarray) -> Compute:
-    tokens, squares, seconds = events.tokens[rows], events.squares[rows], events.own[rows] * 1e-9
-    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
-    lengths = squares / np.maximum(tokens, 1)
-    short, long = np.quantile(lengths, EDGES)
-    differ = bool(long >= LONGER * short)
-    features = np.stack([tokens, squares * differ, np.full(len(rows), int(separate))], 1)
-    found = fit(features, seconds)
-    times = seconds / np.maximum(features @ found, _TINY)
-    ranks = tuple((int(r), float(np.median(times[events.rank[rows] == r]))) for r in np.unique(events.rank[rows]))
-    per_token, per_square, fixed = found.tolist()
-    return Compute(
-        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
-        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(rows), ranks,
-        separate, differ and bool(squares.any()), held_out_error(features, seconds, events.step[rows]),
-    )  # fmt: skip

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.fit import fit, held_out_error
 from tilth.analysis.matching import Coded
 from tilth.core.errors import DataError
+from tilth.plan.cost_fit import fit, held_out_error
 from tilth.plan.costs import SMALL, Link, wire
 
 ROOM = 2.0

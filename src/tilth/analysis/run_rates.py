@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from tilth.analysis.events import Events
-from tilth.analysis.fit import fit
 from tilth.analysis.run_graph import WORK, Steps, outermost
 from tilth.analysis.run_replay import numbered
+from tilth.plan.cost_fit import fit
 
 APART = frozenset({"communication", "pause", "wait", "storage", "call", "unknown"})
 """Kinds of operations whose time does not depend on tokens."""

@@ -54,12 +54,22 @@ def table(s: Mapping[str, Any]) -> Lines:
         ("best", format.best(s.get("best")).removeprefix("best ")),
         ("generation", _rate(s["tokens_per_second_generate"], s.get("tokens_generated"))),
         ("training", _rate(s["tokens_per_second_train"], s.get("tokens_trained"))),
+        ("balance", _balance(s)),
         ("log-prob mismatch", "" if s["mismatch_max"] is None else f"greatest {s['mismatch_max']:.2g}"),
         ("rewards missing", missing),
         ("checkpoints failed", str(s["saves_failed"]) if s.get("saves_failed") else ""),
         ("memory", _memory(s.get("memory_peak"), s.get("memory_predicted"))),
     ]
     return [(name, value) for name, value in lines if value]
+
+
+def _balance(s: Mapping[str, Any]) -> str:
+    """Describe how even ranks were; "" if they were, as one is."""
+    spread, idle, padding = (s.get(name) for name in ("balance_spread", "balance_idle", "padding"))
+    if not any((spread, idle, padding)):
+        return ""
+    waits = "" if idle is None else f"; ranks wait {format.part(idle)} of their passes for the busiest"
+    return f"planned costs of ranks {format.part(spread or 0.0)} apart, padding {format.part(padding or 0.0)}{waits}"
 
 
 def check_run(run: Path) -> None:

@@ -13,7 +13,16 @@ import numpy as np
 from tilth.core.batch import Batch, Column, concat
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
-from tilth.plan.batch import BatchPlan, MicroBatchLimits, RowCosts, RowTable, plan_batch, token_costs
+from tilth.plan.batch import (
+    BalanceBy,
+    BatchPlan,
+    MicroBatchLimits,
+    RankLoad,
+    RowCosts,
+    RowTable,
+    plan_batch,
+    token_costs,
+)
 
 Split = Literal["rows", "plan", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
@@ -126,6 +135,8 @@ class Deal(NamedTuple):
     """True for ranks whose answers ``gather`` reads; the others need not send theirs."""
     rows: list[np.ndarray] | None
     """Row indices of each part in the whole batch, int64; None if no batch was split."""
+    loads: list[RankLoad] | None = None
+    """Planned work of each rank of the mesh in passes that learn; None without such passes."""
 
 
 def evenly(batch: Batch, count: int) -> list[np.ndarray]:
@@ -140,8 +151,9 @@ def deal(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     costs: RowCosts = token_costs,
+    balance: BalanceBy = "tokens",
 ) -> Deal:
-    """Split the arguments of a call over the ranks of a mesh. costs: of rows, which a plan balances.
+    """Split the arguments of a call over the ranks of a mesh. costs, balance: of rows, by which a plan divides them.
 
     Raises ArgumentError for arguments that cannot be split as declared, AxisError for an unknown axis in ``over``.
     """
@@ -153,16 +165,20 @@ def deal(
     count = mesh.size(*over)
     batches = [a for a in (*args, *kwargs.values()) if isinstance(a, Batch)]
     own: list[dict[str, Any]] = [{}] * count
+    loads = None
     if how.split == "plan":
-        plan = _planned(how, batches, count, costs)
+        plan, table = _planned(how, batches, count, costs, balance)
         divide, own = lambda *_: plan.rows, [{"plan": part} for part in plan.ranks]
+        if not how.reads:
+            each = [RankLoad.of(part.learn, table.take(mine)) for part, mine in zip(plan.ranks, plan.rows)]
+            loads = [each[mesh.index(rank, *over)] for rank in mesh.ranks]
     if how.split == "all" or count == 1:
-        return Deal([Arguments(tuple(args), {**kwargs, **own[0]})] * len(mesh), answers, None)
+        return Deal([Arguments(tuple(args), {**kwargs, **own[0]})] * len(mesh), answers, None, loads)
     dealt, rows = [], _divided(batches, divide, count)
     for mine, more in zip(rows, own):
         named = {name: _part(a, mine) for name, a in kwargs.items()}
         dealt.append(Arguments(tuple(_part(a, mine) for a in args), named | more))
-    return Deal([dealt[mesh.index(rank, *over)] for rank in mesh.ranks], answers, rows)
+    return Deal([dealt[mesh.index(rank, *over)] for rank in mesh.ranks], answers, rows, loads)
 
 
 def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
@@ -173,13 +189,16 @@ def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
     return [Arguments(tuple(a[i] for a in args), dict(kwargs)) for i in range(ranks)]
 
 
-def _planned(how: Transfer, batches: Sequence[Batch], count: int, costs: RowCosts) -> BatchPlan:
+def _planned(
+    how: Transfer, batches: Sequence[Batch], count: int, costs: RowCosts, balance: BalanceBy
+) -> tuple[BatchPlan, RowTable]:
     if how.limits is None or len(batches) != 1:
         message = f"a call split by 'plan' takes one batch and the role's limits, not {len(batches)} and {how.limits}"
         raise ArgumentError(message, key="plan")
     (batch,), limits = batches, how.limits
     table = RowTable.of_batch(batch, how.mask if how.mask in batch.payload else "mask", digests=limits.share)
-    return plan_batch(table, batch.rows.get("group"), count, limits, dropout=how.dropout, costs=costs)
+    groups = batch.rows.get("group")
+    return plan_batch(table, groups, count, limits, dropout=how.dropout, costs=costs, balance=balance), table
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:

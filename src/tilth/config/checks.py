@@ -137,6 +137,8 @@ def _parity(recipe: Recipe) -> Refusals:
         yield "train.device", "is not auto, cpu, cuda or cuda:N"
     if t.offload_activations and t.device == "cpu":
         yield "train.offload_activations.device", "moves activations to host memory, where train.device = cpu has them"
+    if recipe.cluster.costs and t.balance == "none":
+        yield "cluster.costs", "has costs that train.balance = none leaves out; leave one of them out"
     if t.offload_activations and t.checkpointing:
         yield "train.offload_activations", f"with train.checkpointing = {t.checkpointing}: choose one of them"
     if not t.parity:
@@ -146,6 +148,9 @@ def _parity(recipe: Recipe) -> Refusals:
     for name, on in (("train.compile", t.compile), ("rollout.compile", recipe.rollout.compile)):
         if on:
             yield name, f"contradicts train.parity = true, which needs eager kernels; set {name} = false"
+    if recipe.balance == "cost":
+        key = "cluster.costs" if recipe.cluster.costs else "train.balance"
+        yield key, ": measured costs place rows, and with train.parity = true nothing may depend on times; use tokens"
     if t.matmul != "highest":
         yield "train.parity.matmul", f"needs products in fp32: train.matmul = highest, not {t.matmul}"
 

@@ -349,6 +349,11 @@ class TrainConfig(Section):
     threads: Count = Field(0, description="CPU threads; 0: the physical cores")
     parity: bool = Field(False, description="trainer and engine agree bit for bit (CPU, eager)")
     micro_tokens: Positive = Field(16_384, description="maximum tokens in one forward and backward pass")
+    balance: Literal["tokens", "cost", "none"] = Field(
+        "tokens",
+        description="what is even over the ranks that divide the rows of a batch: tokens; cost: predicted seconds, at "
+        "first by a profile of the model, after 50 steps by the run itself; none: numbers of rows",
+    )
     checkpointing: Literal[False, True, "selective"] = Field(
         False,
         description="recompute each layer's activations in the backward pass; selective: all but the outputs of matrix "
@@ -448,8 +453,8 @@ class ClusterConfig(Section):
     )
     costs: str = Field(
         "",
-        description="costs that tilth trace costs --save has written: rows go to workers by predicted seconds, "
-        "those of passes without a fitted cost by tokens; empty: by tokens",
+        description="costs that tilth trace costs --save has written, in place of a profile: implies train.balance = "
+        "cost",
     )
     search: Annotated[bool, Fixed("its layouts are found already")] = Field(
         False,
@@ -571,6 +576,11 @@ class Recipe(Section):
     def flow_spec(self) -> Flow:
         """Properties of its flow."""
         return FLOWS[self.flow]
+
+    @property
+    def balance(self) -> Literal["tokens", "cost", "none"]:
+        """Amount that is even over ranks: ``train.balance``; costs from a file imply "cost"."""
+        return "cost" if self.cluster.costs else self.train.balance
 
     @property
     def grades(self) -> bool:

@@ -35,7 +35,6 @@ from tilth.launch.fitting import check_fits, resolved, rooms
 from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hub import fetched
-from tilth.plan.costs import load_costs
 from tilth.plan.layout import check_shape, place
 from tilth.plan.packing import divide
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
@@ -173,14 +172,13 @@ def make_roles(cluster: Cluster, meshes: Mapping[str, Mesh], given: Mapping[str,
     """
     recipe: Recipe = given["recipe"]
     made = dict[str, WorkerGroup]()
-    costs = load_costs(recipe.cluster.costs) if recipe.cluster.costs else None
     for role, mesh in meshes.items():
         spec = ROLES[role]
         if isinstance(spec.worker, str):
             factory, kwargs = spec.worker, _asked_for(spec, given)
         else:  # unpickling the recipe imports the plugins
             factory, kwargs = f"{_WORKERS}:plugin_role", {"recipe": recipe, "given": _asked_for(spec, given)}
-        made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch, costs=costs)
+        made[role] = cluster.group(role, factory, kwargs, mesh=mesh, divide=divide_batch)
     loaded = frozenset(role for role in made if ROLES[role].path(recipe))
     targets = {role: mesh for role, mesh in meshes.items() if ROLES[role].receives and role not in loaded}
     if not targets:

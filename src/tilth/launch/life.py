@@ -45,6 +45,7 @@ from tilth.flows.run import Run
 from tilth.flows.saving import Saving
 from tilth.flows.supervised import preference, supervised
 from tilth.guard.snapshots import Snapshots
+from tilth.launch.balance_costs import CostFits
 from tilth.launch.build import Dataset, RunParts, build
 from tilth.launch.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.launch.health import RunHealth
@@ -200,7 +201,8 @@ def _train(
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
-        watches = [_Clocks(cluster), health, survival, *callbacks, profiling]
+        costs = CostFits(parts, cluster)
+        watches = [_Clocks(cluster), health, survival, costs, *callbacks, profiling]
         make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots)
         life = LifeOfRun(lambda: _watched(make(), updates), survival, profiling, updates, handed)
         return life.live(fallback=fallback)
@@ -446,6 +448,7 @@ def _cluster(recipe: Recipe, handed: Inherited | None) -> Cluster:
     cluster = open_cluster(
         c.backend, workers, timeout=c.timeout, address=c.address, gpus=gpus, spares=spares, lasting=lasting
     )
+    cluster.balance.begin(recipe.balance, measures=not gpus)
     cluster.watch(recipe.guard.hang_after, keep=bool(recipe.guard.restarts), waits={"reward": recipe.reward.timeout})
     return cluster
 
@@ -459,7 +462,7 @@ def _run(
     say: Callable[[str], None],
     snapshots: Snapshots | None,
 ) -> Run:
-    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic)
+    metrics = Metrics(sum(parts.roles.policy.peak_flops()), cluster.totals, cluster.traffic, cluster.balance.take)
     every = parts.recipe.run.collect_every
 
     def collect_garbage(step: int) -> None:

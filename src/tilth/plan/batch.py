@@ -8,7 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ PLANNED = {"mask": ("prefix", "prefix_digest"), "kept": ("kept_prefix", "kept_pr
 ``RowTable``."""
 RowCosts = Callable[[np.ndarray], np.ndarray]
 """Lengths [n] -> cost of each sequence, float64 [n]."""
+
+BalanceBy = Literal["tokens", "cost", "none"]
+"""Amount that is even over the ranks of a plan: tokens, predicted cost; none: rows stay in order, in equal numbers."""
 
 
 def token_costs(lengths: np.ndarray) -> np.ndarray:
@@ -137,6 +140,30 @@ class MicroBatchPlan(NamedTuple):
     learn: MicroBatches
 
 
+class RankLoad(NamedTuple):
+    """Work of one rank's micro-batches: float64 [m] each."""
+
+    cost: np.ndarray
+    """As of ``PlannedMicroBatch``."""
+    tokens: np.ndarray
+    squares: np.ndarray
+    """Sum of squared lengths; a shared prompt counts once."""
+
+    @classmethod
+    def of(cls, micros: MicroBatches, table: RowTable) -> "RankLoad":
+        """Count the work of micro-batches. table: of their rank's rows."""
+        if not micros:
+            return cls(*np.zeros((3, 0)))
+        starts = np.cumsum([0, *(len(micro.rows) for micro in micros[:-1])])
+        lengths = table.lengths[np.concatenate([micro.rows for micro in micros])].astype(np.float64)
+        tokens, squares = (np.add.reduceat(amounts, starts) for amounts in (lengths, lengths**2))
+        for i, micro in enumerate(micros):
+            for group in micro.groups if micro.shared else ():
+                prompt, again = float(table.prefixes[group[0]]), len(group) - 1
+                tokens[i], squares[i] = tokens[i] - again * prompt, squares[i] - again * prompt**2
+        return cls(np.array([micro.cost for micro in micros]), tokens, squares)
+
+
 class BatchPlan(NamedTuple):
     """Rows of each rank, int64 indices into the batch, and what each rank does with them."""
 
@@ -152,15 +179,27 @@ def plan_batch(
     *,
     dropout: bool = False,
     costs: RowCosts = token_costs,
+    balance: BalanceBy = "tokens",
 ) -> BatchPlan:
     """Plan a batch for ``ranks`` ranks that divide its rows.
 
     groups: [n], rows with the same number stay on one rank as far as balance allows (``packing.divide``). dropout: True
-    for passes with the dropout of the model.
+    for passes with the dropout of the model. balance: by "cost" each rank begins with its costliest micro-batch, so
+    that those of one round are alike.
     """
     every = np.arange(len(table.lengths))
-    rows = tuple(divide(costs(table.lengths), groups, ranks)) if ranks > 1 else (every,)
-    return BatchPlan(rows, tuple(plan_rows(table.take(r), limits, dropout=dropout, costs=costs) for r in rows))
+    rows = tuple(np.array_split(every, ranks))
+    if ranks > 1 and balance != "none":
+        rows = tuple(divide(costs(table.lengths), groups, ranks))
+    plans = [plan_rows(table.take(r), limits, dropout=dropout, costs=costs) for r in rows]
+    if balance == "cost":
+        plans = [_costliest_first(plan) for plan in plans]
+    return BatchPlan(rows, tuple(plans))
+
+
+def _costliest_first(plan: MicroBatchPlan) -> MicroBatchPlan:
+    score, learn = (tuple(sorted(micros, key=lambda micro: -micro.cost)) for micros in plan)
+    return MicroBatchPlan(score, score if plan.learn is plan.score else learn)
 
 
 def plan_rows(

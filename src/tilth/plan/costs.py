@@ -17,9 +17,12 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from tilth.core.errors import DataError, StorageError
+from tilth.core.errors import DataError
+from tilth.core.files import atomic_write
 
 FORMAT, VERSION = "tilth-costs", 1
+LEARN = "learn"
+"""Operation of ``Compute``: both passes of a micro-batch, and its loss."""
 REACH = 1.5
 """Factor by which an amount may lie beyond the least and the greatest that were fitted."""
 SMALL = 512
@@ -164,12 +167,17 @@ class Costs:
         known = ", ".join(f"{c.op} of {c.role or 'the run'}" for c in self.compute) or "nothing"
         raise DataError(f"no cost of {op!r} of {role!r} was fitted; there is that of {known}", key=f"{role}.{op}")
 
-    def rows(self, role: str, *, learn: bool) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from lengths to the seconds of sequences in passes of a role that learn, or in others.
+    def learning(self, role: str) -> tuple[Compute, ...]:
+        """Return the costs whose sum is that of a micro-batch that a role learns from. DataError if none was fitted."""
+        both = tuple(one for one in self.compute if (one.op, one.role) == (LEARN, role))
+        return both or tuple(self.of(op, role) for op in ("forward", "backward"))
+
+    def rows(self, role: str) -> Callable[[np.ndarray], np.ndarray]:
+        """Return a function from lengths to the seconds of sequences that a role learns from.
 
         It extrapolates. Raises DataError if these passes were not fitted.
         """
-        fitted = [self.of(op, role) for op in (("forward", "backward") if learn else ("infer",))]
+        fitted = self.learning(role)
         return lambda lengths: np.sum([one.rows(lengths, beyond=True) for one in fitted], axis=0)
 
     def link(self, op: str, ranks: int) -> Link:
@@ -220,10 +228,8 @@ def _finite(value: Any) -> Any:
 
 def save_costs(costs: Costs, path: str | Path) -> None:
     """Write costs as JSON. Raises StorageError if the file cannot be written."""
-    try:
-        Path(path).write_text(json.dumps(as_dict(costs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}", key=Path(path).name) from error
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_text(json.dumps(as_dict(costs), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def load_costs(path: str | Path) -> Costs:
@@ -235,6 +241,12 @@ def load_costs(path: str | Path) -> Costs:
         raise DataError(f"cannot read costs from {path}: {error.strerror}", key=name) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {error}", key=f"{name}.syntax") from error
+    return parse_costs(found, Path(path))
+
+
+def parse_costs(found: Any, path: Path, part: str = "") -> Costs:
+    """Return costs from JSON values of ``as_dict``. path, part: where they stand. DataError with the wrong field."""
+    name = f"{path.name}{part}"
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         message = f"{path} holds no costs; tilth trace costs RUN --save PATH writes them"
         raise DataError(message, key=f"{name}.format")

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -209,6 +209,11 @@ class Learner(Stateful):
     def peak_flops(self) -> float:
         """Measure this worker's share of the machine's matmul rate, all workers at once: FLOP/s."""
         return measured_flops(self.engine.device, self.engine.model.dtype)
+
+    @transfer(split="all", gather="all", patient=True, reads=True)
+    def time_passes(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of both passes over a micro-batch of sequences of these lengths; nothing is learned."""
+        return self.engine.time_passes(lengths)
 
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:

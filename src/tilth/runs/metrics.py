@@ -8,7 +8,7 @@ import difflib
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -119,6 +119,9 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("value/return", "reward", "mean", "return at a token: the discounted reward to come"),
     ("value/explained", "share", "mean", "variance of the returns that the values explain; a constant explains 0"),
     ("micro_batches/padded", "1", "sum", "empty micro-batches that ranks ran because another rank had more"),
+    ("balance/spread", "1", "mean", "greatest planned cost of a rank in an update less the least, over their mean"),
+    ("balance/idle", "share", "mean", "time of passes in which ranks wait for the busiest; measured, not on a GPU"),
+    ("padding", "share", "mean", "empty places if in each round all ranks had the tokens of the fullest one"),
     ("value/grad_norm", "1", "mean", "global gradient norm of the critic before clipping"),
     ("value/lr", "1", "mean", "learning rate of the critic"),
     ("value/skipped", "steps", "sum", "optimizer steps of the critic left out, as in steps/skipped"),
@@ -199,10 +202,11 @@ class Metrics:
         peak_flops: float = 0.0,
         totals: Callable[[], Mapping[str, Total]] = recorder.totals,
         traffic: Callable[[], Mapping[tuple[str, str], int]] = dict,
+        balance: Callable[[], Sequence[tuple[str, float]]] = tuple,
     ) -> None:
-        """peak_flops: FLOP/s of all devices together, 0 if unknown. totals, traffic: return totals of spans, and bytes
-        by (operation, direction), since their last call."""
-        self.peak_flops, self._totals, self._traffic = peak_flops, totals, traffic
+        """peak_flops: FLOP/s of all devices together, 0 if unknown. totals, traffic, balance: return totals of spans,
+        bytes by (operation, direction), and figures of updates, since their last call."""
+        self.peak_flops, self._totals, self._traffic, self._balance = peak_flops, totals, traffic, balance
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -274,6 +278,8 @@ class Metrics:
         self.add("memory/peak", peak)
         for (operation, direction), nbytes in self._traffic().items():
             self.add(f"bytes/{direction}/{operation}", nbytes)
+        for name, value in self._balance():
+            self.add(name, value)
         known = {"phase_step": phase_step, "phase_steps": phase_steps}
         where = {"step": step, "phase": phase, **{k: v for k, v in known.items() if v is not None}}
         record = {**where, **self.values()}

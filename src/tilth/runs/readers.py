@@ -30,6 +30,8 @@ _NEEDED: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
 }
 """File -> what each of its lines has."""
 _BRIEF = ("step", "kind", "ranks", "action", "replaced", "lost", "seconds")
+BALANCE = ("balance/spread", "balance/idle", "padding")
+"""Metrics whose means over all steps are in a summary."""
 HOUR = 3600.0
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
@@ -234,7 +236,7 @@ def summarise(run: str | Path) -> Record:
     accuracy_first: held-out accuracy where the main phase began, after a warm-up; accuracy_start: before the very first
     step, not measured in a warm-up. reward_heldout_*: the mean reward likewise; there is no accuracy if an outcome was
     neither right nor wrong. heldout_range: 95 % interval of its last value. tokens_per_second_*: over the time of all
-    steps. best: step, metric, value and its range.
+    steps. balance_spread, balance_idle, padding: means over steps. best: step, metric, value and its range.
     """
     state, records, survived = read_state(run), read_metrics(run), read_recoveries(run)
     last = records[-1] if records else {}
@@ -267,6 +269,7 @@ def summarise(run: str | Path) -> Record:
         "reward_last": next((r["reward/mean"] for r in reversed(records) if r.get("reward/mean") is not None), None),
         "tokens_per_second_generate": rate(records, "tokens_per_second/generate", "time/generate"),
         "tokens_per_second_train": rate(records, "tokens_per_second/train", "time/update"),
+        **{name.replace("/", "_"): _mean(records, name) for name in BALANCE},
         "mismatch_max": max((v for _, v in curve(records, "mismatch/max")), default=None),
         "mismatch_mean": max((v for _, v in curve(records, "mismatch/mean")), default=None),
         "rewards_missing": int(sum(v for _, v in curve(records, "reward/missing"))),
@@ -279,6 +282,12 @@ def summarise(run: str | Path) -> Record:
         "memory_predicted": (state.get("memory") or {}).get("predicted"),
         "memory_peak": (state.get("memory") or {}).get("peak") or last.get("memory/peak"),
     }
+
+
+def _mean(records: Sequence[Record], name: str) -> float | None:
+    """Return the mean of a metric over the steps that have it."""
+    values = [value for _, value in curve(records, name)]
+    return sum(values) / len(values) if values else None
 
 
 def _brief(update: Update) -> Record:

@@ -5,7 +5,8 @@ changes nothing but the order of additions.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,7 @@ from tilth.parallel.comm import lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
 from tilth.parallel.sharded import ShardedModel
-from tilth.plan.batch import MicroBatchPlan
+from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows
 from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -298,6 +299,29 @@ class TrainEngine:
         amounts = {"tokens": len(mask), "padded": rounds - len(micros), **_amounts(done)}
         return Passed(*self.sharded.share_object(found), amounts, step)
 
+    def time_passes(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of both passes over a micro-batch of sequences of these lengths, without a step.
+
+        All ranks must call it, each with the same lengths. Gradients are dropped; weights, state and position stay.
+        """
+        tokens = Jagged.of([np.arange(n, dtype=np.int64) % self.model.config.vocab_size for n in lengths])
+        mask = np.ones(len(tokens.values), np.uint8)
+        mask[tokens.offsets[:-1]] = 0
+        planned = plan_rows(RowTable.of(tokens, mask), MicroBatchLimits(len(mask)))
+        self.sharded.begin(self.updates)
+        self._forget()
+        started = self._now()
+        self.accumulate(tokens, mask, {}, _sum_of_scores, entropy=False, dropout=False, plan=planned)
+        seconds = self._now() - started
+        self._forget()
+        return seconds
+
+    def _now(self) -> float:
+        """Return the time in seconds when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     def _in_flight(
         self,
         every: Iterable[tuple[np.ndarray, MicroBatch]],
@@ -557,6 +581,11 @@ def _on_host(metrics: Metrics) -> Metrics:
         return replace(metric, **there)
 
     return {name: moved(metric) for name, metric in metrics.items()}
+
+
+def _sum_of_scores(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+    """Loss of a pass whose gradient nobody uses."""
+    return micro.logprobs.sum() + micro.values.sum(), {}
 
 
 def negative_log_likelihood(denominator: float) -> Loss:

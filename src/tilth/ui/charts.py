@@ -72,6 +72,8 @@ CATALOGUE = (
           "Of the busiest expert of any layer, over the mean."),
     Chart("Tokens per second", (Line("tokens_per_second/generate", "leaf", "generated"),
                                 Line("tokens_per_second/train", "sky", "trained on")), "count"),
+    Chart("Balance of ranks", (Line("balance/idle", "clay", "idle"), Line("padding", "soil", "padding")), "share",
+          "Passes in which ranks wait for the busiest, and places of rounds without a token."),
     Chart("Gradient norm", (Line("grad_norm", "teal"),), "number", "Before clipping."),
     Chart("Flat groups", (Line("groups/flat", "soil"),), "share", "Samples in groups of equal rewards."),
     Chart("Clipped tokens", (Line("clip_low", "sky", "low"), Line("clip_high", "clay", "high")), "share",
@@ -84,6 +86,7 @@ CATALOGUE = (
 MEMORY = Chart("Over the run", (Line("memory/rss", "soil"),), "size", "Resident memory of the process.")
 DULL_AT_ZERO = (
     "Missing rewards", "Routing flips", "Clipped tokens", "KL towards the first policy", "Log-prob mismatch",
+    "Balance of ranks",
 )  # fmt: skip
 
 

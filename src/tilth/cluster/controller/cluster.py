@@ -10,6 +10,7 @@ from tilth.cluster.backends.base import Backend, Call, PickledKwargs, Repairable
 from tilth.cluster.backends.capacity import patience
 from tilth.cluster.backends.inline import InlineBackend
 from tilth.cluster.backends.ray import RayBackend
+from tilth.cluster.controller.balance import RowBalance
 from tilth.cluster.controller.clocks import Clocks
 from tilth.cluster.controller.dispatch import ABORT, KEEP, Dispatch, FailurePolicy
 from tilth.cluster.controller.group import WorkerGroup, call_numbers
@@ -20,7 +21,6 @@ from tilth.config.plugins import BACKENDS, call_declared, declared
 from tilth.config.roles import resolve
 from tilth.core.errors import ArgumentError, PayloadLeak, PluginError, RecipeError
 from tilth.core.layout import Mesh
-from tilth.plan.costs import Costs
 from tilth.trace.capture import Captured
 from tilth.trace.collector import collector
 from tilth.trace.spans import Total, recorder, span
@@ -46,6 +46,7 @@ class Cluster:
         self.store = LeasedStore(backend.store, self.dispatch)
         self.groups: list[WorkerGroup] = []
         """In the order in which they were made."""
+        self.balance = RowBalance()
         self._generation = 0
         """Least generation of roles that are made now: process groups are named by it, and no name is used again after
         a worker was replaced."""
@@ -59,19 +60,17 @@ class Cluster:
         kwargs: Mapping[str, Any],
         mesh: Mesh | None = None,
         divide: Divide | None = None,
-        costs: Costs | None = None,
     ) -> WorkerGroup:
         """Construct a role on the ranks of a mesh (None: worker 0 alone) and return its group.
 
         factory: "module:function", called in each worker as ``function(context, **kwargs)`` (worker.context.Context);
-        kwargs are pickled by cloudpickle. divide: splits batches by rows; default: neighbouring rows, evenly. costs: of
-        rows, which plans of its calls balance; default: tokens.
+        kwargs are pickled by cloudpickle. divide: splits batches by rows; default: neighbouring rows, evenly.
         """
         mesh = mesh or Mesh.of({})
         if outside := [rank for rank in mesh.ranks if not 0 <= rank < self.workers]:
             message = f"role {role}: rank {outside[0]} is not among the workers 0 to {self.workers - 1}"
             raise ArgumentError(message, key="mesh")
-        group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide, costs)
+        group = WorkerGroup(role, factory, kwargs, mesh, self.dispatch, divide, self.balance)
         self.make(group)
         self.groups.append(group)
         return group
@@ -113,6 +112,7 @@ class Cluster:
         self.dispatch.settle(LEAVE)
         self.dispatch.forget()
         self.store.clear()
+        self.balance.take()  # of calls whose step runs again
         self._generation = 1 + max((group.generation for group in self.groups), default=0)
         backend.replace(sorted(gone), evicted)
         return sorted(gone)

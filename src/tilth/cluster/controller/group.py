@@ -10,14 +10,14 @@ from typing import Any
 
 from tilth.cluster.backends.base import Call, RepairableBackend
 from tilth.cluster.backends.inline import InlineBackend
+from tilth.cluster.controller.balance import RowBalance
 from tilth.cluster.controller.dispatch import Dispatch, PendingCall
 from tilth.cluster.controller.lazy import LazyBatch, LazyMap, resolved
 from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.batch import Batch, Lease
-from tilth.core.errors import CallTimeout, DataError, StaleGeneration
+from tilth.core.errors import CallTimeout, StaleGeneration
 from tilth.core.layout import Mesh
-from tilth.plan.batch import RowCosts, token_costs
-from tilth.plan.costs import Costs
+from tilth.plan.batch import token_costs
 from tilth.trace.spans import current_step, span
 
 STILL = 1.0
@@ -41,9 +41,9 @@ class WorkerGroup:
         mesh: Mesh,
         dispatch: Dispatch,
         divide: Divide | None = None,
-        costs: Costs | None = None,
+        balance: RowBalance | None = None,
     ) -> None:
-        """Keep what ``Cluster.make`` constructs the role from, each time."""
+        """Keep what ``Cluster.make`` constructs the role from, each time. balance: of the cluster's calls."""
         self.role, self.factory, self.kwargs, self.mesh = role, factory, kwargs, mesh
         self.generation = -1
         self.methods: Mapping[str, Transfer] = {}
@@ -52,7 +52,7 @@ class WorkerGroup:
         self.changed_by = set[str]()
         """Methods called since then that may change its state."""
         self._dispatch = dispatch
-        self._divide, self._costs = divide or evenly, costs
+        self._divide, self._balance = divide or evenly, balance or RowBalance()
         self._inline = isinstance(dispatch.backend, InlineBackend)
 
     @property
@@ -96,7 +96,8 @@ class WorkerGroup:
             self.changed_by.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         with span("plan", detail=f"{self.role}.{method}") if how.split == "plan" else nullcontext():
-            dealt = deal(how, self.mesh, self._divide, *plain, self._row_costs(how))
+            costs = self._balance.costs(current_step()) if how.split == "plan" else token_costs
+            dealt = deal(how, self.mesh, self._divide, *plain, costs, self._balance.by)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
         leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
         flights = self._send(method, dealt, leases, how.patient)
@@ -104,14 +105,6 @@ class WorkerGroup:
         if how.gather in ("first", "all") or self._inline:
             return resolve()
         return LazyBatch(resolve, leases) if how.gather == "rows" else LazyMap(resolve)
-
-    def _row_costs(self, how: Transfer) -> RowCosts:
-        if self._costs is None or how.split != "plan":
-            return token_costs
-        try:
-            return self._costs.rows(self.role, learn=not how.reads)
-        except DataError:  # passes that were not fitted, which a run may not have at all: balanced as without costs
-            return token_costs
 
     def _send(self, method: str, dealt: Deal, leases: tuple[Lease, ...], patient: bool) -> list[PendingCall]:
         """Send the calls; ranks with the same arguments share one Call, which a backend pickles once."""
@@ -139,6 +132,8 @@ class WorkerGroup:
             replies = self._dispatch.wait(flights)
             if spent is not None:
                 spent.set(bytes=sum(reply.sent + reply.received for reply in replies))
+        if dealt.loads is not None:
+            self._balance.note(self.role, call.step, dealt.loads, [reply.sums for reply in replies])
         found = gather(how, dealt, [reply.value for reply in replies])
         return Batch(found.rows, found.payload, leases) if isinstance(found, Batch) else found
 

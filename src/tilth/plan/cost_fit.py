@@ -1,4 +1,4 @@
-"""Fit seconds against amounts of work: non-negative and robust.
+"""Fit seconds against amounts of work: non-negative and robust; the cost of an operation from its measured spans.
 
 Times have outliers on one side (a busy machine, a page fault), often many, and errors that grow with the times. The fit
 minimises absolute relative errors, so as many times lie above it as below, at any distance.
@@ -8,8 +8,14 @@ import itertools
 
 import numpy as np
 
-from tilth.plan.costs import Error
+from tilth.plan.costs import Compute, Error
 
+APART = 1.25
+"""The fixed part can be fitted if the most tokens of a span are at least this many times the fewest."""
+LONGER = 2.0
+"""The cost of squares can be fitted if mean lengths at the upper of ``EDGES`` are this many times those at the lower;
+a few odd spans do not suffice."""
+EDGES = (0.05, 0.95)
 ENOUGH = 20_000
 """Most rows of a fit; of more, a random sample (seeded). Evenly spaced rows would all be of one rank where ranks take
 turns."""
@@ -38,8 +44,13 @@ def fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray | None = N
 
 def error(features: np.ndarray, seconds: np.ndarray, coefficients: np.ndarray, *, held_out: bool = False) -> Error:
     """Return the relative error of coefficients on rows [n, k] and [n]; rows of 0 seconds are left out."""
-    x, y = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
-    apart = np.abs(x[y > 0] @ coefficients - y[y > 0]) / y[y > 0]
+    return relative_error(np.asarray(features, np.float64) @ coefficients, seconds, held_out=held_out)
+
+
+def relative_error(predicted: np.ndarray, seconds: np.ndarray, *, held_out: bool = False) -> Error:
+    """Return the relative error of predicted seconds [n]; rows of 0 measured seconds are left out."""
+    y = np.asarray(seconds, np.float64)
+    apart = np.abs(predicted[y > 0] - y[y > 0]) / y[y > 0]
     if not len(apart):
         return Error(float("nan"), float("nan"), 0, held_out)
     return Error(float(np.median(apart)), float(np.quantile(apart, 0.9)), len(apart), held_out)
@@ -59,6 +70,32 @@ def held_out_error(
     if not held.any():
         return error(features, seconds, found)
     return error(features[held], seconds[held], found, held_out=True)
+
+
+def fit_compute(
+    op: str,
+    role: str,
+    tokens: np.ndarray,
+    squares: np.ndarray,
+    seconds: np.ndarray,
+    rank: np.ndarray,
+    step: np.ndarray,
+) -> Compute:
+    """Fit the cost of an operation of a role on n > 0 spans: amounts, times, rank and step of each, [n]."""
+    separate = bool(tokens.max() == 0 or tokens.max() >= APART * tokens.min())
+    lengths = squares / np.maximum(tokens, 1)
+    short, long = np.quantile(lengths, EDGES)
+    differ = bool(long >= LONGER * short)
+    features = np.stack([tokens, squares * differ, np.full(len(tokens), int(separate))], 1)
+    found = fit(features, seconds)
+    times = seconds / np.maximum(features @ found, _TINY)
+    ranks = tuple((int(r), float(np.median(times[rank == r]))) for r in np.unique(rank))
+    per_token, per_square, fixed = found.tolist()
+    return Compute(
+        op, role, fixed, per_token, per_square, (int(tokens.min()), int(tokens.max())),
+        (int(squares.min()), int(squares.max())), (float(lengths.min()), float(lengths.max())), len(tokens), ranks,
+        separate, differ and bool(squares.any()), held_out_error(features, seconds, step),
+    )  # fmt: skip
 
 
 def nonnegative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:

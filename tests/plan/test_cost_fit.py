@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tilth.analysis import fit as fit_module
-from tilth.analysis.fit import error, fit, held_out_error, nonnegative
+from tilth.plan import cost_fit as fit_module
+from tilth.plan.cost_fit import error, fit, held_out_error, nonnegative
 
 numbers = st.floats(-3, 3, allow_nan=False)
 

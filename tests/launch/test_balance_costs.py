@@ -1,0 +1,173 @@
+"""Costs that rows are placed by: where they come from, that a resume follows the same, and that they predict."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.errors import raises
+from tests.flows import tiny
+from tests.launch.laws import costs_of, times_of
+from tilth.cluster.controller.balance import RowBalance
+from tilth.core.errors import DataError, StorageError
+from tilth.launch import balance_costs
+from tilth.launch.balance_costs import ENOUGH, OWN, PROFILE, CostFits, better, cached, fitted, micro_batches
+from tilth.models.family import new_config
+from tilth.plan.costs import save_costs
+from tilth.runs.costs import COSTS, read_costs
+from tilth.runs.readers import read_metrics
+
+LAW = (2e-6, 3e-9, 1e-3)
+
+
+def begun(folder, step=0, **sections):
+    """CostFits of a run that begins after this step, its balance and the run."""
+    sections = {"train": {"balance": "cost"}, **sections}
+    made = tiny.recipe(folder, **sections)
+    said = []
+    run = tiny.stand_in(folder, step, said.append)
+    run.said = said
+    balance = RowBalance(made.balance)
+    parts = SimpleNamespace(recipe=made, config=new_config(made.model, 20), roles=SimpleNamespace(policy=None))
+    return CostFits(parts, SimpleNamespace(balance=balance)), balance, run
+
+
+@pytest.fixture
+def profiled(monkeypatch):
+    """A profile that takes no time; counts its calls."""
+    calls = []
+    monkeypatch.setattr(balance_costs, "profile", lambda policy, recipe: calls.append(1) or costs_of(*LAW))
+    return calls
+
+
+def token(balance, step):
+    return float(balance.costs(step)(np.array([1.0]))[0])
+
+
+def test_a_profile_is_made_once_for_a_model_and_recorded(tmp_path, profiled):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        fits, balance, run = begun(folder, run={"dir": str(tmp_path)})
+        fits.on_run_start(run)
+        assert token(balance, 1) == pytest.approx(LAW[0] + LAW[1]) and balance.collects
+        assert [fit.step for fit in read_costs(folder)] == [1] and "error 1.0% (p90 2.0%)" in run.said[-1]
+    assert len(profiled) == 1
+    other = new_config(tiny.recipe(tmp_path, model={"layers": 2}).model, 20)
+    made = tiny.recipe(tmp_path)
+    assert cached(made, other) != cached(made, new_config(made.model, 20))
+    assert cached(made.replaced("train", precision="bf16"), other) != cached(made, other)
+
+
+def test_a_damaged_cache_is_told_and_made_again(tmp_path, profiled):
+    fits, _, run = begun(tmp_path)
+    path = cached(fits._parts.recipe, fits._parts.config)
+    path.parent.mkdir()
+    path.write_text("{")
+    fits.on_run_start(run)
+    assert profiled == [1] and path.name in run.said[0]
+
+
+def test_a_file_is_followed_as_it_is(tmp_path, profiled):
+    save_costs(costs_of(*LAW), tmp_path / "costs.json")
+    fits, balance, run = begun(tmp_path, cluster={"costs": str(tmp_path / "costs.json")}, train={})
+    fits.on_run_start(run)
+    assert not profiled and not balance.collects and token(balance, 1) == pytest.approx(LAW[0] + LAW[1])
+    again, balance, run = begun(tmp_path, 9, cluster={"costs": str(tmp_path / "costs.json")}, train={})
+    save_costs(costs_of(5e-6), tmp_path / "costs.json")
+    again.on_run_start(run)
+    assert [fit.step for fit in read_costs(tmp_path)] == [1, 10]
+    assert (token(balance, 9), token(balance, 10)) == pytest.approx((LAW[0] + LAW[1], 5e-6))
+    save_costs(costs_of(5e-6, role="critic"), tmp_path / "costs.json")
+    with raises(DataError, "policy.forward"):
+        again.on_run_start(run)
+
+
+def test_a_run_is_fitted_once_from_the_next_step_on_and_a_resume_follows_it(tmp_path, profiled):
+    fits, balance, run = begun(tmp_path)
+    fits.on_run_start(run)
+    law = (4e-6, 1e-9, 2e-3)
+    balance.times += times_of(law, ENOUGH - 1)
+    fits.on_step_end(run, ENOUGH - 1, {})
+    assert len(read_costs(tmp_path)) == 1
+    balance.times += [one._replace(step=ENOUGH) for one in times_of(law, 1)]
+    fits.on_step_end(run, ENOUGH, {})
+    assert [(fit.step, fit.source) for fit in read_costs(tmp_path)] == [(1, PROFILE), (ENOUGH + 1, OWN)]
+    assert (token(balance, ENOUGH), token(balance, ENOUGH + 1)) == pytest.approx((LAW[0] + LAW[1], law[0] + law[1]))
+    assert not balance.collects and not balance.times
+    resumed, again, run = begun(tmp_path, ENOUGH // 2)
+    resumed.on_run_start(run)
+    assert [token(again, step) for step in (1, ENOUGH, ENOUGH + 1)] == [
+        token(balance, step) for step in (1, ENOUGH, ENOUGH + 1)
+    ]
+    assert not again.collects and len(read_costs(tmp_path)) == 2 and len(profiled) == 1
+
+
+def test_costs_that_cannot_be_recorded_are_not_followed(tmp_path, profiled, monkeypatch):
+    fits, balance, run = begun(tmp_path)
+    fits.on_run_start(run)
+    balance.times += times_of((4e-6, 1e-9, 2e-3), ENOUGH)
+
+    def full(*_):
+        raise StorageError("no room", key=COSTS)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(balance_costs, "record_costs", full)
+        fits.on_step_end(run, ENOUGH, {})
+    assert token(balance, 900) == pytest.approx(LAW[0] + LAW[1]) and "no room" in run.said[-1]
+    fits.on_step_end(run, ENOUGH + 1, {})
+    assert read_costs(tmp_path)[-1].step == ENOUGH + 2
+
+
+def test_a_damaged_record_stops_a_resume(tmp_path, profiled):
+    (tmp_path / COSTS).write_text("{}\n")
+    fits, _, run = begun(tmp_path)
+    with raises(DataError, f"{COSTS}.1"):
+        fits.on_run_start(run)
+
+
+def test_by_tokens_nothing_is_done(tmp_path, profiled):
+    fits, balance, run = begun(tmp_path, train={"balance": "tokens"})
+    fits.on_run_start(run)
+    fits.on_step_end(run, 1, {})
+    assert not profiled and not (tmp_path / COSTS).exists() and not balance.collects
+
+
+def test_the_law_behind_the_times_comes_back_with_its_error():
+    found = fitted(times_of(LAW, 60, noise=0.05))
+    assert (found.per_token, found.per_square, found.fixed) == pytest.approx(LAW, rel=0.1)
+    assert found.error.held_out and found.error.median == pytest.approx(0.05 * 0.6745, rel=0.5)
+
+
+def test_costs_that_predict_better_stay_with_the_error_in_this_run():
+    times = times_of((2e-6, 0.0, 0.0), 5, noise=0.2)
+    kept = better(costs_of(2e-6), times)
+    assert kept.compute[0].per_token == 2e-6 and 0.05 < kept.compute[0].error.median < 0.3
+    law = (2e-6, 3e-9, 1e-3)
+    assert better(costs_of(9e-6), times_of(law, 60)).compute[0].per_token == pytest.approx(law[0], rel=1e-3)
+
+
+def test_a_profile_grows_by_no_more_than_four_times_and_has_what_a_fit_needs(tmp_path):
+    made = tiny.recipe(tmp_path, model={"context": 3000}, train={"micro_tokens": 5000})
+    found = list(micro_batches(made))
+    work = [(sum(lengths), sum(n * n for n in lengths)) for lengths in found]
+    assert max(sum(lengths) for lengths in found) <= 5000 and max(max(lengths) for lengths in found) == 3000
+    for (tokens, squares), (more, longer) in pairwise(work):
+        assert more <= 4 * tokens and longer <= 16 * squares
+    longest = [squares / tokens for tokens, squares in work]
+    assert max(longest) > 10 * min(longest) and max(t for t, _ in work) > 10 * min(t for t, _ in work)
+
+
+def test_a_run_profiles_its_model_and_learns_the_same(tmp_path):
+    """On one rank the plan has nothing to place: only the order of micro-batches may differ, and here there is one."""
+    given = {"flow": "sft", "supervised": {"steps": 2, "batch": 8}, "model": {"context": 24}}
+    by_cost = tiny.run(tiny.recipe(tmp_path / "a", train={"balance": "cost"}, **given)).directory
+    by_tokens = tiny.run(tiny.recipe(tmp_path / "b", **given)).directory
+    (fit,) = read_costs(by_cost)
+    assert fit.source == PROFILE and float(fit.costs.rows("policy")(np.array([20.0]))[0]) > 0
+    assert fit.costs.about["seconds"] < 20
+    assert tiny.same(tiny.numbers(by_cost), tiny.numbers(by_tokens))
+    for record in read_metrics(by_cost):
+        assert record["balance/spread"] == record["balance/idle"] == record["padding"] == 0
+    assert not (by_tokens / COSTS).exists()
