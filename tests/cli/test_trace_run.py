@@ -18,7 +18,7 @@ from tilth.ui.report import write_report
 
 KEYS = [
     "run", "state", "attempt", "steps", "seconds", "step", "parts", "roles", "ranks", "communication", "controller",
-    "rates", "profiled", "events", "dropped", "gain", "notes",
+    "rates", "predicted", "profiled", "events", "dropped", "gain", "notes",
 ]  # fmt: skip
 
 

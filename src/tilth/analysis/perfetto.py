@@ -21,6 +21,7 @@ from tilth.analysis import flow_events as arrows
 from tilth.analysis.events import Events
 from tilth.analysis.flow_events import Arrows
 from tilth.analysis.matching import split
+from tilth.analysis.predicted import Predicted
 from tilth.core.files import atomic_write
 
 CHUNK = 65_536
@@ -56,13 +57,18 @@ class Written:
 
 
 def export(
-    events: Events, path: Path, counters: Sequence[Counter] = (), about: Mapping[str, str] | None = None
+    events: Events,
+    path: Path,
+    counters: Sequence[Counter] = (),
+    about: Mapping[str, str] | None = None,
+    costs: Predicted | None = None,
 ) -> Written:
-    """Write a file in chunks, compressed if its name ends in .gz. about: further entries. Raises StorageError."""
+    """Write a file in chunks, compressed if its name ends in .gz. about: further entries; costs: of micro-batches,
+    shown with their first pass. Raises StorageError."""
     tracks = Tracks(events)
     called, met = arrows.calls(events), arrows.meetings(events)
     parts = chain(
-        tracks.metadata(), _spans(events, tracks), _device(events, tracks), _arrows(called, tracks, "call", 0),
+        tracks.metadata(), _spans(events, tracks, costs), _device(events, tracks), _arrows(called, tracks, "call", 0),
         _arrows(met, tracks, "communication", called.count), _counted(events, counters),
     )  # fmt: skip
     with atomic_write(path) as temporary:
@@ -177,8 +183,10 @@ def _meta(what: str, rank: int, args: Mapping[str, str | int], thread: int = 0) 
     return f'{{"ph":"M","name":"{what}","pid":{rank + 1},"tid":{thread},"args":{json.dumps(dict(args))}}}'
 
 
-def _spans(events: Events, tracks: Tracks) -> Lines:
+def _spans(events: Events, tracks: Tracks, costs: Predicted | None) -> Lines:
     """Yield a complete event for each span, outer spans first."""
+    pairs = () if costs is None else zip(costs.row.tolist(), costs.seconds.tolist(), costs.measured.tolist())
+    beside = {row: f',"predicted_ms":{1e3 * a:.6g},"measured_ms":{1e3 * b:.6g}' for row, a, b in pairs}
     heads = Heads(events)
     for begin in range(0, len(events), CHUNK):
         rows = tracks.order[begin : begin + CHUNK]
@@ -187,9 +195,10 @@ def _spans(events: Events, tracks: Tracks) -> Lines:
         )
         process, thread = tracks.process[rows].tolist(), tracks.thread[rows].tolist()
         start, took = (events.start[rows] / 1000).tolist(), (events.duration[rows] / 1000).tolist()
+        columns = zip(codes, _numbers(events, rows), rows.tolist(), process, thread, start, took)
         yield [
-            f'{{{heads[code]}{args}}},"pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
-            for code, args, p, t, s, d in zip(codes, _numbers(events, rows), process, thread, start, took)
+            f'{{{heads[code]}{args}{beside.get(row, "")}}},"pid":{p},"tid":{t},"ts":{s},"dur":{d}}}'
+            for code, args, row, p, t, s, d in columns
         ]
 
 

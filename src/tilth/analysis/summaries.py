@@ -8,12 +8,14 @@ import numpy as np
 
 from tilth.analysis.cause import Cause
 from tilth.analysis.events import Events
+from tilth.analysis.predicted import predicted
 from tilth.analysis.profiled import profiled
 from tilth.analysis.recent import dropped
 from tilth.analysis.run_whatif import RunWhatIf, analyse_events
 from tilth.analysis.time_breakdown import Account
 from tilth.analysis.whatif import Replayed, Slowdown
 from tilth.core.errors import DataError
+from tilth.runs.costs import read_costs
 from tilth.runs.readers import rate, read_metrics, read_state
 
 
@@ -79,10 +81,18 @@ def breakdown_summary(run: Path, events: Events, found: Account) -> dict[str, An
         },
         "controller": None if inline else {"rank": events.controller, "busy": found.controller},
         "rates": _rates(run, found),
+        "predicted": _predicted(run, events, found),
         "profiled": [step for step in profiled(events).tolist() if step in found.steps],
         "events": len(events),
         "dropped": dropped(run, found.attempt),
     }  # fmt: skip
+
+
+def _predicted(run: Path, events: Events, found: Account) -> dict[str, Any] | None:
+    """Return predicted and measured seconds of micro-batches in these steps; None if the run balances by no costs."""
+    fits = read_costs(run) if run.is_dir() else []
+    these = predicted(events.select(np.isin(events.step, found.steps)), fits)
+    return None if these is None else these.summary()
 
 
 def gain(events: Events, found: Account) -> dict[str, Any] | None:

@@ -452,9 +452,10 @@ class TraceRunCommand(NamedTuple):
 
     Keys of --json: run, state, attempt, steps (first, last, count), seconds, step (mean, median, longest, longest_at),
     parts (name: seconds, share; means over ranks), roles (role: rank: seconds), ranks (rank, busy, pace, communication,
-    parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates,
-    profiled (steps), events, dropped, gain (slowdown, step, ideal_step, error, earlier, cause; null inline),
-    notes (what is missing of the trace). Times in seconds.
+    parts), communication (by_op, transfer, waiting, hidden), controller (rank, busy; null inline), rates, predicted
+    (micro_batches, predicted, measured, error, p90; null unless the run balances by cost), profiled (steps), events,
+    dropped, gain (slowdown, step, ideal_step, error, earlier, cause; null inline), notes (what is missing of the
+    trace). Times in seconds.
     """
 
     run: RunArgument

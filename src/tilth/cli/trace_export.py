@@ -10,9 +10,11 @@ import typer
 
 from tilth.analysis.events import Events, parse_ranks, parse_steps
 from tilth.analysis.perfetto import Counter, export
+from tilth.analysis.predicted import predicted
 from tilth.analysis.run_trace import open_run
 from tilth.cli.main import TraceExportCommand
 from tilth.core.errors import DataError
+from tilth.runs.costs import read_costs
 from tilth.runs.metrics import declaration
 from tilth.runs.readers import read_metrics
 from tilth.ui import format
@@ -33,7 +35,8 @@ def write(options: TraceExportCommand) -> None:
     events = chosen(opened.events, ranks)
     target = options.path or (run if run.is_dir() else run.parent) / FILE
     about = {"run": run.resolve().name, "attempt": str(events.attempt), "steps": steps, "ranks": ranks, "by": "tilth"}
-    found = export(events, target, counters(run, events), about)
+    costs = predicted(events, read_costs(run)) if run.is_dir() else None
+    found = export(events, target, counters(run, events), about, costs)
     clock_error = events.clock_error
     error = None if clock_error is None or math.isinf(clock_error) else clock_error * 1e-9
     if options.as_json:

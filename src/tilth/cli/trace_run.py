@@ -51,6 +51,7 @@ def lines(found: Found) -> list[str]:
         ("controller", [f"busy {_share(found['controller']['busy'], found['seconds'])}, else it waits for answers"]
          if found["controller"] else []),
         ("rates", _speeds(found["rates"])),
+        ("predicted", _predicted(found["predicted"])),
         ("gain", _gain(found["gain"], inline=found["controller"] is None)),
         ("cause", [found["gain"]["cause"]["text"]] if found["gain"] else []),
         ("profile", _profile(found["profiled"])),
@@ -151,6 +152,16 @@ def _speeds(rates: Mapping[str, float | None]) -> list[str]:
     if rates["mfu"] is not None and rates["mfu_overall"] is not None:
         found.append(f"MFU {format.part(rates['mfu'])} of updates ({format.part(rates['mfu_overall'])} of all time)")
     return found
+
+
+def _predicted(found: Found | None) -> list[str]:
+    if found is None:
+        return []
+    error, p90 = (format.part(found[name]) for name in ("error", "p90"))
+    return [
+        f"{format.brief(found['predicted'])} of passes in {found['micro_batches']:,} micro-batches, and they took "
+        f"{format.brief(found['measured'])}: error of one {error} (p90 {p90})"
+    ]
 
 
 def _gain(gain: Found | None, *, inline: bool) -> list[str]:
