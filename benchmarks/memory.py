@@ -1,12 +1,14 @@
 """Predicted memory beside what a device's allocator counts: a step of training, and generation.
 
     python benchmarks/memory.py [--quick] [--json PATH] [--models 0.5B,1.5B,8B] [--dtypes bf16] [--device cuda]
+        [--offload 0,0.5,1]
 
 Training: one AdamW step on 32 sequences of 256 tokens (parameters, gradients and optimizer state in fp32). Generation:
 256 samples of 256 tokens, 8 of each prompt of 64. Random weights. Predicted is what ``tilth plan`` would say of the
 device: all items but those of the host and the CUDA context. Measured is the most that was allocated at once. What is
 predicted not to fit is not tried, and its row says so. On a CPU it is torch's profiler that counts; it remembers every
-allocation (gigabytes for one such case), so there is only the quick form: 16 rows of 32 tokens.
+allocation (gigabytes for one such case), so there is only the quick form: 16 rows of 32 tokens. Training is repeated
+for each share of the activations that moves to the host (``train.offload``); a CPU counts the host's part too.
 """
 
 import gc
@@ -46,22 +48,26 @@ def recipe_of(dtype: str, device: str, *keys: str) -> Recipe:
 class Training:
     """One step on equal sequences."""
 
-    def __init__(self, config: DecoderConfig, dtype: str, device: str, rows: int, length: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: str, device: str, rows: int, length: int, offload: float = 0.0
+    ) -> None:
         self.config, self.dtype, self.device, self.rows, self.length = config, dtype, device, rows, length
+        self.offload = offload
 
     def need(self) -> Need:
         """As predicted."""
         recipe = recipe_of(
             self.dtype, self.device, "flow=sft", "supervised.steps=1", f"supervised.batch={self.rows}",
             "optimizer.name=adamw",
-        )  # fmt: skip
+        ).replaced("train", offload=self.offload)  # fmt: skip
         cut = ShardFactors(parameters(self.config), 0, self.config, matrices(self.config))
         return policy_need(recipe, cut, self.length)
 
     def run(self) -> None:
         """Make the engine and take the step."""
         model = random_model(self.config, DTYPES[self.dtype], self.device)
-        engine = TrainEngine(model, OptimizerConfig(name="adamw"), total_steps=9, micro_tokens=16_384)
+        section = OptimizerConfig(name="adamw")
+        engine = TrainEngine(model, section, total_steps=9, micro_tokens=16_384, offload=self.offload)
         ids = np.arange(self.rows * self.length) % self.config.vocab_size
         mask = np.ones((self.rows, self.length), np.uint8)
         mask[:, 0] = 0
@@ -104,10 +110,11 @@ class Generation:
 WORKS: dict[str, Callable[..., Training | Generation]] = {"training": Training, "generation": Generation}
 
 
-def predicted(need: Need) -> int:
-    """Bytes on the device: held all the time and, while it works, besides."""
+def predicted(need: Need, device: str) -> int:
+    """Bytes on the device: held all the time and, while it works, besides; a CPU has the host's activations too."""
     items = (*need.held, *need.training, *need.generation)
-    return total(tuple(item for item in items if not item.host))
+    cpu = device == "cpu"
+    return total(tuple(item for item in items if not item.host or (cpu and item.name == "activations on the host")))
 
 
 def measured(work: Callable[[], None], device: str) -> int:
@@ -135,16 +142,17 @@ def free(device: str) -> float:
     return torch.cuda.mem_get_info(device)[0] if device != "cpu" else float("inf")
 
 
-def row(what: str, model: str, dtype: str, device: str, quick: bool) -> dict[str, Any]:
+def row(what: str, model: str, dtype: str, device: str, quick: bool, offload: float = 0.0) -> dict[str, Any]:
     """One case."""
     rows, length = (16, 32) if quick else (32, 256) if what == "training" else (256, 256)
-    work = WORKS[what](config_of(model), dtype, device, rows, length)
-    asked, room = predicted(work.need()), free(device)
+    work = WORKS[what](config_of(model), dtype, device, rows, length, *((offload,) if offload else ()))
+    asked, room = predicted(work.need(), device), free(device)
     found = measured(work.run, device) if asked < room else None
     gc.collect()
     return {
-        "what": what, "model": model, "dtype": dtype, "rows": rows, "length": length, "predicted_bytes": asked,
-        "peak_bytes": found, "predicted_over_peak": round(asked / found, 3) if found else None, "fits": asked < room,
+        "what": what, "model": model, "dtype": dtype, "rows": rows, "length": length, "offload": offload,
+        "predicted_bytes": asked, "peak_bytes": found,
+        "predicted_over_peak": round(asked / found, 3) if found else None, "fits": asked < room,
     }  # fmt: skip
 
 
@@ -152,17 +160,19 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "6M only, few short rows")
     parser.add_argument("--models", default="0.5B,1.5B,8B")
     parser.add_argument("--dtypes", default="bf16")
+    parser.add_argument("--offload", default="0,0.5,1")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     rows, quick = list[dict[str, Any]](), args.quick or args.device == "cpu"
-    print("what       model dtype  predicted MB   peak MB  predicted / peak")
+    works = [("training", float(share)) for share in args.offload.split(",")] + [("generation", 0.0)]
+    print("what       model dtype offload  predicted MB   peak MB  predicted / peak")
     for model in ["6M"] if quick else args.models.split(","):
         for dtype in args.dtypes.split(","):
-            for what in WORKS:
-                one = row(what, model, dtype, args.device, quick)
+            for what, share in works:
+                one = row(what, model, dtype, args.device, quick, share)
                 rows.append(one)
                 peak = f"{one['peak_bytes'] / 1e6:9,.0f} {one['predicted_over_peak']:17.2f}" if one["fits"] else ""
-                said = f"{what:10} {model:5} {dtype:5} {one['predicted_bytes'] / 1e6:13,.0f} "
+                said = f"{what:10} {model:5} {dtype:5} {share:7g} {one['predicted_bytes'] / 1e6:13,.0f} "
                 print(said + (peak or "does not fit"), flush=True)
                 write_rows(args.json, rows)
 

@@ -1,6 +1,7 @@
 """What CUDA computes is what a CPU computes: engine and trainer, weights, checkpoints, memory, a run. ``make gpu``."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,23 @@ def test_scores_are_those_of_a_cpu_in_float64(dtype):
     wanted = packed_logprobs(exact, tokens, mask, max_tokens=512)
     scored = packed_logprobs(model.to(CUDA), tokens, mask, max_tokens=512)
     assert np.abs(scored - wanted).max() <= APART[dtype]
+
+
+def test_activations_on_the_host_change_no_gradient_and_leave_the_device():
+    config, found = replace(GROUPED, num_layers=6), []
+    tokens, mask = batch((400, 300, 500, 200))
+    for share in (0.0, 0.5, 1.0):
+        engine = TrainEngine(
+            make_model(config).to(CUDA), OptimizerConfig(lr=1e-3), total_steps=9, micro_tokens=700, offload=share
+        )
+        losses = []
+        for _ in range(2):  # the second step finds the allocator's memory as the first one has left it
+            torch.cuda.reset_peak_memory_stats()
+            losses.append(engine.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum()))).loss)
+        found.append((losses, torch.cuda.max_memory_allocated(), engine.model.offload))
+    for losses, peak, moved in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-6) and moved.bytes > 1 << 20 and peak < found[0][1]
+    assert found[2][1] < found[1][1]
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

@@ -61,8 +61,8 @@ def test_without_a_gpu_no_device_is_set(monkeypatch):
 
 
 def test_activations_are_not_offloaded_from_a_cpu():
-    recipe = from_dict({"train": {"device": "auto", "offload_activations": True}})
-    with raises(RecipeError, "train.offload_activations.device"):
+    recipe = from_dict({"train": {"device": "auto", "offload": 0.5}})
+    with raises(RecipeError, "train.offload.device"):
         workers.shard_model(Context("policy", MESH, 1, 1, InlineStore(), 0), recipe, CONFIG)
 
 

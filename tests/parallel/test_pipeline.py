@@ -147,6 +147,33 @@ def beside(rank):
     return error.value.key
 
 
+def moved(rank, case, share):
+    """Weights after two steps, and bytes of activations that went to the host."""
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    engine, (tokens, mask, starts) = engine_of(case, sharded, offload=share), rows_of(case, sharded)
+    for part in sharded.parts if share else ():
+        part.offload.least = 1
+    for _ in range(2):
+        engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts)
+    found = sum(part.offload.bytes for part in sharded.parts if part.offload)
+    return copied(sharded.assemble(list(sharded.layouts))), found
+
+
+OFFLOADED = (
+    Case(pp=2, layers=6),
+    Case(pp=2, layers=8, schedule="interleaved", tied=False),
+    Case(pp=2, fsdp=2, layers=6, schedule="zero-bubble", tied=False, zero=2),
+)
+
+
+@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+def test_activations_of_several_micro_batches_in_flight_return_from_the_host(pool, case):
+    plain, half = (pool.run(case.ranks, HERE + "moved", case=case, share=share) for share in (0.0, 0.5))
+    for (kept, none), (found, moved) in zip(plain, half):
+        assert none == 0 < moved and all(torch.equal(kept[name], found[name]) for name in kept)
+
+
 def test_a_stage_holds_its_layers_only_and_both_ends_the_tied_embedding(pool):
     case = Case(pp=2, layers=3)
     total = {name: p.numel() for name, p in build(case).named_parameters()}

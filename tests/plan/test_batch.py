@@ -214,3 +214,11 @@ def test_groups_stay_whole_by_cost_where_that_is_as_good():
     table = RowTable(np.random.default_rng(0).integers(50, 70, 32), *np.zeros((2, 32), np.int64))
     plan = plan_batch(table, groups, 2, MicroBatchLimits(1000), costs=by_squares, balance="cost")
     assert not set(groups[plan.rows[0]]) & set(groups[plan.rows[1]])
+
+
+def test_each_micro_batch_has_the_share_that_moves_to_the_host():
+    table = RowTable(*(np.array(column, np.int64) for column in ([10, 30, 20, 10, 120], [1] * 5, [0] * 5)))
+    plan = plan_rows(table, MicroBatchLimits(40, offload=0.25))
+    assert {micro.offload for micro in plan.learn} == {0.25} and plan.learn is plan.score
+    assert pickle.loads(pickle.dumps(plan)).learn[0].offload == plan.learn[0].offload
+    assert {micro.offload for micro in plan_rows(table, MicroBatchLimits(40)).learn} == {0.0}

@@ -79,6 +79,24 @@ def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
     assert memory.on_gpu() == memory.peak - host
 
 
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        (["train.offload=1"], 1.0),
+        (["train.offload=0.5"], 0.5),
+    ],
+)
+def test_activations_on_the_host_leave_two_layers_and_what_does_not_move(keys, share):
+    base = ["train.device=cuda:0", "model.layers=6", *keys]
+    plain, moved = predicted(*base, "train.offload=0"), predicted(*base)
+    layer = item(plain, "activations") / 6
+    assert item(moved, "activations on the host") == pytest.approx(share * 5 * layer, rel=0.05)
+    left = 6 - 5 * share + (share > 0)
+    assert item(moved, "activations") == pytest.approx(left * layer, abs=0.2 * layer)
+    assert {i.host for i in moved.training if i.name == "activations on the host"} == ({True} if share else set())
+    assert (moved == plain) == (share == 0)
+
+
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_value_model_has_a_row_and_a_bias_instead_of_an_output_head(tied):
     recipe = load_recipe("addition-grpo", [f"model.tied={tied}"])

@@ -76,6 +76,8 @@ def whole(config):
         (16, 64, 64, ["train.checkpointing=true"], {"num_layers": 6}),
         pytest.param(16, 64, 64, ["train.checkpointing=selective"], {"num_layers": 6}, marks=pytest.mark.slow),
         (16, 16, 300, ["train.checkpointing=selective"], {"num_layers": 6}),
+        pytest.param(16, 64, 64, ["train.offload=1"], {"num_layers": 6}, marks=pytest.mark.slow),
+        (16, 64, 64, ["train.offload=0.5"], {"num_layers": 6}),
         (16, 64, 64, ["train.precision=bf16"], {}),
         (16, 64, 64, [], {"num_heads": 4, "num_kv_heads": 1}),
         (1000, 64, 64, [], {}),
@@ -94,9 +96,8 @@ def whole(config):
 )
 def test_a_step_of_training(tmp_path, vocab, rows, length, keys, more):
     recipe, config = recipe_of(rows, *keys), shape(vocab, **more)
-    engine = TrainEngine(
-        decoder(config, recipe), OptimizerConfig(name="adamw"), total_steps=9, micro_tokens=recipe.train.micro_tokens
-    )
+    how = {"micro_tokens": recipe.train.micro_tokens, "offload": recipe.train.offload}
+    engine = TrainEngine(decoder(config, recipe), OptimizerConfig(name="adamw"), total_steps=9, **how)
     tokens, mask = packed(rows, length, vocab)
     loss = negative_log_likelihood(float(mask.sum()))
     alive = most_alive(lambda: engine.update(tokens, mask, {}, loss, entropy=False), tmp_path)

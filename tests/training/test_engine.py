@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -325,3 +327,23 @@ def test_timing_passes_leaves_no_trace(lengths):
     assert found[0].loss == found[1].loss and found[0].grad_norm == found[1].grad_norm
     for a, b in zip(timed.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_micro_batches_move_each_its_share_of_activations_and_the_weights_are_the_same():
+    config = replace(CONFIG, num_layers=3)
+    section, found, shares = OptimizerConfig(lr=0.01), [], []
+    tokens, mask = batch()
+    table = planning.RowTable.of(tokens, mask)
+    plan = planning.plan_rows(table, planning.MicroBatchLimits(10))
+    learn = tuple(micro._replace(offload=at / 4) for at, micro in enumerate(plan.learn))
+    for offload, how in ((0.0, {}), (0.6, {}), (0.6, {"plan": plan._replace(learn=learn)})):
+        e = TrainEngine(model(config), section, total_steps=10, micro_tokens=10, offload=offload)
+        if offload:
+            e.model.offload.least, begin = 1, e.model.offload.begin
+            e.model.offload.begin = lambda *size, o=e.model.offload, begin=begin: shares.append(o.ratio) or begin(*size)
+        result = e.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())), **how)
+        found.append((result.loss, weights(e)))
+        assert bool(offload) == (e.model.offload is not None and e.model.offload.bytes > 0)
+    assert shares == [0.6] * len(learn) + [at / 4 for at in range(len(learn))] and len(learn) > 2
+    for loss, learned in found[1:]:
+        assert loss == found[0][0] and torch.equal(learned, found[0][1])

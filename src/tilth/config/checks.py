@@ -135,12 +135,12 @@ def _parity(recipe: Recipe) -> Refusals:
     t = recipe.train
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", t.device):
         yield "train.device", "is not auto, cpu, cuda or cuda:N"
-    if t.offload_activations and t.device == "cpu":
-        yield "train.offload_activations.device", "moves activations to host memory, where train.device = cpu has them"
+    if t.offload and t.device == "cpu":
+        yield "train.offload.device", "moves activations to host memory, where train.device = cpu has them; set it to 0"
     if recipe.cluster.costs and t.balance == "none":
         yield "cluster.costs", "has costs that train.balance = none leaves out; leave one of them out"
-    if t.offload_activations and t.checkpointing:
-        yield "train.offload_activations", f"with train.checkpointing = {t.checkpointing}: choose one of them"
+    if t.offload and t.checkpointing:
+        yield "train.offload", f"with train.checkpointing = {t.checkpointing}: choose one of them"
     if not t.parity:
         return
     if t.device.startswith("cuda"):

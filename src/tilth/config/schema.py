@@ -359,8 +359,10 @@ class TrainConfig(Section):
         description="recompute each layer's activations in the backward pass; selective: all but the outputs of matrix "
         "products and attention",
     )
-    offload_activations: bool = Field(
-        False, description="on a GPU: move the layers' activations to host memory until the backward pass"
+    offload: Share = Field(
+        0.0,
+        description="on a GPU: share of the rows of the layers' activations that moves to host memory until the "
+        "backward pass",
     )
     compile: bool = Field(False, description="torch.compile the training forward and backward")
     routing: Literal["own", "compare", "replay"] = Field(
@@ -387,6 +389,15 @@ class TrainConfig(Section):
         0.0,
         description="maximum log-prob difference of trainer and engine; 0: 1e-3 in fp32, 0.5 in bf16, 2 if corrected",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_key(cls, data: Any) -> Any:
+        """Read ``offload_activations``, true or false in recipes of earlier versions, as ``offload``."""
+        before = data.get("offload_activations") if isinstance(data, Mapping) else None
+        if not isinstance(before, bool) or (before and "offload" in data):
+            return data
+        return {"offload": float(before)} | {name: data[name] for name in data if name != "offload_activations"}
 
 
 class RunConfig(Section):

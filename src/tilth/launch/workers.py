@@ -20,7 +20,6 @@ from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine, make_engine
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.weight_sync import DTYPES
-from tilth.models.activations import HostActivations
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import Converter, LowRank
 from tilth.models.decoder import Decoder
@@ -298,11 +297,9 @@ def shard_model(
     RecipeError: ``train.parity`` of a model whose products have no bits of their own on this machine.
     """
     layout, device = ROLES[context.role].placed_by(recipe).layout, prepare(context, recipe)
-    if recipe.train.offload_activations and device.type == "cpu":
-        message = (
-            "train.offload_activations = true moves activations to host memory, where this device, a CPU, has them"
-        )
-        raise RecipeError(f"{message}; set it to false", key="train.offload_activations.device")
+    if recipe.train.offload and device.type == "cpu":
+        message = f"train.offload = {recipe.train.offload} moves activations to host memory, where this device, a CPU,"
+        raise RecipeError(f"{message} has them; set it to 0", key="train.offload.device")
 
     if recipe.train.parity:
         check_parity(config, DTYPES[recipe.train.precision])
@@ -315,11 +312,7 @@ def shard_model(
     dims = ParallelDims.of(context.mesh, context.rank, context.generation)
     how: dict[str, Any] = {"sp": layout.sp, "zero": layout.zero, "cp_style": layout.cp_style}
     how |= {"schedule": layout.pp_schedule, "converters": converters, "device": str(device)}
-    made = shard(build, dims, **how)
-    if recipe.train.offload_activations:
-        for part in made.parts:
-            part.offload = HostActivations(part.parameters(), device)
-    return made
+    return shard(build, dims, **how)
 
 
 def _temperature(recipe: Recipe) -> float:
@@ -340,5 +333,6 @@ def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig
         on_nan=recipe.guard.on_nan,
         seed=recipe.seed,
         experts=ExpertOptions(t.router_balance, t.router_z, t.router_correction, t.routing == "replay"),
+        offload=t.offload,
         **more,
     )

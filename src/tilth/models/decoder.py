@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tilth.core.errors import ModelError
 from tilth.core.layout import Box, Shape
 from tilth.core.random import fill_normal_, stream
-from tilth.models.activations import HostActivations, run_layer
+from tilth.models.activations import HostActivations, resident, run_layer
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.config import DecoderConfig, check
 from tilth.models.family import encoder_of, family_of
@@ -293,7 +293,7 @@ class Decoder(nn.Module):
     The family's ``table`` gives modules their parameters. Raises ModelError where table and modules differ.
 
     dtype: compute dtype of the residual stream. ``checkpointing``: recompute each layer in the backward pass, or a part
-    of it (``models.activations``). ``offload``: moves activations of layers to the host.
+    of it (``models.activations``). ``offload``: moves a share of the activations to the host.
     ``head_logits``, ``token_logprobs`` and ``token_squares``: functions of the output head (``models.logprobs``),
     which a layout that splits the vocabulary replaces. ``first``, ``last``: it begins with the embedding and ends with
     the norm; False of a part of a model, which passes on hidden states instead (``parallel.pipeline``).
@@ -358,8 +358,9 @@ class Decoder(nn.Module):
         if given.positions is not None:
             places = F.pad(along_one_axis(given.positions, n), (0, rows - n))
         tables = self.rope.tables(places, getattr(ctx, "extents", None), self.dtype)
-        for layer in self.model.layers:
-            with nullcontext() if self.offload is None else self.offload():
+        moving = resident if self.offload is None else self.offload.begin(rows, len(self.model.layers))
+        for number, layer in enumerate(self.model.layers):
+            with moving(number):
                 x = run_layer(layer, self.checkpointing, x, tables, ctx)
         if not self.last:
             return x

@@ -111,6 +111,8 @@ class MicroBatchLimits:
     """True: a pass that learns has two micro-batches or more, unless there is one row."""
     dropout: bool = False
     """True: the model has dropout, under which each row has a mask of its own and no prompt is shared."""
+    offload: float = 0.0
+    """Share of the activations' rows that moves to the host."""
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -123,6 +125,8 @@ class PlannedMicroBatch(NamedTuple):
     """Predicted, in the unit of the costs that the plan was made with."""
     check: int
     """``RowTable.check`` of its rows."""
+    offload: float = 0.0
+    """Share of the activations' rows that moves to the host."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -207,18 +211,18 @@ def plan_rows(
 ) -> MicroBatchPlan:
     """Plan the micro-batches of one rank. Nothing is shared on a rank with a row of several conversations."""
     share = limits.share and not ((table.prefixes == 0) & (table.lengths > 0)).any()
-    score = learn = _split(table, limits.tokens, costs, share=share)
+    score = learn = _split(table, limits, limits.tokens, costs, share=share)
     if share and dropout and limits.dropout:
-        learn = _split(table, limits.tokens, costs, share=False)
+        learn = _split(table, limits, limits.tokens, costs, share=False)
         share = False
     most, total = limits.tokens, int(table.lengths.sum())
     while limits.several and len(learn) == 1 and len(table.lengths) > 1 and most > 1:
         most = min(most, total) // 2
-        learn = _split(table, most, costs, share=share)
+        learn = _split(table, limits, most, costs, share=share)
     return MicroBatchPlan(score, learn)
 
 
-def _split(table: RowTable, most: int, costs: RowCosts, *, share: bool) -> MicroBatches:
+def _split(table: RowTable, limits: MicroBatchLimits, most: int, costs: RowCosts, *, share: bool) -> MicroBatches:
     """Split into micro-batches of at most ``most`` tokens; those with trees come first, if trees save enough."""
     lengths, prefixes = table.lengths, table.prefixes
     shared = [group for group in prefix_groups(table, most) if len(group) > 1] if share else []
@@ -237,6 +241,7 @@ def _split(table: RowTable, most: int, costs: RowCosts, *, share: bool) -> Micro
             trees,
             float(sum(whole[g].sum() - trees * (len(g) - 1) * once[g[0]] for g in groups)),
             table.check(np.concatenate(groups), shared=trees),
+            limits.offload,
         )
         for groups, trees in found
     )

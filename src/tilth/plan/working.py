@@ -33,8 +33,6 @@ SLACK = 0.35
 """Share of the layers' activations that malloc holds in addition after some steps (measured 0.2 to 0.45)."""
 RECOMPUTED = 1.2
 """Additional layers that malloc holds under activation checkpointing."""
-MOVING = 2
-"""Layers whose activations are on the device while those of all move to the host or come back."""
 BACKWARD = 0.15
 """Share of a layer's activations that their gradients need in its backward pass (measured)."""
 MATMUL_WORK = {"fp32": 4, "bf16": 3}
@@ -291,11 +289,12 @@ def _moments(
     )
     inside = (Item("slack of the allocator", slack), *weights)
     logits = logits_bytes(recipe, cut, micro.chosen, micro.temperature, learns=True) if head else 0
-    moved = recipe.train.offload_activations
-    inside = (*inside, *([Item("activations in use", MOVING * layer)] if moved else []))
-    yield Item("gradients", before + flying), Item("activations", kept, host=moved), Item("logits", logits), *inside
-    used = Item("activations", kept + int(BACKWARD * layer), host=moved)
-    yield Item("gradients", before + flying), used, *inside
+    moved = int(recipe.train.offload * kept * (cut.layers - 1) / cut.layers)  # the last layer's stay
+    there = (Item("activations on the host", moved, host=True),) if moved else ()
+    here = kept - moved + (layer if moved else 0)  # one on its way is in both places
+    yield Item("gradients", before + flying), Item("activations", here), *there, Item("logits", logits), *inside
+    used = Item("activations", here + int(BACKWARD * layer))
+    yield Item("gradients", before + flying), used, *there, *inside
     last = own + (flying if shape.tie_embeddings else 0) + (table if micro.several else 0)
     yield Item("gradients", last), Item("activations", int(BACKWARD * layer)), *inside
     largest = max(shape.hidden_size, shape.num_heads * shape.head_dim) * max(shape.intermediate_size, shape.hidden_size)

@@ -21,6 +21,7 @@ from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.batch import Jagged
 from tilth.core.errors import NonFiniteError, RecipeError, ReplicaMismatch
 from tilth.core.trajectory import OPENS
+from tilth.models.activations import HostActivations
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.models.inputs import ModelInput
@@ -152,10 +153,12 @@ class TrainEngine:
         ema: float = 0.0,
         watch: Collection[str] = (),
         experts: ExpertOptions = ROUTERS_ALONE,
+        offload: float = 0.0,
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
         schedule: order of the passes of the model's parts (``plan.pipeline.SCHEDULES``); "": the model's own. ema:
         decay of an average of the weights; 0: none. watch: further metrics (train.watch). experts: how routers learn.
+        offload: share of the activations' rows that moves to the host, without a plan that says more.
         on_nan: a step whose loss or gradient is not finite is left out ("skip"), or it and the ``LEFT_OUT``-th in a row
         raise NonFiniteError.
         RecipeError for what cannot work on parts of parameters."""
@@ -189,8 +192,10 @@ class TrainEngine:
         modules = (module for part in self.sharded.parts for module in part.modules())
         self._drops = bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in modules)
         limits = limits_of(self.sharded, micro_tokens, parity=parity)
-        self.limits = replace(limits, several=self.noise is not None, dropout=self._drops)
+        self.limits = replace(limits, several=self.noise is not None, dropout=self._drops, offload=offload)
         self.device = next(iter(self.optimizers.parameters.values())).device
+        for part in self.sharded.parts if offload else ():
+            part.offload = HostActivations(part.parameters(), self.device)
 
     def begin(self, peak_lr: float, total_steps: int) -> None:
         """Start a new phase: zero the optimizer state and averages, and start a schedule of this length and peak."""
@@ -403,7 +408,10 @@ class TrainEngine:
         if one.part:
             flight.inputs[one.part] = handover.take(one).requires_grad_()
             given = given._replace(ids=flight.inputs[one.part])
-        hidden = self.sharded.parts[self.sharded.part(one.part)](given, flight.ctx)
+        part = self.sharded.parts[self.sharded.part(one.part)]
+        if part.offload is not None:
+            part.offload.ratio = 0.0 if flight.micro is None else flight.micro.offload
+        hidden = part(given, flight.ctx)
         if one.part < handover.parts - 1:
             handover.give(one, hidden.detach())
         elif flight.micro is None:

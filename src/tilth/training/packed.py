@@ -61,7 +61,8 @@ class MicroBatch:
     ``logprobs``, ``entropy`` and ``squares`` (sums over the vocabulary of p squared) come from the policy, ``values``
     from the critic, 0 where ``mask`` is; ``columns``: the caller's, cut to these sequences. ``trees``: prompts that
     several sequences share, computed once. ``share``: the tokens that this rank computes; all else is of all tokens.
-    ``media``: items of the sequences, which have no trees then.
+    ``media``: items of the sequences, which have no trees then. ``offload``: share of the activations' rows that moves
+    to the host.
     """
 
     ids: Tensor
@@ -72,6 +73,7 @@ class MicroBatch:
     trees: PrefixTrees | None = None
     share: TokenShare | None = None
     media: tuple[EncoderInput, ...] = ()
+    offload: float = 0.0
     logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
     entropy: Tensor = field(default_factory=lambda: torch.zeros(0))
     values: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -142,7 +144,8 @@ def cut(
         lengths = torch.from_numpy(part.lengths), torch.from_numpy(seen)
         share = None if context is None else context.share(seen, device)
         media = _media(columns[MEDIA][rows], part, device) if MEDIA in columns else ()
-        yield index, MicroBatch(tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share, media)
+        given = tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share, media
+        yield index, MicroBatch(*given, offload=planned.offload)
 
 
 def _media(packed: np.ndarray, tokens: Jagged, device: torch.device) -> tuple[EncoderInput, ...]:
