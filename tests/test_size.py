@@ -14,7 +14,7 @@ BUDGETS = {
     "cluster": (5_500, 4_500),
     "data": (3_750, 2_600),
     "models": (4_900, 4_200),
-    "parallel": (3_250, 3_000),
+    "parallel": (3_300, 3_000),
     "checkpoint": (4_250, 3_600),
     "training": (1_800, 1_700),
     "engines rollout": (6_000, 5_700),

@@ -3,6 +3,7 @@
 import unittest.mock
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from tests.parallel.test_training import apart, check_double, check_floats, slow
 from tilth.config.errors import RecipeError
 from tilth.config.load import load_recipe
 from tilth.config.schema import LoraConfig
+from tilth.core.batch import Jagged
 from tilth.core.errors import ModelError, NonFiniteError
 from tilth.core.layout import Mesh
 from tilth.models.attention import PackedContext
@@ -172,6 +174,28 @@ def test_activations_of_several_micro_batches_in_flight_return_from_the_host(poo
     plain, half = (pool.run(case.ranks, HERE + "moved", case=case, share=share) for share in (0.0, 0.5))
     for (kept, none), (found, moved) in zip(plain, half):
         assert none == 0 < moved and all(torch.equal(kept[name], found[name]) for name in kept)
+
+
+def dropping(rank, ranks):
+    """Dropout in the limits of micro-batches, and the loss of a step, with adapters in the first of two layers only."""
+    grid = ParallelDims.of(Mesh(("pp",), (ranks,)), rank)
+    lora = LoraConfig(rank=2, dropout=0.3, targets=("mlp.gate_proj",))  # not those of experts
+    case = Case(experts=True, value=True, micro_tokens=100)
+    sharded = shard(lambda: build(replace(case, value=False)), grid, converters=("value_head", LowRank(lora)))
+    sharded.init_(3)
+    with torch.no_grad():  # adapters that change something
+        for name, p in sharded.parameters.items():
+            p.fill_(0.1) if name.endswith("lora.B") else None
+    engine, sizes = engine_of(case, sharded), [9] * 6
+    tokens = Jagged.with_lengths(np.concatenate([[*range(7), i, i + 1] for i in range(6)]), np.array(sizes))
+    mask = np.tile(np.array([0] * 7 + [1] * 2, np.uint8), 6)
+    found = engine.update(tokens, mask, {}, loss_of(case, mask))
+    return engine.limits.dropout, found.loss
+
+
+def test_stages_plan_alike_where_one_alone_has_adapters_with_dropout(pool):
+    (alone,), found = pool.run(1, HERE + "dropping", ranks=1), pool.run(2, HERE + "dropping", ranks=2, timeout=60.0)
+    assert alone[0] and all(drops and loss == pytest.approx(alone[1], rel=1e-6) for drops, loss in found)
 
 
 def test_a_stage_holds_its_layers_only_and_both_ends_the_tied_embedding(pool):

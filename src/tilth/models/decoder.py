@@ -281,6 +281,11 @@ class Stack(nn.Module):
         self.norm = norm_of(config)
 
 
+def drops(model: "Decoder") -> bool:
+    """True if a decoder has dropout in passes that learn: on its branches, or of adapters."""
+    return bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in model.modules())
+
+
 def not_finite(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Describe the parameters that hold a NaN or an infinity: the first name and a count; "" if none does."""
     names = [name for name, p in parameters if not torch.isfinite(p).all()]

@@ -73,6 +73,8 @@ class PipelinePlan:
     """Of all parameters."""
     spread: int = 1
     """Ranks that divide the tokens of hidden states between blocks."""
+    drops: bool = False
+    """True if passes that learn have dropout, on any stage."""
 
 
 class Handover:

@@ -18,7 +18,7 @@ from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
 from tilth.models.converters import Converter, converted
-from tilth.models.decoder import Decoder
+from tilth.models.decoder import Decoder, drops
 from tilth.models.hf import check_tensors
 from tilth.models.inputs import ModelInput
 from tilth.models.rope import Rope
@@ -97,7 +97,7 @@ def shard(
     plan = None
     if grid.size("pp") > 1:
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1)
+        plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1, drops=drops(model))
     return ShardedModel([part.model for part in parts], grid, table, partial, zero, parts[0].context, plan, reducer)
 
 
@@ -172,6 +172,11 @@ class ShardedModel:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Dtypes of all parameters, those of other stages included."""
         return {n: p.dtype for n, p in self.parameters.items()} if self.pipeline is None else self.pipeline.dtypes
+
+    @property
+    def drops(self) -> bool:
+        """True if passes that learn have dropout, on this stage or another one: all of them plan alike."""
+        return any(map(drops, self.parts)) if self.pipeline is None else self.pipeline.drops
 
     @property
     def adapted(self) -> bool:

@@ -189,8 +189,7 @@ class TrainEngine:
             model.compile()
         self._compiling = compile
         self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
-        modules = (module for part in self.sharded.parts for module in part.modules())
-        self._drops = bool(model.config.dropout) or any(getattr(module, "dropping", ()) for module in modules)
+        self._drops = self.sharded.drops
         limits = limits_of(self.sharded, micro_tokens, parity=parity)
         self.limits = replace(limits, several=self.noise is not None, dropout=self._drops, offload=offload)
         self.device = next(iter(self.optimizers.parameters.values())).device
