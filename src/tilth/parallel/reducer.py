@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from tilth.core.errors import CheckpointError
 from tilth.parallel.comm import Collective, Group, all_reduce, reduce_scatter
 
 
@@ -29,6 +30,12 @@ class GradientReducer:
     def state(self) -> Mapping[str, Tensor]:
         """Return the tensors that the next step depends on, by name."""
         return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the ``state`` of a checkpoint; empty before the first sum. CheckpointError if it does not fit."""
+        if state:
+            message = f"a checkpoint has {next(iter(state))} of a reducer of gradients, and {type(self).__name__} keeps"
+            raise CheckpointError(f"{message} nothing; train on with the reducer that it was saved with", key="reducer")
 
 
 EXACT = GradientReducer()

@@ -7,17 +7,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
+import safetensors.torch
 import torch
 
-from tilth.checkpoint import Group, Saver, Share, open_checkpoint, state_layouts
+from tilth.checkpoint import Checkpoint, Group, Saver, Share, open_checkpoint, state_layouts
 from tilth.checkpoint.copies import AtRest, Copies
 from tilth.checkpoint.manifest import Report
 from tilth.checkpoint.memory import MemorySaver
 from tilth.checkpoint.storage import storage_of
 from tilth.cluster.protocol import transfer
+from tilth.config.axes import DATA, MODEL
 from tilth.core.checksum import checksum
 from tilth.core.errors import CheckpointError, NonFiniteError, ReplicaMismatch, StorageError
+from tilth.core.layout import Layout, Mesh, Replicate
 from tilth.parallel.dims import ParallelDims
+from tilth.parallel.reducer import GradientReducer
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.batch import MicroBatchLimits
 from tilth.trace.spans import span
@@ -69,7 +73,7 @@ class Stateful:
     @transfer(split="all", gather="first", reads=True)
     def kept(self) -> list[str]:
         """Return the names of its groups."""
-        return list(self.groups())
+        return list(self.saved())
 
     @transfer(split="all", gather="all", patient=True, reads=True)
     def save(self, folder: str, background: bool) -> str:
@@ -186,13 +190,58 @@ class Learner(Stateful):
         return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
 
     def saved(self) -> Groups:
+        found = self._learned()
+        plain = type(self._reducer) is GradientReducer  # which keeps nothing
+        return found if plain else found | {self._reducing: self._left_out()}
+
+    def _learned(self) -> Groups:
+        """Return its groups without a frozen base."""
         groups, sharded = self.groups(), self.sharded
-        if state := list(sharded.gradients.reducer.state()):
-            message = f"{type(sharded.gradients.reducer).__name__} keeps {state[0]}, which no checkpoint holds yet"
-            raise CheckpointError(message, key="reducer.state")
         if self._frozen:
             groups[self._names[0]] = weights_group(sharded, sharded.learned)
         return groups
+
+    @property
+    def _reducer(self) -> GradientReducer:
+        return self.sharded.gradients.reducer
+
+    @property
+    def _reducing(self) -> str:
+        """Name of the group with the reducer's state."""
+        return f"{self._names[0]}_reducer"
+
+    def _left_out(self) -> Group:
+        """Return the state of the reducer on each rank, as the bytes of a safetensors file; a collective call."""
+        grid, state = self.grid, self._reducer.state()
+        blob = safetensors.torch.save({name: t.detach().cpu().clone() for name, t in state.items()})
+        sizes = torch.zeros(len(grid.mesh), dtype=torch.int64)
+        sizes[grid.mesh.ranks.index(grid.rank)] = len(blob)
+        sizes = grid.sum(sizes, *DATA, *MODEL)
+        layouts = {
+            self._part_of(rank): Layout(Mesh(("rank",), (1,), (rank,)), (Replicate(),), (size,))
+            for rank, size in zip(grid.mesh.ranks, sizes.tolist())
+        }
+        own = {self._part_of(grid.rank): torch.frombuffer(bytearray(blob), dtype=torch.uint8)}
+        return Group(own, layouts, dict.fromkeys(layouts, torch.uint8))
+
+    def _part_of(self, rank: int) -> str:
+        """Return the name of a rank's state of the reducer: a gradient is another one under another layout."""
+        mesh = self.grid.mesh
+        sizes = ".".join(f"{name}{size}" for name, size in zip(mesh.names, mesh.sizes) if size > 1)
+        return f"{sizes or 'one'}/{mesh.ranks.index(rank)}"
+
+    def _restore_reducer(self, checkpoint: Checkpoint) -> None:
+        """Give the reducer its state. CheckpointError: it is of another layout, or of another reducer."""
+        name, own, state = self._reducing, self._part_of(self.grid.rank), dict[str, torch.Tensor]()
+        if name in checkpoint.groups:
+            if own not in (there := checkpoint.names(name)):
+                message = (
+                    f"{checkpoint.path}: its reducer of gradients left out what belongs to {there[0]}, not to {own}"
+                )
+                raise CheckpointError(f"{message}; load it in the layout that saved it", key=f"{name}.layout")
+            blob = checkpoint.read(name, own).numpy().tobytes()
+            state = {n: tensor.to(self.sharded.device) for n, tensor in safetensors.torch.load(blob).items()}
+        self._reducer.restore(state)
 
     def _base_sums(self) -> dict[str, int]:
         """Return the checksums of this rank's part of the frozen weights."""
@@ -243,7 +292,7 @@ class Learner(Stateful):
     @transfer(split="all", gather="first", patient=True)
     def load(self, path: str, position: Mapping[str, float]) -> None:
         with self._changing():
-            read_state(path, self.saved(), self.sharded, self.groups())
+            self._restore_reducer(read_state(path, self._learned(), self.sharded, self.groups()))
         if self._frozen and (wrong := [n for n, value in self._base_sums().items() if value != self._frozen[n]]):
             message = f"{wrong[0]}: other bits than when the base was loaded, although nothing writes to it"
             raise ReplicaMismatch(message, key="base")
@@ -255,8 +304,9 @@ class Learner(Stateful):
         return self.engine.compile_seconds
 
 
-def read_state(path: str, groups: Groups, sharded: ShardedModel, whole: Groups | None = None) -> None:
-    """Fill tensors of a model in place from a checkpoint of any layout; a collective call. CheckpointError.
+def read_state(path: str, groups: Groups, sharded: ShardedModel, whole: Groups | None = None) -> Checkpoint:
+    """Fill tensors of a model in place from a checkpoint of any layout, which it returns; a collective call.
+    CheckpointError.
 
     whole: what earlier checkpoints hold of these groups, with the base of adapters.
     """
@@ -268,6 +318,7 @@ def read_state(path: str, groups: Groups, sharded: ShardedModel, whole: Groups |
             group = whole[name]
         checkpoint.restore(name, group.tensors, group.layouts, grid.rank, share)
     sharded.reshard()
+    return checkpoint
 
 
 def replicas(grid: ParallelDims) -> Share | None:
