@@ -1,7 +1,11 @@
 """Factories of roles: each makes its role on the device of its own worker."""
 
+import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -14,6 +18,9 @@ from tilth.core.layout import Mesh
 from tilth.launch import workers
 from tilth.models import parity
 from tilth.models.config import DecoderConfig
+from tilth.models.decoder import Decoder
+from tilth.parallel.sharded import ShardedModel
+from tilth.plan.flops import sequence_flops
 
 CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2)
 MESH = Mesh(("dp",), (1,), (1,))
@@ -60,10 +67,31 @@ def test_without_a_gpu_no_device_is_set(monkeypatch):
     assert workers.prepare(context(1), from_dict({"train": {"device": "cpu"}})) == torch.device("cpu")
 
 
-def test_activations_are_not_offloaded_from_a_cpu():
-    recipe = from_dict({"train": {"device": "auto", "offload": 0.5}})
+@pytest.mark.parametrize("share", [0.5, "auto"])
+def test_activations_are_not_offloaded_from_a_cpu(share):
+    recipe = from_dict({"train": {"device": "auto", "offload": share}})
     with raises(RecipeError, "train.offload.device"):
         workers.shard_model(Context("policy", MESH, 1, 1, InlineStore(), 0), recipe, CONFIG)
+
+
+def test_what_moves_to_the_host_is_decided_by_sizes_rates_and_memory(monkeypatch):
+    monkeypatch.setattr(workers, "measured_flops", lambda device, dtype: 1e9)
+    monkeypatch.setattr(workers, "host_bandwidth", lambda device: 1e6)
+    config = replace(CONFIG, num_layers=5)
+    recipe = from_dict({"train": {"device": "auto", "offload": "auto", "micro_tokens": 1000}})
+    sharded = ShardedModel.alone(Decoder(config))
+    engine = workers.train_engine(recipe, sharded, recipe.optimizer)
+    limits = pickle.loads(pickle.dumps(engine.limits)).offload
+    assert (limits.layers, limits.bandwidth) == (5, 1e6) and 0 < limits.host < psutil.virtual_memory().total
+    lengths = np.array([10, 500])
+    whole = [sequence_flops(config, n).forward - 2 * n * 8 * 8 for n in lengths]  # without the head
+    assert limits.seconds(lengths) == pytest.approx(np.array(whole) / 5 / 1e9)
+    assert 8 * 4 * 2 < limits.per_token < 8 * 4 * 100 and sharded.model.offload is not None
+    assert [engine.limits.moved(n) for n in (1000, 2000)] == [0.0, pytest.approx(5 / 6)]
+    plain = workers.train_engine(
+        recipe.replaced("train", offload=0.0), ShardedModel.alone(Decoder(config)), recipe.optimizer
+    )
+    assert plain.limits.offload == 0 and plain.model.offload is None
 
 
 @pytest.mark.parametrize("role", ["policy", "critic", "reference", "reward_model"])

@@ -211,6 +211,7 @@ def test_a_value_model_takes_the_policy_of_its_decoder():
     ("keys", "key"),
     [
         (["train.offload=1", "train.device=cpu"], "train.offload.device"),
+        (["train.offload=auto", "train.device=cpu"], "train.offload.device"),
         (["train.offload=0.5", "train.checkpointing=true"], "train.offload"),
         (["train.offload=1.5"], "train.offload"),
         (["train.offload=most"], "train.offload"),
@@ -231,6 +232,7 @@ def test_what_contradicts_is_refused_by_name(keys, key):
         (["true"], 1.0),
         (["false"], 0.0),
         (["false", "train.offload=0.5"], 0.5),
+        (["false", "train.offload=auto"], "auto"),
     ],
 )
 def test_recipes_of_earlier_versions_name_all_or_nothing(keys, share):

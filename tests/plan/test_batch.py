@@ -21,8 +21,10 @@ from tilth.plan.batch import (
     plan_batch,
     plan_rows,
 )
+from tilth.plan.offload import OffloadLimits
 from tilth.plan.packing import divide, micro_batches
 
+HOST = OffloadLimits(6, 1.0, 1.0, 1e9, np.zeros_like)
 PROMPTS = [[1], [1, 2], [1, 2, 3, 4, 5, 6, 7, 8], [9] * 12]
 SAMPLES = st.lists(
     st.tuples(st.sampled_from(PROMPTS), st.integers(0, 9), st.integers(0, 3)), max_size=24
@@ -220,5 +222,8 @@ def test_each_micro_batch_has_the_share_that_moves_to_the_host():
     table = RowTable(*(np.array(column, np.int64) for column in ([10, 30, 20, 10, 120], [1] * 5, [0] * 5)))
     plan = plan_rows(table, MicroBatchLimits(40, offload=0.25))
     assert {micro.offload for micro in plan.learn} == {0.25} and plan.learn is plan.score
+    plan = plan_rows(table, MicroBatchLimits(40, offload=HOST))
+    shares = {int(table.lengths[micro.rows].sum()): micro.offload for micro in plan.learn}
+    assert shares.pop(120) == pytest.approx(6 * (120 - 40) / (4 * 120)) and set(shares.values()) == {0.0}
     assert pickle.loads(pickle.dumps(plan)).learn[0].offload == plan.learn[0].offload
     assert {micro.offload for micro in plan_rows(table, MicroBatchLimits(40)).learn} == {0.0}

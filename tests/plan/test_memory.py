@@ -84,6 +84,8 @@ def test_on_a_gpu_copies_that_are_saved_and_libraries_are_in_host_memory():
     [
         (["train.offload=1"], 1.0),
         (["train.offload=0.5"], 0.5),
+        (["train.offload=auto"], 0.0),
+        (["train.offload=auto", "train.micro_tokens=8"], 6 * (16 - 8) / (4 * 16)),  # rows of 16 tokens
     ],
 )
 def test_activations_on_the_host_leave_two_layers_and_what_does_not_move(keys, share):

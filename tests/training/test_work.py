@@ -21,6 +21,7 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.plan.flops import Flops, attended, pass_flops, sequence_flops
 from tilth.trace import recorder, span
+from tilth.training import rate
 from tilth.training.engine import negative_log_likelihood
 from tilth.training.packed import WorkAmounts, packed_logprobs, packed_values
 
@@ -142,3 +143,11 @@ def test_a_shared_prompt_is_work_once():
     done = trained.update(tokens, mask, {}, negative_log_likelihood(float(mask.sum())))
     assert done.computed == 10 and done.flops == pass_flops(SHAPE, 10, 49).both
     assert done.flops < sequence_flops(SHAPE, tokens.lengths).both / 2
+
+
+def test_a_link_is_measured_in_its_slower_direction(monkeypatch):
+    monkeypatch.setattr(rate, "COPIED", 1 << 20)
+    assert 1e7 < rate.host_bandwidth(torch.device("cpu")) < 1e13
+    seconds = iter([0.5, 0.25])
+    monkeypatch.setattr(rate, "_least_seconds", lambda work, device: next(seconds))
+    assert rate.host_bandwidth(torch.device("cpu")) == (1 << 20) / 0.5

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -106,6 +106,9 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return _PLAIN[annotation] + _range(metadata)
     if get_origin(annotation) is dict:
         return "a table"
+    if get_origin(annotation) is Annotated:
+        base, field = get_args(annotation)
+        return _values(base, field.metadata)
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(map(_values, get_args(annotation)))
     items = [a for a in get_args(annotation) if a is not Ellipsis]

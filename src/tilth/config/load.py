@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -435,7 +435,7 @@ def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:
     for problem in error.errors(include_url=False):
         place = tuple(part for part in problem["loc"] if part != "[key]")
         key = keys().get(".".join(map(str, place[:2])))
-        if key is not None and get_origin(key.field.annotation) is UnionType:
+        if key is not None and get_origin(key.field.annotation) in (Union, UnionType):
             place = place[:2] + place[3:]  # without the member of the union
         if "options" in place[1:3]:  # the value of an option is wrong as a whole, by each member of its union
             place = place[: place.index("options") + 2]

@@ -359,10 +359,10 @@ class TrainConfig(Section):
         description="recompute each layer's activations in the backward pass; selective: all but the outputs of matrix "
         "products and attention",
     )
-    offload: Share = Field(
+    offload: Literal["auto"] | Share = Field(
         0.0,
         description="on a GPU: share of the rows of the layers' activations that moves to host memory until the "
-        "backward pass",
+        "backward pass; auto: of a sequence longer than micro_tokens, what exceeds the memory of that many tokens",
     )
     compile: bool = Field(False, description="torch.compile the training forward and backward")
     routing: Literal["own", "compare", "replay"] = Field(

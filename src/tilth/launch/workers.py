@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -28,8 +29,11 @@ from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.layout import layouts, policy_layouts
+from tilth.plan.flops import layer_seconds
+from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
+from tilth.plan.offload import OffloadLimits
+from tilth.plan.working import LargestMicroBatch, ShardFactors, layer_bytes
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
 from tilth.roles.judge import JudgeWorker
@@ -46,8 +50,11 @@ from tilth.runs.models import REWARD_MODEL, load_beginning, load_model, wants_to
 from tilth.training.engine import TrainEngine
 from tilth.training.experts import ExpertOptions
 from tilth.training.packed import appraise, rate
+from tilth.training.rate import host_bandwidth, measured_flops
 
 VALUES = ("value_head",)
+HOST_PART = 0.5
+"""Share of the available host memory that activations may take."""
 
 
 def policy(context: Context, recipe: Recipe, config: DecoderConfig) -> PolicyWorker | RewardModelWorker:
@@ -333,6 +340,19 @@ def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig
         on_nan=recipe.guard.on_nan,
         seed=recipe.seed,
         experts=ExpertOptions(t.router_balance, t.router_z, t.router_correction, t.routing == "replay"),
-        offload=t.offload,
+        offload=offload_limits(recipe, sharded) if t.offload == "auto" else t.offload,
         **more,
     )
+
+
+def offload_limits(recipe: Recipe, sharded: ShardedModel) -> OffloadLimits:
+    """Return what decides which share of a long sequence's activations moves to the host: predicted sizes and times of
+    a layer, a measured link, and the rank's part of the host memory that is available."""
+    t, grid, device = recipe.train, sharded.grid, sharded.device
+    shape, layers = tp_part(sharded.model.config, grid.size("tp")), sum(len(p.model.layers) for p in sharded.parts)
+    spread = grid.size("tp") if recipe.policy.layout.sp else 1
+    micro = LargestMicroBatch(t.micro_tokens, t.micro_tokens, t.micro_tokens, False, 1.0)
+    size = layer_bytes(recipe, ShardFactors(0, 0, shape, 0, spread), t.micro_tokens, micro) / t.micro_tokens
+    host = HOST_PART * psutil.virtual_memory().available / max(1, torch.cuda.device_count())
+    seconds = partial(layer_seconds, shape, measured_flops(device, DTYPES[t.precision]))
+    return OffloadLimits(layers, size, host_bandwidth(device), host, seconds)

@@ -14,6 +14,7 @@ import numpy as np
 
 from tilth.core.batch import Batch, Jagged
 from tilth.core.errors import ArgumentError, PlanError
+from tilth.plan.offload import OffloadLimits, ratios
 from tilth.plan.packing import divide, micro_batches
 
 WORTH = 0.9
@@ -111,8 +112,14 @@ class MicroBatchLimits:
     """True: a pass that learns has two micro-batches or more, unless there is one row."""
     dropout: bool = False
     """True: the model has dropout, under which each row has a mask of its own and no prompt is shared."""
-    offload: float = 0.0
-    """Share of the activations' rows that moves to the host."""
+    offload: float | OffloadLimits = 0.0
+    """Share of the activations' rows that moves to the host, or what decides it for more than ``tokens``."""
+
+    def moved(self, tokens: int) -> float:
+        """Return the share of the activations' rows of a micro-batch that moves to the host."""
+        if not isinstance(self.offload, OffloadLimits):
+            return self.offload
+        return float(ratios(np.array([tokens]), 1, self.tokens, self.offload)[0])
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -232,8 +239,8 @@ def _split(table: RowTable, limits: MicroBatchLimits, most: int, costs: RowCosts
         shared, sizes, in_trees = [], sizes[:0], in_trees[:0]
     alone = np.setdiff1d(np.arange(len(lengths)), in_trees)
     sizes = np.maximum(sizes, np.array([lengths[g].sum() // COPIES for g in shared], np.int64))
-    found = [(tuple(shared[u] for u in units), True) for units in micro_batches(sizes, most)]
-    found += [((alone[rows],), False) for rows in micro_batches(lengths[alone], most)]
+    found = [(tuple(shared[u] for u in units), True, sizes[units]) for units in micro_batches(sizes, most)]
+    found += [((alone[rows],), False, lengths[alone[rows]]) for rows in micro_batches(lengths[alone], most)]
     whole, once = costs(lengths), costs(prefixes)
     return tuple(
         PlannedMicroBatch(
@@ -241,9 +248,9 @@ def _split(table: RowTable, limits: MicroBatchLimits, most: int, costs: RowCosts
             trees,
             float(sum(whole[g].sum() - trees * (len(g) - 1) * once[g[0]] for g in groups)),
             table.check(np.concatenate(groups), shared=trees),
-            limits.offload,
+            limits.moved(int(tokens.sum())),
         )
-        for groups, trees in found
+        for groups, trees, tokens in found
     )
 
 

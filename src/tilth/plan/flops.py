@@ -47,6 +47,12 @@ def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True, 
     return Flops(tokens * one.forward, tokens * one.backward)
 
 
+def layer_seconds(shape: DecoderShape, rate: float, lengths: np.ndarray) -> np.ndarray:
+    """Return the seconds of one layer's forward pass over each sequence at ``rate`` FLOP/s: float64 [n]."""
+    passes = [pass_flops(shape, n, n * (n + 1) // 2, head=False).forward for n in np.asarray(lengths).tolist()]
+    return np.array(passes, np.float64) / (shape.num_layers * rate)
+
+
 def attended(lengths: np.ndarray, window: int | None = None) -> int:
     """Count pairs of a token and one that it attends to, over all sequences; a window includes the token."""
     n = np.asarray(lengths, np.int64)

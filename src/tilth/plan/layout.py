@@ -334,7 +334,7 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     spread = tp if wanted.sp else 1
     copies = mesh.size(*mesh.copies)
     stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
-    found = ShardFactors(here, gathered, _part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
+    found = ShardFactors(here, gathered, tp_part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
     adapters = _adapters(recipe, role, shape, mesh, rank, stage is not None)
     return found._replace(stage=stage, ring=tokens > 1 and wanted.cp_style == "ring", adapters=adapters)
 
@@ -416,7 +416,7 @@ def _shapes(shape: DecoderShape, value: bool) -> Mapping[str, Sizes]:
     return parameter_shapes(shape, value=value)
 
 
-def _part(shape: DecoderShape, tp: int) -> DecoderShape:
+def tp_part(shape: DecoderShape, tp: int) -> DecoderShape:
     """Return the shape that each rank along tp computes with (vocabulary: the largest part)."""
     part: Any = shape
     return replace(

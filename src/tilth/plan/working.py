@@ -4,8 +4,11 @@ Live tensors are counted as torch allocates them, at the moments with the most o
 its maximum length, and unknown amounts (lengths of given answers, dropped groups) at their maximum.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from tilth.config.open_sets import OPTIMIZERS
 from tilth.config.schema import Recipe
@@ -26,6 +29,7 @@ from tilth.plan.kernels import (
     round_up,
     slots_for,
 )
+from tilth.plan.offload import OffloadLimits, ratios
 from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, routing_bytes
 
 FP32 = 4
@@ -289,7 +293,7 @@ def _moments(
     )
     inside = (Item("slack of the allocator", slack), *weights)
     logits = logits_bytes(recipe, cut, micro.chosen, micro.temperature, learns=True) if head else 0
-    moved = int(recipe.train.offload * kept * (cut.layers - 1) / cut.layers)  # the last layer's stay
+    moved = int(_moved(recipe, cut, micro) * kept * (cut.layers - 1) / cut.layers)  # the last layer's stay
     there = (Item("activations on the host", moved, host=True),) if moved else ()
     here = kept - moved + (layer if moved else 0)  # one on its way is in both places
     yield Item("gradients", before + flying), Item("activations", here), *there, Item("logits", logits), *inside
@@ -301,6 +305,14 @@ def _moments(
     whole = OPTIMIZERS[recipe.optimizer.name].needs == "matrices"
     scratch = MATMUL_WORK[recipe.optimizer.muon_precision] * FP32 * largest if whole else 0
     yield Item("gradients", own), Item("scratch of the optimizer", scratch), *inside
+
+
+def _moved(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch) -> float:
+    """Return the share of the activations' rows that moves to the host."""
+    if recipe.train.offload != "auto":
+        return recipe.train.offload
+    limits = OffloadLimits(cut.layers, 1.0, math.inf, math.inf, np.zeros_like)
+    return float(ratios(np.array([micro.computed * cut.tokens]), 1, recipe.train.micro_tokens, limits)[0])
 
 
 def _kept(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch, layer: int, longest: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows
+from tilth.plan.offload import OffloadLimits
 from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
 from tilth.trace.spans import span
@@ -153,12 +154,12 @@ class TrainEngine:
         ema: float = 0.0,
         watch: Collection[str] = (),
         experts: ExpertOptions = ROUTERS_ALONE,
-        offload: float = 0.0,
+        offload: float | OffloadLimits = 0.0,
     ) -> None:
         """scorer: fills in what the loss needs of a micro-batch; ``training.packed.appraise`` for a value model.
         schedule: order of the passes of the model's parts (``plan.pipeline.SCHEDULES``); "": the model's own. ema:
         decay of an average of the weights; 0: none. watch: further metrics (train.watch). experts: how routers learn.
-        offload: share of the activations' rows that moves to the host, without a plan that says more.
+        offload: share of the activations' rows that moves to the host, or what decides it for each micro-batch.
         on_nan: a step whose loss or gradient is not finite is left out ("skip"), or it and the ``LEFT_OUT``-th in a row
         raise NonFiniteError.
         RecipeError for what cannot work on parts of parameters."""

@@ -1,11 +1,14 @@
-"""Rate of matrix products on this machine, the base of MFU."""
+"""Rates of this machine: of matrix products, the base of MFU, and of copies between device and host."""
 
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
 SIZE = {"cpu": 768, "cuda": 8192}
+COPIED = 1 << 26
+"""Bytes of a copy whose time is measured."""
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -21,14 +24,26 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str) -> float:
     n = SIZE.get(device.type, SIZE["cuda"])
     a = torch.ones(n, n, device=device, dtype=dtype)
+    return 2.0 * n**3 / _least_seconds(lambda: torch.mm(a, a), device)
+
+
+def host_bandwidth(device: torch.device) -> float:
+    """Measure the bytes a second between a device and host memory that it can reach, in the slower direction."""
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pairs = ((here, there), (there, here))
+    return COPIED / max(_least_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in pairs)
+
+
+def _least_seconds(work: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for _ in range(6):  # the first one warms up
         _wait(device)
         started = time.perf_counter()
-        torch.mm(a, a)
+        work()
         _wait(device)
         seconds.append(time.perf_counter() - started)
-    return 2.0 * n**3 / min(seconds[1:])
+    return min(seconds[1:])
 
 
 def _wait(device: torch.device) -> None:
