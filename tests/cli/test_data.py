@@ -10,6 +10,7 @@ from tokenizers import processors
 from typer.testing import CliRunner
 
 from tests.data.test_examples import pair_tokenizer
+from tests.launch.laws import costs_of
 from tilth.cli.data import coloured, plain, runs
 from tilth.cli.main import app
 from tilth.config.load import from_dict
@@ -19,6 +20,7 @@ from tilth.data.prompts import load_source
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch.data_view import Lengths, ShownExample, look
+from tilth.plan.costs import save_costs
 
 TALKS = [
     {
@@ -91,6 +93,57 @@ def test_packing_is_that_of_the_trainer(talks):
     total = round(found.packing.fill * found.packing.micro_batches * 90)
     assert found.packing.rows == 3 and found.packing.micro_batches == (2 if total > 90 else 1)
     assert found.packing.padding == pytest.approx(1 - total / (3 * whole.most))
+
+
+def long_and_short(tmp_path, count=64, **sections):
+    """One record in eight is 20 times as long as the others."""
+    rows = [{"prompt": "a", "answer": "b" * (300 if i % 8 == 0 else 15)} for i in range(count)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"template": "", "tokenizer": ""}
+    given = {"supervised": {"steps": 1, "batch": 16}, "model": {"context": 512}, "train": {"micro_tokens": 512}}
+    workers = {"cluster": {"backend": "local", "workers": 4}, "run": {"dir": str(tmp_path / "runs")}}
+    return sft(tmp_path / "long.jsonl", data=data, **{**given, **workers, **sections})
+
+
+def test_balance_is_predicted_for_this_layout_beside_others(tmp_path):
+    found = look(long_and_short(tmp_path), 0).balance
+    assert sum(b.rows for b in found.lengths) == pytest.approx(1)
+    assert sum(b.tokens for b in found.lengths) == pytest.approx(1) == pytest.approx(sum(b.cost for b in found.lengths))
+    assert [(b.least, b.most) for b in found.lengths] == [(16, 31), (256, 511)]
+    assert found.lengths[1].rows == 1 / 8 and found.lengths[1].tokens < found.lengths[1].cost
+    here = {one.balance: one for one in found.layouts if one.here}
+    assert set(here) == {"tokens", "cost", "none"} and here["cost"].layout == {"dp": 4}
+    assert here["cost"].seconds <= here["tokens"].seconds < here["none"].seconds
+    assert here["cost"].spread <= here["tokens"].spread < here["none"].spread
+    others = [one for one in found.layouts if not one.here]
+    assert others and all(one.balance == "tokens" and one.seconds > 0 for one in others)
+    assert [one.seconds for one in others] == sorted(one.seconds for one in others)
+    assert len({str(one.layout) for one in found.layouts}) == len(others) + 1
+
+
+def test_costs_of_a_file_predict_the_update(tmp_path):
+    save_costs(costs_of(1e-3), tmp_path / "costs.json")
+    made = long_and_short(tmp_path, cluster={"costs": str(tmp_path / "costs.json")})
+    view = look(made, 0)
+    (here,) = [one for one in view.balance.layouts if one.balance == "cost" and one.here]
+    tokens = view.lengths["example"]
+    assert view.balance.error == 0.01 and "costs.json" in view.balance.source and here.layout == {}
+    batch = 1e-3 * view.packing.fill * view.packing.micro_batches * view.packing.room
+    assert here.seconds == pytest.approx(batch, rel=0.1) and here.spread == here.idle == 0
+    assert tokens.most > 300
+
+
+def test_balance_is_shown_and_in_json(tmp_path):
+    recipe = long_and_short(tmp_path)
+    text = (
+        f'flow = "sft"\n[data]\nsource = "{recipe.data.source}"\nholdout = 0.0\n[supervised]\nsteps = 1\nbatch = 16\n'
+    )
+    more = ["model.context=512", "cluster.backend=local", "cluster.workers=2", f"run.dir={tmp_path}"]
+    shown = call("data", "show", toml(tmp_path, text), *more)
+    assert shown.exit_code == 0, shown.output
+    assert "256 to 511" in shown.stdout and "dp=2" in shown.stdout and "none" in shown.stdout
+    plain_ = json.loads(call("data", "show", toml(tmp_path, text), *more, "--json").stdout)["balance"]
+    assert {one["balance"] for one in plain_["layouts"] if one["here"]} == {"tokens", "cost", "none"}
 
 
 def test_a_part_of_a_large_source_is_told(talks, monkeypatch):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.errors import raises
+from tests.launch.laws import costs_of
 from tests.plan.test_mapping import brute_force
 from tilth.config.checks import check_cluster
 from tilth.config.load import dump_toml, from_dict
@@ -111,6 +112,14 @@ def test_what_fits_nowhere_is_named_with_what_it_needs():
     with raises(RecipeError, "cluster.search") as found:
         find_mapping(heads)
     assert "policy.layout" in str(found.value)
+
+
+def test_measured_costs_replace_the_rate_of_the_device():
+    """One device has all sequences of a step, each as long as it can be."""
+    given = asked(1, kind="cpu", flow="sft", supervised={"steps": 1, "batch": 8}, algorithm={})
+    found = find_mapping(replace(given, costs=costs_of(1e-2, 1e-4))).best.seconds[STAGES.index("train")]
+    assert found == pytest.approx(8 * (64 * 1e-2 + 64**2 * 1e-4), rel=0.01)
+    assert found > 10 * find_mapping(given).best.seconds[STAGES.index("train")]
 
 
 def test_all_devices_are_used_if_asked():

@@ -7,13 +7,16 @@ from itertools import groupby
 from operator import itemgetter
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from tilth.cli.main import DataShowCommand
-from tilth.cli.tables import Terminal
+from tilth.cli.tables import Terminal, new_table
 from tilth.cli.tables import show as show_parts
+from tilth.launch.data_balance import BalanceReport
 from tilth.launch.data_view import ShownExample, View, look
 from tilth.runs.trust import load_named
+from tilth.ui import format
 
 SHOWN = 600  # most tokens of an example in the terminal
 
@@ -25,7 +28,8 @@ def show(options: DataShowCommand) -> None:
         typer.echo(json.dumps(asdict(view), ensure_ascii=False))
     else:
         on_terminal = Terminal().is_terminal
-        show_parts(*lines(view), *(coloured(one) if on_terminal else plain(one) for one in view.examples))
+        tables = balance_tables(view.balance) if view.balance else []
+        show_parts(*lines(view), *tables, *(coloured(one) if on_terminal else plain(one) for one in view.examples))
     if view.problems:
         raise typer.Exit(1)
 
@@ -54,6 +58,31 @@ def lines(view: View) -> list[str]:
     rows += [("", note) for note in view.notes]
     rows += [("would stop", problem) for problem in view.problems]
     return [f"{name:<14} {text}" for name, text in rows]
+
+
+def balance_tables(found: BalanceReport) -> list[Table | str]:
+    """Return the histogram of lengths, and the balance of layouts."""
+    shares = [(f"{b.least:,} to {b.most:,}", *map(format.part, (b.rows, b.tokens, b.cost))) for b in found.lengths]
+    names = "tokens", "of sequences", "of tokens", "of cost"
+    titles = "layout", "balance", "spread", "idle", "padding", "update"
+    rows = [
+        (
+            " ".join(f"{axis}={n}" for axis, n in one.layout.items()) or "one device",
+            one.balance,
+            f"{one.spread:.2f}",
+            format.part(one.idle),
+            format.part(one.padding),
+            format.brief(one.seconds),
+        )
+        for one in found.layouts
+    ]
+    error = "" if found.error is None else f", error {found.error:.1%}"
+    return [
+        "",
+        new_table(*names, right=names[1:], rows=shares),
+        f"\npredicted before any training, by {found.source}{error}; the recipe's layout first:",
+        new_table(*titles, right=titles[2:], rows=rows),
+    ]
 
 
 def _lengths(view: View, name: str) -> str:

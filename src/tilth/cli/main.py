@@ -335,7 +335,14 @@ data = group("data", "Inspect data.")
 
 @command("show", "data:show", data)
 class DataShowCommand(NamedTuple):
-    """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1)."""
+    """Show what a model will see: tokens, loss mask, template, lengths, what would stop the run (exit code 1).
+
+    Of supervised steps also what lengths cost, and before any training how even the ranks of the layout would be and
+    how long an update takes, beside other balances and layouts.
+
+    balance in --json: source, error, lengths (least, most, rows, tokens, cost: shares), layouts (layout, balance, here,
+    spread, idle, padding, seconds).
+    """
 
     name: RecipeArgument
     overrides: OverridesArgument = None

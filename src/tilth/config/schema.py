@@ -465,7 +465,7 @@ class ClusterConfig(Section):
     costs: str = Field(
         "",
         description="costs that tilth trace costs --save has written, in place of a profile: implies train.balance = "
-        "cost",
+        "cost, and the mapping search takes them too",
     )
     search: Annotated[bool, Fixed("its layouts are found already")] = Field(
         False,

@@ -116,7 +116,7 @@ def build(
     loaded = load_beginning(recipe) if recipe.model.path else None
     adopt = _optimizer_of(recipe) if recipe.model.optimizer else None
     tokenizer = _tokenizer(recipe, material, loaded, earlier)
-    config = _config(recipe, loaded, tokenizer)
+    config = model_config(recipe, loaded, tokenizer)
     others = loaded_models(recipe)
     check_shape(recipe, config, {role: model.config for role, model in others.items()})
     for role, model in others.items():
@@ -340,7 +340,7 @@ def _check_holdout(recipe: Recipe, count: int, heldout: int) -> int:
     return 0
 
 
-def _config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
+def model_config(recipe: Recipe, loaded: LoadedModel | None, tokenizer: Tokenizer) -> DecoderConfig:
     """Return the shape of a new model, or of the loaded one with the recipe's dropout."""
     if loaded is None:
         return new_config(recipe.model, tokenizer.vocab_size)

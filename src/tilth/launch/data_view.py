@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from tilth.config.schema import Recipe
-from tilth.core.errors import DataError, TilthError
+from tilth.core.errors import DataError, RecipeError, TilthError
 from tilth.core.random import stream
 from tilth.data.documents import Corpus
 from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
@@ -16,9 +17,11 @@ from tilth.data.prompts import Prompt, PromptSet, load_texts, with_holdout
 from tilth.data.template import Example, Template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools
-from tilth.launch.build import CACHE, prompt_checks
+from tilth.launch.build import CACHE, model_config, prompt_checks
+from tilth.launch.data_balance import BalanceReport, balance_report
 from tilth.launch.planning import generating
 from tilth.launch.rewards import chosen_reward
+from tilth.models.config import DecoderConfig
 from tilth.plan.packing import micro_batches
 from tilth.rewards.functions import check_answers
 from tilth.runs.models import choose_tokenizer, load_model
@@ -26,6 +29,7 @@ from tilth.runs.models import choose_tokenizer, load_model
 MOST = 20_000  # most records that are tokenised, spread evenly over a larger source
 CHUNK = 256
 STEPS = 20  # steps that packing is tried on
+Shape = Callable[[], DecoderConfig]
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class View:
     """Findings of ``tilth data show``.
 
     seen: records (pretrain: pieces) that the figures describe. longer: number of each kind that exceeds its room.
-    stable: verdict on the template. problems: would stop the run.
+    stable: verdict on the template. balance: of supervised steps. problems: would stop the run.
     """
 
     flow: str
@@ -89,6 +93,7 @@ class View:
     loss_share: float | None = None
     stable: str = ""
     packing: PackingReport | None = None
+    balance: BalanceReport | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     examples: list[ShownExample] = field(default_factory=list)
@@ -106,7 +111,8 @@ def _prompts(recipe: Recipe, n: int) -> View:
     prompts = recipe_prompts(recipe)
     recipe = with_holdout(recipe, prompts)
     train, heldout = prompts.split(recipe.data.holdout)
-    tokenizer = choose_tokenizer(recipe, prompts, load_model(recipe.model.path) if recipe.model.path else None)
+    loaded = load_model(recipe.model.path) if recipe.model.path else None
+    tokenizer = choose_tokenizer(recipe, prompts, loaded)
     template = make_template(recipe.data.template, tokenizer, listed_tools(recipe.rollout.environment))
     some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
@@ -124,11 +130,11 @@ def _prompts(recipe: Recipe, n: int) -> View:
         view.problems.append(
             f"{view.longer['prompt']:,} prompts are longer than the {room} tokens that model.context leaves for them"
         )
-    pairs = recipe.flow_spec.learns == "pairs"
+    pairs, shape = recipe.flow_spec.learns == "pairs", partial(model_config, recipe, loaded, tokenizer)
     if pairs:
-        _compared(recipe, view, template, prompts, [p.index for p in some])
+        _compared(recipe, view, template, prompts, [p.index for p in some], shape)
     else:
-        _learnt(recipe, view, template, some)
+        _learnt(recipe, view, template, some, shape)
     view.problems += [text for text in _refused(recipe, prompts, template) if text not in view.problems]
     chosen = train.spread(n)
     if pairs:
@@ -151,7 +157,7 @@ def _refused(recipe: Recipe, prompts: PromptSet, template: Template) -> Iterator
             yield str(error)
 
 
-def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt]) -> None:
+def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Prompt], shape: Shape) -> None:
     """Add the findings on prompts with answers, which supervised steps learn from."""
     answered = [p for p in prompts if p.answer is not None]
     supervised = recipe.flow == "sft" or bool(recipe.supervised.steps or recipe.supervised.epochs)
@@ -179,10 +185,13 @@ def _learnt(recipe: Recipe, view: View, template: Template, prompts: Sequence[Pr
             f"{over:,} given answers are longer than rollout.max_tokens = {room} (most: {answers.max():,})"
         )
     view.loss_share = float(learnt.sum() / whole.sum())
-    view.packing = _packed(recipe, whole) if supervised else None
+    if supervised:
+        _pack(recipe, view, whole, shape)
 
 
-def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int]) -> None:
+def _compared(
+    recipe: Recipe, view: View, template: Template, prompts: PromptSet, indices: list[int], shape: Shape
+) -> None:
     """Add the findings on both answers of each pair."""
     found: list[Encoded] = []
     for start in range(0, len(indices), CHUNK):
@@ -198,7 +207,7 @@ def _compared(recipe: Recipe, view: View, template: Template, prompts: PromptSet
     view.lengths |= {"chosen": chosen, "rejected": rejected, "example": Lengths.of(whole)}
     view.longer["example"] = int((whole > recipe.model.context).sum())
     view.loss_share = float(learnt.sum() / whole.sum())
-    view.packing = _packed(recipe, whole)
+    _pack(recipe, view, whole, shape)
     view.notes.append(f"{len(found):,} pairs of {len(indices):,} prompts; of each pair the chosen answer comes first")
 
 
@@ -248,7 +257,7 @@ def _documents(recipe: Recipe, n: int) -> View:
     view.stops = [tokenizer.token(tokenizer.eos_id)]
     view.lengths["piece"] = Lengths.of(corpus.lengths)
     view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
-    view.packing = _packed(recipe, corpus.lengths)
+    _pack(recipe, view, corpus.lengths, partial(model_config, recipe, loaded, tokenizer))
     full = float((corpus.lengths == recipe.model.context).mean())
     view.notes += [
         f"{len(corpus):,} pieces, {full:.0%} of them as long as the context",
@@ -289,15 +298,19 @@ def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
     return (prompts[at : at + CHUNK] for at in range(0, len(prompts), CHUNK))
 
 
-def _packed(recipe: Recipe, lengths: np.ndarray) -> PackingReport:
-    """Pack the batches of some steps, in a random order, with the trainer's function."""
+def _pack(recipe: Recipe, view: View, lengths: np.ndarray, shape: Shape) -> None:
+    """Pack the batches of some steps, in a random order, with the trainer's function, and predict what they cost."""
     batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
     order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
     steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]
     made = sum(len(micro_batches(step, room)) for step in steps)
     tokens = sum(int(step.sum()) for step in steps)
     padded = sum(len(step) * int(step.max()) for step in steps)
-    return PackingReport(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+    view.packing = PackingReport(batch, made / len(steps), room, tokens / (made * room), 1 - tokens / padded)
+    try:
+        view.balance = balance_report(recipe, shape(), steps)
+    except RecipeError as error:  # a device without published rates; or what stops the run for another reason
+        view.notes.append(f"no balance is predicted: {error}")
 
 
 def _spelled(index: int, ids: list[int], mask: list[int], tokenizer: Tokenizer) -> ShownExample:

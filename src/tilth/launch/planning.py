@@ -26,6 +26,7 @@ from tilth.models.config import DecoderConfig
 from tilth.models.family import new_config
 from tilth.models.hf import read_config
 from tilth.models.hub import fetched
+from tilth.plan.costs import load_costs
 from tilth.plan.devices import DEVICES, DeviceType, device_type
 from tilth.plan.search import SearchInput, SearchResult, find_mapping
 from tilth.plan.shape import DecoderShape
@@ -101,7 +102,10 @@ def searched(
     """
     shape, longest, _ = described(recipe, given)
     loaded: dict[str, DecoderShape] = dict(described_models(recipe))
-    return find_mapping(SearchInput(recipe, shape, longest, kind, devices, generating(recipe), loaded, whole))
+    costs = load_costs(recipe.cluster.costs) if recipe.cluster.costs else None
+    return find_mapping(
+        SearchInput(recipe, shape, longest, kind, devices, generating(recipe), loaded, whole, costs=costs)
+    )
 
 
 def with_found_layouts(recipe: Recipe, given: Dataset | None = None) -> tuple[Recipe, str]:

@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+
 from tilth.config.axes import AXES, MODEL
 from tilth.config.checks import check_cluster
 from tilth.config.errors import RecipeError
@@ -19,6 +21,7 @@ from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
 from tilth.core.errors import ScheduleError
 from tilth.core.layout import Mesh
+from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
 from tilth.plan.flops import token_flops
 from tilth.plan.layout import Placed, check_shape, cut
@@ -49,7 +52,8 @@ class SearchInput:
     """A recipe whose roles look for devices of one type.
 
     longest: tokens of the longest sequence. loaded: role -> shape of its model if that is not the policy's. generates:
-    True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out.
+    True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out. costs:
+    measured of the policy on one device, in place of the type's rate.
     """
 
     recipe: Recipe
@@ -61,6 +65,7 @@ class SearchInput:
     loaded: Mapping[str, DecoderShape] = field(default_factory=dict)
     whole: bool = False
     tried: Callable[[LayoutConfig], bool] = lambda layout: True
+    costs: Costs | None = None
     parts: dict[Any, ShardFactors] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -194,6 +199,11 @@ def applied(recipe: Recipe, mapping: RoleMapping, per_node: int) -> Recipe:
 
 
 # ---- options of a role ----
+
+
+def policy_options(given: SearchInput) -> list[Option]:
+    """Return what each layout of the policy costs on all devices, without those that ``given.tried`` leaves out."""
+    return list(_options(given, "policy", given.devices, frozenset({"policy"})))
 
 
 def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]) -> Iterator[Option]:
@@ -391,6 +401,12 @@ def passes(
     }
     loads = {"train": (did.micros, 3 + again, did.updates), "prepare": (did.scored_micros, 1, 0)}
     rate, whole = given.device.rate(recipe.train.precision, recipe.train.matmul), sum(flops.values())
+    if given.costs is not None:
+        rate = (
+            (one.both + again * one.forward)
+            * given.longest
+            / float(given.costs.rows("policy")(np.array([given.longest]))[0])
+        )
     hidden = mesh.shards if given.device.overlaps and layout.zero == 3 else ()
     found = {}
     for name, (micros, times, updates) in loads.items():

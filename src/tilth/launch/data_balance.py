@@ -1,0 +1,162 @@
+"""Lengths of a recipe's sequences as work: what is long, how even the ranks of its layout would be, and of others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+
+from tilth.cluster.controller.balance import ROLE, padding, spread
+from tilth.config.checks import pool_of, pools
+from tilth.config.parts import LayoutConfig
+from tilth.config.schema import Recipe
+from tilth.core.layout import Mesh
+from tilth.launch.balance_costs import cached
+from tilth.launch.fitting import resolved
+from tilth.launch.planning import published
+from tilth.models.config import DecoderConfig
+from tilth.plan.batch import BalanceBy, MicroBatchLimits, RankLoad, RowCosts, RowTable, plan_batch, token_costs
+from tilth.plan.costs import Costs, load_costs
+from tilth.plan.flops import token_flops
+from tilth.plan.mapping import Option
+from tilth.plan.search import STAGES, SearchInput, policy_options
+
+BEST = 4
+"""Other layouts that are shown, the fastest ones."""
+
+
+@dataclass(frozen=True)
+class LengthShare:
+    """Sequences of ``least`` to ``most`` tokens: shares of all sequences, tokens and predicted cost."""
+
+    least: int
+    most: int
+    rows: float
+    tokens: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class LayoutBalance:
+    """Predicted means over some steps. layout: sizes of its axes; here: it is the recipe's.
+
+    spread, padding: as the metrics balance/spread and padding; idle: share of the ranks' time in which they wait for
+    the busiest; seconds: of an update, its communication included.
+    """
+
+    layout: dict[str, int]
+    balance: str
+    here: bool
+    spread: float
+    idle: float
+    padding: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BalanceReport:
+    """Costs of lengths. source: where costs come from; error: their relative error on steps not fitted, if known."""
+
+    source: str
+    error: float | None
+    lengths: list[LengthShare]
+    layouts: list[LayoutBalance]
+
+
+def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.ndarray]) -> BalanceReport:
+    """Report on the lengths of the sequences of some steps, int64 [n] each."""
+    recipe = resolved(recipe)
+    source, costs = known_costs(recipe, config)
+    every = np.concatenate(steps)
+    mean = max(1, round(float(every.mean())))
+    of_rows = costs.rows(ROLE) if costs is not None else flop_seconds(recipe, config)
+    error = max(c.error.median for c in costs.learning(ROLE)) if costs is not None else None
+    workers = pools(recipe)[pool_of(recipe, ROLE)]
+    own = recipe.policy.layout.sizes(workers)
+    kept = recipe.replaced("policy", pool="").replaced("algorithm", steps=0)
+    given = SearchInput(kept, config, mean, published(recipe, workers), workers, generates=False, costs=costs)
+    free = replace(given, recipe=kept.replaced("policy", layout=LayoutConfig()))
+    measure = Measured(recipe, steps, of_rows, mean, workers)
+    here = [option for option in policy_options(given) if option.layout.sizes(workers) == own]
+    others = [option for option in policy_options(free) if option.layout.sizes(workers) != own]
+    rows = [fastest(measure.of(option, by, here=True) for option in here) for by in get_args(BalanceBy)]
+    rows += [fastest(measure.of(option, recipe.balance, here=False) for option in others)]
+    layouts = [row for found in rows for row in found[:BEST]]
+    return BalanceReport(source, error, buckets(every, of_rows), layouts)
+
+
+def fastest(found: Iterable[LayoutBalance]) -> list[LayoutBalance]:
+    """Return the fastest of each layout first; modes of one, such as ``zero``, have equal sizes."""
+    best: dict[str, LayoutBalance] = {}
+    for one in sorted(found, key=lambda one: one.seconds):
+        best.setdefault(str(one.layout), one)
+    return list(best.values())
+
+
+def known_costs(recipe: Recipe, config: DecoderConfig) -> tuple[str, Costs | None]:
+    """Return the costs that a run of the recipe would begin with, and their origin; None before a first profile."""
+    if recipe.cluster.costs:
+        return f"cluster.costs = {recipe.cluster.costs}", load_costs(recipe.cluster.costs)
+    if (path := cached(recipe, config)).exists():
+        return "the profile of an earlier run", load_costs(path)
+    return "FLOPs of the model and published rates", None
+
+
+def flop_seconds(recipe: Recipe, config: DecoderConfig) -> RowCosts:
+    """Return a function from lengths to the seconds of both passes, by FLOPs on this machine's type of device."""
+    rate = published(recipe, 1).rate(recipe.train.precision, recipe.train.matmul)
+    first, second = (token_flops(config, seen).both for seen in (1.0, 2.0))
+    return lambda lengths: lengths * (first + (second - first) * (lengths - 1) / 2) / rate
+
+
+def buckets(lengths: np.ndarray, costs: RowCosts) -> list[LengthShare]:
+    """Return the histogram of lengths by powers of two."""
+    place = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    amounts = np.stack([np.ones(len(lengths)), lengths, costs(lengths.astype(np.float64))])
+    shares = amounts / amounts.sum(1, keepdims=True)
+    found = []
+    for power in np.unique(place).tolist():
+        rows, tokens, cost = shares[:, place == power].sum(1).tolist()
+        found.append(LengthShare(2**power, 2 ** (power + 1) - 1, rows, tokens, cost))
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Plans of some steps under layouts, by the function that plans a run's calls. mean: tokens of a sequence; workers:
+    of the policy's pool."""
+
+    recipe: Recipe
+    steps: Sequence[np.ndarray]
+    costs: RowCosts
+    mean: int
+    workers: int
+
+    def of(self, option: Option, by: BalanceBy, *, here: bool) -> LayoutBalance:
+        """Return the balance under a layout; the update of its option has sequences of the mean length alone."""
+        mesh = Mesh.of(option.layout.sizes(self.workers), tuple(range(self.workers)))
+        sizes, ranks = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}, mesh.count("rows")
+        loads = [self._loads(lengths, ranks, by) for lengths in self.steps]
+        costs = np.array([[load.cost.sum() for load in of_step] for of_step in loads])
+        one = float(self.costs(np.array([self.mean]))[0])
+        even = one * np.array([-(-len(lengths) // ranks) for lengths in self.steps])
+        update = option.seconds[STAGES.index("train")]
+        seconds = float(np.mean(update * costs.max(1) / even))
+        idle = float(np.mean(1 - costs.mean(1) / costs.max(1)))
+        return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
+
+    def _loads(self, lengths: np.ndarray, ranks: int, by: BalanceBy) -> list[RankLoad]:
+        """Plan a step by tokens, costs or in order; each rank's work in predicted seconds."""
+        table = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64))
+        limits, costs = MicroBatchLimits(self.recipe.train.micro_tokens), self.costs if by == "cost" else token_costs
+        plan = plan_batch(table, None, ranks, limits, costs=costs, balance=by)
+        found = []
+        for rows, part in zip(plan.rows, plan.ranks):
+            load = RankLoad.of(part.learn, table.take(rows))
+            whole = self.costs(lengths[rows].astype(np.float64))
+            found.append(load._replace(cost=np.array([whole[micro.rows].sum() for micro in part.learn])))
+        return found
+
+
+def _mean(figure: Callable[[Sequence[RankLoad]], float], steps: Sequence[Sequence[RankLoad]]) -> float:
+    return float(np.mean([figure(loads) for loads in steps]))
