@@ -171,3 +171,21 @@ def test_a_run_profiles_its_model_and_learns_the_same(tmp_path):
     for record in read_metrics(by_cost):
         assert record["balance/spread"] == record["balance/idle"] == record["padding"] == 0
     assert not (by_tokens / COSTS).exists()
+
+
+def test_a_profile_takes_the_shortest_of_its_tries_and_ends_in_time(tmp_path, monkeypatch):
+    clock, calls = [0.0], []
+
+    def time_passes(lengths):
+        calls.append(sum(lengths))
+        law = LAW[0] * sum(lengths) + LAW[1] * sum(n * n for n in lengths) + LAW[2]
+        clock[0] += 300 * law
+        return [law * (1 + 9 * (len(calls) % balance_costs.TRIES != 0)), 2 * law]
+
+    monkeypatch.setattr(balance_costs.time, "monotonic", lambda: clock[0])
+    policy = SimpleNamespace(mesh=(0, 1), time_passes=time_passes)
+    made = tiny.recipe(tmp_path, model={"context": 3000}, train={"micro_tokens": 50_000})
+    (found,) = balance_costs.profile(policy, made).compute
+    ranks = dict(found.ranks)
+    assert ranks[1] / ranks[0] == pytest.approx(2, rel=1e-6)
+    assert clock[0] < 20 and max(calls) < 50_000

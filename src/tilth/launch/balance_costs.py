@@ -32,7 +32,9 @@ from tilth.runs.files import to_json
 ENOUGH = 50
 """Steps of a run after which its costs are fitted on it."""
 LIMIT = 15.0
-"""Seconds after which a profile begins no further micro-batch; the last one takes at most as long as all before it."""
+"""Seconds within which a profile expects to end its last micro-batch."""
+TRIES = 3
+"""Times that a profile measures a micro-batch: the shortest counts, since other programs only make it longer."""
 SHORTEST = 32
 """Tokens of the shortest sequences of a profile, and of its smallest micro-batch."""
 FEWEST = 4
@@ -135,25 +137,24 @@ def profile(policy: WorkerGroup, recipe: Recipe) -> Costs:
     """
     times, began, last = list[PassTime](), time.monotonic(), 0.0
     for number, lengths in enumerate(micro_batches(recipe)):
-        if len(times) >= FEWEST * len(policy.mesh) and time.monotonic() - began + 4 * last > LIMIT:
+        if number >= FEWEST and time.monotonic() - began + 4 * last > LIMIT:
             break
         started = time.monotonic()
-        seconds = policy.time_passes(lengths)
+        tries = [policy.time_passes(lengths) for _ in range(TRIES)]
         last = time.monotonic() - started
-        if number:  # the first one is warm-up
-            amounts = float(sum(lengths)), float(sum(n * n for n in lengths))
-            times += [PassTime(rank, number, *amounts, took) for rank, took in enumerate(seconds)]
+        amounts = float(sum(lengths)), float(sum(n * n for n in lengths))
+        times += [PassTime(rank, number, *amounts, min(took)) for rank, took in enumerate(zip(*tries))]
     return Costs((fitted(times),), (), (), {"source": PROFILE, "seconds": round(time.monotonic() - began, 3)})
 
 
 def micro_batches(recipe: Recipe) -> Iterator[list[int]]:
-    """Yield the lengths of a profile's micro-batches, each twice: 4 times the tokens, or sequences 4 times as long, as
-    those before, up to ``train.micro_tokens`` and the context."""
+    """Yield the lengths of a profile's micro-batches: 4 times the tokens, or sequences 4 times as long, as those
+    before, up to ``train.micro_tokens`` and the context."""
     most = recipe.train.micro_tokens
     longest = min(recipe.model.context, most)
     for tokens in grown(most):
         for length in grown(min(longest, tokens)):
-            yield from ([length] * (tokens // length) for _ in range(2))
+            yield [length] * (tokens // length)
 
 
 def grown(most: int) -> list[int]:
