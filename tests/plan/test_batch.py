@@ -180,6 +180,15 @@ def test_loads_are_the_tokens_and_squares_that_are_computed(samples, limits, ran
             assert found.squares[i] == sum(n**2 - p**2 for n, p in sizes)
 
 
+def test_a_blank_is_no_load():
+    table = RowTable(np.array([7, 5]), *np.zeros((2, 2), np.int64))
+    (micro,) = plan_rows(table, MicroBatchLimits(100)).learn
+    blank = micro._replace(groups=(np.zeros(0, np.int64),), cost=0.0)
+    found = RankLoad.of((blank, micro, blank), table)
+    assert (found.tokens.tolist(), found.squares.tolist()) == ([0, 12, 0], [0, 74, 0])
+    assert [len(column) for column in RankLoad.of((), table)] == [0, 0, 0]
+
+
 def by_squares(lengths):
     return lengths.astype(np.float64) ** 2
 

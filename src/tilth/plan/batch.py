@@ -8,6 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -163,16 +164,18 @@ class RankLoad(NamedTuple):
     @classmethod
     def of(cls, micros: MicroBatches, table: RowTable) -> "RankLoad":
         """Count the work of micro-batches. table: of their rank's rows."""
-        if not micros:
-            return cls(*np.zeros((3, 0)))
-        starts = np.cumsum([0, *(len(micro.rows) for micro in micros[:-1])])
-        lengths = table.lengths[np.concatenate([micro.rows for micro in micros])].astype(np.float64)
-        tokens, squares = (np.add.reduceat(amounts, starts) for amounts in (lengths, lengths**2))
-        for i, micro in enumerate(micros):
-            for group in micro.groups if micro.shared else ():
-                prompt, again = float(table.prefixes[group[0]]), len(group) - 1
-                tokens[i], squares[i] = tokens[i] - again * prompt, squares[i] - again * prompt**2
-        return cls(np.array([micro.cost for micro in micros]), tokens, squares)
+        amounts = np.array([_amounts(micro, table) for micro in micros]).reshape(len(micros), 2)
+        return cls(np.array([micro.cost for micro in micros]), *amounts.T)
+
+
+def _amounts(micro: PlannedMicroBatch, table: RowTable) -> tuple[float, float]:
+    """Return the tokens and squares of a micro-batch; a blank has none."""
+    lengths = table.lengths[micro.rows].astype(np.float64)
+    tokens, squares = float(lengths.sum()), float((lengths**2).sum())
+    for group in micro.groups if micro.shared else ():
+        prompt, again = float(table.prefixes[group[0]]), len(group) - 1
+        tokens, squares = tokens - again * prompt, squares - again * prompt**2
+    return tokens, squares
 
 
 class BatchPlan(NamedTuple):
@@ -202,19 +205,17 @@ def plan_batch(
     rows = tuple(np.array_split(every, ranks))
     if ranks > 1 and balance != "none":
         rows = tuple(divide(costs(table.lengths), groups, ranks))
-    plans = [plan_rows(table.take(r), limits, dropout=dropout, costs=costs) for r in rows]
-    if balance == "cost":
-        plans = [_costliest_first(plan) for plan in plans]
-    return BatchPlan(rows, tuple(plans))
-
-
-def _costliest_first(plan: MicroBatchPlan) -> MicroBatchPlan:
-    score, learn = (tuple(sorted(micros, key=lambda micro: -micro.cost)) for micros in plan)
-    return MicroBatchPlan(score, score if plan.learn is plan.score else learn)
+    how = partial(plan_rows, limits=limits, dropout=dropout, costs=costs, costliest_first=balance == "cost")
+    return BatchPlan(rows, tuple(how(table.take(r)) for r in rows))
 
 
 def plan_rows(
-    table: RowTable, limits: MicroBatchLimits, *, dropout: bool = False, costs: RowCosts = token_costs
+    table: RowTable,
+    limits: MicroBatchLimits,
+    *,
+    dropout: bool = False,
+    costs: RowCosts = token_costs,
+    costliest_first: bool = False,
 ) -> MicroBatchPlan:
     """Plan the micro-batches of one rank. Nothing is shared on a rank with a row of several conversations."""
     share = limits.share and not ((table.prefixes == 0) & (table.lengths > 0)).any()
@@ -226,6 +227,8 @@ def plan_rows(
     while limits.several and len(learn) == 1 and len(table.lengths) > 1 and most > 1:
         most = min(most, total) // 2
         learn = _split(table, limits, most, costs, share=share)
+    if costliest_first:
+        score, learn = (tuple(sorted(micros, key=lambda micro: -micro.cost)) for micros in (score, learn))
     return MicroBatchPlan(score, learn)
 
 
