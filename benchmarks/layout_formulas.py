@@ -20,7 +20,7 @@ from tilth.core.layout import Layout, Mesh
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.plan.experts import dispatch_mode
-from tilth.plan.layout import cut, layouts, place
+from tilth.plan.layout import copied_along, cut, layouts, place
 from tilth.plan.memory import policy_need
 from tilth.plan.pipeline import chunks_of
 from tilth.plan.rules import rule_of
@@ -63,7 +63,7 @@ class Step:
     @property
     def held(self) -> dict[str, Layout]:
         """Parameter -> layout, of those on this rank's stage."""
-        every = layouts(self.config, self.mesh, schedule=self.schedule)
+        every = layouts(self.config, self.mesh, schedule=self.schedule, whole=self.modes.get("zero") == 1)
         return {name: layout for name, layout in every.items() if layout.mesh.has(self.rank)}
 
     @property
@@ -91,8 +91,8 @@ def formula(step: Step) -> dict[str, float]:
 
 def parameters(step: Step) -> Sent:
     """zero = 3: for each micro-batch gathered, gradients scattered, and in layers gathered again on the way back.
-    zero = 2: gathered and scattered once."""
-    for name, layout in step.held.items():
+    zero = 2: gathered and scattered once. zero = 1: whole, see ``gradients``."""
+    for name, layout in step.held.items() if step.modes.get("zero") != 1 else ():
         shards = step.mesh.expert_shards if rule_of(step.config.table, name).stacked else step.mesh.shards
         times = 2 if step.modes.get("zero") == 2 else step.rounds * (3 if name.startswith("model.layers.") else 2)
         yield (
@@ -102,13 +102,14 @@ def parameters(step: Step) -> Sent:
 
 
 def gradients(step: Step) -> Sent:
-    """Gradients are summed over copies once: 2 (n - 1) / n of them. So are those of a table that both ends have."""
-    n = step.mesh.size(*step.mesh.copies)
+    """Gradients are summed over copies once: 2 (n - 1) / n of them. So are those of a table that both ends have.
+    zero = 1: gradients are scattered and weights gathered, together as much; only parts are summed over both ends."""
     for layout in step.held.values():
-        size = most_of(layout) * step.element
-        yield label(step.mesh, step.mesh.copies), 2 * (n - 1) / n * size
+        axes = copied_along(layout)
+        n, size = step.mesh.size(*axes), most_of(layout) * step.element
+        yield label(step.mesh, axes), 2 * (n - 1) / n * size
         if layout.mesh.size("pp") > 1:
-            yield "pp", size
+            yield "pp", size / (n if step.modes.get("zero") == 1 else 1)
 
 
 def tensor(step: Step) -> Sent:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoint.make import same
-from tests.parallel.layouts import Case, batch, copied, engine_of, loss_of, rows_of, spread, weights
+from tests.parallel.layouts import Case, batch, copied, engine_of, loss_of, rows_of, spread, weights, whole
 from tilth.checkpoint import Group, Saver, begin_save, commit_save, open_checkpoint, save, state_layouts
 
 pytestmark = pytest.mark.dist
@@ -20,10 +20,11 @@ def groups_of(engine):
     """Tensors and layouts of each group, as a role keeps them."""
     sharded, state = engine.sharded, engine.optimizers.state_tensors()
     model = {n: p.detach() for n, p in sharded.parameters.items()}
+    held, kinds = sharded.update_layouts, engine.optimizers.state_dtypes(sharded.dtypes)
     return {
-        "model": (model, sharded.layouts),
-        "optimizer": (state, state_layouts(sharded.layouts, state)),
-        "ema": (engine.ema.tensors, sharded.layouts),
+        "model": (model, sharded.layouts, sharded.dtypes),
+        "optimizer": (state, state_layouts(held, kinds), kinds),
+        "ema": (engine.ema.tensors, held, dict.fromkeys(held, torch.float32)),
     }
 
 
@@ -42,12 +43,12 @@ def everything(engine):
     """Whole tensors of all groups, which every rank takes part in putting together."""
     sharded = engine.sharded
     names = list(sharded.parameters)
-    found = {"model": copied(sharded.assemble(names)), "ema": copied(sharded.assemble(names, engine.ema.tensors))}
+    found = {"model": copied(sharded.assemble(names)), "ema": copied(whole(sharded, names, engine.ema.tensors))}
     state = engine.optimizers.state_tensors()
     found["optimizer"] = {n: t.clone() for n, t in state.items() if n.startswith("step.")}
     for kind in ("exp_avg", "exp_avg_sq"):
-        whole = sharded.assemble(names, {n: state[f"{kind}.{n}"] for n in names})
-        found["optimizer"] |= {f"{kind}.{n}": t.clone() for n, t in whole.items()}
+        moments = whole(sharded, names, {n: state[f"{kind}.{n}"] for n in names})
+        found["optimizer"] |= {f"{kind}.{n}": t.clone() for n, t in moments.items()}
     return found
 
 
@@ -57,7 +58,7 @@ def train_and_save(rank, case, folder):
     for _ in range(2):
         step(engine, case)
     if folder is None:
-        parts = {name: tensors for name, (tensors, _) in groups_of(engine).items()}
+        parts = {name: tensors for name, (tensors, *_) in groups_of(engine).items()}
         parts = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in parts.items()}
     else:
         groups = {name: Group(*group) for name, group in groups_of(engine).items()}
@@ -70,7 +71,7 @@ def resume(rank, case, path, position):
     """A process that knows nothing but the checkpoint makes the third step."""
     engine = begin(rank, case, {name: torch.full_like(t, 9.0) for name, t in weights(case).items()})
     checkpoint = open_checkpoint(path)
-    for name, (tensors, layouts) in groups_of(engine).items():
+    for name, (tensors, layouts, _) in groups_of(engine).items():
         checkpoint.restore(name, tensors, layouts, rank)
     engine.sharded.reshard()
     engine.restore(position)

@@ -46,6 +46,7 @@ def test_by_default_one_worker_in_this_process():
         (["policy.layout.tp=2", "policy.layout.sp=True"], LayoutConfig(tp=2, sp=True)),
         (["policy={layout={fsdp=4}}"], LayoutConfig(fsdp=4)),
         (["policy.layout.zero=2"], LayoutConfig(zero=2)),
+        (["policy.layout.zero=1"], LayoutConfig(zero=1)),
     ],
 )
 def test_layouts_by_entry_and_by_table(overrides, layout):
@@ -84,7 +85,7 @@ def test_a_role_in_a_pool_of_its_own():
         (["polcy.layout.tp=2"], "unknown key polcy; did you mean policy?"),
         (["policy.layout.fsdp=0"], "policy.layout.fsdp = 0 is not an integer above 0"),
         (["policy.layout.sp=2"], "policy.layout.sp = 2 is not true or false"),
-        (["policy.layout.zero=1"], "policy.layout.zero = 1 is not one of 2, 3"),
+        (["policy.layout.zero=4"], "policy.layout.zero = 4 is not one of 1, 2, 3"),
         (["policy.layout=3"], f"policy.layout = 3 is not a layout, a table of {', '.join(LayoutConfig.model_fields)}"),
         (["cluster.pools.train=0"], "cluster.pools.train = 0 is not an integer above 0"),
         (["cluster.pools=3"], "cluster.pools = 3 is not a table"),

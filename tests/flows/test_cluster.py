@@ -28,6 +28,11 @@ LAYOUTS = {
     "dp": {"cluster": LOCAL},
     "fsdp": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2}}},
     "fsdp, gathered once": {"cluster": LOCAL, "policy": {"layout": {"fsdp": 2, "zero": 2}}},
+    "dp, updates divided": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"fsdp": 2, "zero": 1}},
+        "reference": {"layout": {"zero": 1}},
+    },
     "tp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2}}},
     "tp, sp": {"cluster": LOCAL, "policy": {"layout": {"tp": 2, "sp": True}}},
     "pp": {"cluster": LOCAL, "policy": {"layout": {"pp": 2}}, "reference": {"layout": {"pp": 2}}},
@@ -135,6 +140,7 @@ def one(tmp_path_factory):
 SELDOM = (
     "pp, zero-bubble",
     "dp",
+    "dp, updates divided",
     "fsdp, gathered once",
     "tp",
     "tp, sp",

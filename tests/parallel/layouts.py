@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tilth.config.axes import DATA, MODEL
 from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
@@ -70,7 +71,8 @@ class Case:
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
         names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora", "lora_dropout")
         marks = [n for n in names if getattr(self, n)]
-        return "-".join(sizes + [f"zero{self.zero}"] * (self.fsdp * self.ep > 1) + ["untied"] * (not self.tied) + marks)
+        sizes += [f"zero{self.zero}"] * (self.zero == 1 or self.fsdp * self.ep > 1)
+        return "-".join(sizes + ["untied"] * (not self.tied) + marks)
 
     @property
     def alone(self) -> "Case":
@@ -170,11 +172,19 @@ def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) 
     for _ in range(steps):
         found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts))
     found["after"] = scored(sharded, tokens, mask, **how)
-    found["gradients"] = copied(sharded.assemble(sharded.learned, gradients))
+    found["gradients"] = copied(whole(sharded, sharded.learned, gradients))
     found["end"] = copied(sharded.assemble(names))
     if engine.ema.tensors:
-        found["ema"] = copied(sharded.assemble(names, engine.ema.tensors))
+        found["ema"] = copied(whole(sharded, names, engine.ema.tensors))
     return found
+
+
+def whole(sharded: ShardedModel, names, parts):
+    """Whole tensors of parts that are divided as the updates of these parameters."""
+    if sharded.updates is None:
+        return sharded.assemble(names, parts)
+    axes, held = sharded.grid.mesh.over(*DATA, *MODEL), {name: sharded.update_layouts[name] for name in names}
+    return sharded.grid.gather_boxes(axes, held, parts, next(iter(parts.values())))
 
 
 def copied(tensors):

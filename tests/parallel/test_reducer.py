@@ -68,6 +68,7 @@ def trained(rank, case, reducer):
 
 
 CASES = {Case(fsdp=2): {"fsdp"}, Case(dp=2): {"copies"}, Case(tp=2, sp=True): {"partial"}}
+CASES[Case(dp=2, zero=1)] = {"updates"}
 CASES[Case(pp=2, fsdp=2, schedule="zero-bubble", tied=False)] = {"fsdp", "deferred"}
 
 

@@ -19,7 +19,19 @@ from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.models.family import new_config
 from tilth.parallel import sharded
-from tilth.plan.layout import Placed, alike, check_shape, cut, elements, layouts, nested, per_rank, place, ranks_of
+from tilth.plan.layout import (
+    Placed,
+    alike,
+    check_shape,
+    cut,
+    elements,
+    layouts,
+    nested,
+    per_rank,
+    place,
+    ranks_of,
+    update_layouts,
+)
 from tilth.plan.memory import BASE, TOKEN
 from tilth.plan.pipeline import stages_of
 from tilth.plan.shape import parameter_shapes, parameters
@@ -251,6 +263,29 @@ def test_zero_2_keeps_more_of_other_ranks_than_zero_3():
     assert both[0].peak - both[1].peak == two - three
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("keys", ["dp = 4", "fsdp = 4"])
+def test_zero_1_divides_optimizer_state_and_averages_alone(optimizer, keys):
+    how = f"optimizer.name={optimizer}", "train.ema=0.9"
+    (one,), many = workers_of(1, *how), workers_of(4, *how, f"policy.layout={{{keys}, zero = 1}}")
+    assert [w.seats[0].elements for w in many] == [COUNT] * 4
+    assert [w.memory.gradients for w in many] == [one.memory.gradients] * 4
+    for name in ("optimizer state", "average of the weights", "copy being saved"):
+        assert [item(w.memory, name) for w in many] == pytest.approx([item(one.memory, name) / 4] * 4, rel=0.01)
+    assert item(many[0].memory, "parameters and gradients of other ranks") == 0
+
+
+def test_zero_1_divides_updates_of_experts_over_the_ranks_that_have_them():
+    keys = "cluster.workers=4", "cluster.backend=local", "policy.layout={dp = 2, ep = 2, zero = 1}", *MOE
+    asked = load_recipe("addition-grpo", [*keys, "optimizer.name=adamw"])
+    shape, placed = new_config(asked.model, 14), place(asked)["policy"]
+    part, found = cut(asked, "policy", placed, shape, 0), layouts(shape, placed.mesh, whole=True)
+    updates = update_layouts(found, shape.table)
+    held = sum(box.numel for layout in updates.values() for box in layout.boxes(0))
+    assert part.elements == elements(found, 0) and part.updates == (4, 2)
+    assert part.updated == pytest.approx(held, rel=0.02)
+
+
 def test_replicas_hold_everything_and_less_activations():
     (one,), two = workers_of(1), workers_of(2)
     assert {w.seats[0].elements for w in two} == {COUNT}
@@ -384,8 +419,11 @@ def test_counting_layers_that_are_alike_once_gives_the_elements_of_all_parameter
         assert (part.elements, part.experts) == (elements(found, rank), elements(experts, rank))
 
 
+REAL = ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2", "ep = 2", "ep = 2, zero = 1", "fsdp = 2, zero = 1"]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("keys", ["fsdp = 2", "tp = 2", "tp = 2, sp = true", "dp = 2", "ep = 2"])
+@pytest.mark.parametrize("keys", REAL)
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_real_ranks_hold_what_was_predicted(pool, keys, role):
     overrides = [f"{role}.layout={{{keys}}}", "flow=ppo", "model.kv_heads=1", "model.tied=false"]

@@ -170,3 +170,15 @@ def test_shards_alone_are_taken_where_they_are_nearly_as_fast(seconds, axis):
     given.__dict__["problem"] = replace(given.problem, options=options, sizes=(2,))
     [pool] = find_mapping(given).best.pools
     assert getattr(pool.options[pool.roles.index("policy")].layout, axis) == 2
+
+
+def test_replicas_may_divide_their_updates_and_shards_may_not_be_whole():
+    given = asked(4)
+    tried = {(o.layout.dp, o.layout.fsdp, o.layout.zero) for o in given.problem.options("policy", 4, frozenset())}
+    assert {(4, 1, 3), (4, 1, 1), (1, 4, 3), (1, 4, 2)} <= tried
+    assert not {zero for dp, fsdp, zero in tried if (fsdp > 1 and zero == 1) or dp == fsdp == 1} - {3}
+    whole, divided = (
+        next(o for o in given.problem.options("policy", 4, frozenset()) if o.layout == LayoutConfig(dp=4, zero=zero))
+        for zero in (3, 1)
+    )
+    assert divided.held < whole.held and divided.seconds[2] < whole.seconds[2]

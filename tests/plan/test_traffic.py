@@ -54,6 +54,14 @@ def test_shards_are_gathered_each_micro_batch_or_once_an_update():
     assert sent(3, small) == pytest.approx(4 * 3 * once, rel=0.01)
 
 
+def test_zero_1_sends_what_replicas_send_and_says_what():
+    plain, divided = talks(4), talks(4, "policy.layout.zero=1")
+    assert [(t.axis, t.groups, t.bytes) for t in divided] == [(t.axis, t.groups, t.bytes) for t in plain]
+    assert "weights gathered" in divided[0].what and divided[0].updates
+    moe = ["model.family=qwen3_moe", "model.experts=4", "policy.layout={dp = 2, ep = 2, zero = 1}"]
+    assert {t.axis for t in talks(4, *moe) if t.updates} == {"dp, ep", "dp"}
+
+
 def test_scoring_gathers_too():
     twice = ["algorithm.epochs=2", "algorithm.minibatches=1"]
     plain, scored = (talks(2, "policy.layout.fsdp=2", *more)[0].bytes for more in ([], twice))

@@ -123,7 +123,7 @@ def relay_of(case: Case, rank: int, held: dict, bucket: int) -> WeightSyncWorker
 
 
 def parts(case: Case, config) -> dict:
-    found = layouts(config, mesh(case.target), engine=case.role == "rollout")
+    found = layouts(config, mesh(case.target), whole=case.role == "rollout")
     return {name: layout for name, layout in found.items() if case.role != "critic" or not name.startswith("lm_head")}
 
 

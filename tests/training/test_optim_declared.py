@@ -66,7 +66,7 @@ def test_its_state_is_kept_and_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_
 def test_the_memory_plan_goes_by_the_state_that_it_names(plugins):
     from types import SimpleNamespace
 
-    cut = SimpleNamespace(learned=100, blocks=60, adapters=0)
+    cut = SimpleNamespace(learned=100, updated=100, blocks=60, adapters=0)
     asked = {"adamw": 200, "muon": 140, "my_adamw": 200, "momentum": 100, "silent": 0}
     for name, want in asked.items():
         recipe = load_recipe("addition-grpo", [f"plugins={plugins}".replace("'", '"'), f"optimizer.name={name}"])

@@ -52,8 +52,10 @@ class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: i
     cp_style: Literal["ring", "ulysses"] = Field(
         "ring", description="with cp: send keys and values around (ring), or exchange tokens for heads (ulysses)"
     )
-    zero: Literal[2, 3] = Field(
-        3, description="with fsdp or ep: gather parameters once per step (2) or per micro-batch (3)"
+    zero: Literal[1, 2, 3] = Field(
+        3,
+        description="with fsdp or ep: gather parameters once per step (2) or per micro-batch (3); 1: parameters are "
+        "whole on each rank, and ranks that have the same (fsdp is then as dp) divide optimizer state and updates",
     )
     pp_schedule: Literal["1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b",
@@ -66,6 +68,13 @@ class LayoutConfig(create_model("Sizes", __base__=Section, **_KEYS)):  # type: i
         found = {name: getattr(self, name) for name in AXES}
         rest = math.prod(size or 1 for size in found.values())
         return {name: size or workers // rest for name, size in found.items()}
+
+    def meshed(self, workers: int) -> dict[str, int]:
+        """Return the sizes of the mesh, in which ranks that shard parameters are replicas under ``zero = 1``."""
+        found, fills = self.sizes(workers), next(name for name, axis in AXES.items() if axis.fills)
+        for name in (name for name, axis in AXES.items() if self.zero == 1 and axis.splits == ("rows", "parameters")):
+            found |= {fills: found[fills] * found[name], name: 1}
+        return found
 
 
 class RoleSection(Section):

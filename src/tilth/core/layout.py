@@ -34,6 +34,13 @@ class Box:
         """Return the box of a whole tensor; ``Box((), ())``, with one element, for a 0-d tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
+    @classmethod
+    def around(cls, boxes: "Sequence[Box]") -> "Box":
+        """Return the least box that contains these, of which there are some."""
+        offset = tuple(map(min, zip(*(box.offset for box in boxes))))
+        stop = tuple(map(max, zip(*(box.stop for box in boxes))))
+        return cls(offset, tuple(b - a for a, b in zip(offset, stop)))
+
     @property
     def stop(self) -> Shape:
         """First index behind the box in every dimension."""

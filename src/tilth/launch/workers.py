@@ -246,7 +246,8 @@ def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dic
     how: dict[str, Any] = {"value": spec.values, "schedule": spec.placed_by(recipe).layout.pp_schedule}
     if role == "rollout":
         return policy_layouts(recipe, config, mesh, schedule=how["schedule"], engine=True)
-    found = layouts(config, mesh, engine=spec.mesh == "engines", **how)
+    whole = spec.mesh == "engines" or spec.placed_by(recipe).layout.zero == 1
+    found = layouts(config, mesh, whole=whole, **how)
     if role not in SHIPPED_ROLES:
         return {name: whole_layout(layout, mesh) for name, layout in found.items()}
     return {name: layout for name, layout in found.items() if not name.startswith(HEAD)}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilth.config.axes import DATA, Split
 from tilth.core.errors import ArgumentError
-from tilth.core.layout import Mesh
+from tilth.core.layout import Box, Layout, Mesh
 from tilth.parallel import comm
 
 _groups: dict[tuple[int, tuple[int, ...], str], dist.ProcessGroup] = {}
@@ -146,6 +146,32 @@ class ParallelDims:
         found = torch.tensor(value)
         comm.all_reduce(found, group, comm.MAX).wait()
         return int(found)
+
+    def gather_boxes(
+        self, axes: Sequence[str], layouts: Mapping[str, Layout], own: Mapping[str, Tensor], like: Tensor
+    ) -> dict[str, Tensor]:
+        """Put tensors together from what the ranks along these axes have of them: each the least box around it.
+
+        own: this rank's parts, of the dtype of ``like``.
+        """
+        ranks, group = self.ranks(*axes), self.group(*axes)
+        assert group is not None  # several ranks
+        boxes = {rank: [(name, box) for name in layouts for box in layouts[name].boxes(rank)] for rank in ranks}
+        longest = max(sum(box.numel for _, box in held) for held in boxes.values())
+        blob = torch.zeros(longest, dtype=like.dtype, device=like.device)
+        held = [own[name].flatten() for name in layouts if name in own]
+        torch.cat(held, out=blob[: sum(t.numel() for t in held)]) if held else None
+        every = blob.new_empty(len(ranks) * longest)
+        comm.all_gather(every, blob, group)
+        parts = {name: [box for rank in ranks for box in layouts[name].boxes(rank)] for name in layouts}
+        around = {n: Box.around(found or [Box.whole((0, *layouts[n].shape[1:]))]) for n, found in parts.items()}
+        whole = {name: blob.new_empty(box.size) for name, box in around.items()}
+        for rank, blob in zip(ranks, every.view(len(ranks), -1)):
+            at = 0
+            for name, box in boxes[rank]:
+                whole[name][box.within(around[name]).slices] = blob[at : at + box.numel].view(box.size)
+                at += box.numel
+        return whole
 
     def gather_rows(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Concatenate arrays [n] of each rank that divides rows (n may differ, dtypes may not) in rank order."""

@@ -43,8 +43,9 @@ def apply_fsdp(model: Decoder, grid: ParallelDims, zero: int, device: str) -> No
 
 
 def shard_parameters(division: Division) -> None:
-    """Shard a model by ``apply_fsdp``, once for all axes that shard. Engines hold whole parameters."""
-    if not (division.engine or is_fsdp(division.model)):
+    """Shard a model by ``apply_fsdp``, once for all axes that shard. Engines, and ranks under ``zero = 1``, hold whole
+    parameters."""
+    if not (division.engine or division.zero == 1 or is_fsdp(division.model)):
         apply_fsdp(division.model, division.grid, division.zero, division.device)
 
 

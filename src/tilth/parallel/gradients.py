@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tilth.config.axes import DATA
 from tilth.core.errors import ModelError
+from tilth.core.layout import Layout
 from tilth.models.decoder import Decoder
 from tilth.models.moe import Experts
 from tilth.parallel.checksums import GivenSums, GradientDigests, exact_sum
@@ -20,6 +21,8 @@ from tilth.parallel.comm import Collective, Group, is_dtensor, is_fsdp
 from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.reducer import GradientReducer
+from tilth.parallel.zero import UpdateShards
+from tilth.plan.layout import copied_along
 
 ROUNDINGS = 64
 """Roundings of the norm of all gradients that a sum of them may be off by."""
@@ -35,13 +38,18 @@ class GradientSums:
         grid: ParallelDims,
         own: Mapping[str, nn.Parameter],
         local: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
         partial: Partial,
         reducer: GradientReducer,
         deferred: DeferredGradients | None,
     ) -> None:
-        """own: parameters of the parts; local: this rank's part of each; partial: parameters whose gradients are summed
-        over a further group."""
+        """own: parameters of the parts; local: this rank's part of each; layouts: of all; partial: parameters whose
+        gradients are summed over a further group."""
         self.reducer, self._grid, self._own, self._local, self._partial = reducer, grid, own, local, partial
+        self._layouts = layouts
+        self._updates: UpdateShards | None = None
+        self._summed = dict(local)
+        """What gets the sums of gradients: of a divided update the part of this rank."""
         self._config, self._deferred = parts[-1].config, deferred
         modules = [module for part in parts for module in part.modules()]
         self._fsdp = [module for module in modules if is_fsdp(module)]
@@ -52,6 +60,18 @@ class GradientSums:
         self._single = [GradientDigests(self._held_alone(experts), every) for experts, every in self.looks]
         self._early = dict[str, Tensor]()
         """Sums of shards of gradients to which a further group adds."""
+
+    def divide(self, updates: UpdateShards) -> None:
+        """Sum gradients to these parts of updates from now on, with the checks of other shards."""
+        self._updates, mesh = updates, self._grid.mesh
+        self._summed |= updates.parts
+        for kind, group in {bucket.kind: bucket.group for bucket in updates.buckets}.items():
+            names = [piece.name for bucket in updates.buckets if bucket.kind == kind for piece in bucket.own]
+            (experts, axes), rank = kind, self._grid.rank
+            apart, every = [axis for axis in mesh.over(*DATA) if axis not in axes], self.looks[experts][1]
+            where = mesh.index(rank, *apart), mesh.size(*apart), every
+            updates.given[kind] = GivenSums(group, names, *where, self.reducer.tolerance)
+        self.given = [*updates.given.values()]
 
     def begin(self, step: int) -> None:
         """Begin a step: forget what was given in the one before."""
@@ -92,7 +112,7 @@ class GradientSums:
         if len(self._grid.mesh) > 1 and self._grid.group(*self._grid.mesh.copies) is None:
             for name, p in self._own.items():
                 mine = (p in self._stacked) == experts and name not in partial
-                if mine and p.requires_grad and not is_dtensor(p):
+                if mine and p.requires_grad and not is_dtensor(p) and not copied_along(self._layouts[name]):
                     yield name, p
 
     @torch.no_grad()
@@ -116,14 +136,17 @@ class GradientSums:
                 local.grad = torch.zeros_like(local)
         for module in self._fsdp:
             module.reshard()
-        by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
-        apart = [p for name, p in self._local.items() if name not in by_fsdp]
-        copied = [p.grad for p in apart if p.grad is not None and p.numel()]
-        self._add_up("copies", copied, self._grid.group(*self._grid.mesh.copies))
+        if self._updates is not None:
+            self._updates.scatter(self.reducer)
+        else:
+            by_fsdp = {name for name, p in self._own.items() if is_dtensor(p)} - self._late
+            apart = [p for name, p in self._local.items() if name not in by_fsdp]
+            copied = [p.grad for p in apart if p.grad is not None and p.numel()]
+            self._add_up("copies", copied, self._grid.group(*self._grid.mesh.copies))
         partial = {name for _, names in self._partial for name in names}
         self._early = {n: self._shard_sum([n]) for given in self.given for n in given.names if n in partial}
         for number, (group, names) in enumerate(self._partial):
-            grads = [self._local[name].grad for name in names]
+            grads = [self._summed[name].grad for name in names]
             self._add_up(f"partial.{number}", [grad for grad in grads if grad is not None], group)
 
     @torch.no_grad()
@@ -146,8 +169,8 @@ class GradientSums:
             late = [n for n in given.names if n not in self._early]
             parts = [self._early[n] for n in given.names if n in self._early]
             parts += [self._shard_sum(late)] if late else []
-            shard, (gave, scale) = float(torch.stack(parts).sum()), given.own(sums)
-            count = sum(self._local[name].numel() for name in given.names)
+            shard, (gave, scale) = float(torch.stack(parts).sum()) if parts else 0.0, given.own(sums)
+            count = sum(self._summed[name].numel() for name in given.names)
             limit = (ROUNDINGS + math.sqrt(count) / 8) * scale
             if abs(shard - gave) > limit and math.isfinite(shard - gave):
                 explained = f"rounding explains {limit:.2g}"
@@ -155,7 +178,7 @@ class GradientSums:
         return wrong
 
     def _shard_sum(self, names: Sequence[str]) -> Tensor:
-        grads = [grad for name in names if (grad := self._local[name].grad) is not None]
+        grads = [grad for name in names if (grad := self._summed[name].grad) is not None]
         assert len(grads) == len(names)  # since ``reduce``
         return exact_sum(grads)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilth.config.axes import MODEL
+from tilth.config.axes import DATA, MODEL
 from tilth.core.errors import ModelError, ScheduleError
 from tilth.core.layout import Box, Layout, Replicate, Shape
 from tilth.models.attention import AttentionContext, PackedContext
@@ -24,9 +24,9 @@ from tilth.models.inputs import ModelInput
 from tilth.models.rope import Rope
 from tilth.models.unread import block, shapes
 from tilth.models.value import HEAD, OUTPUT, ValueModel
-from tilth.parallel.comm import all_gather, is_dtensor, is_fsdp
+from tilth.parallel.comm import is_dtensor, is_fsdp
 from tilth.parallel.context import ContextParallel, Style
-from tilth.parallel.deferred import DeferredGradients
+from tilth.parallel.deferred import BUCKET, DeferredGradients
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division, divided
 from tilth.parallel.gradients import GradientSums, Partial
@@ -40,11 +40,13 @@ from tilth.parallel.pipeline import (
     share_object,
 )
 from tilth.parallel.reducer import EXACT, GradientReducer
-from tilth.plan.layout import layouts, nested
+from tilth.parallel.zero import Kind, UpdateShards
+from tilth.plan.layout import copied_along, layouts, nested, update_layouts
 from tilth.plan.lora import has_adapters, is_adapter
 from tilth.plan.pipeline import SPLIT, Stages, passes, scoring, stages_of
+from tilth.plan.rules import rule_of
 
-Zero = Literal[2, 3]
+Zero = Literal[1, 2, 3]
 WHOLE = 64 * 2**20
 """Bytes of whole tensors that are assembled at a time."""
 
@@ -67,12 +69,16 @@ def shard(
 
     ``build`` and then ``converters`` run on the meta device: no full tensor is ever allocated. sp: sequence parallelism
     along tp. zero: 3 gathers parameters for each micro-batch, 2 once a step (and holds whole gradients within the
-    step). schedule: of the passes of pipeline stages. cp_style: attention along cp. engine: of a generation engine,
-    whose ranks along ep have the same rows and whole parameters but their experts. base: model of an equal layout whose
-    parameters this one uses (a part that FSDP pads is copied). reducer: sums gradients over ranks. ModelError if the
-    grid does not fit the model; AxisError if nothing divides it, or its tokens, along an axis.
+    step), 1 keeps them whole, and ranks divide their updates alone. schedule: of the passes of pipeline stages.
+    cp_style: attention along cp. engine: of a generation engine, whose ranks along ep have the same rows and whole
+    parameters but their experts. base: model of an equal layout whose parameters this one uses (a part that FSDP pads
+    is copied). reducer: sums gradients over ranks. ModelError if the grid does not fit the model; AxisError if nothing
+    divides it, or its tokens, along an axis.
     """
     divided(grid)
+    if zero == 1 and grid.size(*grid.mesh.expert_shards) > 1:
+        names = ", ".join(name for name in grid.mesh.expert_shards if grid.size(name) > 1)
+        raise ModelError(f"zero = 1 keeps whole parameters on all ranks, and {names} would shard them", key="zero")
 
     def made() -> Decoder:
         with torch.device("meta"):
@@ -83,7 +89,7 @@ def shard(
     check_learned(stages, {name for name, p in model.named_parameters() if p.requires_grad})
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     own: dict[str, Any] = {"table": model.table, "sizes": sizes, "value": value}  # with what converters added
-    table = layouts(model.config, grid.mesh, schedule=schedule, engine=engine, **own)
+    table = layouts(model.config, grid.mesh, schedule=schedule, whole=engine or zero == 1, **own)
     how: dict[str, Any] = {"sp": sp, "zero": zero, "cp_style": cp_style, "engine": engine, "device": device}
     parts = [Division(made(), grid, stages, part, **how) for part in stages.parts(grid.coordinate("pp"))]
     for part in parts:
@@ -149,7 +155,12 @@ class ShardedModel:
         if pipeline is not None and pipeline.schedule in SPLIT:
             self.deferred = DeferredGradients(self.parts, self._own, self.parameters, reducer, at_once=zero == 3)
         self._fsdp = [m for part in parts for m in part.modules() if is_fsdp(m)]
-        self.gradients = GradientSums(self.parts, grid, self._own, self.parameters, partial, reducer, self.deferred)
+        of_parts = self._own, self.parameters, self.layouts
+        self.gradients = GradientSums(self.parts, grid, *of_parts, partial, reducer, self.deferred)
+        self.updates: UpdateShards | None = None
+        """This rank's parts of updates, if ranks with the same parameters divide them (``divide_updates``)."""
+        self.update_layouts: Mapping[str, Layout] = self.layouts
+        """Layouts of all parameters' updates: gradients, optimizer state, averages."""
         wrong = [n for n, p in self.parameters.items() if sum(b.numel for b in self.boxes(n)) != p.numel()]
         if wrong:
             raise ModelError(
@@ -265,33 +276,15 @@ class ShardedModel:
         dtypes = {name: own[name].dtype if name in own else self._dtype(name, given) for name in names}
         whole: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(dtypes.values()):
-            whole |= self._gather([name for name in names if dtypes[name] == dtype], own, dtype, axes)
+            these = {name: self.layouts[name] for name in names if dtypes[name] == dtype}
+            like = torch.empty(0, dtype=dtype, device=self.device)
+            whole |= self.grid.gather_boxes(axes, these, own, like)
         return {name: whole[name] for name in names}
 
     def _dtype(self, name: str, given: Mapping[str, Tensor]) -> torch.dtype:
         """Return the dtype of a tensor like a parameter of another stage; given: such tensors of this stage."""
         declared, own = self.dtypes[name], next(iter(given))
         return given[own].dtype if self.parameters[own].dtype == declared else declared
-
-    def _gather(
-        self, names: Sequence[str], own: Mapping[str, Tensor], dtype: torch.dtype, axes: Sequence[str]
-    ) -> dict[str, Tensor]:
-        ranks, group = self.grid.ranks(*axes), self.grid.group(*axes)
-        assert group is not None  # several ranks
-        boxes = {rank: [(name, box) for name in names for box in self.layouts[name].boxes(rank)] for rank in ranks}
-        longest = max(sum(box.numel for _, box in held) for held in boxes.values())
-        blob = torch.zeros(longest, dtype=dtype, device=self.device)
-        held = [own[name].flatten() for name in names if name in own]
-        torch.cat(held, out=blob[: sum(t.numel() for t in held)]) if held else None
-        every = blob.new_empty(len(ranks) * longest)
-        all_gather(every, blob, group)
-        whole = {name: blob.new_empty(self.layouts[name].shape) for name in names}
-        for rank, blob in zip(ranks, every.view(len(ranks), -1)):
-            at = 0
-            for name, box in boxes[rank]:
-                whole[name][box.slices] = blob[at : at + box.numel].view(box.size)
-                at += box.numel
-        return whole
 
     def own_part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor that is divided as a parameter of its own."""
@@ -310,15 +303,31 @@ class ShardedModel:
 
     # A step
 
+    def divide_updates(self, matrices: Collection[str] = ()) -> Mapping[str, nn.Parameter]:
+        """Return what an optimizer on this rank updates: all learned parameters, or under ``zero = 1`` its part of
+        those that other ranks have too. matrices: those of which it needs whole ones."""
+        learned = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        held = {name: self.layouts[name] for name in self.learned}
+        if self.zero != 1 or not any(map(copied_along, held.values())):
+            return learned
+        table, kinds = self.model.table, dict[Kind, dict[str, Shape]]()
+        for name, p in learned.items():
+            if axes := copied_along(held[name]):
+                kinds.setdefault((rule_of(table, name).stacked, axes), {})[name] = tuple(p.shape)
+        some = [(kind, names) for kind, found in kinds.items() for names in buckets(found, BUCKET)]
+        self.updates = UpdateShards(self.grid, learned, self.layouts, update_layouts(held, table, matrices), some)
+        self.update_layouts = {**self.layouts, **self.updates.layouts}
+        self.gradients.divide(self.updates)
+        return self.updates.parts
+
     def sync_micro_batch_count(self, micros: int) -> int:
         """Return how many micro-batches or blanks this rank must run if it has ``micros`` of its own.
 
         If each of them gathers parameters or exchanges tokens, all data ranks run as many as the one with the most.
         """
-        if not self._fsdp:
-            return micros
-        together = self.zero == 3 or self.grid.mesh.count("experts") > 1
-        return self.grid.most(micros) if together else max(micros, 1)
+        if (self._fsdp and self.zero == 3) or self.grid.mesh.count("experts") > 1:
+            return self.grid.most(micros)
+        return max(micros, 1) if self._fsdp else micros
 
     def begin(self, step: int = 0) -> None:
         """Prepare a step: no gradients, no gathered parameters. step: its number, the same on all ranks."""
@@ -326,6 +335,8 @@ class ShardedModel:
             p.grad = None
         self.gradients.begin(step)
         self.reshard()
+        if self.updates is not None:
+            self.updates.refresh()
 
     def forward(self, given: ModelInput, ctx: AttentionContext) -> Tensor:
         """Run an input of N tokens through all parts -> hidden [N, hidden]."""
@@ -410,29 +421,31 @@ class ShardedModel:
         """Return the squared L2 norm of each whole tensor, from every rank's part, float64, and before it their names:
         those of ``tensors``, of a pipeline all that are learned.
 
-        tensors: by parameter name, with the parameters' layouts, all of this stage that are learned. Replicas count
-        once.
+        tensors: by parameter name, with layouts as in ``update_layouts``, all of this rank that are learned. Replicas
+        count once.
         """
+        over = MODEL if self.updates is None else (*DATA, *MODEL)
         names, norms = list(tensors), torch.zeros(0, dtype=torch.float64, device=self.device)
         if tensors:
             norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
-        if self.grid.mesh.count(*MODEL) == 1:
+        if self.grid.mesh.count(*over) == 1:
             return names, norms
-        counts = torch.tensor([self._counts(name) for name in names], dtype=torch.float64, device=norms.device)
-        if self.pipeline is not None:
+        axes = self.grid.mesh.over(*over)
+        counts = torch.tensor([self._counts(name, axes) for name in names], dtype=torch.float64, device=norms.device)
+        if self.pipeline is not None or self.updates is not None:
             places = {name: i for i, name in enumerate(self.learned)}
             slots = torch.tensor([places[name] for name in names], dtype=torch.int64, device=norms.device)
             every = torch.zeros(len(places), dtype=torch.float64, device=norms.device)
-            return list(places), self.grid.sum(every.index_copy_(0, slots, norms * counts), *MODEL)
-        return names, self.grid.sum(norms * counts, *MODEL)
+            return list(places), self.grid.sum(every.index_copy_(0, slots, norms * counts), *over)
+        return names, self.grid.sum(norms * counts, *over)
 
     def norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Return the L2 norm of all whole tensors together, from every rank's part."""
         return float(self.squares(tensors)[1].sum().sqrt())
 
-    def _counts(self, name: str) -> bool:
-        """True if this rank, of those that hold the same elements in one replica, counts them."""
-        layout, divided = self.layouts[name], self.grid.mesh.over(*MODEL)
+    def _counts(self, name: str, divided: Sequence[str]) -> bool:
+        """True if this rank, of those along ``divided`` that hold the same elements, counts them."""
+        layout = self.update_layouts[name]
         place = layout.mesh.at(self.grid.rank)
         for dim, placement in zip(layout.mesh.names, layout.placements):
             copies = layout.mesh.size(dim) if isinstance(placement, Replicate) else getattr(placement, "copies", 1)

@@ -117,8 +117,9 @@ def _keys(recipe: Recipe, longest: int) -> Iterator[list[tuple[str, Recipe]]]:
     ]
     layout = recipe.policy.layout
     if recipe.cluster.workers > 1 and all(getattr(layout, n) == 1 for n in over(*MODEL)) and not recipe.cluster.pools:
-        split = LayoutConfig(fsdp=recipe.cluster.workers, zero=layout.zero)
-        yield [(f"policy.layout.fsdp={recipe.cluster.workers}", recipe.replaced("policy", layout=split))]
+        split, words = LayoutConfig(fsdp=recipe.cluster.workers, zero=max(2, layout.zero)), "policy.layout.zero=2"
+        words = " ".join([f"policy.layout.fsdp={recipe.cluster.workers}", *([words] if layout.zero == 1 else [])])
+        yield [(words, recipe.replaced("policy", layout=split))]
 
 
 def _with(recipe: Recipe, section: str, **values: int | bool) -> tuple[str, Recipe]:

@@ -1,12 +1,12 @@
 """Placement of a recipe's roles on ranks, and of a decoder's parameters on the ranks of a mesh."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from tilth.config.axes import MODEL, over
+from tilth.config.axes import DATA, MODEL, over
 from tilth.config.checks import check_cluster, pool_of, pools
 from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
@@ -70,9 +70,9 @@ def _placed(recipe: Recipe, spec: RoleSpec) -> Placed:
     ranks = tuple(ranks_of(recipe, pool))
     if spec.mesh == "one":
         return Placed(pool, ranks[:1], Mesh.of({}, ranks[:1]))
-    sizes = spec.placed_by(recipe).layout.sizes(len(ranks))
+    sizes = spec.placed_by(recipe).layout.meshed(len(ranks))
     if spec.mesh == "engines" and spec.receives and pool == pool_of(recipe, "policy"):
-        policy = Mesh.of(ROLES["policy"].placed_by(recipe).layout.sizes(len(ranks)), ranks)
+        policy = Mesh.of(ROLES["policy"].placed_by(recipe).layout.meshed(len(ranks)), ranks)
         ranks = generation_ranks(policy, math.prod(sizes[name] for name in over("layers")), sizes["tp"])
     return Placed(pool, ranks, Mesh.of(sizes, ranks), spec.mesh == "engines")
 
@@ -170,15 +170,15 @@ def layouts(
     *,
     value: bool = False,
     schedule: str = "1f1b",
-    engine: bool = False,
+    whole: bool = False,
     table: Table = (),
     sizes: Mapping[str, Sizes] | None = None,
 ) -> dict[str, Layout]:
     """Return parameter -> layout over a role's mesh, as ``parallel`` shards it. value: of a value model.
 
-    schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter. engine: of
-    generation engines. table, sizes: those of a model that converters changed; by default the family's. ModelError: an
-    axis but dp divides a model with encoders of media.
+    schedule: of the stages of a mesh with pp; the mesh of a layout has the stages that hold the parameter. whole: of
+    generation engines, or under ``zero = 1``. table, sizes: those of a model that converters changed; by default the
+    family's. ModelError: an axis but dp divides a model with encoders of media.
     """
     copies, table = max(1, mesh.size("tp") // shape.num_kv_heads), table or shape.table + VALUE_HEAD
     divided = next((axis for axis in mesh.over("tokens", *MODEL) if mesh.size(axis) > 1), "")
@@ -190,7 +190,7 @@ def layouts(
     on = cache(lambda holders: mesh if stages.count == 1 else mesh.only("pp", holders))
     found = {}
     for name, size in (parameter_shapes(shape, value=value) if sizes is None else sizes).items():
-        along = ON_STAGES | along_model(table, name, copies, engine=engine)
+        along = ON_STAGES | along_model(table, name, copies, whole=whole)
         found[name] = made(on(stages.holders(name)), size, tuple(along.items()))
     return found
 
@@ -200,7 +200,7 @@ def policy_layouts(
 ) -> dict[str, Layout]:
     """Return what weight sync takes from the policy, or gives to engines: parameter -> layout, with those of adapters
     unless they are merged."""
-    how: dict[str, Any] = {"schedule": schedule, "engine": engine}
+    how: dict[str, Any] = {"schedule": schedule, "whole": engine or recipe.policy.layout.zero == 1}
     if recipe.rollout.adapters == "merged":
         return layouts(shape, mesh, **how)
     lora = recipe.policy.lora
@@ -232,6 +232,54 @@ def _frame(mesh: Mesh, along: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[s
     mesh = mesh.merged(*shards)
     order = sorted(range(len(mesh.names)), key=lambda i: (mesh.names[i] not in model, mesh.names[i] in shards, i))
     return model, shards, mesh, tuple(order)
+
+
+def copied_along(layout: Layout) -> tuple[str, ...]:
+    """Return the axes of several ranks along which ranks hold the same part of a parameter and see different data."""
+    data, placed = layout.mesh.over(*DATA), zip(layout.mesh.names, layout.mesh.sizes, layout.placements)
+    return tuple(name for name, n, own in placed if n > 1 and name in data and isinstance(own, Replicate))
+
+
+def update_layouts(held: Mapping[str, Layout], table: Table, matrices: Collection[str] = ()) -> dict[str, Layout]:
+    """Return parameter -> layout of its update under ``zero = 1``: its gradient, optimizer state and average.
+
+    Ranks that hold the same part of a parameter divide its rows, of stacks of experts the rows of each expert. Of
+    ``matrices``, whose optimizer needs whole ones, each belongs to the rank with the fewest elements so far, and stacks
+    are divided between experts.
+    """
+    made, loads = dict[Any, Layout](), dict[Any, list[int]]()
+    found = dict(held)
+    for name in sorted(held, key=lambda name: -math.prod(held[name].shape)):
+        layout, stacked = held[name], rule_of(table, name).stacked
+        axes, owned = copied_along(layout), name in matrices and not stacked
+        if not axes:
+            continue
+        dim = int(stacked and name not in matrices)
+        if owned:
+            load = loads.setdefault((id(layout.mesh), axes), [0] * layout.mesh.size(*axes))
+            dim = load.index(min(load))
+            load[dim] += math.prod(layout.shape)
+        key = id(layout), owned, dim
+        if key not in made:
+            made[key] = _owned(layout, axes, dim) if owned else _rows_divided(layout, axes, dim)
+        found[name] = made[key]
+    return found
+
+
+def _owned(layout: Layout, axes: Sequence[str], owner: int) -> Layout:
+    """Return the layout of one copy: that of the ranks with this row-major index along the axes."""
+    mesh = layout.mesh
+    for axis in reversed(axes):
+        owner, place = divmod(owner, layout.mesh.size(axis))
+        mesh = mesh.only(axis, [place])
+    return replace(layout, mesh=mesh)
+
+
+def _rows_divided(layout: Layout, axes: Sequence[str], dim: int) -> Layout:
+    """Return a layout whose parts the ranks along these axes divide along a dimension."""
+    last = [i for i, name in enumerate(layout.mesh.names) if name in axes]
+    placements = tuple(Shard(dim) if i in last else own for i, own in enumerate(layout.placements))
+    return Layout(layout.mesh, placements, layout.shape, (*(i for i in layout.order if i not in last), *last))
 
 
 def elements(parts: Mapping[str, Layout], rank: int, times: Mapping[str, int] | None = None) -> int:
@@ -324,19 +372,30 @@ def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: in
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
     times = alike(shape, stages_of(shape, mesh.size("pp"), wanted.pp_schedule, value=values), values)
     sizes = _sizes(shape, values, times)
-    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "engine": placed.engines, "sizes": sizes}
+    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "sizes": sizes}
+    how["whole"] = placed.engines or wanted.zero == 1
     own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)
     here = elements(own, rank, times)
     blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank, times)
     experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank, times)
-    gathered = 0 if placed.engines else _gathered(shape, mesh, rank, wanted, values)
-    tp, tokens = mesh.size("tp"), mesh.count("tokens")
+    gathered = 0 if how["whole"] else _gathered(shape, mesh, rank, wanted, values)
+    tp = mesh.size("tp")
     spread = tp if wanted.sp else 1
-    copies = mesh.size(*mesh.copies)
     stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
-    found = ShardFactors(here, gathered, tp_part(shape, tp), blocks, spread, placed.data_ranks, copies, tokens, experts)
+    found = ShardFactors(
+        here, gathered, tp_part(shape, tp), blocks, spread, experts=experts, **replica_counts(placed, wanted)
+    )
     adapters = _adapters(recipe, role, shape, mesh, rank, stage is not None)
-    return found._replace(stage=stage, ring=tokens > 1 and wanted.cp_style == "ring", adapters=adapters)
+    return found._replace(stage=stage, ring=found.tokens > 1 and wanted.cp_style == "ring", adapters=adapters)
+
+
+def replica_counts(placed: Placed, wanted: Wanted) -> dict[str, Any]:
+    """Return the factors of a rank's part that depend on the ranks with the same part."""
+    mesh = placed.mesh
+    data = mesh.over(*DATA) if wanted.zero == 1 else ()
+    updates = mesh.size(*data), mesh.size(*(name for name in data if name not in mesh.over("experts")))
+    ranks, copies, tokens = placed.data_ranks, mesh.size(*mesh.copies), mesh.count("tokens")
+    return {"ranks": ranks, "copies": copies, "tokens": tokens, "updates": updates}
 
 
 def _adapters(recipe: Recipe, role: str, shape: DecoderShape, mesh: Mesh, rank: int, staged: bool) -> int:
@@ -349,7 +408,9 @@ def _adapters(recipe: Recipe, role: str, shape: DecoderShape, mesh: Mesh, rank: 
     own = mesh.part(rank, *mesh.over(*MODEL))
     table, sizes = adapter_rows(shape.table, lora, f"{ROLES[role].key}.lora.targets"), adapter_shapes(shape, lora)
     copies = max(1, mesh.size("tp") // shape.num_kv_heads)
-    found = {n: nested(own, size, ON_STAGES | along_model(table, n, copies)) for n, size in sizes.items()}
+    whole = ROLES[role].placed_by(recipe).layout.zero == 1
+    along = {n: ON_STAGES | along_model(table, n, copies, whole=whole) for n in sizes}
+    found = {n: nested(own, size, along[n]) for n, size in sizes.items()}
     return elements(found, rank) // (mesh.size("pp") if staged else 1)
 
 

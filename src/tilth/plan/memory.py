@@ -95,7 +95,7 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     own, head = cut.learned * FP32, not recipe.flow_spec.value
     held = [Item("parameters", (cut.elements + cut.adapters) * FP32), Item("optimizer state", _optimizer(recipe, cut))]
     if recipe.train.ema:
-        held.append(Item("average of the weights", own))
+        held.append(Item("average of the weights", cut.updated * FP32))
     saved = [Item("adapters", own), *held[1:]] if cut.adapters else held
     held.append(_saved_copy(cut, saved, "copy being saved"))
     if "noise_scale" in recipe.train.watch:
@@ -104,7 +104,10 @@ def policy_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 
 def _saved_copy(cut: ShardFactors, state: Sequence[Item], name: str) -> Item:
-    """Return the host memory from which checkpoints are written, kept between saves."""
+    """Return the host memory from which checkpoints are written, kept between saves. state: weights, then what ranks
+    that divide updates have parts of, who write as large parts of the weights."""
+    if cut.updates != (1, 1):
+        return Item(name, cut.updated * FP32 + total(tuple(state[1:])), host=True)
     return Item(name, total(tuple(state)) // cut.copies, host=True)
 
 
@@ -209,7 +212,8 @@ def micro_tokens(recipe: Recipe, longest: int, ranks: int = 1) -> int:
 
 
 def _optimizer(recipe: Recipe, cut: ShardFactors) -> int:
-    """Return bytes of optimizer state; of one that needs matrices for these, and AdamW's for the rest."""
+    """Return bytes of a rank's optimizer state; of one that needs matrices for these, and AdamW's for the rest."""
     spec = OPTIMIZERS[recipe.optimizer.name]
     own = (cut.adapters or cut.blocks) if spec.needs == "matrices" else cut.learned
-    return FP32 * (len(spec.state) * own + len(OPTIMIZERS["adamw"].state) * (cut.learned - own))
+    whole = len(spec.state) * own + len(OPTIMIZERS["adamw"].state) * (cut.learned - own)
+    return FP32 * (whole * cut.updated // max(1, cut.learned))

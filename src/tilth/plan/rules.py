@@ -80,10 +80,10 @@ def along_tp(table: Table, name: str, copies: int) -> Shard | Replicate:
     return divided.get(row.tp, Replicate())
 
 
-def along_model(table: Table, name: str, copies: int, *, engine: bool = False) -> dict[str, Placement]:
+def along_model(table: Table, name: str, copies: int, *, whole: bool = False) -> dict[str, Placement]:
     """Return axis -> placement of a parameter along axes on which ranks compute with their own part of it.
 
-    engine: ranks along ep have the same rows, and each all parameters but experts.
+    whole: ranks along ep have each all parameters but experts, as of an engine or under ``zero = 1``.
     """
     experts: dict[str, Placement] = {"ep": Shard(0)} if rule_of(table, name).stacked else {}
-    return {**({"ep": Replicate()} if engine else {}), **experts, "tp": along_tp(table, name, copies)}
+    return {**({"ep": Replicate()} if whole else {}), **experts, "tp": along_tp(table, name, copies)}

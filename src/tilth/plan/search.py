@@ -24,7 +24,7 @@ from tilth.core.layout import Mesh
 from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
 from tilth.plan.flops import token_flops
-from tilth.plan.layout import Placed, check_shape, cut
+from tilth.plan.layout import Placed, check_shape, cut, replica_counts
 from tilth.plan.mapping import MappingProblem, Option, Options, RoleMapping, search
 from tilth.plan.memory import BASE, CUDA, TOKEN, Need
 from tilth.plan.pipeline import chunks_of
@@ -212,7 +212,7 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
     bare = _alone(given, devices)
     for layout in filter(given.tried, _layouts(given, spec, devices)):
         recipe = bare.replaced(spec.key, layout=layout)
-        placed = Placed("", tuple(range(devices)), Mesh.of(layout.sizes(devices), tuple(range(devices))))
+        placed = Placed("", tuple(range(devices)), Mesh.of(layout.meshed(devices), tuple(range(devices))))
         try:
             check_cluster(recipe)
             check_shape(recipe, given.shape, given.loaded)
@@ -262,9 +262,7 @@ def _part(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: 
     key = (id(shape), spec.values, tuple(mesh.size(name) for name in mesh.over(*MODEL)), modes)
     if key not in given.parts:
         given.parts[key] = cut(recipe, role, placed, shape, 0)
-    return given.parts[key]._replace(
-        ranks=placed.data_ranks, copies=mesh.size(*mesh.copies), tokens=mesh.count("tokens")
-    )
+    return given.parts[key]._replace(**replica_counts(placed, layout))
 
 
 def _alone(given: SearchInput, devices: int) -> Recipe:
@@ -300,9 +298,9 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         if spec.mesh != "layout":
             yield LayoutConfig(**sizes)
             continue
-        modes = [(name, values) for name, values in _modes().items() if sizes.get(_MODE_OF[name], 1) > 1]
-        for chosen in product(*(values for _, values in modes)):
-            yield LayoutConfig(**sizes, **dict(zip((name for name, _ in modes), chosen)))
+        modes = {name: values for name in _modes() if (values := _tried(name, sizes))}
+        for chosen in product(*modes.values()):
+            yield LayoutConfig(**sizes, **dict(zip(modes, chosen)))
 
 
 LEAST_TOKENS = 1024
@@ -330,6 +328,18 @@ def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
 
 _MODE_OF = {"zero": "fsdp", "sp": "tp", "pp_schedule": "pp", "cp_style": "cp"}
 """Entry of a layout that is no axis -> the axis whose mode it is."""
+
+
+def _tried(mode: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return the values of a mode that sizes of axes allow, none if it has no use. Shards with whole parameters are
+    replicas, which divide updates alone."""
+    values = _modes()[mode]
+    if mode == "zero":
+        rows = math.prod(size for name, size in sizes.items() if "rows" in AXES[name].splits)
+        if sizes[_MODE_OF[mode]] > 1:
+            return tuple(value for value in values if value != 1)
+        return (values[0], 1) if rows > 1 else ()
+    return values if sizes.get(_MODE_OF[mode], 1) > 1 else ()
 
 
 def _modes() -> dict[str, tuple[Any, ...]]:
@@ -419,7 +429,7 @@ def passes(
         schedule, each = layout.pp_schedule, max(1, micros // max(1, updates))
         pipe = chunks_of(schedule), schedule
         idle = compute * bubble_share(mesh.count("layers"), each, *pipe, again=again, learns=bool(updates))
-        written = updates * optimizer_seconds(given.device, part.elements)
+        written = updates * optimizer_seconds(given.device, part.elements * part.updated // max(1, part.learned))
         found[name] = stage(compute + written, idle, moved)
     return found
 
@@ -450,9 +460,9 @@ def _exchange(
     hidden: axes whose communication proceeds beside compute.
     """
     names, group = talk.axis.split(", "), talk.groups[0]
-    sums, around = set(names) <= set(mesh.copies), device.latency(group)
-    share = float(bool(load.updates)) if sums else load.share
-    if sums:
+    around = device.latency(group)
+    share = float(bool(load.updates)) if talk.updates else load.share
+    if talk.updates:
         messages = 2.0 * load.updates
     elif "pp" in names:  # neighbours, in both directions where there are gradients
         messages, around = load.micros * chunks_of(layout.pp_schedule) * (1 + bool(load.updates)), device.far

@@ -1,10 +1,11 @@
 """Communication of a step between ranks, in bytes, from the layouts alone; all sequences have maximum length."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilth.config.axes import DATA
 from tilth.config.checks import learners
 from tilth.config.roles import ROLES
 from tilth.config.schema import LayoutConfig as Wanted
@@ -33,6 +34,8 @@ class GroupTraffic:
     what: str
     bytes: int
     """Maximum bytes that one rank sends in a step (ring collectives, as in gloo and NCCL)."""
+    updates: bool = False
+    """True: of gradients and weights, once an update, between ranks with the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +124,22 @@ def _layers(recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: De
     return _Layers(max(map(len, own)), max(len({*layers} & {*shape.expert_layers}) for layers in own))
 
 
-def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float) -> GroupTraffic:
+def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float, *, updates: bool = False) -> GroupTraffic:
     used = [name for name in axes if mesh.size(name) > 1]
-    return GroupTraffic(role, ", ".join(used), mesh.groups(*used), what, int(sent))
+    return GroupTraffic(role, ", ".join(used), mesh.groups(*used), what, int(sent), updates)
 
 
 def _data(
     recipe: Recipe, role: str, wanted: Wanted, placed: Placed, part: ShardFactors, longest: int
 ) -> list[GroupTraffic]:
     mesh, did = placed.mesh, work(recipe, role, placed.data_ranks, longest)
+    if wanted.zero == 1:
+        return list(_updates(role, mesh, part, did.updates))
     copies = mesh.size(*mesh.copies)
     found = []
     if copies > 1 and did.updates:
         sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
-        found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent))
+        found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent, updates=True))
     if wanted.zero == 2:
         what = "gathered, gradients scattered, once an update"
         times = 2 * did.updates + did.scored_micros
@@ -148,6 +153,18 @@ def _data(
             whole = elements * ranks * _FP32  # of its tp part
             found.append(_talk(role, mesh, axes, f"{kind} {what}", _share(ranks) * whole * times))
     return found
+
+
+def _updates(role: str, mesh: Mesh, part: ShardFactors, updates: int) -> Iterator[GroupTraffic]:
+    """Yield the sums of gradients and the gathers of weights under ``zero = 1``."""
+    data = mesh.over(*DATA)
+    apart = [name for name in data if name not in mesh.over("experts")]
+    for kind, axes, elements in (("parameters", data, part.elements - part.experts), ("experts", apart, part.experts)):
+        ranks = mesh.size(*axes)
+        if ranks > 1 and elements * updates:
+            what = f"gradients of {kind} scattered, weights gathered, once an update"
+            sent = 2 * _share(ranks) * elements * _FP32 * updates
+            yield _talk(role, mesh, axes, what, sent, updates=True)
 
 
 def _experts(
@@ -241,7 +258,8 @@ def _publish(recipe: Recipe, source: Placed, role: str, target: Placed, shape: D
     """Return the exchange of boxes among the ranks of each group; layers are alike, so each kind is planned once."""
     theirs = ROLES[role].placed_by(recipe).layout.pp_schedule
     held = policy_layouts(recipe, shape, source.mesh, schedule=recipe.policy.layout.pp_schedule)
-    wanted = layouts(shape, target.mesh, schedule=theirs, engine=target.engines)
+    whole = target.engines or ROLES[role].placed_by(recipe).layout.zero == 1
+    wanted = layouts(shape, target.mesh, schedule=theirs, whole=whole)
     if role == "rollout" and recipe.rollout.adapters == "adapter":  # the base goes once
         wanted = policy_layouts(recipe, shape, target.mesh, schedule=theirs, engine=True)
         wanted = {name: layout for name, layout in wanted.items() if is_adapter(name)}

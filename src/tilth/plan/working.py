@@ -95,11 +95,19 @@ class ShardFactors(NamedTuple):
     """True: keys of other ranks visit it, and its attention keeps no probabilities."""
     adapters: int = 0
     """Elements of adapters that it holds, which are then learned instead of ``elements``."""
+    updates: tuple[int, int] = 1, 1
+    """Ranks that divide the updates of its parameters, and of its experts."""
 
     @property
     def learned(self) -> int:
         """Elements with gradients and optimizer state."""
         return self.adapters or self.elements
+
+    @property
+    def updated(self) -> int:
+        """Elements that the rank updates: with optimizer state and average."""
+        (ranks, of_experts), experts = self.updates, 0 if self.adapters else self.experts
+        return -(-(self.learned - experts) // ranks) + -(-experts // of_experts)
 
     @property
     def layers(self) -> int:

@@ -181,10 +181,10 @@ class Learner(Stateful):
             self._at_rest.remember(self.groups(), done.flops)
 
     def groups(self) -> Groups:
-        (model, optimizer), layouts = self._names, self.sharded.layouts
+        (model, optimizer), layouts = self._names, self.sharded.update_layouts
         state, average = self.engine.optimizers.state_tensors(), self.engine.ema.tensors
         kinds = {name: tensor.dtype for name, tensor in state.items()}
-        if self.sharded.pipeline is not None:
+        if self.sharded.pipeline is not None or self.sharded.updates is not None:
             kinds = self.engine.optimizers.state_dtypes({n: self.sharded.dtypes[n] for n in self.sharded.learned})
         found = {model: weights_group(self.sharded), optimizer: Group(state, state_layouts(layouts, kinds), kinds)}
         return found | ({"ema": Group(average, layouts, dict.fromkeys(layouts, torch.float32))} if average else {})
@@ -313,10 +313,12 @@ def read_state(path: str, groups: Groups, sharded: ShardedModel, whole: Groups |
     grid = sharded.grid
     share = replicas(grid) if storage_of(path).remote or not _one_machine(grid) else None
     checkpoint = open_checkpoint(path, share)
+    divided = set(map(id, sharded.update_layouts.values())) - set(map(id, sharded.layouts.values()))
     for name, group in groups.items():
         if whole is not None and len(checkpoint.names(name)) == len(whole[name].layouts):
             group = whole[name]
-        checkpoint.restore(name, group.tensors, group.layouts, grid.rank, share)
+        alike = share if all(id(layout) not in divided for layout in group.layouts.values()) else None
+        checkpoint.restore(name, group.tensors, group.layouts, grid.rank, alike)
     sharded.reshard()
     return checkpoint
 

@@ -37,7 +37,7 @@ from tilth.trace.spans import span
 from tilth.training.checks import check_divided, check_used, listed, suspects
 from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, correct_
 from tilth.training.noise import WEIGHT, NoiseScale
-from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor
+from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor, matrices_of
 from tilth.training.packed import (
     ROUTING,
     MicroBatch,
@@ -170,8 +170,8 @@ class TrainEngine:
         self.scorer, self.schedule, self.experts = scorer, schedule or self.sharded.schedule, experts
         self.section = optimizer
         parts = self.sharded if self.grid.mesh.count(*MODEL) > 1 or model.config.num_experts else None
-        learned = {name: p for name, p in self.sharded.parameters.items() if p.requires_grad}
-        self.optimizers = Optimizers(learned, optimizer, model.table, parts)
+        learned = self.sharded.divide_updates(matrices_of(optimizer, model.table, self.sharded.layouts))
+        self.optimizers = Optimizers(learned, optimizer, model.table, self.sharded.updates or parts)
         self.ema = Average(self.optimizers.parameters, ema)
         self.noise = NoiseScale() if "noise_scale" in watch else None
         self._watches_layers = "layer_norms" in watch
@@ -189,11 +189,11 @@ class TrainEngine:
         if compile:
             model.compile()
         self._compiling = compile
-        self._measure = self.sharded.norm if self.grid.mesh.count(*MODEL) > 1 else None
+        self._measure = self.sharded.norm if self.sharded.updates or self.grid.mesh.count(*MODEL) > 1 else None
         self._drops = self.sharded.drops
         limits = limits_of(self.sharded, micro_tokens, parity=parity)
         self.limits = replace(limits, several=self.noise is not None, dropout=self._drops, offload=offload)
-        self.device = next(iter(self.optimizers.parameters.values())).device
+        self.device = self.sharded.device
         for part in self.sharded.parts if offload else ():
             part.offload = HostActivations(part.parameters(), self.device)
 
@@ -201,6 +201,8 @@ class TrainEngine:
         """Start a new phase: zero the optimizer state and averages, and start a schedule of this length and peak."""
         for tensor in self.optimizers.state_tensors().values():
             tensor.zero_()
+        if self.sharded.updates is not None:
+            self.sharded.updates.refresh()
         self.ema.begin()
         if self.noise is not None:
             self.noise.begin()
@@ -537,7 +539,8 @@ class TrainEngine:
         if self.noise is None or one.micro is None:
             return nullcontext()
         weight = float(one.metrics[WEIGHT].total if WEIGHT in one.metrics else one.micro.mask.sum())
-        return self.noise.part(list(self.optimizers.parameters.values()), weight) if weight else nullcontext()
+        learned = [p for p in self.sharded.parameters.values() if p.requires_grad]
+        return self.noise.part(learned, weight) if weight else nullcontext()
 
     def _noise_scale(self, norm: float, sequences: int) -> dict[str, float]:
         """Return the averages after this step; no ratio if the noise hides the gradient."""

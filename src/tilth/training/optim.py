@@ -6,7 +6,7 @@ construction as named tensors: a checkpoint can be restored in place before the 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,15 @@ from tilth.config.schema import OptimizerConfig as OptimizerSection
 from tilth.core.errors import PluginError
 from tilth.core.layout import Layout, Shard
 from tilth.parallel.sharded import ShardedModel, buckets
+from tilth.parallel.zero import UpdateShards
 from tilth.plan.rules import ENCODERS, Table, rule_of
 
 NEWTON_SCHULZ = 5, (3.4445, -4.7750, 2.0315)
 """Iterations, and coefficients of the quintic polynomial, of Muon (Jordan et al., 2024), as torch has them."""
+
+
+Shards = ShardedModel | UpdateShards | None
+"""What parameters of an optimizer are parts of; None: they are whole."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -40,11 +45,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        sharded: ShardedModel | None,
+        sharded: Shards,
         section: OptimizerSection,
         **defaults: Any,
     ) -> None:
-        """sharded: the model whose parts these are; None: they are whole. defaults: further keys of the group."""
+        """sharded: what these are parts of; None: they are whole. defaults: further keys of the group."""
         rate = {"lr": section.lr * self.lr_ratio, "weight_decay": section.weight_decay}
         super().__init__(list(parameters.values()), {**rate, **defaults})
         self.parameters, self.sharded = dict(parameters), sharded
@@ -74,9 +79,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             wanted = {n: self.part(self.parameters[n]) for n in names}
             for name, update in self.sharded.assemble(names, wanted, stage=True).items():
                 p, moved = self.parameters[name], self.change(update, lr)
-                p.mul_(decay)
-                for box in self.sharded.boxes(name):
-                    p.add_(moved[box.slices])
+                p.mul_(decay).add_(self.sharded.own_part(name, moved))
 
 
 class Muon(MatrixOptimizer):
@@ -86,9 +89,7 @@ class Muon(MatrixOptimizer):
     low: another size of micro-batches, or another layout, would train another model.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], sharded: ShardedModel | None, section: OptimizerSection
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sharded: Shards, section: OptimizerSection) -> None:
         self.lr_ratio, self.bf16 = section.muon_lr_ratio, section.muon_precision == "bf16"
         super().__init__(parameters, sharded, section, momentum=0.95)  # torch's momentum
 
@@ -144,6 +145,12 @@ def _declared(own: Declaration, *given: Any) -> torch.optim.Optimizer:
     return made
 
 
+def matrices_of(section: OptimizerSection, table: Table, names: Collection[str]) -> set[str]:
+    """Return the parameters that an optimizer which needs matrices updates."""
+    needs = OPTIMIZERS[section.name].needs == "matrices"
+    return {name for name in names if needs and rule_of(table, name).kind == "matrix"}
+
+
 class Optimizers:
     """One or two torch optimizers that step together."""
 
@@ -152,9 +159,9 @@ class Optimizers:
         parameters: Mapping[str, nn.Parameter],
         section: OptimizerSection,
         table: Table,
-        sharded: ShardedModel | None = None,
+        sharded: Shards = None,
     ) -> None:
-        """table: rules of the parameters; sharded: the model whose parts these are; None: they are whole."""
+        """table: rules of the parameters; sharded: what these are parts of; None: they are whole."""
         self.parameters = dict(parameters)
         self.section, self.sharded = section, sharded
         self.table, self._spec = table, OPTIMIZERS[section.name]
@@ -174,7 +181,7 @@ class Optimizers:
 
     def _by_matrix(self, name: str) -> bool:
         """Return True if an optimizer that needs matrices updates a parameter."""
-        return self._spec.needs == "matrices" and rule_of(self.table, name).kind == "matrix"
+        return bool(matrices_of(self.section, self.table, (name,)))
 
     def _is_bias(self, name: str) -> bool:
         """True for a bias of any shape: those of all experts of a layer are stacked in one tensor."""
@@ -237,6 +244,8 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * getattr(optimizer, "lr_ratio", 1.0)
             optimizer.step() if own is None else self._step_own(optimizer, own)
+        if isinstance(self.sharded, UpdateShards):
+            self.sharded.gather()
 
     def _step_own(self, optimizer: torch.optim.Optimizer, own: Declaration) -> None:
         """Run one update of a declared optimizer. PluginError: it fails, or holds state that is not declared."""
@@ -264,7 +273,7 @@ class Optimizers:
         measure: the norm of all gradients, of which ``parameters`` have this rank's part; None: they have all.
         """
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if not grads:
+        if not grads and measure is None:
             return 0.0
         norm = (
             torch.nn.utils.get_total_norm(grads.values())
