@@ -162,10 +162,10 @@ def test_grpo_learns_in_every_layout_as_on_one_process(tmp_path, shared, one, la
         assert torch.allclose(final[name], tensor, atol=2e-4), name
 
 
-@pytest.mark.parametrize("engine", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("engine", "zero"), [(1, 3), (2, 3), (2, 1)])
 @pytest.mark.slow
-def test_grpo_of_divided_experts_learns_as_on_one_process(tmp_path, shared, one, engine):
-    placed = {"policy": {"layout": {"ep": 2}}, "rollout": {"layout": {"ep": engine}}}
+def test_grpo_of_divided_experts_learns_as_on_one_process(tmp_path, shared, one, engine, zero):
+    placed = {"policy": {"layout": {"ep": 2, "zero": zero}}, "rollout": {"layout": {"ep": engine}}}
     ours = tiny.run(tiny.recipe(tmp_path, **sections("moe", cluster=LOCAL, **placed)))
     assert_near(ours, one("moe"), rel=2e-4, abs=2e-5)
     final, wanted = (load_model(run.directory).tensors for run in (ours, one("moe")))

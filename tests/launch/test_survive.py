@@ -28,6 +28,7 @@ FSDP = {
 }
 LAYOUTS = {
     "dp": {"cluster": LOCAL},
+    "dp, updates divided": {"cluster": LOCAL, "policy": {"layout": {"zero": 1}}, "train": {"ema": 0.9}},
     "tp, engine over tp": {
         "cluster": LOCAL,
         "policy": {"layout": {"tp": 2}},

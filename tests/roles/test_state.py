@@ -114,6 +114,17 @@ def test_replicas_share_what_they_read_of_a_store(pool, tmp_path):
     assert all(equal(held, tensors) and at == position for tensors, at, _ in found)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("saved", [Case(fsdp=2), Case(dp=2, zero=1)], ids=str)
+def test_replicas_that_divide_updates_share_the_weights_and_read_their_own_state(pool, tmp_path, saved):
+    path, held, position = kept(pool, saved, str(tmp_path), 2)
+    found = pool.run(2, HERE + "take", case=Case(dp=2, zero=1), path=path, position=position, one_machine=False)
+    assert all(equal(held, tensors) and at == position for tensors, at, _ in found)
+    size = sum(t.nbytes for tensors in held.values() for t in tensors.values())
+    both = sum(t.nbytes for name, t in held["optimizer"].items() if name.startswith("step."))
+    assert sum(nbytes for *_, nbytes in found) == size + both
+
+
 def test_without_replicas_there_is_nobody_to_share_with():
     assert replicas(ParallelDims.alone()) is None and state._one_machine(ParallelDims.alone())
 
