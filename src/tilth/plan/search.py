@@ -8,13 +8,13 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from tilth.config.axes import AXES, MODEL
+from tilth.config.axes import AXES, DATA, MODEL, Split, over
 from tilth.config.checks import check_cluster
 from tilth.config.errors import RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
@@ -298,7 +298,7 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         if spec.mesh != "layout":
             yield LayoutConfig(**sizes)
             continue
-        modes = {name: values for name in _modes() if (values := _tried(name, sizes))}
+        modes = {name: values for name in _modes() if (values := _tried(name, sizes, spec.trains))}
         for chosen in product(*modes.values()):
             yield LayoutConfig(**sizes, **dict(zip(modes, chosen)))
 
@@ -313,35 +313,42 @@ def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
 
     Ranks along tp divide the tokens of norms too (``sp``), which costs no time and less memory.
     """
-
-    def along(split: str) -> int:
-        return math.prod(n for name, n in sizes.items() if split in AXES[name].splits)
-
     outer = (("layers",), ("rows",))
     inner = math.prod(n for name, n in sizes.items() if AXES[name].splits not in outer)
     ragged = inner > given.device.per_node and inner % given.device.per_node > 0
-    short = along("tokens") > 1 and given.longest < LEAST_TOKENS * along("tokens")
-    if along("experts") > 1 and not given.shape.expert_layers:
+    unequal = given.shape.num_layers % _along(sizes, "layers") > 0
+    short = _along(sizes, "tokens") > 1 and given.longest < LEAST_TOKENS * _along(sizes, "tokens")
+    if _along(sizes, "experts") > 1 and not given.shape.expert_layers:
         return True
-    return short or given.shape.num_layers % along("layers") > 0 or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
+    return short or unequal or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
 
 
 _MODE_OF = {"zero": "fsdp", "sp": "tp", "pp_schedule": "pp", "cp_style": "cp"}
 """Entry of a layout that is no axis -> the axis whose mode it is."""
 
 
-def _tried(mode: str, sizes: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return the values of a mode that sizes of axes allow, none if it has no use. Shards with whole parameters are
-    replicas, which divide updates alone."""
-    values = _modes()[mode]
-    if mode == "zero":
-        rows = math.prod(size for name, size in sizes.items() if "rows" in AXES[name].splits)
-        if sizes[_MODE_OF[mode]] > 1:
-            return tuple(value for value in values if value != 1)
-        return (values[0], 1) if rows > 1 else ()
-    return values if sizes.get(_MODE_OF[mode], 1) > 1 else ()
+def _tried(mode: str, sizes: Mapping[str, int], trains: bool) -> tuple[Any, ...]:
+    """Return the values of a mode that are tried with these sizes of axes, none if it has no use.
+
+    Copies of what is trained divide updates, which costs no time and less memory; beside experts, shards of all else
+    may cost less.
+    """
+    values, used = _modes()[mode], sizes[_MODE_OF[mode]] > 1
+    if mode != "zero":
+        return values if used else ()
+    if used:
+        return tuple(value for value in values if value != 1)
+    if not trains or _along(sizes, *DATA) == 1:
+        return ()
+    return (values[0], 1) if _along(sizes, "experts") > 1 else (1,)
 
 
+def _along(sizes: Mapping[str, int], *splits: Split) -> int:
+    """Return the ranks along the axes that split any of these."""
+    return math.prod(sizes[name] for name in over(*splits))
+
+
+@cache
 def _modes() -> dict[str, tuple[Any, ...]]:
     """Return the values of each mode of a layout, its default first."""
     found = {}
