@@ -233,3 +233,10 @@ def test_nothing():
 def test_work_of_a_schedule_grows_as_the_batch():
     few, many = (work_of(lambda: schedule(tailed(60 * r, r), CAPACITY, r, seconds, balance="cost")) for r in (8, 32))
     assert many < 8 * few
+
+
+def test_gangs_are_not_widened_beyond_what_their_ring_takes():
+    """Passing 64 tokens around takes 64, as long as 5 ranks compute; narrower plans are as fast and are kept."""
+    rounds = schedule([64, 1, 1], CAPACITY, 16, seconds, balance="cost", ring=1.0)
+    gang = next(u for u in units(rounds) if len(u.ranks) > 1)
+    assert len(gang.ranks) == 5 and gang.cost == 64

@@ -63,6 +63,11 @@ class _Batch(NamedTuple):
         wanted = np.divide(costs, shortest, out=np.zeros(len(rows)), where=shortest > 0)
         return np.clip(np.ceil(wanted - 1e-9).astype(np.int64), least, self.ranks)
 
+    def longest(self, rows: np.ndarray) -> float:
+        """Return the least cost of a member of the longest gang: on all ranks, or as its ring takes."""
+        passed = self.ring * self.lengths[rows]
+        return float(np.maximum(self.weights[rows] / self.ranks, passed).max(initial=0))
+
     def unit(self, rows: np.ndarray, ranks: np.ndarray) -> Unit:
         """Make the unit of these rows on these ranks."""
         moved = 0.0
@@ -161,7 +166,7 @@ def _balanced(batch: _Batch, tolerance: float, stages: int) -> Rounds:
     held = batch.lengths[order] <= batch.capacity
     long, short = order[~held], order[held]
     mean = float(batch.weights.sum()) / batch.ranks
-    bound = (1 + tolerance) * max(mean, float(batch.weights[short].max(initial=0)))
+    bound = (1 + tolerance) * max(mean, stages * batch.longest(long), float(batch.weights[short].max(initial=0)))
     best, found, before = np.inf, Rounds(), np.zeros(0, np.int64)
     for divisor in WIDER:
         widths = batch.widths(long, mean / divisor)
