@@ -64,6 +64,8 @@ class Packed:
     broken: int = 0
     waiting: int = 0
     """Tokens left for the next batch."""
+    counted: float = 1.0
+    """Share of the rows planned that are of this batch."""
 
     def deal(self, packs: list[list[int]]) -> "Packed":
         """Give rows, in random order, to the ranks in turn, the same number to each."""
@@ -120,22 +122,27 @@ def trl_wrapped(lengths: np.ndarray) -> Packed:
 
 
 def nanochat(lengths: np.ndarray) -> Packed:
-    """Fill rows with the largest document that fits, and crop the shortest one for the rest; documents come again."""
-    packed = Packed()
+    """Fill rows with the largest document that fits, and crop the shortest one for the rest; documents come again.
+
+    Long documents wait until they fill the buffer: rows count after ``BUFFER`` others.
+    """
+    number = int(lengths.sum()) // (RANKS * CAPACITY)
+    packed = Packed(counted=number / (BUFFER + number))
     for rank in range(RANKS):
         coming = itertools.cycle(lengths[rank::RANKS].tolist())
         near = [next(coming) for _ in range(BUFFER)]
-        for _ in range(int(lengths.sum()) // (RANKS * CAPACITY)):
+        for at in range(BUFFER + number):
             room, row = CAPACITY, list[tuple[int, float]]()
             while room:
                 found = max((n for n in near if n <= room), default=0) or min(near)
                 near[near.index(found)] = next(coming)
-                packed.sequences += 1
-                packed.cropped += max(found - room, 0)
-                packed.broken += found > room
+                packed.sequences += at >= BUFFER
+                packed.cropped += max(found - room, 0) * (at >= BUFFER)
+                packed.broken += found > room and at >= BUFFER
                 row.append((min(found, room), 1.0))
                 room -= min(found, room)
-            packed.ranks[rank].append(row)
+            if at >= BUFFER:
+                packed.ranks[rank].append(row)
     return packed
 
 
@@ -201,10 +208,10 @@ def methods(costs: Costs) -> dict[str, Callable[[np.ndarray], Packed]]:
     }
 
 
-def files(suffix: str, most: int) -> list[str]:
-    """Return texts of files of this Python's libraries, in random order, up to ``most`` characters."""
+def files(most: int) -> list[str]:
+    """Return texts of code and Markdown of this Python's libraries, in random order, up to ``most`` characters."""
     folders = {sysconfig.get_paths()["stdlib"], *(p for p in sys.path if Path(p).name == "site-packages")}
-    found = sorted({file for folder in folders for file in Path(folder).rglob(f"*{suffix}")})
+    found = sorted({file for folder in folders for end in ("py", "md") for file in Path(folder).rglob(f"*.{end}")})
     texts, size = list[str](), 0
     for at in np.random.default_rng(SEED).permutation(len(found)):
         text = found[at].read_text(encoding="utf-8", errors="ignore")
@@ -235,7 +242,7 @@ def measured(texts: list[str]) -> np.ndarray:
 def fitted(longest: int, times: int) -> tuple[Costs, dict[str, Any]]:
     """Fit the seconds of training on one sequence of a small decoder; return them, and a row about the fit."""
     model = random_model(config_of("6M"), torch.float32, "cpu")
-    sizes = np.array([n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096) if n <= longest])
+    sizes = np.array([n for n in (32, 64, 128, 256, 512, 1024, 2048) if n <= longest])
     seconds = []
     for n in np.repeat(sizes, times):
         ids, begin = torch.zeros(int(n), dtype=torch.int64), time.process_time()
@@ -280,17 +287,17 @@ def compare(data: str, batches: list[np.ndarray], costs: Costs) -> Iterator[dict
             "broken": sum(p.broken for p in found) / sum(p.sequences for p in found),
             "above": sum(p.above() for p in found),
             **{f"spread_{kind}": spread(each) for kind, each in loads.items()},
-            "planning_ms": 1000 * took / len(batches),
+            "planning_ms": 1000 * took * found[0].counted / len(batches),
         }  # fmt: skip
 
 
 def rows_of(chosen: Namespace) -> Iterator[dict[str, Any]]:
     """Yield all rows."""
     torch.set_num_threads(1)
-    costs, about = fitted(512 if chosen.quick else 4096, 2 if chosen.quick else 5)
+    costs, about = fitted(512 if chosen.quick else 2048, 2 if chosen.quick else 3)
     yield about
-    most, count = (1 << 21, 1) if chosen.quick else (1 << 24, 8)
-    sources = {"code": files(".py", most), "markdown": files(".md", most), "gsm8k": gsm8k(chosen.gsm8k)[: most >> 9]}
+    most, count = (1 << 21, 1) if chosen.quick else (1 << 23, 8)
+    sources = {"files": files(most), "gsm8k": gsm8k(chosen.gsm8k)[: most >> 9]}
     for data, texts in sources.items():
         batches = global_batches(measured(texts)) if texts else []
         if batches:
@@ -314,7 +321,7 @@ def shown(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Print and write the rows."""
-    parser = benchmark_parser(__doc__, "one batch of each kind of files")
+    parser = benchmark_parser(__doc__, "one batch of each kind of text")
     shared = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
     parser.add_argument("--gsm8k", type=Path, default=shared, metavar="FOLDER", help="its train.jsonl")
     chosen, rows = parser.parse_args(), list[dict[str, Any]]()
