@@ -50,11 +50,16 @@ class Step:
     padded: int
     """Tokens of blanks."""
     choices: Choices
+    units: tuple[tuple[int, int, int], ...] = ()
+    """Of each micro-batch of several ranks: its tokens, its ranks, and the place of this one among them."""
+    computed: int = -1
+    """Tokens that this rank computes where units of other ranks have rows of it, and it has parts of theirs."""
 
     @property
     def tokens(self) -> float:
         """Tokens that this rank computes."""
-        return (self.lengths.sum() + self.padded) / self.mesh.size("cp")
+        own = self.lengths.sum() / self.mesh.size("cp") if self.computed < 0 else self.computed
+        return own + self.padded / self.mesh.size("cp")
 
     @property
     def schedule(self) -> str:
@@ -133,7 +138,7 @@ def context(step: Step) -> Sent:
     """ring: rank r of R has two chunks of L / 2R tokens of a sequence of L. Forward and backward, it sends keys and
     values of the early one to the R - 1 - r ranks after it and of both to the r before it, and backward it returns as
     many gradients as it got keys and values. ulysses: (R - 1) / R of queries, keys, values and results, and of their
-    gradients; each rank has at least one key head.
+    gradients; each rank has at least one key head. A unit of ``hdp`` is such a ring.
     """
     n, r, config = step.mesh.size("cp"), step.at("cp"), step.config
     heads, kv_heads = (max(1, count // step.mesh.size("tp")) for count in (config.num_heads, config.num_kv_heads))
@@ -141,10 +146,17 @@ def context(step: Step) -> Sent:
         once = (n - 1) / n * step.tokens * 2 * (heads + max(kv_heads, n))
         rows = 2 * once
     else:
-        chunk = step.lengths.sum() / (2 * n)
-        sent, got = chunk * (n - 1 - r) + 2 * chunk * r, chunk * r + 2 * chunk * (n - 1 - r)
-        rows = 2 * kv_heads * (2 * sent + got)
-    yield label(step.mesh, ["cp"]), (n > 1) * step.layers * rows * config.head_dim * step.element
+        rows = ring(int(step.lengths.sum()), n, r, kv_heads)
+    each = step.layers * config.head_dim * step.element
+    yield label(step.mesh, ["cp"]), (n > 1) * rows * each
+    yield label(step.mesh, ["hdp"]), sum(ring(*unit, kv_heads) for unit in step.units) * each
+
+
+def ring(tokens: int, n: int, r: int, kv_heads: int) -> float:
+    """Rows of one head that the rank at place r of n sends."""
+    chunk = tokens / (2 * n)
+    sent, got = chunk * (n - 1 - r) + 2 * chunk * r, chunk * r + 2 * chunk * (n - 1 - r)
+    return 2 * kv_heads * (2 * sent + got)
 
 
 def experts(step: Step) -> Sent:

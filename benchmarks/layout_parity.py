@@ -50,9 +50,10 @@ from tilth.models.decoder import Decoder
 from tilth.models.moe import ExpertContext
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.batch import MicroBatchLimits
+from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_batch
 from tilth.training.engine import TrainEngine, negative_log_likelihood
-from tilth.training.packed import Scored, computed_tokens, cut, model_input, plan_micros, run_forward
+from tilth.training.packed import Scored, computed_tokens, cut, limits_of, model_input, plan_micros, run_forward
+from tilth.training.units import PLACES
 
 ROWS: dict[str, dict[str, Any]] = {
     "1 rank": {},
@@ -77,6 +78,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "cp2xtp2": {"cp": 2, "tp": 2},
     "dp2xcp2": {"dp": 2, "cp": 2},
     "fsdp2xcp2": {"fsdp": 2, "cp": 2},
+    "hdp2": {"hdp": 2},
+    "hdp4": {"hdp": 4},
+    "hdp2xtp2": {"hdp": 2, "tp": 2},
+    "hdp2xpp2": {"hdp": 2, "pp": 2},
+    "fsdp2xhdp2": {"fsdp": 2, "hdp": 2},
     "pp2": {"pp": 2},
     "pp2 interleaved": {"pp": 2, "schedule": "interleaved"},
     "pp2 zero-bubble": {"pp": 2, "schedule": "zero-bubble"},
@@ -103,6 +109,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "moe ep2xfsdp2": {"experts": True, "ep": 2, "fsdp": 2},
     "moe dp2xep2": {"experts": True, "dp": 2, "ep": 2},
     "moe cp2xep2": {"experts": True, "ep": 2, "cp": 2},
+    "moe ep2xhdp2": {"experts": True, "ep": 2, "hdp": 2},
     "moe ep2xtp2": {"experts": True, "ep": 2, "tp": 2},
     "moe pp2xep2": {"experts": True, "pp": 2, "ep": 2},
     "moe fsdp2xpp2": {"experts": True, "pp": 2, "fsdp": 2},
@@ -126,6 +133,7 @@ QUICK = (
     "dp2xcp2 zero1",
     "ulysses2",
     "cp2xtp2",
+    "hdp2xpp2",
     "pp2 interleaved",
     "pp2 zero-bubble",
     "fsdp2xpp2",
@@ -182,6 +190,12 @@ class Task:
         return Mesh.of({name: size for name, size in self.layout.items() if name in AXES})
 
     @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch; with ``hdp`` few, so that the longest sequence has all ranks."""
+        _, longest, most = BATCHES[self.size]
+        return -(-longest // self.mesh.units) if self.mesh.units > 1 else most
+
+    @property
     def config(self) -> DecoderConfig:
         sizes = {**SIZES[self.size], "num_heads": 8, "num_kv_heads": 2, "dropout": 0.1}
         if self.experts:
@@ -233,31 +247,48 @@ def run(task: Task, grid: ParallelDims) -> Found:
     weights = {name: checksum(tensor) for name, tensor in sharded.assemble(list(sharded.layouts)).items()}
     fresh_peak()  # whole weights are no part of training
     section = OptimizerConfig(name="muon" if task.muon else "adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
-    rows, _, budget = BATCHES[task.size]
+    budget = task.budget
     engine = TrainEngine(sharded, section, total_steps=task.steps, micro_tokens=budget, seed=1)
     tokens, mask = batch(task.size)
-    mine = np.arange(rows)[grid.mesh.index(grid.rank, *grid.mesh.over("rows")) :: grid.mesh.count("rows")]
+    mine, plan = planned(task, sharded, tokens, mask)
     own, starts = tokens.take(mine), tokens.offsets[mine]
     own_mask = Jagged(mask, tokens.offsets).take(mine).values
     loss = negative_log_likelihood(float(mask.sum()))
     results, seconds = [], []
     for _ in range(task.steps):
         begin = time.perf_counter()
-        results.append(engine.update(own, own_mask, {}, loss, entropy=False, starts=starts))
+        results.append(engine.update(own, own_mask, {}, loss, entropy=False, starts=starts, plan=plan))
         seconds.append(time.perf_counter() - begin)
     top = peak() - before
-    chosen = choices(sharded, own, starts, budget) if task.experts else {}
+    chosen = choices(sharded, own, starts, budget, plan) if task.experts else {}
     with Collectives(grid.mesh) as collectives, Rounds() as rounds:
-        engine.update(own, own_mask, {}, loss, entropy=False, starts=starts)
+        engine.update(own, own_mask, {}, loss, entropy=False, starts=starts, plan=plan)
+    at = grid.coordinate("hdp")
+    units = (
+        tuple((int(m.lengths.sum()), len(m.ranks), m.ranks.index(at)) for m in plan.learn if m.several) if plan else ()
+    )
     step = Step(
         grid.mesh, grid.rank, task.config, 8 if task.double else 4, task.modes, rounds.count // len(sharded.parts),
-        own.lengths, results[-1].padded, chosen,
+        own.lengths, results[-1].padded, chosen, units, results[-1].computed if plan else -1,
     )  # fmt: skip
     elements, padded = sum(p.numel() for p in sharded.parameters.values()), sum(r.padded for r in results)
     needed = predicted(step, task.layout, BATCHES[task.size]) / 2**20
     losses, norms = [r.loss for r in results], [r.grad_norm for r in results]
     sent = dict(collectives.sent)
     return Found(weights, losses, norms, min(seconds), sent, formula(step), top, needed, padded, elements, chosen)
+
+
+def planned(
+    task: Task, sharded: ShardedModel, tokens: Jagged, mask: np.ndarray
+) -> tuple[np.ndarray, MicroBatchPlan | None]:
+    """The rows of this rank, and with ``hdp`` its part of a plan: units of up to all of its ranks."""
+    mesh = sharded.grid.mesh
+    ranks, place = mesh.count("rows"), mesh.index(sharded.grid.rank, *mesh.over("rows"))
+    if mesh.units == 1:
+        return np.arange(len(tokens.lengths))[place::ranks], None
+    limits, table = limits_of(sharded, task.budget, parity=False), RowTable.of(tokens, mask, digests=False)
+    plan = plan_batch(table, None, ranks, limits, units=mesh.units, stages=mesh.count("layers"))
+    return plan.rows[place], plan.ranks[place]
 
 
 def spread(task: Task, grid: ParallelDims) -> ShardedModel:
@@ -269,7 +300,9 @@ def spread(task: Task, grid: ParallelDims) -> ShardedModel:
     return ShardedModel.alone(build()) if len(grid.mesh) == 1 else shard(build, grid, **task.modes)
 
 
-def choices(sharded: ShardedModel, tokens: Jagged, starts: np.ndarray, budget: int) -> Choices:
+def choices(
+    sharded: ShardedModel, tokens: Jagged, starts: np.ndarray, budget: int, planned: MicroBatchPlan | None
+) -> Choices:
     """The experts that this rank's routers choose for its tokens, best first; every rank makes one pass.
 
     starts: index of each sequence's first token in the whole batch."""
@@ -278,14 +311,17 @@ def choices(sharded: ShardedModel, tokens: Jagged, starts: np.ndarray, budget: i
     noted: list[tuple[np.ndarray, ExpertContext]] = []
 
     def begin() -> Iterator[Scored]:
-        for index, micro in cut(tokens, mask, {}, plan, sharded.device, sharded.context):
+        for index, micro in cut(tokens, mask, {PLACES: places}, plan, sharded.device, sharded.context):
+            if micro.blank:
+                yield Scored(*sharded.blank_input())
+                continue
             x, ctx = model_input(micro)
             ctx.experts = ExpertContext(record=True)
-            noted.append((places[index[computed_tokens(micro).numpy()]], ctx.experts))
+            noted.append((micro.columns[PLACES][computed_tokens(micro)].numpy(), ctx.experts))
             yield Scored(x, ctx, index, micro)
 
     places = np.repeat(starts - tokens.offsets[:-1], tokens.lengths) + np.arange(len(mask))
-    plan = plan_micros(tokens, mask, MicroBatchLimits(budget)).score
+    plan = plan_micros(tokens, mask, MicroBatchLimits(budget), plan=planned).score
     run_forward(sharded, begin(), len(plan))
     sharded.reshard()
     found = dict[int, tuple[np.ndarray, np.ndarray]]()

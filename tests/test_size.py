@@ -4,9 +4,9 @@ from tests.errors import SOURCE, packages
 
 BUDGETS = {
     "config": (3_250, 2_600),
-    "core": (2_100, 1_800),
+    "core": (2_150, 1_800),
     "trace": (1_500, 1_400),
-    "plan": (5_450, 3_700),
+    "plan": (5_550, 3_700),
     "rl": (3_900, 3_900),
     "process": (900, 900),
     "sandbox": (1_100, 800),
@@ -14,9 +14,9 @@ BUDGETS = {
     "cluster": (5_500, 4_500),
     "data": (3_750, 2_600),
     "models": (4_900, 4_200),
-    "parallel": (3_500, 3_000),
+    "parallel": (3_600, 3_000),
     "checkpoint": (4_250, 3_600),
-    "training": (1_800, 1_700),
+    "training": (1_900, 1_700),
     "engines rollout": (6_000, 5_700),
     "roles": (2_700, 1_700),
     "guard": (3_300, 2_700),

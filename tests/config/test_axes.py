@@ -51,7 +51,7 @@ INVENTED = (
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
 
-TRAPS = (Axis("seq", ("tokens",), "ranks that divide tokens"), Axis("hdp", ("rows", "tokens"), "ranks of any kind"))
+TRAPS = (Axis("seq", ("tokens",), "ranks that divide tokens"), Axis("hybrid", ("rows", "tokens"), "ranks of any kind"))
 TRAPS += (Axis("etp", ("parameters",), "ranks that split experts"), Axis("pipe", ("layers",), "stages"))
 
 
@@ -79,7 +79,7 @@ def test_a_mesh_knows_its_axes_by_name(table):
     assert (mesh.size("island"), mesh.size("dp", "ring"), mesh.size("tp")) == (2, 6, 1)
     assert mesh.over("rows")[-1] == "island" and mesh.over("tokens", "layers")[-2:] == ("ring", "pipe")
     assert (mesh.count("rows"), mesh.count("tokens"), mesh.count("rows", "tokens")) == (4, 3, 12)
-    assert mesh.copies == ("dp", "cp", "island", "ring") and mesh.shards == ("fsdp", "ep")
+    assert mesh.copies == ("dp", "hdp", "cp", "island", "ring") and mesh.shards == ("fsdp", "ep")
     assert mesh.coordinate("island", 15) == 1 == mesh.at(15)["island"] and mesh.index(21, "dp", "island") == 3
     assert mesh.along(14, "island") == (11, 14) and mesh.part(14, "island").ranks == (11, 14)
 
@@ -141,7 +141,7 @@ def test_every_axis_that_divides_more_than_rows_has_a_mechanism():
     assert [axis.name for axis in AXES.values() if axis.undivided(2)] == []
 
 
-@pytest.mark.parametrize("name", ["pp", "ep", "cp", "tp"])
+@pytest.mark.parametrize("name", ["pp", "ep", "hdp", "cp", "tp"])
 def test_a_model_is_divided_by_the_mechanisms_of_the_table(name, monkeypatch):
     """The table is the truth: without its entry an axis divides nothing."""
     called = []

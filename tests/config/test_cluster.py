@@ -200,6 +200,26 @@ def test_wrong_words_and_values(overrides, message):
             "policy.layout.cp_style = 'ulysses' needs policy.layout.cp of 2 or more, not 1; or leave it out",
         ),
         (
+            [LOCAL, "cluster.workers=4", "policy.layout.hdp=2"],
+            "policy.layout.hdp = 2 divides rows and tokens in place of dp, and policy.layout.dp is 2; set",
+        ),
+        (
+            [LOCAL, "cluster.workers=4", "policy.layout={hdp = 2, cp = 2}"],
+            "policy.layout.hdp = 2 divides rows and tokens in place of cp, and policy.layout.cp is 2; set",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout={hdp = 2, cp_style = 'ulysses'}"],
+            "policy.layout.cp_style = 'ulysses' divides heads over all ranks, policy.layout.hdp has rings of",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout.hdp=2", "train.parity=true"],
+            "train.parity = true needs policy.layout.hdp = 1, not 2: parts of a softmax round differently",
+        ),
+        (
+            [LOCAL, "cluster.workers=2", "policy.layout.hdp=2", 'train.watch=["noise_scale"]'],
+            f"train.watch = ['noise_scale']: noise_scale needs whole gradients: policy.layout.{PARTIAL}; or",
+        ),
+        (
             [LOCAL, "cluster.workers=2", "rollout.layout.cp=2"],
             "rollout.layout.cp = 2, but the rollout engine takes dp, ep and tp only; set it to 1",
         ),

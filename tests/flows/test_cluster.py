@@ -43,6 +43,12 @@ LAYOUTS = {
         "rollout": DIVIDED,
     },
     "cp": {"cluster": LOCAL, "policy": {"layout": {"cp": 2}}},
+    "hdp": {
+        "cluster": LOCAL,
+        "policy": {"layout": {"hdp": 2}},
+        "reference": {"layout": {"hdp": 2}},
+        "train": {"micro_tokens": 9},
+    },
     "cp, ulysses": {"cluster": LOCAL, "policy": {"layout": {"cp": 2, "cp_style": "ulysses"}}},
     "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},
     "dp, engine over tp": {"cluster": LOCAL, "rollout": DIVIDED},

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tilth.config.axes import DATA, MODEL
+from tilth.config.axes import AXES, DATA, MODEL
 from tilth.config.schema import LoraConfig, OptimizerConfig
 from tilth.core.batch import Jagged
 from tilth.core.layout import Mesh
@@ -15,8 +15,9 @@ from tilth.models.decoder import Decoder
 from tilth.models.value import ValueModel
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.sharded import ShardedModel, shard
+from tilth.plan.batch import MicroBatchPlan, RowTable, plan_batch
 from tilth.training.engine import TrainEngine, negative_log_likelihood
-from tilth.training.packed import appraise, packed_logprobs, packed_values, score
+from tilth.training.packed import appraise, limits_of, packed_logprobs, packed_values, score
 
 CONFIG = DecoderConfig(
     vocab_size=33, hidden_size=20, intermediate_size=28, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
@@ -38,6 +39,7 @@ class Case:
     dp: int = 1
     fsdp: int = 1
     ep: int = 1
+    hdp: int = 1
     cp: int = 1
     tp: int = 1
     sp: bool = False
@@ -63,10 +65,10 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.fsdp * self.ep * self.cp * self.tp
+        return self.pp * self.dp * self.fsdp * self.ep * self.hdp * self.cp * self.tp
 
     def __str__(self) -> str:
-        sizes = [f"{n}{s}" for n in ("pp", "dp", "fsdp", "ep", "cp", "tp") if (s := getattr(self, n)) > 1]
+        sizes = [f"{n}{s}" for n in AXES if (s := getattr(self, n)) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
         names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora", "lora_dropout")
@@ -76,7 +78,7 @@ class Case:
 
     @property
     def alone(self) -> "Case":
-        return replace(self, pp=1, dp=1, fsdp=1, ep=1, cp=1, tp=1, sp=False, rows=())
+        return replace(self, **dict.fromkeys(AXES, 1), sp=False, rows=())
 
 
 def build(case: Case) -> Decoder:
@@ -98,8 +100,7 @@ def build(case: Case) -> Decoder:
 def spread(case: Case, rank: int = 0) -> ShardedModel:
     if case.ranks == 1:
         return ShardedModel.alone(build(case))
-    names = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-    grid = ParallelDims.of(Mesh(names, tuple(getattr(case, name) for name in names)), rank)
+    grid = ParallelDims.of(Mesh.of({name: getattr(case, name) for name in AXES}), rank)
     how = {"sp": case.sp, "zero": case.zero, "cp_style": case.cp_style, "schedule": case.schedule}
     return shard(lambda: build(case), grid, **how)
 
@@ -125,10 +126,21 @@ def batch() -> tuple[Jagged, np.ndarray]:
     return tokens, np.concatenate([[0] + [1] * (n - 1) for n in lengths]).astype(np.uint8)
 
 
+def planned(case: Case, sharded: ShardedModel) -> tuple[np.ndarray, MicroBatchPlan]:
+    """This rank's rows and micro-batches in a plan of units."""
+    mesh = sharded.grid.mesh
+    limits = limits_of(sharded, case.micro_tokens, parity=False)
+    plan = plan_batch(RowTable.of(*batch()), None, mesh.count("rows"), limits, units=case.hdp, stages=case.pp)
+    part = mesh.index(sharded.grid.rank, *mesh.over("rows"))
+    return plan.rows[part], plan.ranks[part]
+
+
 def share(case: Case, sharded: ShardedModel) -> np.ndarray:
-    """The rows of the batch that this rank has: of every n-th, or as the case says."""
+    """The rows of the batch that this rank has: of every n-th, or as the case or its plan says."""
     mesh = sharded.grid.mesh
     part, parts = mesh.index(sharded.grid.rank, *mesh.over("rows")), mesh.count("rows")
+    if case.hdp > 1:
+        return planned(case, sharded)[0]
     if not case.rows:
         return np.arange(len(LENGTHS))[part::parts]
     return np.split(np.arange(len(LENGTHS)), np.cumsum(case.rows)[: parts - 1])[part]
@@ -167,10 +179,11 @@ def train(rank: int, case: Case, steps: int = 1, init: bool = False, **options) 
     watch_gradients(engine, gradients)
     tokens, mask, starts = rows_of(case, sharded)
     scored = packed_values if case.value else packed_logprobs
-    how = {"max_tokens": case.micro_tokens, "parity": options.get("parity", False)}
+    plan = planned(case, sharded)[1] if case.hdp > 1 else None
+    how = {"max_tokens": case.micro_tokens, "parity": options.get("parity", False), "plan": plan}
     found["before"] = scored(sharded, tokens, mask, **how)
     for _ in range(steps):
-        found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts))
+        found["results"].append(engine.update(tokens, mask, {}, loss_of(case, batch()[1]), starts=starts, plan=plan))
     found["after"] = scored(sharded, tokens, mask, **how)
     found["gradients"] = copied(whole(sharded, sharded.learned, gradients))
     found["end"] = copied(sharded.assemble(names))

@@ -106,6 +106,14 @@ def test_keys_and_values_go_around_or_tokens_are_exchanged_for_heads():
     assert sent("policy.layout.cp_style=ulysses") == pytest.approx(2 * (2 * heads + 2 * max(kv_heads, 2)) * one / 2)
 
 
+def test_rows_longer_than_the_capacity_of_a_rank_go_around_as_along_cp():
+    def sent(axis, micro):
+        found = talks(2, f"policy.layout.{axis}=2", f"train.micro_tokens={micro}")
+        return sum(t.bytes for t in found if t.axis == axis and "attention" in t.what)
+
+    assert sent("hdp", LONGEST) == 0 < sent("hdp", LONGEST // 2) == sent("cp", LONGEST // 2)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
 def test_a_rank_talks_for_the_layers_of_its_stage_alone(axis, schedule):

@@ -14,7 +14,6 @@ from tilth.core.batch import Batch, Column, concat
 from tilth.core.errors import ArgumentError
 from tilth.core.layout import Mesh
 from tilth.plan.batch import (
-    BalanceBy,
     BatchPlan,
     MicroBatchLimits,
     RankLoad,
@@ -23,6 +22,7 @@ from tilth.plan.batch import (
     plan_batch,
     token_costs,
 )
+from tilth.plan.schedule import Balance
 
 Split = Literal["rows", "plan", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
@@ -151,7 +151,7 @@ def deal(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     costs: RowCosts = token_costs,
-    balance: BalanceBy = "tokens",
+    balance: Balance = "tokens",
 ) -> Deal:
     """Split the arguments of a call over the ranks of a mesh. costs, balance: of rows, by which a plan divides them.
 
@@ -167,7 +167,7 @@ def deal(
     own: list[dict[str, Any]] = [{}] * count
     loads = None
     if how.split == "plan":
-        plan, table = _planned(how, batches, count, costs, balance)
+        plan, table = _planned(how, batches, mesh, count, costs, balance)
         divide, own = lambda *_: plan.rows, [{"plan": part} for part in plan.ranks]
         if not how.reads:
             each = [RankLoad.of(part.learn, table.take(mine)) for part, mine in zip(plan.ranks, plan.rows)]
@@ -190,15 +190,15 @@ def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
 
 
 def _planned(
-    how: Transfer, batches: Sequence[Batch], count: int, costs: RowCosts, balance: BalanceBy
+    how: Transfer, batches: Sequence[Batch], mesh: Mesh, count: int, costs: RowCosts, balance: Balance
 ) -> tuple[BatchPlan, RowTable]:
     if how.limits is None or len(batches) != 1:
         message = f"a call split by 'plan' takes one batch and the role's limits, not {len(batches)} and {how.limits}"
         raise ArgumentError(message, key="plan")
     (batch,), limits = batches, how.limits
     table = RowTable.of_batch(batch, how.mask if how.mask in batch.payload else "mask", digests=limits.share)
-    groups = batch.rows.get("group")
-    return plan_batch(table, groups, count, limits, dropout=how.dropout, costs=costs, balance=balance), table
+    groups, ranks = batch.rows.get("group"), {"units": mesh.units, "stages": mesh.count("layers")}
+    return plan_batch(table, groups, count, limits, dropout=how.dropout, costs=costs, balance=balance, **ranks), table
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:

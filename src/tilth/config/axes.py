@@ -14,7 +14,8 @@ from tilth.config.errors import AxisError
 Split = Literal["rows", "tokens", "parameters", "layers", "experts"]
 DATA: tuple[Split, ...] = ("rows", "tokens")
 """Splits after which ranks see different data: gradients are summed over them. Losses and counts are summed over rows
-alone: ranks that divide tokens exchange what a loss needs of each token, and each has the loss of whole rows."""
+alone: ranks that divide tokens exchange what a loss needs of each token, and each has the loss of whole rows; of ranks
+that divide both, the first of those with a row has its loss."""
 MODEL: tuple[Split, ...] = ("parameters", "layers", "experts")
 """Splits after which ranks hold different parts of the model."""
 
@@ -33,8 +34,9 @@ class Axis:
 
     name: str
     splits: tuple[Split, ...]
-    """What ranks along the axis divide; all else is equal. rows: of a batch. tokens: of the same rows. parameters:
-    elements of each; together with rows they are gathered to compute (FSDP), alone each rank computes with its part."""
+    """What ranks along the axis divide; all else is equal. rows: of a batch. tokens: of the same rows; together with
+    rows, of those that a plan gives to several ranks. parameters: elements of each; together with rows they are
+    gathered to compute (FSDP), alone each rank computes with its part."""
     about: str
     """Description of the axis's key in a recipe's layout."""
     mechanism: str = ""
@@ -85,6 +87,12 @@ AXES: dict[str, Axis] = {
             engines=True,
         ),
         Axis(
+            "hdp",
+            ("rows", "tokens"),
+            "in place of dp and cp: a row is on as many ranks as its length takes, with train.micro_tokens each",
+            mechanism="tilth.parallel.context:divide_units",
+        ),
+        Axis(
             "cp",
             ("tokens",),
             "ranks that divide the tokens of each sequence, on the same rows",
@@ -111,8 +119,9 @@ def known(name: str) -> Axis:
     return AXES[name]
 
 
-def over(*splits: Split) -> tuple[str, ...]:
-    """Return the names of the axes that split any of these, in order. Raises AxisError for an unknown split."""
-    _check(splits)
-    wanted = set(splits)
-    return tuple(name for name, axis in AXES.items() if not wanted.isdisjoint(axis.splits))
+def over(*splits: Split, without: tuple[Split, ...] = ()) -> tuple[str, ...]:
+    """Return the names of the axes that split any of these, and none of ``without``, in order. Raises AxisError for an
+    unknown split."""
+    _check((*splits, *without))
+    wanted, left = set(splits), set(without)
+    return tuple(n for n, axis in AXES.items() if not wanted.isdisjoint(axis.splits) and left.isdisjoint(axis.splits))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tilth.config.axes import AXES, ENGINE_AXES, MODEL, over
+from tilth.config.axes import AXES, DATA, ENGINE_AXES, MODEL, over
 from tilth.config.code import keyword_options
 from tilth.config.errors import AxisError, RecipeError, TilthError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
@@ -470,6 +470,11 @@ def _fill_pool(name: str, layout: LayoutConfig, workers: int, where: str) -> Ref
         if not axis.fills and size > 1:
             rest, others = rest // size, f"{others or ' with'} {key} = {size}"
     total, (fills,) = math.prod(sizes.values()), (axis.name for axis in AXES.values() if axis.fills)
+    data = {n: size for n, size in sizes.items() if {*DATA}.issuperset(AXES[n].splits) and size > 1}
+    for both in (n for n in data if len(data) > 1 and len(AXES[n].splits) > 1):
+        beside = next(n for n in data if n != both)
+        why = f"divides rows and tokens in place of {beside}, and {name}.{beside} is {data[beside]}"
+        yield f"{name}.{both}", f"{why}; set {name}.{both} = {math.prod(data.values())} and no other of these"
     if total != workers:
         verb = "does not fill" if total < workers else "is more than"
         product = f"{name} {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {total}"
@@ -499,10 +504,14 @@ def _divided(recipe: Recipe) -> Refusals:
         yield from _stages(recipe, name, layout)
         if parity and layout.tp > 1:
             yield "train.parity.tp", f"needs {name}.tp = 1, not {layout.tp}: partial sums round differently"
+        if layout.cp_style != "ring" and layout.hdp > 1:
+            yield f"{name}.cp_style.hdp", f"divides heads over all ranks, {name}.hdp has rings of any number; use ring"
         if layout.cp_style != "ring" and layout.cp == 1:
             yield f"{name}.cp_style", f"needs {name}.cp of 2 or more, not 1; or leave it out"
-        if parity and layout.cp > 1:
-            yield "train.parity.cp", f"needs {name}.cp = 1, not {layout.cp}: parts of a softmax round differently"
+        for axis in over("tokens"):
+            if parity and (size := getattr(layout, axis)) > 1:
+                why = f"needs {name}.{axis} = 1, not {size}: parts of a softmax round differently"
+                yield f"train.parity.{axis}", why
         if "noise_scale" in recipe.train.watch and role == "policy" and partial:
             right = " and ".join(f"{axis} = 1" for axis in over("tokens", *MODEL))
             yield "train.watch", f": noise_scale needs whole gradients: {name}.{right}; or leave it out"

@@ -22,10 +22,10 @@ code is 2. The run's folder holds the recipe with all its keys as `recipe.toml`,
 
 LAYOUTS = """\
 Entries of `policy.layout`, `critic.layout`, `reference.layout`, `judge.layout` and `rollout.layout`.
-`policy.layout.fsdp=2` sets one entry, `policy.layout={fsdp = 2, tp = 2}` all of them. The sizes of pp, dp, fsdp, ep, cp
-and tp multiply to the workers of the pool. Engines (`rollout`, `judge`) take dp (engines side by side), ep and tp (each
-engine over several workers) alone. `tilth layout RECIPE` shows the resulting placement, memory and traffic; with
-`--search` it chooses one."""
+`policy.layout.fsdp=2` sets one entry, `policy.layout={fsdp = 2, tp = 2}` all of them. The sizes of pp, dp, fsdp, ep,
+hdp, cp and tp multiply to the workers of the pool. Engines (`rollout`, `judge`) take dp (engines side by side), ep and
+tp (each engine over several workers) alone. `tilth layout RECIPE` shows the resulting placement, memory and traffic;
+with `--search` it chooses one."""
 
 ADAPTERS = """\
 Entries of `policy.lora` and `critic.lora`. `policy.lora.rank=16` freezes the weights of `model.path` and learns a

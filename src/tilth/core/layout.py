@@ -173,14 +173,25 @@ class Mesh:
         sizes = dict(zip(self.names, self.sizes))
         return math.prod(sizes.get(self._known(name), 1) for name in names)
 
-    def over(self, *splits: axes.Split) -> tuple[str, ...]:
-        """Return the axes of this mesh that split any of these, in order. AxisError for an unknown split."""
-        found = axes.over(*splits)
+    def over(self, *splits: axes.Split, without: tuple[axes.Split, ...] = ()) -> tuple[str, ...]:
+        """Return the axes of this mesh that split any of these, and none of ``without``, in order. AxisError for an
+        unknown split."""
+        found = axes.over(*splits, without=without)
         return tuple(name for name in self.names if name in found)
 
     def count(self, *splits: axes.Split) -> int:
         """Return the number of parts into which these are split."""
         return self.size(*self.over(*splits))
+
+    @property
+    def pieces(self) -> int:
+        """Number of ranks that divide the tokens of the same rows, whatever their lengths."""
+        return self.size(*self.over("tokens", without=("rows",)))
+
+    @property
+    def units(self) -> int:
+        """Number of ranks over which a plan spreads rows, each on as many as it takes."""
+        return self.size(*(name for name in self.over("rows") if name in self.over("tokens")))
 
     @property
     def copies(self) -> tuple[str, ...]:

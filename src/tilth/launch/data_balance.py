@@ -15,10 +15,11 @@ from tilth.launch.balance_costs import cached
 from tilth.launch.fitting import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
-from tilth.plan.batch import BalanceBy, MicroBatchLimits, RankLoad, RowCosts, RowTable, plan_batch, token_costs
+from tilth.plan.batch import MicroBatchLimits, RankLoad, RowCosts, RowTable, plan_batch, token_costs
 from tilth.plan.costs import Costs, load_costs
 from tilth.plan.flops import token_flops
 from tilth.plan.mapping import Option
+from tilth.plan.schedule import Balance
 from tilth.plan.search import STAGES, SearchInput, policy_options
 
 BEST = 4
@@ -79,7 +80,7 @@ def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.nda
     measure = Measured(recipe, steps, of_rows, mean, workers)
     here = [option for option in policy_options(given) if option.layout.sizes(workers) == own]
     others = [option for option in policy_options(free) if option.layout.sizes(workers) != own]
-    rows = [fastest(measure.of(option, by, here=True) for option in here) for by in get_args(BalanceBy)]
+    rows = [fastest(measure.of(option, by, here=True) for option in here) for by in get_args(Balance)]
     rows += [fastest(measure.of(option, recipe.balance, here=False) for option in others)]
     layouts = [row for found in rows for row in found[:BEST]]
     return BalanceReport(source, error, buckets(every, of_rows), layouts)
@@ -132,7 +133,7 @@ class Measured:
     mean: int
     workers: int
 
-    def of(self, option: Option, by: BalanceBy, *, here: bool) -> LayoutBalance:
+    def of(self, option: Option, by: Balance, *, here: bool) -> LayoutBalance:
         """Return the balance under a layout; the update of its option has sequences of the mean length alone."""
         mesh = Mesh.of(option.layout.sizes(self.workers), tuple(range(self.workers)))
         sizes, ranks = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}, mesh.count("rows")
@@ -145,7 +146,7 @@ class Measured:
         idle = float(np.mean(1 - costs.mean(1) / costs.max(1)))
         return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
 
-    def _loads(self, lengths: np.ndarray, ranks: int, by: BalanceBy) -> list[RankLoad]:
+    def _loads(self, lengths: np.ndarray, ranks: int, by: Balance) -> list[RankLoad]:
         """Plan a step by tokens, costs or in order; each rank's work in predicted seconds."""
         table = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64))
         limits, costs = MicroBatchLimits(self.recipe.train.micro_tokens), self.costs if by == "cost" else token_costs

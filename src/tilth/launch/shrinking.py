@@ -1,7 +1,7 @@
 """Shrink a run: the largest layout for the workers that are left, where a lost one cannot be replaced.
 
-Model axes (pp, ep, cp, tp) stay, since fewer ranks along them would each need more memory. Rows are divided over fewer
-ranks (dp, fsdp), so a rank has more rows, and steps have the batch, the data and the order that they had.
+Model axes (pp, ep, hdp, cp, tp) stay, since fewer ranks along them would each need more memory. Rows are divided over
+fewer ranks (dp, fsdp), so a rank has more rows, and steps have the batch, the data and the order that they had.
 """
 
 import math
@@ -16,7 +16,7 @@ from tilth.config.roles import roles_of
 from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.errors import RecipeError
 
-ROWS = tuple(axis for axis in over("rows") if axis not in over("experts"))
+ROWS = over("rows", without=("experts", "tokens"))
 """Axes that shrink: of replicas, and of the ranks that shard one's parameters."""
 _REPLICAS, _SHARDS = ROWS
 

@@ -1,10 +1,10 @@
 """Collectives: every collective of Tilth, each with a span; those of torch's FSDP are in ``parallel.fsdp``.
 
-A span has the ranks of its group as ``detail``, in ascending order, and as ``seq`` its number among all communications
-of these ranks. All members issue them in one order, so the events of one communication share one (detail, seq). Its
-``bytes`` are those of this rank's tensor: the input of an all-reduce or a reduce-scatter, the local part of a gather,
-the tensor of a broadcast, what it sends to others in an exchange or an all-to-all. Its time includes waiting for the
-last member; where a device works beside the host, it is the time to queue it.
+A span has the ranks of its group, or those of it that take part, as ``detail``, in ascending order, and as ``seq`` its
+number among all communications of these ranks. All of them issue them in one order, so the events of one communication
+share one (detail, seq). Its ``bytes`` are those of this rank's tensor: the input of an all-reduce or a reduce-scatter,
+the local part of a gather, the tensor of a broadcast, what it sends to others in an exchange or an all-to-all. Its time
+includes waiting for the last member; where a device works beside the host, it is the time to queue it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,18 +26,45 @@ MAX = dist.ReduceOp.MAX
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_ranks: dict[Group, str] = {}
+
+@dataclass(frozen=True)
+class Members:
+    """Ranks of a group that exchange messages in it: all of them, or some. No group of their own is made."""
+
+    group: Group
+    ranks: tuple[int, ...]
+    """Of the group, ascending: the order of their ring."""
+
+    @classmethod
+    def of(cls, group: Group) -> "Members":
+        """Return all ranks of a group."""
+        return cls(group, tuple(range(group.size())))
+
+    @property
+    def place(self) -> int:
+        """Place of this process among the members."""
+        return self.ranks.index(self.group.rank())
+
+    @property
+    def world(self) -> list[int]:
+        """Numbers of the members in the world."""
+        every = dist.get_process_group_ranks(self.group)
+        return [every[rank] for rank in self.ranks]
+
+
+_ranks: dict[Group | Members, str] = {}
 _counts: dict[str, int] = {}
 """Communications so far, by ranks: two groups of the same ranks count together."""
 _outer: list[span] = []
 """Open spans that communications of other threads belong to; see ``lent``."""
 
 
-def communication(op: str, group: Group, nbytes: int) -> span:
-    """Return the span of the next communication of this group, to be entered at once."""
+def communication(op: str, group: Group | Members, nbytes: int) -> span:
+    """Return the span of the next communication of these ranks, to be entered at once."""
     ranks = _ranks.get(group)
     if ranks is None:
-        ranks = _ranks[group] = ",".join(map(str, sorted(dist.get_process_group_ranks(group))))
+        world = group.world if isinstance(group, Members) else dist.get_process_group_ranks(group)
+        ranks = _ranks[group] = ",".join(map(str, sorted(world)))
     return _numbered(op, ranks, nbytes)
 
 
@@ -75,7 +102,7 @@ class Collective:
     The span is that of the wait, so it has the time that was not hidden by other work.
     """
 
-    def __init__(self, op: str, group: Group, nbytes: int, works: Sequence[dist.Work | None]) -> None:
+    def __init__(self, op: str, group: Group | Members, nbytes: int, works: Sequence[dist.Work | None]) -> None:
         self._op, self._group, self._bytes = op, group, nbytes
         self._works = [work for work in works if work is not None]
 
@@ -119,25 +146,27 @@ def all_to_all(out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[i
 
 
 class Exchange(Collective):
-    """One tensor on its way to a rank of a group, and one from a rank of it, either perhaps missing.
+    """Tensors on their way to some of the members, and from some of them.
 
-    All ranks of the group make one at the same time; those between the same two ranks arrive in order.
+    All members make one at the same time; those between the same two ranks arrive in order.
     """
 
-    def __init__(self, group: Group, to: int, sent: Tensor | None, source: int, received: Tensor | None) -> None:
-        """to, source: ranks of the group; sent, received: contiguous, None or empty: nothing."""
-        ends = ((dist.isend, sent, to), (dist.irecv, received, source))
-        some = [(op, x, peer) for op, x, peer in ends if x is not None and x.numel()]
-        nbytes = 0 if sent is None else sent.nbytes
-        ops = [dist.P2POp(op, x, group=group, group_peer=peer) for op, x, peer in some]
-        super().__init__("exchange", group, nbytes, dist.batch_isend_irecv(ops) if ops else [])
-        self._held, self._received = sent, received
+    def __init__(
+        self, members: Members, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """sent, received: (place among the members, contiguous tensor); an empty one does not travel."""
+        ends = [(dist.isend, *one) for one in sent] + [(dist.irecv, *one) for one in received]
+        group, ranks = members.group, members.ranks
+        ops = [dist.P2POp(op, x, group=group, group_peer=ranks[to]) for op, to, x in ends if x.numel()]
+        nbytes = sum(x.nbytes for _, x in sent)
+        super().__init__("exchange", members, nbytes, dist.batch_isend_irecv(ops) if ops else [])
+        self._held, self._received = list(sent), received
 
     def wait(self) -> Tensor | None:
-        """Wait for both and return what was received."""
+        """Wait for all and return what was received first."""
         super().wait()
-        self._held = None
-        return self._received
+        self._held.clear()
+        return self._received[0][1] if self._received else None
 
 
 # Messages from one rank to another. Both ranks of a channel issue them in one order.

@@ -1,27 +1,32 @@
-"""Context parallelism: the ranks along "cp" divide the tokens of every sequence, and only attention sees them all.
+"""Division of tokens: several ranks have parts of each sequence, and only attention sees all of its tokens.
+
+Along "cp" every sequence is on all ranks; along "hdp" a plan says for each micro-batch which ranks have it, one or more
+(hybrid data parallelism of ByteScale, arXiv 2502.21231). These form a unit: messages in the one group of the axis carry
+its ring, so any subset works and no group is made.
 
 Residual stream, norms, MLP and output head of a rank have its own tokens. ``RingContext`` and ``UlyssesContext`` are
 attention contexts like ``PackedContext``, so the one-device model does not change. Log-probs, entropies and values (one
-number a token) are gathered, and every rank evaluates the loss of whole sequences; the gradient of its own tokens flows
-on, and gradients of parameters are summed over "cp" like those of other copies.
+number a token) are gathered, and every rank evaluates the loss of whole sequences, of a unit its first rank alone; the
+gradient of a rank's own tokens flows on, and gradients of parameters are summed like those of other copies.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilth.core.errors import ModelError
 from tilth.models.attention import AttentionContext, DropoutContext, PackedContext, as_wide
 from tilth.models.moe import ExpertContext
 from tilth.models.rows import pad_rows
 from tilth.parallel.collectives import exchange_rows, gather_copies
-from tilth.parallel.comm import Group
+from tilth.parallel.comm import Exchange, Group, Members
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.division import Division
 from tilth.parallel.ring import RingPlan, ring_attention
@@ -38,6 +43,8 @@ class ContextParallel:
 
     group: Group
     style: Style
+    units: bool = False
+    """True: the plan of a micro-batch says which ranks divide its tokens; one alone has all of them."""
 
     @classmethod
     def of(cls, grid: ParallelDims, style: Style, shape: DecoderShape) -> "ContextParallel | None":
@@ -52,10 +59,16 @@ class ContextParallel:
             raise ModelError(f"{message}; use cp_style=ring, or cp {', '.join(fits)}", key="layout.cp")
         return cls(group, style)
 
-    def share(self, lengths: np.ndarray | Tensor | Sequence[int], device: torch.device | str = "cpu") -> "TokenShare":
-        """Divide packed sequences of these lengths."""
+    def share(
+        self,
+        lengths: np.ndarray | Tensor | Sequence[int],
+        device: torch.device | str = "cpu",
+        unit: Members | None = None,
+    ) -> "TokenShare":
+        """Divide packed sequences of these lengths. unit: ranks that have them; None: all."""
         table = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths, np.int64)
-        return TokenShare(self, ZigZag.of(table, self.group.size()), torch.device(device))
+        made, members = (UnitShare, unit) if unit else (TokenShare, Members.of(self.group))
+        return made(members, self.style, ZigZag.of(table, len(members.ranks)), torch.device(device))
 
 
 def divide_tokens(division: Division) -> None:
@@ -63,14 +76,26 @@ def divide_tokens(division: Division) -> None:
     division.context = ContextParallel.of(division.grid, division.cp_style, division.model.config)
 
 
+def divide_units(division: Division) -> None:
+    """Divide the tokens of each micro-batch along "hdp" over the ranks that its plan names."""
+    group = division.grid.group("hdp")
+    assert group is not None  # several ranks
+    division.context = ContextParallel(group, "ring", units=True)
+
+
 class TokenShare:
     """This rank's tokens of packed sequences. N: packed tokens; n: this rank's, in packed order."""
 
-    def __init__(self, parallel: ContextParallel, division: ZigZag, device: torch.device) -> None:
-        self.group, self.style, self.division, self.device = parallel.group, parallel.style, division, device
-        self.rank: int = parallel.group.rank()
+    def __init__(self, members: Members, style: Style, division: ZigZag, device: torch.device) -> None:
+        self.members, self.style, self.division, self.device = members, style, division, device
+        self.group, self.rank = members.group, members.place
         self.tokens = self.tensor(division.tokens(self.rank))
         """Packed index of each own token, int64 [n]."""
+
+    @property
+    def has_rows(self) -> bool:
+        """True if this rank has the rows, evaluates their loss and reports of them."""
+        return True
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """Return int64 values on the device."""
@@ -109,12 +134,12 @@ class TokenShare:
         return self._local[index]
 
     def whole(self, values: Tensor) -> Tensor:
-        """Gather one number for each token of all ranks: [n] to [N], in packed order.
+        """Gather some numbers for each token of all ranks: [n, k] to [N, k], in packed order.
 
         For a loss that every rank evaluates: the gradient of a rank's numbers is its part of the loss's gradient.
         """
         most = max(self.counts)
-        every = gather_copies(F.pad(values, (0, most - len(values))), self.group)
+        every = gather_copies(F.pad(values, (0, 0, 0, most - len(values))), self.group)
         starts = np.repeat(np.arange(len(self.counts)) * most, self.counts)
         inside = np.concatenate([np.arange(count) for count in self.counts])
         return every.index_select(0, self.tensor(starts + inside)[self.place])
@@ -123,6 +148,49 @@ class TokenShare:
         """Return the attention context of this rank's tokens. dropout: of all N tokens."""
         own = None if dropout is None else replace(dropout, tokens=dropout.tokens[self.tokens])
         return (RingContext if self.style == "ring" else UlyssesContext)(self, own)  # type: ignore[return-value]
+
+
+class UnitShare(TokenShare):
+    """Tokens of a unit, which has its loss on the first rank."""
+
+    @property
+    def has_rows(self) -> bool:
+        """True on the first rank."""
+        return self.rank == 0
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Gather as ``TokenShare.whole`` does, on the first rank; on the others all is 0, and the backward pass brings
+        the gradient of their own numbers from there."""
+        found: Tensor = _OnFirst.apply(values, self)
+        return found.index_select(0, self.place)
+
+
+class _OnFirst(torch.autograd.Function):
+    """Numbers of tokens [n, k] of each member, one after another [N, k] on the first, which returns their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, share: UnitShare) -> Tensor:
+        ctx.share = share
+        every = values.new_zeros(len(share.order), *values.shape[1:])
+        if share.rank:
+            Exchange(share.members, [(0, values.contiguous())], []).wait()
+            return every
+        own, *others = every.split(share.counts)
+        own.copy_(values)
+        Exchange(share.members, [], list(enumerate(others, 1))).wait()
+        return every
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        share: UnitShare = ctx.share
+        if share.rank:
+            own = grad.new_empty(len(share.tokens), *grad.shape[1:])
+            Exchange(share.members, [], [(0, own)]).wait()
+            return own, None
+        own, *others = grad.contiguous().split(share.counts)
+        Exchange(share.members, list(enumerate(others, 1)), []).wait()
+        return own, None
 
 
 class _OwnTokens:
@@ -150,7 +218,7 @@ class RingContext(_OwnTokens):
         if key not in self._plans:
             self._plans[key] = RingPlan(share.division, share.rank, window, q.shape[1], share.device)
         wide = as_wide(v, q)
-        return ring_attention(q, k, wide, self._plans[key], window, share.group, sinks)[..., : v.shape[2]]
+        return ring_attention(q, k, wide, self._plans[key], window, share.members, sinks)[..., : v.shape[2]]
 
 
 class UlyssesContext(_OwnTokens):

@@ -110,9 +110,10 @@ class ParallelDims:
         assert group is not None  # two ranks
         return comm.Channel(group, source, target, name)
 
-    def group_over(self, *splits: Split) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that divide any of these; None for this process alone."""
-        return self.group(*self.mesh.over(*splits))
+    def group_over(self, *splits: Split, without: tuple[Split, ...] = ()) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that divide any of these, along axes that split none of ``without``;
+        None for this process alone."""
+        return self.group(*self.mesh.over(*splits, without=without))
 
     def device_mesh(self, device: str = "cpu", shards: Sequence[str] | None = None) -> DeviceMesh:
         """Return torch's mesh for ``fully_shard``: [copies, shards], without a dimension of one rank.
@@ -127,12 +128,13 @@ class ParallelDims:
         table = torch.tensor([self.mesh.along(rank, *shards) for rank in self.ranks(*copies)])
         return DeviceMesh.from_group([group, peers], device, mesh=table, mesh_dim_names=("copies", "shards"))
 
-    def sum(self, vector: Tensor, *splits: Split) -> Tensor:
+    def sum(self, vector: Tensor, *splits: Split, without: tuple[Split, ...] = ()) -> Tensor:
         """Sum a vector [n] over the ranks that divide any of these; the same bits on all of them.
 
-        splits: by default rows. Ranks that divide tokens have the same numbers of the same rows.
+        splits: by default rows. Ranks that divide tokens without rows have the same numbers of the same rows. without:
+        of axes that split none of these.
         """
-        group = self.group_over(*splits or ("rows",))
+        group = self.group_over(*splits or ("rows",), without=without)
         if group is not None:
             vector = vector.clone()
             comm.all_reduce(vector, group).wait()

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tilth.models.attention import bucket_lengths, matmul_pays
 from tilth.models.logprobs import wide
-from tilth.parallel.comm import Exchange, Group
+from tilth.parallel.comm import Exchange, Members
 from tilth.plan.context import WHOLE, AttentionTiles, ZigZag
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -272,10 +272,10 @@ def _fused_backward(saved: _Saved, k: Tensor, v: Tensor, group: _TileGroup, dq: 
 
 
 class _Visits:
-    """Keys and values of the ranks of a group, one step after another; the next ones travel meanwhile."""
+    """Keys and values of the other members, one step after another; the next ones travel meanwhile."""
 
-    def __init__(self, kv: Tensor, plan: RingPlan, group: Group) -> None:
-        self.kv, self.steps, self.group = kv, plan.steps, group
+    def __init__(self, kv: Tensor, plan: RingPlan, members: Members) -> None:
+        self.kv, self.steps, self.members = kv, plan.steps, members
 
     def __iter__(self) -> Iterator[tuple[_RingStep, Tensor]]:
         """Yield each step with keys and values [tokens, 2, key heads, hd]."""
@@ -292,7 +292,7 @@ class _Visits:
             return None
         step = self.steps[number]
         room = self.kv.new_empty(step.received, *self.kv.shape[1:])
-        return Exchange(self.group, step.to, self.kv.index_select(0, step.sent), step.source, room)
+        return Exchange(self.members, [(step.to, self.kv.index_select(0, step.sent))], [(step.source, room)])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -305,18 +305,18 @@ class _RingAttention(torch.autograd.Function):
         sinks: Tensor | None,
         plan: RingPlan,
         window: int | None,
-        group: Group,
+        members: Members,
     ) -> Tensor:
         kind, scaled, kv = wide(q.dtype), q * q.shape[-1] ** -0.5, torch.stack((k, v), 1)
         out = torch.zeros_like(q, dtype=kind)
         begin = torch.full(q.shape[1:2], -torch.inf, dtype=kind, device=q.device) if sinks is None else sinks.to(kind)
         lse = begin.expand(q.shape[:-1]).clone()
-        for step, visitor in _Visits(kv, plan, group):
+        for step, visitor in _Visits(kv, plan, members):
             for tiles in step.groups:
                 _merge(out, lse, tiles.query.flatten()[tiles.asked], *_attend(scaled, visitor, tiles, window))
         found = out.to(q.dtype)
         ctx.save_for_backward(scaled, kv, found, lse, sinks)
-        ctx.plan, ctx.window, ctx.group = plan, window, group
+        ctx.plan, ctx.window, ctx.members = plan, window, members
         return found
 
     @staticmethod
@@ -327,14 +327,14 @@ class _RingAttention(torch.autograd.Function):
         saved = _Saved(q, grad, lse, (grad.to(kind) * out.to(kind)).sum(-1), out)
         dq, dkv = torch.zeros_like(q, dtype=kind), torch.zeros_like(kv, dtype=kind)
         back: tuple[_RingStep, Exchange] | None = None
-        for number, (step, visitor) in enumerate(_Visits(kv, ctx.plan, ctx.group)):
+        for number, (step, visitor) in enumerate(_Visits(kv, ctx.plan, ctx.members)):
             theirs = dkv if number == 0 else torch.zeros_like(visitor, dtype=kind)
             for tiles in step.groups:
                 _attend_backward(saved, visitor, tiles, ctx.window, dq, theirs)
             _add(dkv, back)
             if number:
                 room = theirs.new_empty(len(step.sent), *theirs.shape[1:])
-                back = step, Exchange(ctx.group, step.source, theirs, step.to, room)
+                back = step, Exchange(ctx.members, [(step.source, theirs)], [(step.to, room)])
         _add(dkv, back)
         dk, dv = dkv.to(q.dtype).unbind(1)
         ds = None if sinks is None else -((sinks.to(kind) - lse).exp_() * saved.delta).sum(0).to(sinks.dtype)
@@ -358,11 +358,11 @@ def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tenso
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, window: int | None, group: Group, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, window: int | None, members: Members, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend with this rank's queries [n, heads, hd] over the keys and values [n, key heads, hd] of all ranks.
+    """Attend with this rank's queries [n, heads, hd] over the keys and values [n, key heads, hd] of all members.
 
-    sinks: [heads], a logit without value of each query; their gradient is this rank's part. Every rank of the group
-    calls it, also one without tokens. Differentiable once.
+    sinks: [heads], a logit without value of each query; their gradient is this rank's part. Every member calls it, also
+    one without tokens. Differentiable once.
     """
-    return _RingAttention.apply(q, k, v, sinks, plan, window, group)
+    return _RingAttention.apply(q, k, v, sinks, plan, window, members)

@@ -1,6 +1,7 @@
 """Plan of a batch: rows to ranks, and the rows of each rank to micro-batches, with the predicted cost of each.
 
-Samples with the same prompt may be computed as a tree, their prompt once. A plan needs the length of each row, and the
+Samples with the same prompt may be computed as a tree, their prompt once. Where ranks divide rows and tokens together,
+a micro-batch is a unit of one or more of them (``plan.schedule``). A plan needs the length of each row, and the
 length and digest of its prompt, never the tokens themselves, so the controller makes it for all ranks.
 """
 
@@ -9,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tilth.core.batch import Batch, Jagged
 from tilth.core.errors import ArgumentError, PlanError
 from tilth.plan.offload import OffloadLimits, ratios
 from tilth.plan.packing import divide, micro_batches
+from tilth.plan.schedule import Balance, Rounds, schedule
 
 WORTH = 0.9
 """Largest share of the tokens that may remain for prompt sharing to be worth a separate micro-batch."""
@@ -27,9 +29,6 @@ PLANNED = {"mask": ("prefix", "prefix_digest"), "kept": ("kept_prefix", "kept_pr
 ``RowTable``."""
 RowCosts = Callable[[np.ndarray], np.ndarray]
 """Lengths [n] -> cost of each sequence, float64 [n]."""
-
-BalanceBy = Literal["tokens", "cost", "none"]
-"""Amount that is even over the ranks of a plan: tokens, predicted cost; none: rows stay in order, in equal numbers."""
 
 
 def token_costs(lengths: np.ndarray) -> np.ndarray:
@@ -115,6 +114,8 @@ class MicroBatchLimits:
     """True: the model has dropout, under which each row has a mask of its own and no prompt is shared."""
     offload: float | OffloadLimits = 0.0
     """Share of the activations' rows that moves to the host, or what decides it for more than ``tokens``."""
+    in_step: bool = False
+    """True: ranks that share a micro-batch run equally many before it, blanks where they have none."""
 
     def moved(self, tokens: int) -> float:
         """Return the share of the activations' rows of a micro-batch that moves to the host."""
@@ -123,8 +124,11 @@ class MicroBatchLimits:
         return float(ratios(np.array([tokens]), 1, self.tokens, self.offload)[0])
 
 
+NONE = np.zeros(0, np.int64)
+
+
 class PlannedMicroBatch(NamedTuple):
-    """Rows of one micro-batch, as indices into those of its rank."""
+    """Rows of one micro-batch, as indices into those of its rank; a blank has none."""
 
     groups: tuple[np.ndarray, ...]
     shared: bool
@@ -135,6 +139,16 @@ class PlannedMicroBatch(NamedTuple):
     """``RowTable.check`` of its rows."""
     offload: float = 0.0
     """Share of the activations' rows that moves to the host."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that divide its tokens, ascending along the axis; (): this one alone. The first has the rows, in ``groups``
+    of the others there are none."""
+    lengths: np.ndarray = NONE
+    """Tokens of each row, int64, where several ranks divide them."""
+
+    @property
+    def several(self) -> bool:
+        """True if it is of several ranks."""
+        return len(self.ranks) > 1
 
     @property
     def rows(self) -> np.ndarray:
@@ -169,9 +183,10 @@ class RankLoad(NamedTuple):
 
 
 def _amounts(micro: PlannedMicroBatch, table: RowTable) -> tuple[float, float]:
-    """Return the tokens and squares of a micro-batch; a blank has none."""
-    lengths = table.lengths[micro.rows].astype(np.float64)
-    tokens, squares = float(lengths.sum()), float((lengths**2).sum())
+    """Return the tokens and squares of a rank's part of a micro-batch; a blank has none."""
+    lengths = (micro.lengths if micro.several else table.lengths[micro.rows]).astype(np.float64)
+    share = 1 / max(1, len(micro.ranks))
+    tokens, squares = share * float(lengths.sum()), share * float((lengths**2).sum())
     for group in micro.groups if micro.shared else ():
         prompt, again = float(table.prefixes[group[0]]), len(group) - 1
         tokens, squares = tokens - again * prompt, squares - again * prompt**2
@@ -193,20 +208,66 @@ def plan_batch(
     *,
     dropout: bool = False,
     costs: RowCosts = token_costs,
-    balance: BalanceBy = "tokens",
+    units: int = 1,
+    stages: int = 1,
+    balance: Balance = "tokens",
 ) -> BatchPlan:
     """Plan a batch for ``ranks`` ranks that divide its rows.
 
     groups: [n], rows with the same number stay on one rank as far as balance allows (``packing.divide``). dropout: True
     for passes with the dropout of the model. balance: by "cost" each rank begins with its costliest micro-batch, so
-    that those of one round are alike.
+    that those of one round are alike. units: neighbouring ranks that divide tokens too, ``limits.tokens`` each in a
+    micro-batch. stages: of a pipeline. Of these ranks ``schedule`` makes the plan, which raises PlanError for a row
+    longer than they take together.
     """
+    apart = ranks // units
     every = np.arange(len(table.lengths))
-    rows = tuple(np.array_split(every, ranks))
-    if ranks > 1 and balance != "none":
-        rows = tuple(divide(costs(table.lengths), groups, ranks))
-    how = partial(plan_rows, limits=limits, dropout=dropout, costs=costs, costliest_first=balance == "cost")
-    return BatchPlan(rows, tuple(how(table.take(r)) for r in rows))
+    rows = tuple(np.array_split(every, apart))
+    if apart > 1 and balance != "none":
+        rows = tuple(divide(costs(table.lengths), groups, apart))
+    if units > 1:
+        moved = limits.offload if isinstance(limits.offload, OffloadLimits) else None
+        how = {"ranks": units, "costs": costs, "balance": balance, "stages": stages, "offload": moved}
+        scheduled = partial(schedule, capacity=limits.tokens, **how)
+        parts = [part for some in rows for part in _in_units(table, some, limits, units, scheduled)]
+        return BatchPlan(tuple(some for some, _ in parts), tuple(plan for _, plan in parts))
+    plan = partial(plan_rows, limits=limits, dropout=dropout, costs=costs, costliest_first=balance == "cost")
+    return BatchPlan(rows, tuple(plan(table.take(r)) for r in rows))
+
+
+def _in_units(
+    table: RowTable,
+    rows: np.ndarray,
+    limits: MicroBatchLimits,
+    units: int,
+    scheduled: Callable[[np.ndarray], Rounds],
+) -> list[tuple[np.ndarray, MicroBatchPlan]]:
+    """Plan rows for neighbouring ranks: the rows that each one has, and its micro-batches in the order of rounds."""
+    rounds = scheduled(table.lengths[rows])
+    if isinstance(limits.offload, float):
+        rounds = [[unit._replace(offload=limits.offload) for unit in units] for units in rounds]
+    in_step = limits.in_step and any(len(unit.ranks) > 1 for units in rounds for unit in units)
+    return [_of_rank(table, rows, rounds, rank, in_step=in_step) for rank in range(units)]
+
+
+def _of_rank(
+    table: RowTable, rows: np.ndarray, rounds: Rounds, rank: int, *, in_step: bool
+) -> tuple[np.ndarray, MicroBatchPlan]:
+    """Return the rows that a rank has, and its micro-batches; in_step: with a blank in each round without one."""
+    own = [unit.rows for units in rounds for unit in units if unit.ranks[0] == rank]
+    had, micros = np.sort(np.concatenate([NONE, *own])), list[PlannedMicroBatch]()
+    for units in rounds:
+        here = [unit for unit in units if rank in unit.ranks]
+        micros += [PlannedMicroBatch((NONE,), False, 0.0, table.check(NONE, shared=False))] * (in_step and not here)
+        for unit in here:
+            group, check = NONE, table.check(rows[unit.rows], shared=False)
+            if unit.ranks[0] == rank:
+                group = np.searchsorted(had, unit.rows)
+            micro = PlannedMicroBatch((group,), False, float(unit.cost), check, unit.offload)
+            if len(unit.ranks) > 1:
+                micro = micro._replace(ranks=unit.ranks, lengths=table.lengths[rows[unit.rows]])
+            micros.append(micro)
+    return rows[had], MicroBatchPlan(tuple(micros), tuple(micros))
 
 
 def plan_rows(
@@ -278,7 +339,8 @@ def check_plan(plan: Sequence[PlannedMicroBatch], table: RowTable) -> None:
         message = f"the plan has {len(rows)} rows, not each of the {len(table.lengths)} of this rank once"
         raise PlanError(f"{message}; make it from the batch of the call", key="plan.rows")
     for number, micro in enumerate(plan):
-        if micro.check != table.check(micro.rows, shared=micro.shared):
+        elsewhere = micro.several and not len(micro.rows)
+        if not elsewhere and micro.check != table.check(micro.rows, shared=micro.shared):
             raise PlanError(
                 f"micro-batch {number} of the plan was made from other lengths or prompts than those of its "
                 f"{len(micro.rows)} rows: the row columns of a batch must follow its tokens and mask",

@@ -394,8 +394,8 @@ def replica_counts(placed: Placed, wanted: Wanted) -> dict[str, Any]:
     mesh = placed.mesh
     data = mesh.over(*DATA) if wanted.zero == 1 else ()
     updates = mesh.size(*data), mesh.size(*(name for name in data if name not in mesh.over("experts")))
-    ranks, copies, tokens = placed.data_ranks, mesh.size(*mesh.copies), mesh.count("tokens")
-    return {"ranks": ranks, "copies": copies, "tokens": tokens, "updates": updates}
+    ranks, copies = placed.data_ranks, mesh.size(*mesh.copies)
+    return {"ranks": ranks, "copies": copies, "tokens": mesh.pieces, "units": mesh.units, "updates": updates}
 
 
 def _adapters(recipe: Recipe, role: str, shape: DecoderShape, mesh: Mesh, rank: int, staged: bool) -> int:

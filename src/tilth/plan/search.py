@@ -292,7 +292,8 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         if math.prod(sizes.values()) == devices and all(sizes.values()):
             yield own.model_copy(update=sizes)
         return
-    for sizes in _products(tuple(AXES), devices, given.device.per_node):
+    tried = tuple(name for name, axis in AXES.items() if not {"rows", "tokens"} <= {*axis.splits})  # lengths decide
+    for sizes in _products(tried, devices, given.device.per_node):
         if _pruned(given, sizes):
             continue
         if spec.mesh != "layout":
@@ -410,7 +411,7 @@ def passes(
     values = spec.values or recipe.flow_spec.value
     one = token_flops(shape, (given.longest + 1) / 2, not values)
     parts = mesh.size(*(name for name in mesh.over("parameters", "layers") if name not in mesh.shards))
-    parts *= mesh.count("tokens")
+    parts *= mesh.pieces
     slowest = uneven(shape, mesh.count("layers"), layout.pp_schedule, values) / parts
     flops = {
         "train": did.tokens * (one.both + again * one.forward) * slowest,

@@ -19,7 +19,7 @@ from tilth.plan.memory import micro_tokens
 from tilth.plan.pipeline import chunks_of, stages_of
 from tilth.plan.reshard import ReshardPlan
 from tilth.plan.shape import DecoderShape
-from tilth.plan.working import ShardFactors
+from tilth.plan.working import ShardFactors, spread_over
 
 _FP32 = 4
 
@@ -176,7 +176,7 @@ def _experts(
         return []
     did, mode = work(recipe, role, placed.data_ranks, longest), dispatch_mode(shape.experts_per_token, ep)
     tokens = did.tokens * (2 + bool(recipe.train.checkpointing)) + did.scored
-    one = dispatch_elements(mode, tokens, shape.experts_per_token, shape.hidden_size, ep) / placed.mesh.count("tokens")
+    one = dispatch_elements(mode, tokens, shape.experts_per_token, shape.hidden_size, ep) / placed.mesh.pieces
     element = 2 if recipe.train.precision == "bf16" else _FP32
     what = {"exchange": "tokens sent to their experts and back", "gather": "tokens gathered for experts, and scattered"}
     return [_talk(role, placed.mesh, ["ep"], what[mode], one * element * layers)]
@@ -186,7 +186,9 @@ def _context(
     recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int, layers: int
 ) -> list[GroupTraffic]:
     """Keys and values that go around once forward, and back with their gradients; or tokens exchanged for heads."""
-    cp, tp = placed.mesh.size("cp"), placed.mesh.size("tp")
+    mesh, tp = placed.mesh, placed.mesh.size("tp")
+    unit = spread_over(recipe, longest, mesh.units)
+    cp = mesh.pieces * unit
     if cp == 1:
         return []
     did, element = work(recipe, role, placed.data_ranks, longest), 2 if recipe.train.precision == "bf16" else _FP32
@@ -198,14 +200,14 @@ def _context(
     else:
         what, each = "tokens exchanged for heads", 2 * (heads + max(kv_heads, cp)) * shape.head_dim / cp
         sent = (did.scored + did.tokens * (2 + again)) * element
-    total = layers * each * sent * _share(cp)
-    return [_talk(role, placed.mesh, ["cp"], f"{what} in attention of each layer", total)]
+    total = layers * each * sent * unit * _share(cp)  # rows of a unit are not on its other ranks too
+    return [_talk(role, mesh, mesh.over("tokens"), f"{what} in attention of each layer", total)]
 
 
 def _tensor(
     recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, longest: int, sp: bool, layers: int
 ) -> list[GroupTraffic]:
-    tp, tokens = placed.mesh.size("tp"), placed.mesh.count("tokens")
+    tp, tokens = placed.mesh.size("tp"), placed.mesh.pieces
     if tp == 1:
         return []
     did = work(recipe, role, placed.data_ranks, longest)
@@ -232,7 +234,7 @@ def _stages(
         own = range(stage, parts, stages)
         forth, back = sum(part < parts - 1 for part in own), sum(part > 0 for part in own)
         sent.append(forth * (did.tokens + did.scored) + back * did.tokens)
-    divided = placed.mesh.count("tokens") * (placed.mesh.size("tp") if wanted.sp else 1)
+    divided = placed.mesh.pieces * (placed.mesh.size("tp") if wanted.sp else 1)
     most = max(sent) * shape.hidden_size * element / divided
     return [_talk(role, placed.mesh, ["pp"], "hidden states and their gradients, between neighbouring stages", most)]
 
@@ -290,4 +292,4 @@ def _share(ranks: int) -> float:
 def tokens_of_rank(recipe: Recipe, placed: Placed, longest: int) -> int:
     """Return the maximum tokens of one step's batch on one rank."""
     rows = math.ceil(work(recipe, "policy", 1, longest).rows / placed.data_ranks)
-    return rows * -(-longest // placed.mesh.count("tokens"))
+    return rows * -(-longest // placed.mesh.pieces)

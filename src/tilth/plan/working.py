@@ -97,6 +97,8 @@ class ShardFactors(NamedTuple):
     """Elements of adapters that it holds, which are then learned instead of ``elements``."""
     updates: tuple[int, int] = 1, 1
     """Ranks that divide the updates of its parameters, and of its experts."""
+    units: int = 1
+    """Ranks of which a row is on as many as it takes."""
 
     @property
     def learned(self) -> int:
@@ -160,9 +162,15 @@ def on_gpu(recipe: Recipe) -> bool:
 
 def micro_batches_of(recipe: Recipe, longest: int, cut: ShardFactors) -> Iterator[LargestMicroBatch]:
     """Yield the largest micro-batch of each phase of the recipe, on one rank."""
-    for micro in _whole_rows(recipe, longest, cut.ranks, cut.tokens > 1):
-        computed, seen, chosen = (-(-count // cut.tokens) for count in micro[:3])
+    parts = cut.tokens * spread_over(recipe, longest, cut.units)
+    for micro in _whole_rows(recipe, longest, cut.ranks, cut.tokens * cut.units > 1):
+        computed, seen, chosen = (-(-count // parts) for count in micro[:3])
         yield micro._replace(computed=computed, seen=seen, chosen=chosen)
+
+
+def spread_over(recipe: Recipe, longest: int, units: int) -> int:
+    """Return how many of ``units`` ranks take a row of this length."""
+    return min(units, max(1, -(-longest // recipe.train.micro_tokens)))
 
 
 def _whole_rows(recipe: Recipe, longest: int, ranks: int, divided: bool) -> Iterator[LargestMicroBatch]:

@@ -39,7 +39,6 @@ from tilth.training.experts import ROUTERS_ALONE, ExpertOptions, ExpertStep, cor
 from tilth.training.noise import WEIGHT, NoiseScale
 from tilth.training.optim import Average, Optimizers, layer_norms, lr_factor, matrices_of
 from tilth.training.packed import (
-    ROUTING,
     MicroBatch,
     Scored,
     Scorer,
@@ -51,6 +50,7 @@ from tilth.training.packed import (
     run_forward,
     score,
 )
+from tilth.training.units import PLACES, ROUTING, check_units
 
 Metrics = dict[str, Metric]
 Loss = Callable[[MicroBatch], tuple[Tensor, Metrics]]
@@ -284,17 +284,21 @@ class TrainEngine:
         plan: MicroBatchPlan | None = None,
     ) -> "Passed":
         """Run forward and backward passes, which add to the gradients that are there; arguments of ``update``."""
-        used, places = np.zeros(len(mask), np.int8), _places(tokens, starts)
-        drops = dropout and self._drops
+        used, context = np.zeros(len(mask), np.int8), self.sharded.context
         micros = plan_micros(tokens, mask, self.limits, columns.get(OPENS), dropout=dropout, plan=plan).learn
+        if context is not None and context.units:
+            check_units(micros, context, self.device)
         given = columns if routing is None else {**columns, ROUTING: routing}
-        cutting = partial(cut, tokens, mask, given, micros, self.device, self.sharded.context)
+        if dropout and self._drops:
+            given = {**given, PLACES: _places(tokens, starts)}
+        cutting = partial(cut, tokens, mask, given, micros, self.device, context)
         every, step = cutting(), self._expert_step(len(mask))
         rounds = self.sharded.sync_micro_batch_count(len(micros))
-        input_of = partial(self._input_of, places=places if drops else None, experts=step)
+        input_of = partial(self._input_of, experts=step)
 
         if step is not None and step.counts_first:
-            self._count_loads(step, (Scored(*input_of(*one), *one) for one in cutting()), len(micros))
+            scored = (Scored(*input_of(m), index, None if m.blank else m) for index, m in cutting())
+            self._count_loads(step, scored, len(micros))
         scorer = partial(self.scorer, self.model, temperature=temperature, entropy=entropy)
         done = self._passes(self._in_flight(every, used, input_of), rounds, scorer, loss)[: len(micros)]
         for index, _ in every:  # none is left, if these are the micro-batches of the plan
@@ -303,7 +307,8 @@ class TrainEngine:
         values = torch.stack([one.value for one in done]).tolist() if done else []
         bad = suspects([micro.rows for micro in micros], values, tokens, columns)
         found = sum(values), _on_host(merge_metrics([one.metrics for one in done])), bad
-        amounts = {"tokens": len(mask), "padded": rounds - len(micros), **_amounts(done)}
+        padded = rounds - sum(one.work is not None for one in done)
+        amounts = {"tokens": len(mask), "padded": padded, **_amounts(done)}
         return Passed(*self.sharded.share_object(found), amounts, step)
 
     def time_passes(self, lengths: Sequence[int]) -> float:
@@ -338,17 +343,21 @@ class TrainEngine:
         """Yield the micro-batches, then blanks without end; count in ``used`` each token that is used."""
         for index, micro in every:
             used[index] += 1
-            given, ctx = input_of(index, micro)
+            given, ctx = input_of(micro)
+            if micro.blank:
+                yield InFlight(given, ctx)
+                continue
             self._tokens += len(index), len(given.ids) if micro.trees is None else len(index)
             yield InFlight(given, ctx, micro, WorkAmounts.of(self.model, micro))
         while True:  # other ranks have more
             yield InFlight(*self.sharded.blank_input(self.parity))
 
-    def _input_of(
-        self, index: np.ndarray, micro: MicroBatch, *, places: np.ndarray | None, experts: ExpertStep | None
-    ) -> tuple[ModelInput, AttentionContext]:
-        """Return a model's arguments for a micro-batch. places: of all tokens in the whole batch; None: no dropout."""
-        given, ctx = model_input(micro, self.parity, None if places is None else self._dropout(places[index]))
+    def _input_of(self, micro: MicroBatch, *, experts: ExpertStep | None) -> tuple[ModelInput, AttentionContext]:
+        """Return a model's arguments for a micro-batch. Without the column of places it has no dropout."""
+        if micro.blank:
+            return self.sharded.blank_input(self.parity)
+        places = micro.columns.pop(PLACES, None)
+        given, ctx = model_input(micro, self.parity, None if places is None else self._dropout(places))
         if experts is not None:
             ctx.experts = experts.context(micro)
         return given, ctx
@@ -420,7 +429,7 @@ class TrainEngine:
             flight.value = hidden = self.sharded.nothing(hidden)
         else:
             scorer(flight.micro, hidden)
-            flight.value, flight.metrics = loss(flight.micro)
+            flight.value, flight.metrics = loss(flight.micro) if flight.micro.has_rows else (flight.micro.nothing(), {})
             hidden = flight.value
         flight.outputs[one.part] = hidden
 
@@ -465,7 +474,7 @@ class TrainEngine:
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's part of the gradients that ``accumulate`` has added up, summed over all ranks."""
         given, computed = self.grid.sum(torch.from_numpy(self._tokens), *DATA).tolist()
-        check_divided(given / self.grid.mesh.count("tokens"), computed)
+        check_divided(given / self.grid.mesh.pieces, computed)
         self.sharded.gradients.reduce()
         if wrong := self.sharded.gradients.misreduced():
             raise ReplicaMismatch(f"gradients changed on their way between ranks: {wrong}", key="gradients")
@@ -519,9 +528,9 @@ class TrainEngine:
         if self.grid.mesh.count("rows") > 1:
             own = torch.tensor([loss, sequences, counted, given, computed], dtype=torch.float64)
             loss, sequences, counted, given, computed = self.grid.sum(own).tolist()
-        if self.grid.mesh.count("tokens") > 1:
+        if self.grid.mesh.pieces > 1:
             own = torch.tensor([counted, computed], dtype=torch.float64)
-            counted, computed = self.grid.sum(own, "tokens").tolist()
+            counted, computed = self.grid.sum(own, "tokens", without=("rows",)).tolist()
         check_divided(given, computed)
         broken, learning = divmod(counted, BROKEN)
         if broken and math.isfinite(norm):
@@ -559,9 +568,9 @@ class TrainEngine:
         norms = {kind: layer_norms(*self.sharded.squares(of)) for kind, of in (("weight", weights), ("grad", grads))}
         return {f"norm/{kind}/{layer}": norm for kind, found in norms.items() for layer, norm in found.items()}
 
-    def _dropout(self, index: np.ndarray) -> DropoutContext:
-        """index: positions of the tokens in the whole batch, which number the dropout masks."""
-        return DropoutContext(self.seed, self.updates, torch.from_numpy(index).to(self.device))
+    def _dropout(self, places: Tensor) -> DropoutContext:
+        """places: of the tokens in the whole batch, which number the dropout masks."""
+        return DropoutContext(self.seed, self.updates, places)
 
 
 def _amounts(done: Iterable[InFlight]) -> dict[str, float]:

@@ -114,7 +114,7 @@ class ExpertStep:
             for term in ctx.losses.values():
                 own[:2] += term.cpu()
             own[2] += 0.0 if ctx.weights is None else float(ctx.weights.sum()) / self.tokens
-        balance, z, share = self.grid.sum(own, "tokens").tolist()
+        balance, z, share = self.grid.sum(own, "tokens", without=("rows",)).tolist()
         balance, z = self.grid.sum(torch.tensor([balance, z], dtype=torch.float64), "layers").tolist()
         return {"experts/balance_loss": Metric(balance, share, "mean"), "experts/z_loss": Metric(z, share, "mean")}
 
@@ -131,7 +131,7 @@ class ExpertStep:
                     assert ctx.weights is not None  # see context_of
                     pairs = torch.stack([missed.sum(1), (theirs >= 0).sum(1)]).to(ctx.weights)
                     found += (pairs @ ctx.weights).cpu()
-        flipped, known = self.grid.sum(found, "tokens", "layers").tolist()
+        flipped, known = self.grid.sum(found, "tokens", "layers", without=("rows",)).tolist()
         return {"experts/flips": Metric(flipped, known, "mean")} if known else {}
 
 

@@ -22,7 +22,8 @@ from tilth.models.moe import ExpertContext
 from tilth.models.rows import take_rows
 from tilth.models.tree import PrefixTrees, TreeContext, plant
 from tilth.models.value import ValueModel
-from tilth.parallel.context import ContextParallel, TokenShare
+from tilth.parallel.comm import Members
+from tilth.parallel.context import ContextParallel, TokenShare, UnitShare
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.batch import (
     MicroBatches,
@@ -36,6 +37,7 @@ from tilth.plan.batch import (
 from tilth.plan.flops import Flops, attended, pass_flops
 from tilth.plan.lora import has_adapters
 from tilth.trace.spans import span
+from tilth.training.units import ROUTING, TARGETS, check_units, send_rows
 
 
 def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -> bool:
@@ -50,7 +52,8 @@ def shares_prompts(config: DecoderConfig, parity: bool, divided: bool = False) -
 
 def limits_of(sharded: ShardedModel, tokens: int, *, parity: bool) -> MicroBatchLimits:
     """Return the limits of a model's micro-batches of at most ``tokens`` tokens."""
-    return MicroBatchLimits(tokens, shares_prompts(sharded.model.config, parity, sharded.context is not None))
+    shares = shares_prompts(sharded.model.config, parity, sharded.context is not None)
+    return MicroBatchLimits(tokens, shares, in_step=sharded.in_step)
 
 
 @dataclass
@@ -81,13 +84,31 @@ class MicroBatch:
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model."""
+        """Tokens that go through the model, of a unit on this rank."""
+        if isinstance(self.share, UnitShare):
+            return len(self.share.tokens)
         return len(self.ids) if self.trees is None else len(self.trees.source)
 
     @property
     def pairs(self) -> int:
         """Pairs of a computed token and a token it attends to, itself included; windows are ignored."""
+        if isinstance(self.share, UnitShare):
+            return int((self.share.division.positions(self.share.rank) + 1).sum())
         return attended(self.seen.numpy()) if self.trees is None else int((self.trees.position + 1).sum())
+
+    @property
+    def blank(self) -> bool:
+        """True if the plan has no rows for this round."""
+        return not len(self.lengths)
+
+    @property
+    def has_rows(self) -> bool:
+        """True if this rank evaluates the loss."""
+        return self.share is None or self.share.has_rows
+
+    def nothing(self) -> Tensor:
+        """Return 0 in place of the loss that another rank evaluates; its backward pass gets the gradient from there."""
+        return self.logprobs.sum() + self.entropy.sum() + self.values.sum()
 
 
 class WorkAmounts(NamedTuple):
@@ -106,12 +127,6 @@ class WorkAmounts(NamedTuple):
         return cls(tokens, 2 * pairs - tokens, pass_flops(model.config, tokens, pairs, head, frozen))
 
 
-ROUTING = "routing"
-"""Column of the generation engine's choices of experts, int64 [N, layers with experts, k]; below 0: not known."""
-TARGETS = "targets"
-"""Column of tokens whose log-probs are asked for at the places of others, int64 [N]."""
-
-
 def cut(
     tokens: Jagged,
     mask: np.ndarray,
@@ -122,7 +137,8 @@ def cut(
 ) -> Iterator[tuple[np.ndarray, MicroBatch]]:
     """Yield the micro-batches of a plan: (indices into the packed columns [N], micro-batch).
 
-    columns: of tokens [N]; ``media`` of sequences. context: how ranks divide the tokens of each.
+    columns: of tokens [N]; ``media`` of sequences. context: how ranks divide the tokens of each. Of a unit of several
+    ranks all but the first have no index, and the rows come when the micro-batch is asked for.
     """
     every = Jagged(np.arange(len(mask)), tokens.offsets)
 
@@ -132,19 +148,25 @@ def cut(
     for planned in plan:
         rows = planned.rows
         part = every.take(rows)
-        index = part.values
+        index, sizes = part.values, part.lengths
         trees = None
         if planned.shared:
             prompts = prompt_lengths(Jagged(mask[index], part.offsets))
             marks = np.split(np.arange(len(rows)), np.cumsum([len(g) for g in planned.groups])[:-1])
             trees = plant(Jagged(tokens.values[index], part.offsets), prompts, marks)
         own = {name: tensor(values[index]) for name, values in columns.items() if name != MEDIA}
+        ids, learned = tensor(tokens.values[index]), tensor(mask[index])
+        unit = Members(context.group, planned.ranks) if context is not None and planned.several else None
+        if unit is not None:
+            sizes = planned.lengths
+            ids, learned, own = send_rows(unit, int(sizes.sum()), ids, learned, own)
         opens = own.pop(OPENS, None)
-        seen = part.lengths if opens is None else _conversations(part.offsets, columns[OPENS][index])
-        lengths = torch.from_numpy(part.lengths), torch.from_numpy(seen)
-        share = None if context is None else context.share(seen, device)
+        seen = sizes if opens is None else _conversations(np.append(0, np.cumsum(sizes)), opens.cpu().numpy())
+        divided = context is not None and (unit is not None or not context.units)
+        share = context.share(seen, device, unit) if context is not None and divided else None
         media = _media(columns[MEDIA][rows], part, device) if MEDIA in columns else ()
-        given = tensor(tokens.values[index]), *lengths, tensor(mask[index]), own, trees, share, media
+        lengths = torch.from_numpy(sizes), torch.from_numpy(seen)
+        given = ids, *lengths, learned, own, trees, share, media
         yield index, MicroBatch(*given, offload=planned.offload)
 
 
@@ -237,9 +259,9 @@ def score(model: Decoder, micro: MicroBatch, hidden: Tensor, *, temperature: flo
     found, entropies = model.token_logprobs(
         before, model.head_weight, micro.ids[chosen], temperature=temperature, entropy=entropy
     )
-    micro.logprobs = _spread(micro, chosen, found)
+    micro.logprobs, *more = _spread(micro, chosen, found, *([entropies] if entropy else []))
     if entropy:
-        micro.entropy = _spread(micro, chosen, entropies)
+        (micro.entropy,) = more
 
 
 def score_targets(
@@ -249,7 +271,7 @@ def score_targets(
     chosen = _chosen(micro)
     before, targets = _states(micro, hidden, chosen - 1), micro.columns[TARGETS][chosen]
     found, _ = model.token_logprobs(before, model.head_weight, targets, temperature=temperature, entropy=False)
-    micro.logprobs = _spread(micro, chosen, found)
+    (micro.logprobs,) = _spread(micro, chosen, found)
 
 
 def score_squares(
@@ -259,7 +281,7 @@ def score_squares(
     chosen = _chosen(micro)
     before = _states(micro, hidden, chosen - 1)
     found = model.token_squares(before, model.head_weight, micro.ids[chosen], temperature=temperature)
-    micro.logprobs, micro.squares = (_spread(micro, chosen, values) for values in found)
+    micro.logprobs, micro.squares = _spread(micro, chosen, *found)
 
 
 def appraise(
@@ -277,7 +299,7 @@ def appraise(
     """
     chosen = _chosen(micro, after)
     values = model.score(_states(micro, hidden, chosen - 1 + after))
-    micro.values = _spread(micro, chosen, values, after)
+    (micro.values,) = _spread(micro, chosen, values, after=after)
 
 
 rate: Scorer = partial(appraise, after=True)
@@ -290,14 +312,16 @@ def _chosen(micro: MicroBatch, after: bool = False) -> Tensor:
     return every if micro.share is None else every[micro.share.here(every - 1 + after)]
 
 
-def _spread(micro: MicroBatch, chosen: Tensor, values: Tensor, after: bool = False) -> Tensor:
-    """Put values of the chosen tokens into a column [N], 0 elsewhere; those of other ranks' tokens too."""
+def _spread(micro: MicroBatch, chosen: Tensor, *values: Tensor, after: bool = False) -> tuple[Tensor, ...]:
+    """Put each of the values of the chosen tokens into a column [N], 0 elsewhere; those of other ranks' tokens too."""
     if micro.share is None:
-        return values.new_zeros(len(micro.ids)).index_copy(0, chosen, values)
-    at_state = values.new_zeros(len(micro.share.tokens))
-    whole = micro.share.whole(at_state.index_copy(0, micro.share.local(chosen - 1 + after), values))
+        return tuple(each.new_zeros(len(micro.ids)).index_copy(0, chosen, each) for each in values)
+    own = torch.stack(values, 1)
+    at_state = own.new_zeros(len(micro.share.tokens), len(values))
+    whole = micro.share.whole(at_state.index_copy(0, micro.share.local(chosen - 1 + after), own))
     every = torch.nonzero(micro.mask, as_tuple=True)[0]
-    return values.new_zeros(len(micro.ids)).index_copy(0, every, whole[every - 1 + after])
+    columns = own.new_zeros(len(micro.ids), len(values)).index_copy(0, every, whole[every - 1 + after])
+    return columns.T.contiguous().unbind()
 
 
 def _states(micro: MicroBatch, hidden: Tensor, at: Tensor) -> Tensor:
@@ -370,10 +394,15 @@ def _without_gradient(
     device = next(iter(sharded.parameters.values())).device
     beside = dict(columns or {}) | ({} if routing is None else {ROUTING: routing})
     micros = plan_micros(tokens, mask, limits, beside.get(OPENS), plan=plan).score
+    if sharded.context is not None and sharded.context.units:
+        check_units(micros, sharded.context, device)
     score_micro = partial(scorer, decoder, temperature=temperature, entropy=False)
 
     def begin() -> Iterator[Scored]:
         for index, micro in cut(tokens, mask, beside, micros, device, sharded.context):
+            if micro.blank:
+                yield Scored(*sharded.blank_input(parity))
+                continue
             given, ctx = model_input(micro, parity)
             if (recorded := recorded_of(micro)) is not None:
                 ctx.experts = ExpertContext(parity=parity, replay=recorded)
@@ -381,7 +410,7 @@ def _without_gradient(
 
     def keep(index: np.ndarray, micro: MicroBatch, hidden: Tensor) -> None:
         score_micro(micro, hidden)
-        for row, name in zip(found, what):
+        for row, name in zip(found, what if micro.has_rows else ()):
             row[index] = getattr(micro, name).cpu().numpy()
 
     run_forward(sharded, begin(), len(micros), keep, parity=parity)

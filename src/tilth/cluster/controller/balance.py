@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.plan.batch import BalanceBy, RankLoad, RowCosts, token_costs
+from tilth.plan.batch import RankLoad, RowCosts, token_costs
 from tilth.plan.costs import Costs
+from tilth.plan.schedule import Balance
 
 ROLE = "policy"
 """Role whose passes are measured, and whose costs all plans follow."""
@@ -37,11 +38,11 @@ class PassTime(NamedTuple):
 class RowBalance:
     """By what the calls of a run are balanced, and what is measured of it."""
 
-    def __init__(self, by: BalanceBy = "tokens", *, measures: bool = True) -> None:
+    def __init__(self, by: Balance = "tokens", *, measures: bool = True) -> None:
         self._lock = threading.Lock()
         self.begin(by, measures=measures)
 
-    def begin(self, by: BalanceBy, *, measures: bool) -> None:
+    def begin(self, by: Balance, *, measures: bool) -> None:
         """Begin a run. measures: False if spans of passes end before the device does, so that their times mean
         nothing."""
         self.by, self.measures, self.collects = by, measures, False

@@ -25,7 +25,8 @@ from tilth.rl.metrics import Metric
 from tilth.serve.tinker.losses import LENGTHS, SAMPLED, TOKENS, TokenLoss, apart, loss_named, options_of, targets_of
 from tilth.serve.tinker.wire import Datum, Topk
 from tilth.training.engine import TrainEngine
-from tilth.training.packed import TARGETS, MicroBatch, packed_targets, score_targets
+from tilth.training.packed import MicroBatch, packed_targets, score_targets
+from tilth.training.units import TARGETS
 
 PLACE = "place"
 """Column: index of each token in the batch."""
