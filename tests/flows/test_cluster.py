@@ -47,7 +47,7 @@ LAYOUTS = {
         "cluster": LOCAL,
         "policy": {"layout": {"hdp": 2}},
         "reference": {"layout": {"hdp": 2}},
-        "train": {"micro_tokens": 9},
+        "train": {"micro_tokens": 4},
     },
     "cp, ulysses": {"cluster": LOCAL, "policy": {"layout": {"cp": 2, "cp_style": "ulysses"}}},
     "split": {"cluster": SPLIT, "rollout": ELSEWHERE, "reward": ELSEWHERE},

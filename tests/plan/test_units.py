@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.scripts import script
 from tilth.cluster.protocol import Transfer, deal, evenly, gather
 from tilth.config.axes import Axis
 from tilth.core.batch import Batch
@@ -93,3 +94,24 @@ def test_rows_are_dealt_and_answered_once(monkeypatch):
 def test_a_batch_without_rows_has_a_plan(units):
     plan = plan_of([], 2, units)
     assert [len(rows) for rows in plan.rows] == [0, 0] and not any(part.learn for part in plan.ranks)
+
+
+# ---- the benchmark ----
+
+
+def seen(*micros):
+    """What a rank of the benchmark saw: (ranks, seconds) of its micro-batches."""
+    return script("hdp.py").Found([1.0], [1.0], 1.0, [(ranks, seconds, 0) for ranks, seconds in micros], 0)
+
+
+def test_the_replay_waits_for_all_ranks_of_a_unit():
+    end, idle = script("hdp.py").makespan([seen(((0,), 3.0), ((0, 1), 2.0)), seen(((0, 1), 4.0), ((1,), 1.0))])
+    assert (end, idle) == (8.0, 1 - 10 / 16)  # from 3 to 7 together, then 1 alone
+
+
+def test_a_row_of_the_benchmark_fails_for_other_results_and_bytes():
+    good = {"relative_error": 1e-7, "short_bytes": 0, "sent_bytes": 8, "planned_bytes": 8}
+    failures = script("hdp.py").failures
+    assert failures(good) == failures(good | {"planned_bytes": None}) == []
+    for change in ({"relative_error": float("nan")}, {"short_bytes": 4}, {"sent_bytes": 9}, {"loss": float("inf")}):
+        assert len(failures(good | change)) == 1
