@@ -141,7 +141,7 @@ def test_rows_of_an_encoder_count_as_parameters_and_not_for_each_token() -> None
             adapter_rows(own.table, LoraConfig(rank=2, targets=("proj",)))
 
 
-@pytest.mark.parametrize("axis", ["pp", "fsdp", "ep", "cp", "tp"])
+@pytest.mark.parametrize("axis", ["pp", "fsdp", "ep", "hdp", "cp", "tp"])
 def test_layouts_that_divide_a_model_with_encoders_are_refused(axis: str) -> None:
     with declared():
         assert layouts(config(), Mesh.of({"dp": 2}, range(2)))[NAME].shape == (32, 16)

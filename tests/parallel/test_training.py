@@ -179,6 +179,7 @@ def test_twenty_steps_in_float32_stay_close(pool, case):
                 Case(dp=2, experts=True, double=True, zero=2),
                 Case(fsdp=2, tp=2, experts=True, double=True),
                 Case(cp=2, experts=True, double=True),
+                Case(hdp=2, micro_tokens=6, experts=True, double=True),
             ]
         ),
     ],

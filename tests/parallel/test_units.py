@@ -108,3 +108,14 @@ def test_ranks_run_as_many_micro_batches_as_they_have(pool):
 
 def test_a_unit_whose_ranks_compute_all_tokens_each_is_seen(pool):
     assert pool.run(2, HERE + "undivided", case=Case(**TWO)) == ["tokens.divided"] * 2
+
+
+def test_ranks_without_the_rows_get_conversations_choices_of_experts_and_targets(pool):
+    case = Case(**TWO, double=True, experts=True)
+    ((_, wanted),) = pool.run(1, HERE + "scored", case=case.alone)
+    starts = np.cumsum((0, *LENGTHS))
+    for rows_here, found in pool.run(2, HERE + "scored", case=case):
+        for name, scores in found.items():
+            own = np.concatenate([wanted[name][starts[r] : starts[r + 1]] for r in rows_here])
+            np.testing.assert_allclose(scores, own, rtol=1e-5, atol=1e-6)
+    assert all(np.abs(wanted[name] - wanted["plain"]).max() > 1e-3 for name in ("opens", "routing", "targets"))

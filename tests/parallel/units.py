@@ -12,7 +12,7 @@ from tilth.parallel.context import ContextParallel
 from tilth.plan.batch import MicroBatchPlan
 from tilth.rl.packing import segment_sum
 from tilth.trace.spans import recorder, span
-from tilth.training.packed import packed_logprobs
+from tilth.training.packed import packed_logprobs, packed_targets
 
 
 def of_rows(total):
@@ -106,3 +106,27 @@ def _stranger(plan):
 
 
 BROKEN = {"order": _swapped, "member": _missing, "stranger": _stranger}
+
+
+def scored(rank: int, case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Rows, and their scores by conversations of a row, by recorded choices of experts, and of other targets."""
+    sharded = spread(case, rank)
+    sharded.load_(weights(case))
+    every, _ = batch()
+    rng, count = np.random.default_rng(5), len(every.values)
+    opens = np.zeros(count, np.uint8)
+    opens[every.offsets[:-1][every.lengths > 5] + 3] = 1
+    experts = np.argsort(rng.random((count, 1, case.num_experts)))[..., : case.per_token]
+    tokens, mask, _ = rows_of(case, sharded)
+    rows, plan = planned(case, sharded) if case.hdp > 1 else (np.arange(len(every.lengths)), None)
+
+    def own(column: np.ndarray) -> np.ndarray:
+        return np.concatenate([column[:0], *(column[every.offsets[r] : every.offsets[r + 1]] for r in rows)])
+
+    how = {"max_tokens": case.micro_tokens, "plan": plan}
+    return rows, {
+        "opens": packed_logprobs(sharded, tokens, mask, columns={"opens": own(opens)}, **how),
+        "routing": packed_logprobs(sharded, tokens, mask, routing=own(experts), **how),
+        "targets": packed_targets(sharded, tokens, mask, own(rng.integers(0, 33, count)), **how),
+        "plain": packed_logprobs(sharded, tokens, mask, **how),
+    }
