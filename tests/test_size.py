@@ -17,7 +17,7 @@ BUDGETS = {
     "parallel": (3_600, 3_000),
     "checkpoint": (4_250, 3_600),
     "training": (1_900, 1_700),
-    "engines rollout": (6_000, 5_700),
+    "engines rollout": (6_050, 5_700),
     "roles": (2_700, 1_700),
     "guard": (3_300, 2_700),
     "runs": (3_850, 2_650),

@@ -1,6 +1,6 @@
 """Stop strings: search in incrementally decoded text."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
@@ -41,36 +41,26 @@ class StopStrings:
     ) -> None:
         self._least = least
         spelled = tuple(s for s in stops if any(token in s for token in special))
+        read = tuple(s for s in stops if s not in spelled)
         self.found = False
-        self._read = GrowingText(tuple(s for s in stops if s not in spelled), tokenizer, special=False)
-        self._spelled = GrowingText(spelled, tokenizer, special=True) if spelled else None
-        self._lengths = [(0, 0)]  # of both texts after each token, where there are two
+        self._growing: GrowingText | SpelledText = GrowingText(read, tokenizer, special=False)
+        if spelled:
+            self._growing = SpelledText(tokenizer, read, spelled)
         self._end: int | None = None
 
     @property
     def text(self) -> str:
         """Completion so far, up to a stop string."""
-        return self._read.text[: self._end]
+        return self._growing.text[: self._end]
 
     def push(self, ids: Iterable[int]) -> bool:
         """Add the next tokens; True once the completion contains a stop string, and ``text`` then ends before it."""
         for id in ids:
-            places = [self._read.push(id)]
-            if self._spelled is not None:
-                place = self._spelled.push(id)
-                self._lengths.append((len(self._spelled.text), len(self._read.text)))
-                places.append(place if place is None else self._unspelled(place))
-            ends = [place for place in places if place is not None]
+            end = self._growing.push(id)
             self._least -= 1
-            if ends and self._least < 0:
-                self.found, self._end = True, min(ends)
+            if end is not None and self._least < 0:
+                self.found, self._end = True, end
         return self.found
-
-    def _unspelled(self, place: int) -> int:
-        """The place in the text of a place in the spelled one; in a special token it is where that was left out."""
-        token = bisect_right(self._lengths, place, key=lambda lengths: lengths[0])
-        (spelled, read), (_, end) = self._lengths[token - 1 : token + 1]
-        return min(read + place - spelled, end)
 
 
 class GrowingText:
@@ -98,6 +88,51 @@ class GrowingText:
         begin = max(0, len(self.text) - self._longest + 1)
         self.text += now[len(before) :]
         return min((at for at in (self.text.find(s, begin) for s in self._wanted) if at >= 0), default=None)
+
+
+class SpelledText:
+    """Text of a completion without its special tokens, beside the text in which they are spelled out."""
+
+    def __init__(self, tokenizer: Decodes, wanted: tuple[str, ...] = (), wanted_spelled: tuple[str, ...] = ()) -> None:
+        """wanted: strings to find in the one text, wanted_spelled: in the other."""
+        self._read = GrowingText(wanted, tokenizer, special=False)
+        self._spelled = GrowingText(wanted_spelled, tokenizer, special=True)
+        self._lengths = [(0, 0)]
+        """Characters of the spelled text and of the other one after each token."""
+
+    @property
+    def text(self) -> str:
+        """Text without special tokens."""
+        return self._read.text
+
+    @property
+    def spelled(self) -> str:
+        """Text with special tokens."""
+        return self._spelled.text
+
+    def push(self, id: int) -> int | None:
+        """Add a token; return the first place in ``text`` of a wanted string that it completes, None without one."""
+        places = [self._read.push(id), self._spelled.push(id)]
+        self._lengths.append((len(self.spelled), len(self.text)))
+        if places[1] is not None:
+            places[1] = self.place(places[1])
+        return min((place for place in places if place is not None), default=None)
+
+    def place(self, spelled: int) -> int:
+        """Return the place in ``text`` of a place in ``spelled``; in a special token it is where that was left out."""
+        if spelled >= len(self.spelled):
+            return len(self.text)
+        token = bisect_right(self._lengths, spelled, key=lambda lengths: lengths[0])
+        (begin, read), (_, end) = self._lengths[token - 1 : token + 1]
+        return min(read + spelled - begin, end)
+
+    def spelled_until(self, place: int) -> str:
+        """Return ``spelled`` up to a place in ``text``, without special tokens that lie there."""
+        token = bisect_left(self._lengths, place, key=lambda lengths: lengths[1])
+        if not 0 < token < len(self._lengths):
+            return self.spelled if token else ""
+        (begin, read), (end, _) = self._lengths[token - 1 : token + 1]
+        return self.spelled[: min(begin + place - read, end)]
 
 
 def completion_text(tokenizer: Decodes | None, tokens: np.ndarray, stop_tokens: tuple[int, ...]) -> str:

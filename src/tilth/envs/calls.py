@@ -7,7 +7,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,15 +34,26 @@ def message_of(text: str) -> dict[str, Any]:
 
 def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text without its calls, and the calls in order; broken ones with their problem."""
-    if "<tool_call>" in text:
-        return _HERMES.sub("", text).strip(), [c for body in _HERMES.findall(text) for c in _calls(body)]
+    spans, calls = find_calls(text)
+    return (cut_out(text, spans).strip() if spans else text), calls
+
+
+def find_calls(text: str) -> tuple[list[tuple[int, int]], list[ToolCall]]:
+    """Return begin and end of the parts of a text that are calls, and the calls; broken ones with their problem."""
+    if found := list(_HERMES.finditer(text)):
+        return [one.span() for one in found], [call for one in found for call in _calls(one[1])]
     for tag in (_MISTRAL, _LLAMA):
-        if tag in text:
-            content, _, body = text.partition(tag)
-            return content.strip(), _calls(body)
-    if (whole := text.strip()).startswith("{") and (found := _json(whole)) is not None and _is_call(found):
-        return "", _calls(whole)
-    return text, []
+        if (at := text.find(tag)) >= 0:
+            return [(at, len(text))], _calls(text[at + len(tag) :])
+    if (whole := text.strip()).startswith("{") and (value := _json(whole)) is not None and _is_call(value):
+        return [(0, len(text))], _calls(whole)
+    return [], []
+
+
+def cut_out(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return a text without some parts, given by begin and end in order."""
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return "".join(text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 def before_calls(text: str) -> str:

@@ -25,6 +25,7 @@ from tilth.envs.calls import message_of
 from tilth.envs.environment import EnvironmentFault
 from tilth.envs.pool import Answer, EnvironmentPool
 from tilth.rollout.buffer import TrajectoryBuffer, joined, parted
+from tilth.rollout.turns import split_turn
 
 KEPT = "played"
 WAIT = 0.2
@@ -366,7 +367,8 @@ class Player:
         """Return facts of a turn for an environment that asks for turns (``SelfDriven.limits``). start: its prompt's
         length."""
         ids = turn.tokens[start:].tolist()
-        found = {"text": turn.text, "finish": turn.finish, "counts": [start, len(ids)]}
+        content, _ = split_turn(self.tokenizer, turn, self._params.stop_tokens, start)
+        found = {"content": content, "text": turn.text, "finish": turn.finish, "counts": [start, len(ids)]}
         if not details:
             return found
         pieces = [self.tokenizer.decode([one], special=True) for one in ids]

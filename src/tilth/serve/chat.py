@@ -9,7 +9,8 @@ from tilth.core.trajectory import Likeliest, Trajectory
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.completion import Delta
 from tilth.engines.request import Request
-from tilth.envs.calls import ToolCall, before_calls, parse_calls
+from tilth.envs.calls import ToolCall
+from tilth.rollout.turns import split_turn
 from tilth.serve.errors import HttpError
 from tilth.serve.messages import assistant
 from tilth.serve.schemas import ChatBody, NamedTool
@@ -50,7 +51,7 @@ class ChatChoice:
     def __init__(self, tokenizer: Tokenizer, request: Request, body: ChatBody, calls: bool) -> None:
         self.tokenizer, self.request, self.body, self.calls = tokenizer, request, body, calls
         params = request.params
-        self._text = StreamedText(tokenizer, params.stop_tokens, params.stop, special=calls)
+        self._text = StreamedText(tokenizer, params.stop_tokens, params.stop, calls)
 
     def whole(self, trajectory: Trajectory) -> dict[str, Any]:
         mine = trajectory.mask == 1
@@ -68,13 +69,12 @@ class ChatChoice:
         details = self._details(delta.tokens.tolist(), delta.logprobs.tolist(), delta.likeliest)
         head = {"index": self.request.id, "finish_reason": None}
         if delta.whole is None:
-            sure = self._text.send(before_calls(certain) if self.calls else certain)
+            sure = self._text.send(certain)
             if sure or any(details.values()):
                 yield {**head, "delta": {"content": sure}, **details}
             return
         content, calls = self._heard(delta.whole)
-        whole = content if content.startswith(self._text.sent) else self._text.text  # with special tokens in it
-        sure = self._text.send(whole)
+        sure = self._text.send(content)
         yield {**head, "delta": {"content": sure} if sure else {}, **details}
         for at, one in enumerate(assistant("", calls, _ids(calls)).get("tool_calls", ())):
             yield {**head, "delta": {"tool_calls": [{"index": at, **one}]}}
@@ -84,12 +84,10 @@ class ChatChoice:
         """Return what is said, and the calls if all of them can be made; else they are text like any other."""
         if not self.calls:
             return trajectory.text, []
-        ids = trajectory.tokens[trajectory.mask == 1].tolist()
-        ended = bool(ids) and ids[-1] in self.request.params.stop_tokens
-        content, calls = parse_calls(self.tokenizer.decode(ids[:-1] if ended else ids, special=True))
+        content, calls = split_turn(self.tokenizer, trajectory, self.request.params.stop_tokens)
         if self.body.parallel_tool_calls is False:
             calls = calls[:1]
-        return (content, calls) if calls and not any(call.problem for call in calls) else (trajectory.text, [])
+        return (trajectory.text, []) if any(call.problem for call in calls) else (content, calls)
 
     def _details(self, ids: list[int], logprobs: list[float], top: Likeliest | None) -> dict[str, Any]:
         found: dict[str, Any] = {}

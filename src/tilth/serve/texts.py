@@ -7,7 +7,8 @@ import numpy as np
 
 from tilth.core.trajectory import Likeliest
 from tilth.data.tokenizer import Tokenizer
-from tilth.engines.stops import GrowingText
+from tilth.engines.stops import GrowingText, SpelledText
+from tilth.envs.calls import before_calls
 
 _OPEN = "\N{REPLACEMENT CHARACTER}"
 """Output of decoders for a part of a character."""
@@ -16,26 +17,27 @@ _OPEN = "\N{REPLACEMENT CHARACTER}"
 class StreamedText:
     """Text of a completion while its tokens come: the part that nothing can change any more.
 
-    ends: tokens that end it, which are no text. held: last characters that a stop string may still take away. special:
-    with the special tokens in it.
+    ends: tokens that end it, which are no text. stop: strings that may still take away its last characters. calls:
+    what may be a call of a tool is uncertain.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str], special: bool = False) -> None:
-        self._growing = GrowingText((), tokenizer, special=special)
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str], calls: bool = False) -> None:
+        self._growing: GrowingText | SpelledText = GrowingText((), tokenizer, special=False)
+        if calls:
+            self._growing = SpelledText(tokenizer)
         self._ends, self._held = set(ends), max((len(one) - 1 for one in stop), default=0)
         self.sent = ""
-
-    @property
-    def text(self) -> str:
-        """All of it so far."""
-        return self._growing.text
 
     def hear(self, tokens: np.ndarray) -> str:
         """Add tokens; return the text that is certain with them."""
         for token in tokens.tolist():
             if token not in self._ends:
                 self._growing.push(token)
-        return self.text[: max(len(self.text) - self._held, 0)]
+        text = self._growing.text
+        certain = text[: max(len(text) - self._held, 0)]
+        if isinstance(self._growing, SpelledText):
+            return certain[: self._growing.place(len(before_calls(self._growing.spelled)))].rstrip()
+        return certain
 
     def send(self, text: str) -> str:
         """Return what a longer text has behind all that was sent, and count it as sent; nothing for another text."""
