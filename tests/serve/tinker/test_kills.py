@@ -167,6 +167,32 @@ def test_a_run_begins_at_its_checkpoint_though_the_worker_dies(model, tmp_path, 
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def test_a_request_behind_a_load_waits_while_the_load_is_tried_again(model, tmp_path, monkeypatch):
+    with serving(model, tmp_path, name="Org/small") as server:
+        trained, _ = run(service(server), rank=4, seed=3, steps=1)
+        path = trained.save_state("mine").result().path
+        room, call, tries = server.desk.room, server.desk.room.call, []
+
+        async def dies(method, *arguments, **more):
+            if method == "read":
+                tries.append(method)
+                while not server.desk.client(arguments[0]).queue.operations:
+                    await asyncio.sleep(0.005)
+                if len(tries) == 1:
+                    room.restarts += 1
+                    raise WorkerLost("it died", key="train")
+            return await call(method, *arguments, **more)
+
+        monkeypatch.setattr(room, "call", dies)
+        ask = lambda route, **body: httpx.post(f"{server.url}/api/v1/{route}", json=body).json()  # noqa: E731
+        session, _, _ = trained.model_id.partition(":")
+        begun = ask("load_weights", session_id=session, model_seq_id=7, path=path, optimizer=True)
+        sent = ask("save_weights", model_id=begun["model_id"], seq_id=1, path="next")
+        found = ask("retrieve_future", request_id=sent["request_id"])
+        assert found["path"].endswith("/next") and len(tries) == 2
+        assert ask("retrieve_future", request_id=begun["request_id"])["path"] == path
+
+
 def test_a_run_that_could_not_be_loaded_trains_nothing(model, tmp_path):
     with serving(model, tmp_path, name="Org/small") as server:
         trained, _ = run(service(server), rank=4, seed=3, steps=1)

@@ -142,20 +142,20 @@ class ClientRunner:
         self._changed.set()
 
     async def begin_at(self, client: Client, body: LoadBody) -> None:
-        """Load the first state of a run that begins at a checkpoint, again if the worker dies."""
-        for begun in itertools.count(1):
-            try:
-                async with self._working:
+        """Load the first state of a run that begins at a checkpoint, again if the worker dies; its requests wait."""
+        async with self._working:
+            for begun in itertools.count(1):
+                try:
                     await self._make_place(client)
                     await self.room.call("create", client.id, client.spec)
                     await self.room.call("read", client.id, str(self.folder.loadable(body)), body.optimizer)
                     client.alive = self.room.restarts
                     await self._save(client)
-                return
-            except BREAKS:
-                client.alive = -1
-                if not RESTARTS.again(begun):
-                    raise
+                    return
+                except BREAKS:
+                    client.alive = -1
+                    if not RESTARTS.again(begun):
+                        raise
 
     # ---- the task that works ----
 
