@@ -3,8 +3,10 @@
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.launch.test_survive import assert_same_run
 from tests.patience import patience
 from tilth.cli import guard_update
 from tilth.cli.main import GuardUpdateCommand
+from tilth.config import plugins as user_code
 from tilth.config.load import all_differences, dump_toml, load_recipe
 from tilth.core.clock import utc_now
 from tilth.core.errors import DataError, PluginError, RecipeError
@@ -272,6 +275,19 @@ def test_code_is_kept_with_what_it_imports_from_its_folder(tmp_path):
     (there / "helps.py").write_text("A = 2\n")
     again = keep_code(tmp_path, [str(there / "mine.py")])
     assert again[0] != kept[1] and Path(kept[1]).with_name("helps.py").read_text() == "A = 1\n"
+
+
+def test_code_is_kept_with_what_it_imports_from_the_folders_of_other_plugins(tmp_path):
+    for folder, name, text in (("a", "mine_a", "import beside_b\n"), ("b", "mine_b", ""), ("b", "beside_b", "B = 1\n")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{name}.py").write_text(text)
+    kept = keep_code(tmp_path, [str(tmp_path / folder / f"mine_{folder}.py") for folder in "ba"])
+    shutil.rmtree(tmp_path / "b")
+    try:
+        user_code.load_plugins(kept)
+        assert Path(sys.modules["beside_b"].__file__).is_relative_to(tmp_path / "updates")
+    finally:
+        user_code.forget(())
 
 
 class Server:

@@ -7,7 +7,7 @@ RUN/updates/code/DIGEST/  plugins as they were when the run began, or when an up
 import getpass
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -210,7 +210,8 @@ def asked_by() -> str:
 
 
 def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:
-    """Copy plugins that are files, with modules beside them that they import, into the run; return where they are.
+    """Copy plugins that are files, with what they import from each other's folders, into the run; return where they
+    are.
 
     Names of modules stay. PluginError for a file that is not there, StorageError.
     """
@@ -221,17 +222,17 @@ def keep_code(run: Path, plugins: Sequence[str]) -> tuple[str, ...]:
         raise PluginError(f"no file {missing[0]}", key=Path(missing[0]).name)
     folder = (run / UPDATES / "code" / files_fingerprint(files)).resolve()
     places = {name: folder / str(index) / Path(name).name for index, name in enumerate(files)}
-    for name, place in places.items():
-        with writing(folder):
-            for source, target in _with_neighbours(Path(name), place):
-                if not target.exists():
-                    make_folder(target.parent)
-                    target.write_bytes(source.read_bytes())
+    with writing(folder):
+        for source, target in _with_neighbours(places):
+            if not target.exists():
+                make_folder(target.parent)
+                target.write_bytes(source.read_bytes())
     return tuple(str(places.get(name, name)) for name in plugins)
 
 
-def _with_neighbours(plugin: Path, place: Path) -> list[tuple[Path, Path]]:
-    """Return source and place of a plugin and of the files in its folder that it imports."""
-    plugin, (imports,) = plugin.resolve(), imports_of([str(plugin)])
-    beside = [file.resolve() for file in imports.files if file.resolve().is_relative_to(plugin.parent)]
-    return [(file, place.parent / file.relative_to(plugin.parent)) for file in beside]
+def _with_neighbours(places: Mapping[str, Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield source and place of plugins, and of the files that they import from the folder of any of them."""
+    homes = [(Path(name).resolve().parent, place.parent) for name, place in places.items()]
+    for imports in (*imports_of([*places]), *imports_of([*places], own_first=False)):
+        for file in map(Path.resolve, imports.files):
+            yield from ((file, place / file.relative_to(home)) for home, place in homes if file.is_relative_to(home))
