@@ -3,14 +3,14 @@
 from tests.errors import SOURCE, packages
 
 BUDGETS = {
-    "config": (3_250, 2_600),
+    "config": (3_300, 2_600),
     "core": (2_150, 1_800),
     "trace": (1_500, 1_400),
     "plan": (5_550, 3_700),
     "rl": (3_900, 3_900),
     "process": (900, 900),
     "sandbox": (1_100, 800),
-    "rewards envs tasks": (4_800, 3_900),
+    "rewards envs tasks": (4_750, 3_900),
     "cluster": (5_500, 4_500),
     "data": (3_750, 2_600),
     "models": (4_900, 4_200),

@@ -1,5 +1,7 @@
 """Plugins: files and modules of a user's, imported once, whose errors name file and line."""
 
+import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -218,6 +220,38 @@ def test_a_helper_of_another_plugins_folder_is_not_taken_for_ones_own(tmp_path):
     assert sys.modules["helper_of_two"].NUMBER == 2
 
 
+def test_a_package_beside_a_plugin_is_not_found_by_libraries_that_try_to_import_it(tmp_path):
+    """What it imports is found: through other modules, of packages too, in any plugin's folder, in child processes."""
+    for folder in ("a", "b", "b/own_pkg", "b/bare_dir", "a/a_dir"):
+        (tmp_path / folder).mkdir()
+    for folder in "ab":
+        write(tmp_path / folder, "raise SystemExit\n", "not_installed.py")
+    a = write(tmp_path / "a", "def later():\n    import through_b\n    return through_b\n", "mine_a.py")
+    b = write(tmp_path / "b", "X = 1\n", "mine_b.py")
+    write(tmp_path / "b", "from own_pkg import part\nimport bare_dir.leaf\n", "through_b.py")
+    write(tmp_path / "b" / "own_pkg", "", "__init__.py")
+    write(tmp_path / "b" / "own_pkg", "from . import other\n", "part.py")
+    write(tmp_path / "b" / "own_pkg", "import helps_a\n", "other.py")
+    write(tmp_path / "b" / "bare_dir", "", "leaf.py")
+    write(tmp_path / "a", "", "helps_a.py")
+    code = "import tilth.config.plugins, importlib.util as u; print([u.find_spec(n) is not None for n in NAMES])"
+    names = ["not_installed", "a_dir", "through_b", "own_pkg", "helps_a", "bare_dir"]
+    modules = plugins.load_plugins([str(a), str(b)])
+    assert [importlib.util.find_spec(name) is not None for name in names] == [False, False, *[True] * 4]
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code.replace("NAMES", str(names))],
+        capture_output=True,
+        env=around,
+        check=True,
+        text=True,
+    )
+    assert ran.stdout.strip() == "[False, False, True, True, True, True]"
+    assert modules[0].later().part.other.helps_a.__file__ == str(tmp_path / "a" / "helps_a.py")
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+
+
 def test_what_a_plugin_declares_goes_with_it_and_with_its_text(tmp_path):
     text = """
 import tilth, helper_of_mine
@@ -249,7 +283,7 @@ def optimizer(parameters, section): pass
     plugins.load_plugins([path])
     assert "mine_reward" not in known()
     plugins.forget([])
-    assert known() == set() and str(tmp_path) not in sys.path
+    assert known() == set() and not [place for place in sys.path if str(tmp_path) in place]
 
 
 def test_a_later_call_of_train_does_not_know_the_plugins_of_an_earlier_one(tmp_path):

@@ -1,7 +1,10 @@
-"""Facts about the user's code, for options and error messages: places, arguments, the line at fault."""
+"""Facts about the user's code, for options and error messages: places, arguments, imports, the line at fault."""
 
+import ast
+import functools
+import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +55,43 @@ def place(code: Any) -> tuple[str, int]:
         return inspect.getsourcefile(code) or "?", inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return "?", 0
+
+
+@functools.lru_cache(128)
+def imported_by(source: bytes, package: str) -> tuple[str, ...]:
+    """Return full names of modules that a source may import; for ``from a import b`` both a and a.b."""
+    try:
+        todo: list[ast.AST] = [ast.parse(source)]
+    except (SyntaxError, ValueError):  # importing it raises
+        return ()
+    names: list[str] = []
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and _called(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names += full_names(node.module or "", node.level, [alias.name for alias in node.names], package)
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                names.append(first.value)
+    return tuple(names)
+
+
+def _called(node: ast.expr) -> str:
+    """Return the last part of a dotted name; "" for another expression."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def full_names(module: str, level: int, names: Iterable[str], package: str) -> Iterator[str]:
+    """Yield full names of modules of ``from module import names``."""
+    try:
+        whole = importlib.util.resolve_name("." * level + module, package) if level else module
+    except ImportError:  # beyond the top-level package: importing it raises
+        return
+    yield whole
+    yield from (f"{whole}.{name}" for name in names if name != "*")

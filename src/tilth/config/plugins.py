@@ -8,7 +8,6 @@ Every process that receives a recipe imports its plugins: the controller when it
 unpickles it (``Recipe.__setstate__``), a reward process when the reward is named ``FILE.py:name``.
 """
 
-import ast
 import difflib
 import hashlib
 import importlib
@@ -17,14 +16,15 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, get_args
 
-from tilth.config.code import describe, is_missing, place
+from tilth.config.code import describe, imported_by, is_missing, place
 from tilth.config.errors import PluginError, TilthError
 from tilth.config.flows import FLOWS, OPTIONAL, SHARED_OPTIONS, Flow, Learns
 from tilth.config.open_sets import OPTIMIZERS, OptimizerSpec
@@ -109,7 +109,7 @@ _SOURCES: dict[str, bytes] = {}
 _LOADED: dict[str, dict[str, bytes]] = {}
 """Plugin -> the modules beside it that its import added, with their texts."""
 _IMPORTING: list[str] = []  # plugins that are being imported, the innermost last
-_FOLDERS: list[str] = []  # of plugins, in the order of the import path
+_PLACES: list[str] = []  # files of plugins, in the order of the import path
 
 
 def declare(kind: Kind, name: str, shipped: Iterable[str] = ()) -> Callable[[T], T]:
@@ -437,9 +437,9 @@ def forget(keep: Iterable[str]) -> None:
         for module in modules:
             sys.modules.pop(module, None)
             _SOURCES.pop(module, None)
-    sys.path[:] = [folder for folder in sys.path if folder not in _FOLDERS]
+    sys.path[:] = [entry for entry in sys.path if entry not in _PLACES]
     _LOADED.clear()
-    _FOLDERS.clear()
+    _PLACES.clear()
 
 
 def _changed(module: str, text: bytes) -> bool:
@@ -463,7 +463,7 @@ def existing(path: Path) -> Path:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file by its path, once, and append its folder to the import path.
+    """Import a file by its path, once, and append it to the import path, for the modules beside it (``_Neighbours``).
 
     Raises PluginError if there is no such file (with the nearest name) or if importing it fails (with the line).
     """
@@ -475,10 +475,10 @@ def import_file(path: Path) -> ModuleType:
                 f"{path} has changed since this process imported it; restart it", key=f"{path.name}.changed"
             )
         return sys.modules[name]
-    _check_neighbours(path, source)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-        _FOLDERS.append(str(path.parent))
+    _check_neighbours(path)
+    if str(path) not in sys.path:
+        sys.path.append(str(path))
+        _PLACES.append(str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise PluginError(f"{path} is not a Python file", key=f"{path.name}.type")
@@ -497,32 +497,64 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
-def _check_neighbours(path: Path, source: bytes) -> None:
+class _Neighbours:
+    """Finder of modules in the folder of a plugin, whose file stands in ``sys.path``, here and in child processes.
+
+    Finds what plugins import, no other names: the folder may have a package that a library only tries to import.
+    """
+
+    def __init__(self, plugin: str) -> None:
+        """ImportError: this is no plugin's place."""
+        self._folder = Path(plugin).parent
+        if not plugin.endswith(".py") or not Path(plugin).is_file():
+            raise ImportError
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, [str(self._folder)])
+        plugins = [Path(place) for place in sys.path if place.endswith(".py")]
+        return spec if spec is not None and name in _imported(plugins) else None
+
+
+sys.path_hooks.append(_Neighbours)
+for _entry in sys.path:  # those of a parent process, for which Python had no finder yet
+    if sys.path_importer_cache.get(_entry, _entry) is None:
+        del sys.path_importer_cache[_entry]
+
+
+def _check_neighbours(path: Path) -> None:
     """Raise PluginError if Python would import another plugin's module in place of one beside this file."""
-    todo, seen = [source], set[str]()
+    earlier = [Path(place).parent for place in _PLACES]
+    for name in _imported([path]):
+        own = _module_file(path.parent, name)
+        for folder in earlier[: earlier.index(path.parent) if path.parent in earlier else None]:
+            first = _module_file(folder, name)
+            if first is not None and own is not None and first.read_bytes() != own.read_bytes():
+                message = f"{path} imports {name}: Python takes {first}, not {own}; rename one of them"
+                raise PluginError(message, key=f"{path.name}.{name}")
+
+
+def _imported(plugins: Sequence[Path]) -> set[str]:
+    """Return the top-level names of modules that plugins import, also through modules in their folders."""
+    folders = dict.fromkeys(plugin.parent for plugin in plugins)
+    todo, seen, found = [(plugin, "") for plugin in plugins if plugin.is_file()], set[Path](), set[str]()
     while todo:
-        for name in _imports(todo.pop()) - seen:
-            seen.add(name)
-            own = _module_file(path.parent, name)
-            if own is None:
-                continue
-            todo.append(own.read_bytes())
-            for folder in _FOLDERS[: _FOLDERS.index(str(path.parent)) if str(path.parent) in _FOLDERS else None]:
-                first = _module_file(Path(folder), name)
-                if first is not None and first.read_bytes() != own.read_bytes():
-                    message = f"{path} imports {name}: Python takes {first}, not {own}; rename one of them"
-                    raise PluginError(message, key=f"{path.name}.{name}")
+        file, package = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        names = imported_by(file.read_bytes(), package)
+        found |= {name.partition(".")[0] for name in names}
+        todo += [one for name in names for folder in folders for one in _module_files(folder, name)]
+    return found
 
 
-def _imports(source: bytes) -> set[str]:
-    """Return the top-level names of modules that a source imports; none if it cannot be parsed."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # importing it raises
-        return set()
-    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    named += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return {name.partition(".")[0] for name in named}
+def _module_files(folder: Path, name: str) -> Iterator[tuple[Path, str]]:
+    """Yield the file of a module in a folder and those of the packages around it, with the package of each."""
+    parts = name.split(".")
+    for end, part in enumerate(parts):
+        file = _module_file(folder.joinpath(*parts[:end]), part)
+        if file is not None:
+            yield file, ".".join(parts[: end + (file.name == "__init__.py")])
 
 
 def _module_file(folder: Path, name: str) -> Path | None:

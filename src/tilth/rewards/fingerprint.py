@@ -10,23 +10,22 @@ of computed names, services, installed packages, and objects that cannot be pick
 Code sent by value is bytecode, which differs between minor versions of Python.
 """
 
-import ast
 import copyreg
 import dis
 import functools
 import hashlib
 import importlib
-import importlib.util
 import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from tilth.config.code import full_names, imported_by
 from tilth.config.plugins import declared
 from tilth.rewards.functions import Reward, is_importable
 from tilth.rewards.verifiers import builtin
@@ -128,7 +127,7 @@ class Imports:
             return
         self.found[name] = hashlib.blake2b(source, digest_size=8).hexdigest()
         self.files.append(file)
-        for imported in _imported(source, package or "") if file.suffix == ".py" else ():
+        for imported in imported_by(source, package or "") if file.suffix == ".py" else ():
             self.module(imported)
 
     def search(self, folder: str) -> None:
@@ -166,46 +165,6 @@ def _installed() -> list[Path]:
     paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
     paths += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # of another Python
     return [Path(path).resolve() for path in paths]
-
-
-@functools.lru_cache(128)
-def _imported(source: bytes, package: str) -> tuple[str, ...]:
-    """Return full names of modules that a source may import; for ``from a import b`` both a and a.b."""
-    try:
-        todo: list[ast.AST] = [ast.parse(source)]
-    except (SyntaxError, ValueError):  # importing it raises
-        return ()
-    names: list[str] = []
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and _called(node.test) == "TYPE_CHECKING":
-            todo += node.orelse
-            continue
-        todo += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            names += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names += _names(node.module or "", node.level, [alias.name for alias in node.names], package)
-        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                names.append(first.value)
-    return tuple(names)
-
-
-def _called(node: ast.expr) -> str:
-    """Return the last part of a dotted name; "" for another expression."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _names(module: str, level: int, names: Iterable[str], package: str) -> Iterator[str]:
-    """Yield full names of modules of ``from module import names``."""
-    try:
-        whole = importlib.util.resolve_name("." * level + module, package) if level else module
-    except ImportError:  # beyond the top-level package: importing it raises
-        return
-    yield whole
-    yield from (f"{whole}.{name}" for name in names if name != "*")
 
 
 # ---- values ----
@@ -385,7 +344,7 @@ def _read(code: CodeType, imports: Imports, names: Mapping[str, Any]) -> set[str
             found.add(step.argval)
         elif step.opname == "IMPORT_NAME":
             level, taken = before
-            for name in _names(step.argval, level, taken or (), str(names.get("__package__") or "")):
+            for name in full_names(step.argval, level, taken or (), str(names.get("__package__") or "")):
                 imports.module(name)
         if step.opname != "EXTENDED_ARG":
             before = [*before[-1:], step.argval]
