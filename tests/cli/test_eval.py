@@ -230,6 +230,23 @@ def test_prompts_are_known_by_their_texts_however_their_file_is_called(tmp_path,
     assert seen("te.jsonl") is None
 
 
+def test_held_out_prompts_are_found_in_the_folder_where_the_run_began(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    sums(tmp_path / "here" / "tr.jsonl", range(6))
+    monkeypatch.chdir(tmp_path / "here")
+    made = tiny.recipe(
+        tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}, data={"source": "tr.jsonl"}, run={"eval_prompts": 2},
+        reward={"function": "exact"},
+    )  # fmt: skip
+    directory = tiny.run(made, reward=None).directory.resolve()
+    alike = call(directory, "--json").stdout
+    monkeypatch.chdir(tmp_path / "there")
+    assert json.loads(call(directory, "--json").stdout)["prompts"] == json.loads(alike)["prompts"]
+    (tmp_path / "here" / "tr.jsonl").unlink()
+    assert call(directory).exit_code == 2
+
+
 def test_a_model_of_elsewhere_has_seen_what_nobody_knows(place):
     assert json.loads(ask(place, "--json").stdout)["trained_on"] is None
 

@@ -364,7 +364,8 @@ class RunDir:
         attempts = [a if a.get("ended") else a | silent for a in before.get("attempts", [])]
         return {
             "format": FORMAT, "recipe": self.name, "flow": self.recipe.flow, "plan": None, "memory": None,
-            "digest": self.digest, "digests": [self.digest], "inputs": self.inputs, **before, "checkpoints": place,
+            "digest": self.digest, "digests": [self.digest], "inputs": self.inputs, **before, "folder": os.getcwd(),
+            "checkpoints": place,
             "state": "running", "error": None, "pid": os.getpid(), "pid_started": psutil.Process().create_time(),
             "host": os.uname().nodename, "attempt": self.attempt, "attempts": [*attempts, self._attempt(now)],
             "started": before.get("started", now), "ended": None, "seconds": None, "environment": environment(),

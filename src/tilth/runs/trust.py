@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilth.config.load import load_recipe
+from tilth.config.load import dump_value, load_recipe
 from tilth.config.plugins import load_plugins
 from tilth.config.schema import Recipe
 from tilth.core.errors import PluginError
+from tilth.data.formats import is_source
 from tilth.rewards.fingerprint import imports_of
 from tilth.rewards.verifiers import builtin
 from tilth.runs.model_refs import run_settings
+from tilth.runs.readers import read_state
 
 TRUST = "TILTH_TRUST"
 """Variable by which ``--trust`` reaches the workers of a command."""
@@ -47,7 +49,7 @@ def check_trust(run: Path, settings: Mapping[str, Any]) -> None:
     for name in names:
         file = name.rpartition(":")[0] or name
         if file.endswith(".py") and not Path(file).expanduser().is_file():
-            here = "is gone" if os.path.isabs(file) else f"is not in {os.getcwd()}: go where the run was begun"
+            here = "is gone" if os.path.isabs(file) else f"is not in {os.getcwd()}: go where it was, {_begun_in(run)}"
             message = f"{run} names {file!r} in its recipe, which {here}; put it back, or name its new place there"
             raise PluginError(message, key=f"{os.path.basename(file)}.gone")
     files = _files(names)
@@ -82,9 +84,25 @@ def load_code(run: Path | None, settings: Mapping[str, Any]) -> None:
 
 
 def load_recipe_of(run: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe of a run. PluginError: this user does not trust its code."""
-    check_trust(run, run_settings(run))
-    return load_recipe(str(run / "recipe.toml"), overrides)
+    """Load the recipe of a run; files of data that are not here are those of the folder where it last began.
+    PluginError: this user does not trust its code."""
+    check_trust(run, settings := run_settings(run))
+    return load_recipe(str(run / "recipe.toml"), [*_moved(run, settings.get("data", {})), *overrides])
+
+
+def _begun_in(run: Path) -> str:
+    """Return the folder in which the newest attempt of a run began; one of an earlier version does not know it."""
+    return str(read_state(run).get("folder", "where the run was begun"))
+
+
+def _moved(run: Path, data: Mapping[str, Any]) -> list[str]:
+    """Return KEY=VALUE for each file of [data] that is not here, but where the run began."""
+    found = []
+    for key in ("source", "heldout", "template", "tokenizer"):
+        name = str(data.get(key, ""))
+        if {".", "/"} & {*name} and not is_source(name) and is_source(place := os.path.join(_begun_in(run), name)):
+            found.append(f"data.{key}={dump_value(place)}")
+    return found
 
 
 def load_named(name: str, overrides: Sequence[str] = ()) -> Recipe:
