@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 from machine import config_of, random_model
-
 from tilth.analysis.fit import error, fit
+
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext
 from tilth.plan.packing import balance, micro_batches

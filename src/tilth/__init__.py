@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         role,
         task,
         tracker,
+        transform,
     )
     from tilth.envs.environment import Environment, tool
     from tilth.flows.callbacks import Callback
@@ -35,7 +36,7 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         ("advantage", "backend", "callback", "command", "encoder", "engine", "family", "flow", "optimizer",
-         "policy_loss", "reward", "role", "task", "tracker"), "tilth.config.plugins",
+         "policy_loss", "reward", "role", "task", "tracker", "transform"), "tilth.config.plugins",
     ),
     "Agent": "tilth.serve.agents.agent",
     "Callback": "tilth.flows.callbacks",

@@ -120,19 +120,17 @@ def _pool(recipe: Recipe, function: Spec | None) -> "AbstractContextManager[Rewa
 def _material(recipe: Recipe, prompts: "Dataset | None", function: Spec | None) -> "Dataset":
     """Return the training data; DataError for answers that the reward cannot verify."""
     from tilth.data.pairs import recipe_prompts
-    from tilth.data.prompts import PromptSet, load_texts
+    from tilth.data.prompts import PromptSet
     from tilth.launch.rewards import task_name
     from tilth.rewards.functions import check_answers
 
     if prompts is not None and not isinstance(prompts, PromptSet):
         return prompts
+    asked = prompts or recipe_prompts(recipe)
     if recipe.flow_spec.learns == "documents":
         from tilth.launch.build import PretrainTexts
 
-        if prompts is None:
-            return PretrainTexts(*load_texts(recipe.data))
-        return PretrainTexts.of(prompts, recipe.data.holdout)
-    asked = prompts or recipe_prompts(recipe)
+        return PretrainTexts.of(asked, recipe.data.holdout)
     if function and not (prompts is None and task_name(recipe)):  # a task's answers are valid, and slow to check
         check_answers(function, asked)
     return asked
@@ -203,6 +201,9 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
         raise RecipeError(
             "data.source conflicts with the data that tilth.train is given; leave it out", key="data.source"
         )
+    if section.get("mixture"):
+        message = "data.mixture conflicts with the data that tilth.train is given; run a recipe, or leave it out"
+        raise RecipeError(message, key="data.mixture")
     if heldout is not None and section.get("heldout"):
         raise RecipeError(
             f"data.heldout = {section['heldout']} conflicts with heldout; give one of them", key="data.heldout"
@@ -224,13 +225,13 @@ def _sources(wanted: dict[str, Any], data: Any, heldout: Any) -> tuple[dict[str,
 def _given(recipe: Recipe, brought: "RecordsByValue") -> "Dataset":
     """Return the caller's records with the data that the recipe names. Raises DataError."""
     from tilth.data.pairs import recipe_prompts
-    from tilth.data.prompts import load_texts
 
+    found = recipe_prompts(recipe, brought)
     if recipe.flow_spec.learns != "documents":
-        return recipe_prompts(recipe, brought)
+        return found
     from tilth.launch.build import PretrainTexts
 
-    return PretrainTexts(*load_texts(recipe.data, brought))
+    return PretrainTexts.of(found, recipe.data.holdout)
 
 
 def _with_keys(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,6 +236,11 @@ def test_an_episode_begins_with_what_is_asked_not_with_the_whole_transcript():
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
+def key(document):
+    """What decides on the side of a document in a split."""
+    return Prompt(0, document.prompt or document.text, whole=document.text).key
+
+
 def test_documents():
     assert to_document({"text": "t", "prompt": "p"}, "x", {}).text == "t"
     assert to_document({"content": "c"}, "x", {"text": "content"}).text == "c"
@@ -262,14 +267,14 @@ def test_documents_are_split_by_the_prompt_that_other_flows_read():
         to_document({"text": "2+2? 4", "messages": [USER, TOLD]}, "x", {}),
         to_document({"messages": [USER, TOLD]}, "x", {}, str),
     ]
-    assert {one.key for one in keys} == {"2+2?"}
+    assert {key(one) for one in keys} == {"2+2?"}
 
 
 def test_documents_without_a_prompt_are_split_by_their_text():
-    assert to_document({"text": " t\n"}, "x", {}) == (" t\n", "") and to_document({"text": " t\n"}, "x", {}).key == "t"
-    assert to_document({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"}).key == "a\nb"
-    assert to_document({"answer": "4", "n": 3}, "x", {"text": "{answer} {n}"}).key == "4 3"
-    assert to_document({"text": "t", "prompt": None}, "x", {}).key == "t"
+    assert to_document({"text": " t\n"}, "x", {}) == (" t\n", "") and key(to_document({"text": " t\n"}, "x", {})) == "t"
+    assert key(to_document({"q": "a", "r": "b"}, "x", {"text": "{q}\n{r}"})) == "a\nb"
+    assert key(to_document({"answer": "4", "n": 3}, "x", {"text": "{answer} {n}"})) == "4 3"
+    assert key(to_document({"text": "t", "prompt": None}, "x", {})) == "t"
 
 
 def test_a_prompt_is_called_by_its_place():

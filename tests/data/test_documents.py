@@ -19,7 +19,7 @@ from tests.errors import raises
 from tests.examples import examples
 from tests.memory import start_tracing
 from tilth.core.errors import DataError, StorageError
-from tilth.data import documents
+from tilth.data import cache, documents
 from tilth.data.documents import Corpus
 from tilth.data.tokenizer import Tokenizer
 
@@ -231,7 +231,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         os.replace(file, to)
 
-    monkeypatch.setattr(documents, "rename", killed)
+    monkeypatch.setattr(cache, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path)
     monkeypatch.undo()

@@ -212,7 +212,7 @@ def test_a_split_of_a_split_stays_on_its_side(two):
 
 def test_copies_are_told_by_text_and_not_by_hash_alone(two, monkeypatch):
     prompts = load_source(two)
-    for source in (prompts.source.first, prompts.source.second):
+    for source in prompts.source.parts:
         source.__dict__["hashes"] = np.zeros(len(source), np.uint32)  # every text collides with every other
     assert prompts.source.copies.nonzero()[0].tolist() == [3, 7]
 

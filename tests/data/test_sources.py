@@ -7,10 +7,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.errors import raises
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data.sources import Prompt, from_records, read_source, text_hashes
+from tilth.data.computed import text_hashes
+from tilth.data.prompts import load_source
+from tilth.data.sources import Prompt, from_records
 
 # -- JSONL -----------------------------------------------------------------------------------------------------------
+
+
+def read_source(path):
+    return load_source(DataConfig(source=path)).source
 
 
 def write(path, *lines):
@@ -70,7 +77,7 @@ def test_one_empty_file_of_several(tmp_path):
 
 
 def test_unreadable_file(tmp_path):
-    with raises(DataError, "none.jsonl"):
+    with raises(DataError, "data.source"):
         read_source(str(tmp_path / "none.jsonl"))
     (tmp_path / "d.jsonl").write_bytes(b"\xff\xfe")
     with raises(DataError, "d.jsonl:1.utf8"):

@@ -1,4 +1,4 @@
-"""``tilth data show``: what a model will see of a recipe's data, and what would stop the run."""
+"""``tilth data show``: what a model will see of a recipe's data, and what would stop the run; and ``data tokenize``."""
 
 import json
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tilth.cli.main import DataShowCommand
+from tilth.cli.main import DataShowCommand, DataTokenizeCommand
 from tilth.cli.tables import Terminal, new_table
 from tilth.cli.tables import show as show_parts
 from tilth.launch.data_balance import BalanceReport
-from tilth.launch.data_view import ShownExample, View, look
+from tilth.launch.data_view import ShownExample, View, look, tokenise
 from tilth.runs.trust import load_named
 from tilth.ui import format
 
@@ -32,6 +32,18 @@ def show(options: DataShowCommand) -> None:
         show_parts(*lines(view), *tables, *(coloured(one) if on_terminal else plain(one) for one in view.examples))
     if view.problems:
         raise typer.Exit(1)
+
+
+def tokenize(options: DataTokenizeCommand) -> None:
+    """Build the caches, and print a row for each source."""
+    rows, notes = tokenise(load_named(options.name, options.overrides or ()))
+    if options.as_json:
+        typer.echo(json.dumps([row._asdict() for row in rows]))
+        return
+    for row in rows:
+        typer.echo(f"{row.source:<20} {row.samples:>12,} samples {row.tokens or 0:>15,} tokens {row.weight:>7.1%}")
+    for note in notes:
+        typer.echo(note)
 
 
 # ---- printing ----

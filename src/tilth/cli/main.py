@@ -330,7 +330,7 @@ class EnvRecordsCommand(NamedTuple):
     most: Annotated[int, Option("--count", min=0, help="most records; 0: all that it has")] = 0
 
 
-data = group("data", "Inspect data.")
+data = group("data", "Inspect data, and tokenise them ahead of a run.")
 
 
 @command("show", "data:show", data)
@@ -347,6 +347,18 @@ class DataShowCommand(NamedTuple):
     name: RecipeArgument
     overrides: OverridesArgument = None
     n: Annotated[int, Option("--n", min=0, help="number of examples, spread evenly")] = 3
+    as_json: JsonOption = False
+
+
+@command("tokenize", "data:tokenize", data)
+class DataTokenizeCommand(NamedTuple):
+    """Build the caches of a recipe's data ahead of its run; print samples, tokens and weight of each source.
+
+    Keys of --json: source, samples, tokens, weight.
+    """
+
+    name: RecipeArgument
+    overrides: OverridesArgument = None
     as_json: JsonOption = False
 
 

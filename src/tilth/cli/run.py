@@ -183,10 +183,8 @@ def _heldout(recipe: Recipe) -> "PromptSet":
 def _question(recipe: Recipe, held: "PromptSet | None") -> str:
     """Return a held-out prompt that fits a command line, or the beginning of a held-out document."""
     if held is None:
-        from tilth.data.prompts import load_texts
-
-        _, texts = load_texts(recipe.data)
-        tried = (" ".join(text.split()[:WORDS]) for text in texts[:10])
+        held = _heldout(recipe)
+        tried = (" ".join(held[i].document.split()[:WORDS]) for i in held.rows[:10])
     else:
         tried = (prompt.text for prompt in held.subset(10))
     return next((text for text in tried if 0 < len(text) < 60 and text.isprintable()), "")

@@ -13,9 +13,9 @@ from tilth.config.code import keyword_options
 from tilth.config.errors import AxisError, RecipeError, TilthError, nearest
 from tilth.config.flows import FLOWS, OPTIONAL
 from tilth.config.open_sets import algorithm_names
-from tilth.config.plugins import SERVED, declared, task_names
+from tilth.config.plugins import SERVED, declared, shipped_tasks, task_names
 from tilth.config.roles import ROLES, SHIPPED_ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import AlgorithmConfig, LayoutConfig, Recipe, RewardConfig
+from tilth.config.schema import AlgorithmConfig, LayoutConfig, MixtureSource, Recipe, RewardConfig
 from tilth.config.tasks import task_of
 
 KV_BLOCK = 16
@@ -36,7 +36,7 @@ A key ends in a word of its own where one value has several reasons: ``train.par
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first contradiction between two keys."""
     keys = (_shape, _lengths, _engine, _parity, _learning, _adapters, _other_models, _names, _algorithm, _places)
-    refuse(recipe, *keys, _tasks, _episodes)
+    refuse(recipe, *keys, _mixture, _tasks, _episodes)
     check_cluster(recipe)
 
 
@@ -339,9 +339,45 @@ def _roles(recipe: Recipe) -> Refusals:
             yield from _options(ROLES[name].key, name, keyword_options(resolve(ROLES[name].worker)), section.options)
 
 
+def _mixture(recipe: Recipe) -> Refusals:
+    """Check the sources of a mixture, and packing, which decides what a sample is."""
+    data, names = recipe.data, [part.name for part in recipe.data.mixture]
+    if data.packing == "concat" and recipe.flow_spec.learns != "documents":
+        yield "data.packing", f"cuts documents, and flow = {recipe.flow} learns from whole samples; use fit or none"
+    if data.mixture and data.source:
+        yield "data.source", "beside data.mixture: a source stands in one of them; leave it out, or set it to ''"
+    for number, part in enumerate(data.mixture):
+        for key, why in _mixed(recipe, part):
+            named = f"data.mixture.{number}.{key}"
+            yield RecipeError(f"{named} = {getattr(part, key)!r} {why}", key=named)
+        if part.name in names[:number]:
+            message = f"data.mixture has two sources of the name {part.name!r}; rename one"
+            yield RecipeError(message, key=f"data.mixture.{number}.name.twice")
+    if data.mixture and not any(part.weight * part.schedule.get("0", 1.0) for part in data.mixture):
+        message = f"the weights of data.mixture ({', '.join(names)}) sum to 0 at the start; give one more than 0"
+        yield RecipeError(message, key="data.mixture.weight")
+
+
+def _mixed(recipe: Recipe, part: MixtureSource) -> Iterator[tuple[str, str]]:
+    """Yield (key, why it is refused) of one source of a mixture."""
+    if not re.fullmatch(r"\w[\w.-]*", part.name):
+        yield "name", "is no name of letters, digits, _, . and -"
+    if not part.source:
+        yield "source", "names neither a task nor files"
+    if part.schedule and "0" not in part.schedule:
+        yield "schedule", "has no weight for the first step; let it begin with 0, as in {0 = 1.0}"
+    if part.template and recipe.rollout.environment:
+        yield "template", "is for single answers; episodes of rollout.environment take data.template"
+    if part.source in shipped_tasks():
+        for key in ("columns", "filter", "transform"):
+            if getattr(part, key):
+                yield key, f"changes records, and the task {part.source} computes its prompts; leave it out"
+
+
 def _tasks(recipe: Recipe) -> Refusals:
     """Check that tasks of plugins ask for existing keys of [data], and that a task takes each of data.options."""
-    named = [name for name in (recipe.data.source, recipe.data.heldout) if name in task_names()]
+    sources = [part.source for part in recipe.data.sources]
+    named = [name for name in dict.fromkeys((*sources, recipe.data.heldout)) if name in task_names()]
     kinds: dict[str, Any] = {}
     for name in named if recipe.data.options else filter(declared("task").__contains__, named):
         prompts = task_of(name).prompts

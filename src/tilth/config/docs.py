@@ -2,7 +2,7 @@
 
 from tilth.config.keys import Key, entries_of, keys, sections
 from tilth.config.load import SHIPPED, dump_value, names
-from tilth.config.schema import LayoutConfig, LoraConfig
+from tilth.config.schema import LayoutConfig, LoraConfig, MixtureSource
 
 INTRODUCTION = """\
 # Recipes
@@ -34,6 +34,11 @@ weights is usual. Engines and all readers of the run get merged weights. `tilth 
 adapters for PEFT; `model.adapter=OUT` begins with them."""
 
 
+MIXTURE = """\
+Entries of a table of `[[data.mixture]]`. Which sample stands at a position of a run is a pure function of seed and
+position: [more](packages/data.md#mixtures)."""
+
+
 def reference() -> str:
     """Return all keys as Markdown: name, default, values, meaning."""
     table = keys()
@@ -42,6 +47,7 @@ def reference() -> str:
     for name, section in sections().items():
         own = [k for k in table.values() if k.name.startswith(f"{name}.")]
         parts.append(_section(f"[{name}]", section.__doc__ or "", own))
+    parts.append(_section("Sources of a mixture", MIXTURE, entries_of(MixtureSource)))
     parts.append(_section("Layouts", LAYOUTS, entries_of(LayoutConfig)))
     parts.append(_section("Adapters", ADAPTERS, entries_of(LoraConfig)))
     return "\n".join(parts)

@@ -50,6 +50,12 @@ def entries(table: Key) -> list[Key]:
     return entries_of(kind, f"{table.name}.") if _is_section(kind) else []
 
 
+def listed(table: Key | None) -> type[Section] | None:
+    """Return the class of the tables in a list of tables, such as ``data.mixture``; None for any other key."""
+    kinds: tuple[Any, ...] = get_args(table.field.annotation) if table is not None else ()
+    return kinds[0] if kinds and _is_section(kinds[0]) else None
+
+
 def find(name: str) -> Key | None:
     """Return the key of this name, or the entry of a table with keys of its own (``policy.layout.fsdp``)."""
     known = keys()
@@ -112,6 +118,8 @@ def _values(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(map(_values, get_args(annotation)))
     items = [a for a in get_args(annotation) if a is not Ellipsis]
+    if items and _is_section(items[0]):
+        return f"a list of tables of {', '.join(items[0].model_fields)}"
     if not items:
         return "a finite number, text, true or false, or a list of those"
     if known := _choices(items[0]):
@@ -131,7 +139,7 @@ def _choices(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
     if get_origin(annotation) is Literal:
         return [str(name).lower() if isinstance(name, bool) else str(name) for name in get_args(annotation)]
     marks = (*metadata, *getattr(annotation, "__metadata__", ()))
-    return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names()]
+    return [name for mark in marks if isinstance(mark, OneOf) for name in mark.names() if name]
 
 
 def _range(metadata: Iterable[Any]) -> str:

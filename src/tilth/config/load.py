@@ -22,7 +22,17 @@ from tilth.config.checks import check
 from tilth.config.elsewhere import LIBRARIES
 from tilth.config.errors import PluginError, RecipeError, nearest
 from tilth.config.flows import FLOWS
-from tilth.config.keys import Key, all_names, declared_as, find, keys, sections, table_entry
+from tilth.config.keys import (
+    Key,
+    all_names,
+    declared_as,
+    entries_of,
+    find,
+    keys,
+    listed,
+    sections,
+    table_entry,
+)
 from tilth.config.plugins import absolute, load_plugins
 from tilth.config.schema import ModelConfig, Recipe, RolloutConfig, Section
 
@@ -327,6 +337,9 @@ def _work(recipe: Recipe) -> dict[str, Any]:
     for table, key in newer:  # keys that older runs do not have
         if not table[key]:
             del table[key]
+    for key, default in (("mixture", []), ("deduplicate", False), ("packing", "fit")):
+        if data["data"][key] == default:
+            del data["data"][key]
     if data["rollout"]["engine"] == "native":  # such a run is the same with and without the key
         del data["rollout"]["engine"]
     if data["optimizer"]["name"] != "muon":
@@ -398,7 +411,10 @@ def _explain(error: ValidationError) -> RecipeError:
     place, problem = next(iter(problems.items()))
     dotted, value = ".".join(map(str, place)), problem["input"]
     name = ".".join(map(str, place[: 1 + (place[0] in sections())]))
-    if problem["type"] == "extra_forbidden":
+    if len(place) > 3 and (kind := listed(keys().get(name))):
+        dotted = ".".join(map(str, place[:4]))
+        message = _explain_listed(dotted, entries_of(kind, f"{name}.{place[2]}."), problem)
+    elif problem["type"] == "extra_forbidden":
         message = _explain_unknown(dotted, value)
     elif name in sections():
         message = f"{name} = {value!r} is not a section; its keys are written {name}.KEY"
@@ -424,6 +440,12 @@ def _explain_entry(key: Key, name: str, problem: Any) -> str:
         entry = name.removeprefix(f"{key.name}.")
         return f"{key.name} has no key {entry}; there are {', '.join(get_args(get_args(key.field.annotation)[0]))}"
     return _explain_value(find(name) or table_entry(key, name), problem)
+
+
+def _explain_listed(name: str, own: Sequence[Key], problem: Any) -> str:
+    """Explain the problem of a key in one of a list of tables."""
+    known = {key.name: key for key in own}
+    return _explain_value(known[name], problem) if name in known else f"unknown key {name}; {nearest(name, known)}"
 
 
 def _problems(error: ValidationError) -> dict[tuple[Any, ...], Any]:

@@ -46,6 +46,7 @@ Kind = Literal[
     "tracker",
     "optimizer",
     "command",
+    "transform",
 ]
 T = TypeVar("T")
 
@@ -198,6 +199,15 @@ def optimizer(name: str, *, state: Sequence[str] = ()) -> Callable[[T], T]:
         return make
 
     return add
+
+
+def transform(name: str) -> Callable[[T], T]:
+    """Declare a function of a record, chosen by ``transform`` or ``filter`` of a source of ``data.mixture``.
+
+    ``(record)`` or ``(record, random)`` -> record, or a bool as a filter; ``random``: ``numpy.random.Generator``, a
+    pure function of seed, source and place of the record. Raises PluginError if the name is taken.
+    """
+    return declare("transform", name)
 
 
 def command(name: str) -> Callable[[T], T]:

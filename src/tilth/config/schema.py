@@ -72,6 +72,35 @@ class ModelConfig(Section):
 ColumnRole = Literal["prompt", "answer", "messages", "tools", "text", "chosen", "rejected", "margin"]
 
 
+Transform = Annotated[str, OneOf(lambda: ["", *declared("transform")], "transform")]
+
+
+class MixtureSource(Section):
+    """One source of a mixture."""
+
+    name: str = Field("", description="its name in metrics and messages")
+    source: str = Field("", description="a task or files, as data.source")
+    columns: dict[ColumnRole, str] = Field({}, description="as data.columns; empty: those")
+    template: str = Field("", description="as data.template; empty: that one")
+    weight: Rate = Field(1.0, description="its share of the samples, divided by the sum of all weights")
+    schedule: dict[Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,17})$")], Rate] = Field(
+        {}, description="factors of the weight from a step on, as in {0 = 1.0, 2000 = 0.2}"
+    )
+    schedule_by: Literal["steps", "tokens"] = Field(
+        "steps", description="unit of the schedule: steps of a phase, or tokens that it has drawn"
+    )
+    filter: Transform = Field("", description="a plugin's transform, true for each record to keep; empty: all")
+    transform: Transform = Field("", description="a plugin's transform, which returns a record in place of each")
+    on_error: Literal["stop", "skip"] = Field(
+        "stop", description="for a record that cannot be used: stop, or leave it out and count it"
+    )
+    at_end: Literal["repeat", "stop", "leave"] = Field(
+        "repeat",
+        description="when each of its samples has been drawn: go through them again in a new order, stop the run, or "
+        "go on with the other sources",
+    )
+
+
 class DataConfig(Section):
     """Training data."""
 
@@ -97,7 +126,16 @@ class DataConfig(Section):
         "the last step (calculator, code_sandbox, retrieval, word_game)",
     )
     options: Options = Field({}, description="options of a plugin's task, as in {most = 30}")
-    heldout: str = Field("", description="separate source for evaluation; empty: a share of data.source")
+    mixture: tuple[MixtureSource, ...] = Field(
+        (), description="[sources](#sources-of-a-mixture) to draw from by weight, in place of data.source"
+    )
+    deduplicate: bool = Field(False, description="train on the first of equal samples of files alone, by a hash")
+    packing: Literal["fit", "concat", "none"] = Field(
+        "fit",
+        description="fit: whole samples side by side in a micro-batch, without padding; concat: flow pretrain, pieces "
+        "of exactly the context, across documents; none: a micro-batch for each sample",
+    )
+    heldout: str = Field("", description="separate source for evaluation; empty: a share of each source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field(
         "",
@@ -109,6 +147,19 @@ class DataConfig(Section):
         description="template of prompt and answer: model (its chat template), chatml, or a Jinja file; "
         "empty: plain concatenation",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_default_source(cls, given: Any) -> Any:
+        """Leave ``source`` empty beside a mixture, unless it is set."""
+        mixed = isinstance(given, Mapping) and given.get("mixture")
+        return {"source": "", **given} if mixed else given
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]:
+        """Sources to train on: those of the mixture, or ``data.source`` as a mixture of one."""
+        one = {"name": "source", "source": self.source, "columns": self.columns, "template": self.template}
+        return self.mixture or (MixtureSource.model_validate(one),)
 
 
 class SupervisedConfig(Section):

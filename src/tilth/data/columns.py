@@ -86,6 +86,13 @@ class Prompt:
     """Schemas of the tools that the conversation lists."""
     media: Media = ()
     """The record's column ``media``, if it has ``MediaItem``s: at positions of the prompt's tokens."""
+    whole: str = ""
+    """Text to learn from as a whole, of a document, whose ``text`` is its prompt, or all of it; empty: a prompt."""
+
+    @property
+    def document(self) -> str:
+        """The text to learn from as a whole: a document's, or prompt and answer."""
+        return self.whole or self.text + (self.answer or "")
 
     @property
     def name(self) -> str:
@@ -123,11 +130,6 @@ class Document(NamedTuple):
 
     text: str
     prompt: str = ""
-
-    @property
-    def key(self) -> str:
-        """``Prompt.key`` of its prompt where it has one, else its whole text stripped."""
-        return (self.prompt or self.text).strip()
 
 
 def to_prompt(record: Any, index: int, where: str, columns: Columns) -> Prompt:

@@ -1,21 +1,18 @@
-"""Cut whole texts into pieces of tokens, cached in a memory-mapped Arrow file: the data of flow ``pretrain``."""
+"""Cut whole texts into pieces of tokens, cached in memory-mapped Arrow files: the data of flow ``pretrain``."""
 
 import hashlib
-import json
-import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from tilth.core.batch import Jagged
-from tilth.core.errors import DataError, StorageError
-from tilth.core.files import make_folder, rename
+from tilth.core.errors import DataError
+from tilth.data.cache import CacheEntry
 from tilth.data.tokenizer import Tokenizer
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32()))])
@@ -29,7 +26,7 @@ _BORDER = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 _TRIES = 16
 _BESIDE = 256
 """Characters on each side of a border that a trial tokenises."""
-_READ = 1 << 18
+Packing = Literal["fit", "concat", "none"]
 
 
 class Corpus:
@@ -39,20 +36,24 @@ class Corpus:
     lost or repeated. ``lengths``: int32 [n]; ``bytes``: of all documents as UTF-8; ``note``: one line about the build.
     """
 
-    def __init__(self, file: Path, bytes: int = 0, note: str = "") -> None:
+    def __init__(self, files: Sequence[Path], bytes: int = 0, note: str = "") -> None:
         self.bytes = bytes
         self.note = note
-        self._file = file
-        reader = pa.ipc.open_file(pa.memory_map(str(file)))
-        lists = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
+        self._files = files
+        readers = [pa.ipc.open_file(pa.memory_map(str(file))) for file in files]
+        lists = [reader.get_batch(i).column(0) for reader in readers for i in range(reader.num_record_batches)]
         self._offsets = [part.offsets.to_numpy() for part in lists]
         self._values = [part.values.to_numpy() for part in lists]
         self._first = np.cumsum([0, *(len(part) for part in lists)])
         self.lengths = np.concatenate([np.zeros(0, np.int32), *map(np.diff, self._offsets)]).astype(np.int32)
 
     @classmethod
-    def build(cls, texts: Sequence[str], tokenizer: Tokenizer, context: int, folder: Path) -> "Corpus":
-        """Tokenise the texts, or load the cache in ``folder`` of the same texts, tokenizer and context.
+    def build(
+        cls, texts: Sequence[str], tokenizer: Tokenizer, context: int, folder: Path, packing: Packing = "fit"
+    ) -> "Corpus":
+        """Tokenise the texts, or load the cache in ``folder`` of the same texts, tokenizer, context and packing.
+
+        packing: "concat" cuts all documents, joined, into pieces of ``context`` tokens and one shorter.
 
         A damaged cache is built again and reported in ``note``. Empty texts are left out. Raises ``DataError`` if
         there is no text, ``StorageError`` if the folder cannot be written.
@@ -62,18 +63,25 @@ class Corpus:
             raise DataError(message, key="context")
         if not any(texts):
             raise DataError("there is no text in the documents", key="texts")
-        place = folder / f"pieces-{_key(texts, tokenizer, context)}"
-        damage = _damage(place)
+        entry = CacheEntry(folder / f"pieces-{_key(texts, tokenizer, context, packing)}", "pieces.arrow")
+        damage = entry.damage()
         if damage != "":
-            _write(place, texts, tokenizer, context)
-        corpus = cls(place / "pieces.arrow", _about(place)["bytes"], f"tokens from {place}")
+            with entry.writing("the tokens of the documents") as (file, about):
+                about["bytes"] = _write(file, texts, tokenizer, context, packing)
+        corpus = cls([entry.file], entry.about()["bytes"], f"tokens from {entry.place}")
         if damage != "":
-            again = f"; what was in {place} is damaged ({damage}) and was built anew" if damage else ""
+            again = f"; what was in {entry.place} is damaged ({damage}) and was built anew" if damage else ""
             corpus.note = f"tokenised {corpus.tokens_in_all:,} tokens of {corpus.bytes:,} bytes{again}"
         return corpus
 
+    @classmethod
+    def joined(cls, corpora: Sequence["Corpus"]) -> "Corpus":
+        """Return the pieces of several sources, those of each behind those of the one before."""
+        files = [file for corpus in corpora for file in corpus._files]
+        return cls(files, sum(corpus.bytes for corpus in corpora), "; ".join(corpus.note for corpus in corpora))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus, (self._file.resolve(), self.bytes, self.note)
+        return Corpus, ([file.resolve() for file in self._files], self.bytes, self.note)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,8 +105,9 @@ class Corpus:
         return piece
 
 
-def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int) -> str:
-    found = hashlib.blake2b(f"{_FORMAT} {tokenizer.fingerprint()} {context}".encode(), digest_size=10)
+def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int, packing: Packing) -> str:
+    how = f"{_FORMAT} {tokenizer.fingerprint()} {context}" + (" concat" if packing == "concat" else "")
+    found = hashlib.blake2b(how.encode(), digest_size=10)
     for text in texts:
         data = text.encode()
         found.update(len(data).to_bytes(8, "little"))
@@ -106,52 +115,18 @@ def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int) -> str:
     return found.hexdigest()
 
 
-def _damage(place: Path) -> str | None:
-    """Describe the damage of a cache: "" if it is intact, None if there is none."""
-    if not place.exists():
-        return None
-    try:
-        about = _about(place)
-        if _checksum(place / "pieces.arrow") != about["checksum"]:
-            return "its checksum differs"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return str(error) or type(error).__name__
-    return ""
-
-
-def _about(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "about.json").read_text())
-    return found
-
-
-def _checksum(file: Path) -> int:
-    """CRC-32 of a file, at about a second per gigabyte."""
-    found = 0
-    with open(file, "rb") as opened:
-        while block := opened.read(_READ):
-            found = zlib.crc32(block, found)
-    return found
-
-
-def _write(place: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
-    """Write the pieces, then the file with their checksum: a build that was killed leaves no valid cache."""
-    try:
-        make_folder(place)
-        file = place / f".pieces.{os.getpid()}"
-        try:
-            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-                for ids in _documents(texts, tokenizer):
-                    writer.write_batch(_pieces(ids, context))
-            about = {"checksum": _checksum(file), "bytes": sum(len(text.encode()) for text in texts)}
-            rename(file, place / "pieces.arrow")
-        finally:
-            file.unlink(missing_ok=True)
-        temporary = place / f".about.{os.getpid()}"
-        temporary.write_text(json.dumps(about))
-        rename(temporary, place / "about.json")
-    except OSError as error:
-        message = f"cannot write the tokens of the documents to {place}: {error.strerror or error}"
-        raise StorageError(message, key="pieces.arrow") from error
+def _write(file: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int, packing: Packing) -> int:
+    """Write the pieces; return the bytes of the texts."""
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+        rest = np.zeros(0, np.int32)
+        for ids in _documents(texts, tokenizer):
+            if packing == "concat":
+                joined = np.concatenate([rest, *ids])
+                full = len(joined) - len(joined) % context
+                ids, rest = [joined[:full]], joined[full:]
+            writer.write_batch(_pieces(ids, context))
+        writer.write_batch(_pieces([rest], context))
+    return sum(len(text.encode()) for text in texts)
 
 
 def _documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:

@@ -1,12 +1,13 @@
 """Encode prompts as token ids and check their length, for generation and, with answers, for supervised learning."""
 
-import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.media import check_media
+from tilth.data.cache import CacheEntry
 from tilth.data.columns import SYNONYMS, RecordError, record_key
 from tilth.data.prompts import PromptSet
 from tilth.data.sources import Joined, Prompt, Records
@@ -59,10 +60,35 @@ def checked_prompts(prompts: PromptSet, answers: bool = False) -> list[Prompt]:
     """
     if len(prompts) <= _CHECKED:
         return list(prompts)
-    if answers and isinstance(prompts.source, (Records, Joined)):  # not a task, whose answers are short and many
-        longest = heapq.nlargest(_CHECKED, prompts, key=lambda p: len(p.text) + len(p.answer or ""))
-        return [*longest, min(prompts, key=lambda p: len(p.text))]
+    source = prompts.source
+    if answers and isinstance(source, (Records, Joined)):  # not a task, whose answers are short and many
+        return prompts.extremes(_CHECKED, source.wholes())
     return prompts.extremes(_CHECKED)
+
+
+def token_lengths(prompts: PromptSet, template: Template, entry: CacheEntry, *, answers: bool) -> np.ndarray:
+    """Return the tokens of each sample by index in its source, template and special tokens included: int64 [source].
+
+    answers: of examples, and of both sides of a prompt's pairs; else of prompts. entry: where they are kept, which
+    depends on all of this; 0 for indices that are not in the set. Raises the errors of the template and
+    ``StorageError``.
+    """
+    if entry.damage() != "":
+        found = np.zeros(len(prompts.source), np.int64)
+        for start in range(0, len(prompts), _AT_ONCE):
+            rows = prompts.rows[start : start + _AT_ONCE]
+            found[rows] = _lengths([prompts[i] for i in rows], template, answers=answers)
+        with entry.writing("the lengths of the data") as (file, _), open(file, "wb") as opened:
+            np.save(opened, found)
+    return np.asarray(np.load(entry.file))
+
+
+def _lengths(prompts: Sequence[Prompt], template: Template, *, answers: bool) -> list[int]:
+    if not answers:
+        return [len(ids) for ids in template.prompts(prompts)]
+    sides = [[replace(p, answer=side) for pair in p.pairs for side in pair[:2]] or [p] for p in prompts]
+    lengths = iter([len(e.tokens) for e in template.examples([one for own in sides for one in own])])
+    return [sum(next(lengths) for _ in own) for own in sides]
 
 
 def supervised(prompts: Sequence[Prompt], template: Template, context: int) -> list[Example]:

@@ -29,6 +29,7 @@ from tilth.data.sizes import PIECE, BoundedReader, Budget, batch_rows, check_par
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
+Tried = tuple[str, Record | RecordError]
 
 END_OF_TEXT = "<|endoftext|>"
 """Line of a text file that separates two documents."""
@@ -37,8 +38,22 @@ _LONGEST = 4096
 """Most characters of a path."""
 
 
+def source_files(source: str) -> list[Path]:
+    """Return the files of a source in order. Raises ``DataError`` if there are none."""
+    saved = _saved(source)
+    return find_files(source) if saved is None else saved
+
+
 def read_records(source: str) -> Iterator[Placed]:
-    """Yield (place, record) of every record of a source, in order.
+    """Yield (place, record) of every record of a source, in order. Raises the errors of ``tried_records`` too."""
+    for where, record in tried_records(source):
+        if isinstance(record, RecordError):
+            raise record
+        yield where, record
+
+
+def tried_records(source: str) -> Iterator[Tried]:
+    """Yield (place, record or the error of one that cannot be read) of every record of a source, in order.
 
     A source is a file (``FORMATS``; JSON, CSV and text also as .gz, .bz2, .xz and .zst), a folder or a pattern of such
     files (sorted by name), or a directory of Hugging Face's ``save_to_disk``, of which ``DIRECTORY:SPLIT`` is one split
@@ -46,8 +61,7 @@ def read_records(source: str) -> Iterator[Placed]:
 
     Raises ``DataError`` in one line (place, problem, remedy) for everything that cannot be read.
     """
-    files = _saved(source)
-    files = find_files(source) if files is None else files
+    files = source_files(source)
     for path in files:
         if len(files) > 1 and not path.stat().st_size:
             raise DataError(f"{str(path)!r} is empty, as after a copy that was cut off", key=f"{path.name}.empty")
@@ -93,7 +107,7 @@ def _first_line(error: BaseException) -> str:
 # -- which files -------------------------------------------------------------------------------------------------------
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[Placed]]:
+def _reader(path: Path) -> Callable[[Path], Iterator[Tried]]:
     name = _format(path)
     if name is None:
         message = f"{str(path)!r} is of no known format; known are {', '.join(FORMATS)} and {_COMPRESSIBLE}"
@@ -160,7 +174,7 @@ def _opened(path: Path) -> BinaryIO:
     return io.BufferedReader(BoundedReader(opener(path, "rb"), path), 1 << 20)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _tried_lines(path: Path) -> Iterator[tuple[int, str | RecordError]]:
     """Yield number (from 1) and text of each line, split at newlines only: JSON texts hold other line ends."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -168,34 +182,60 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 message = f"not UTF-8: {error.reason} at byte {error.start}"
-                raise RecordError.at(message, f"{path}:{number}", key="utf8") from None
+                yield number, RecordError.at(message, f"{path}:{number}", key="utf8")
 
 
-def _json_lines(path: Path) -> Iterator[Placed]:
-    """One object a line; blank lines are skipped."""
-    yield from _objects(path, _lines(path))
-
-
-def _objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Placed]:
+def _sound(lines: Iterable[tuple[int, str | RecordError]]) -> Iterator[tuple[int, str]]:
+    """Yield lines; raise the error of one that is none."""
     for number, line in lines:
-        if line.strip():
-            where = f"{path}:{number}"
-            yield where, _record(_parse(line.rstrip("\r\n"), where), where)
+        if isinstance(line, RecordError):
+            raise line
+        yield number, line
 
 
-def _json(path: Path) -> Iterator[Placed]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    return _sound(_tried_lines(path))
+
+
+def _json_lines(path: Path) -> Iterator[Tried]:
+    """One object a line; blank lines are skipped."""
+    yield from _objects(path, _tried_lines(path))
+
+
+def _objects(path: Path, lines: Iterable[tuple[int, str | RecordError]]) -> Iterator[Tried]:
+    for number, line in lines:
+        where = f"{path}:{number}"
+        if isinstance(line, RecordError):
+            yield where, line
+        elif line.strip():
+            yield where, _or_error(_object, line.rstrip("\r\n"), where)
+
+
+def _object(line: str, where: str) -> Record:
+    return _record(_parse(line, where), where)
+
+
+def _or_error(read: Callable[..., Record], *args: Any) -> Record | RecordError:
+    """Return a record, or the error of one that cannot be read, after which others can."""
+    try:
+        return read(*args)
+    except RecordError as error:
+        return error
+
+
+def _json(path: Path) -> Iterator[Tried]:
     """A list of objects, or one object a line: many files with this suffix hold lines."""
-    lines = itertools.dropwhile(lambda line: not line[1].strip(), _lines(path))
+    lines = itertools.dropwhile(lambda line: isinstance(line[1], str) and not line[1].strip(), _tried_lines(path))
     head = list(itertools.islice(lines, 1))
-    if not head or head[0][1].lstrip().startswith("{"):
+    if not head or isinstance(head[0][1], RecordError) or head[0][1].lstrip().startswith("{"):
         yield from _objects(path, itertools.chain(head, lines))
         return
-    whole = _parse("".join(line for _, line in itertools.chain(head, lines)), str(path))
+    whole = _parse("".join(line for _, line in _sound(itertools.chain(head, lines))), str(path))
     if not isinstance(whole, list):
         raise RecordError.at(f"{_kind(whole)}, not a list of objects", str(path), key="type")
     for number, value in enumerate(whole, 1):
         where = f"{path} item {number}"
-        yield where, _record(value, where)
+        yield where, _or_error(_record, value, where)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -239,7 +279,7 @@ def _document(path: Path, start: int, text: str) -> Iterator[Placed]:
 # -- comma-separated values --------------------------------------------------------------------------------------------
 
 
-def _csv(path: Path) -> Iterator[Placed]:
+def _csv(path: Path) -> Iterator[Tried]:
     """Rows under a header of column names; every value is a text, and a quoted one may span lines."""
     separator = "\t" if ".tsv" in (suffix.lower() for suffix in path.suffixes[-2:]) else ","
     csv.field_size_limit(PIECE)  # of the whole process; by default 128 KiB, less than many a document
@@ -249,7 +289,7 @@ def _csv(path: Path) -> Iterator[Placed]:
         for row in rows:
             where, number = f"{path}:{number}", rows.line_num + 1
             if names and row:
-                yield where, _named(names, row, where)
+                yield where, _or_error(_named, names, row, where)
             elif row:
                 names = _header(row, separator, where)
     except csv.Error as error:
@@ -321,7 +361,7 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-FORMATS: dict[str, Callable[[Path], Iterator[Placed]]] = {
+FORMATS: dict[str, Callable[[Path], Iterator[Tried]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,

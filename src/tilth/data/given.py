@@ -11,14 +11,25 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from tilth.config.code import describe
 from tilth.core.errors import DataError
 from tilth.data.formats import Record, is_file_name, rows_of
 from tilth.data.sizes import ROWS
 
 ACCEPTED = (
-    "a list or iterator of records (dictionaries) or of texts, a DataFrame, an Arrow table, a datasets.Dataset, or the "
-    "name of a file, folder or task"
+    "a list or iterator of records (dictionaries) or of texts, a DataFrame, an Arrow table, a datasets.Dataset, an "
+    "object with __len__ and __getitem__, or the name of a file, folder or task"
 )
+
+
+class RandomAccess(Protocol):
+    """Records by index, read when they are asked for: a source of Grain, a ``torch.utils.data.Dataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any] | str:
+        """Return the record at an index in [0, len)."""
+        ...
 
 
 class ArrowTable(Protocol):
@@ -29,12 +40,27 @@ class ArrowTable(Protocol):
         ...
 
 
-Given = Iterable[Mapping[str, Any] | str] | ArrowTable
+Given = Iterable[Mapping[str, Any] | str] | ArrowTable | RandomAccess
 """Records by value, see ``ACCEPTED``."""
+
+
+def is_random_access(data: Any) -> bool:
+    """True for records that are read by index when they are asked for, and in no other way."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Iterable, Mapping))
+
+
+def read_at(data: RandomAccess, index: int, name: str) -> Any:
+    """Return one record. DataError, with its place, for whatever the source raises."""
+    try:
+        return data[index]
+    except Exception as error:
+        message = f"{place_of(name, index + 1)}: its source raised {describe(error)}"
+        raise DataError(message, key=f"{place_of(name, index + 1)}.read") from error
 
 
 def placed(data: Any, name: str = "data") -> Iterator[tuple[str, Any]]:
     """Yield (place, record) of every record, in order; an iterator is read once, a table in pieces without a copy.
+    A record read by index that cannot be read is its ``DataError``.
 
     name: the argument's name, for errors; it is their key, followed by the kind of a value that is refused. Raises
     DataError at once for a value that holds no records: see ``ACCEPTED``.
@@ -53,6 +79,8 @@ def _rows(data: Any, name: str) -> Iterable[Any]:
         return (_cells(row, name) for row in data)
     if isinstance(data, Iterable):
         return data
+    if is_random_access(data):
+        return (_tried(data, i, name) for i in range(len(data)))
     hint = "; .collect() makes a DataFrame of it" if hasattr(data, "collect") else ""
     hint = hint or ("; call it, and give what it yields" if callable(data) else "")
     raise _refused(name, _kind(data), f"of type {_kind(data)}{hint}")
@@ -74,7 +102,20 @@ def _numbered(rows: Iterable[Any], name: str) -> Iterator[tuple[str, Any]]:
         if number == 1 and isinstance(row, str) and is_file_name(row):
             message = f"the names of files, such as {row[:60]!r}, not their records; name one, or a pattern, alone"
             raise _refused(name, "names", message)
-        yield f"record {number}" if name == "data" else f"{name} record {number}", row
+        yield place_of(name, number), row
+
+
+def place_of(name: str, number: int) -> str:
+    """Return the place of a record, counted from 1."""
+    return f"record {number}" if name == "data" else f"{name} record {number}"
+
+
+def _tried(data: RandomAccess, index: int, name: str) -> Any:
+    """Return a record, or the error of reading it."""
+    try:
+        return read_at(data, index, name)
+    except DataError as error:
+        return error
 
 
 def _no_records(data: Any, name: str) -> DataError | None:

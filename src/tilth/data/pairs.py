@@ -6,14 +6,15 @@ A prompt is one item of the data, with all its pairs: it is drawn, held out and 
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from tilth.config.plugins import task_names
-from tilth.config.schema import ColumnRole, DataConfig, Recipe
+from tilth.config.schema import ColumnRole, DataConfig, MixtureSource, Recipe
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
 from tilth.data.columns import (
@@ -23,7 +24,6 @@ from tilth.data.columns import (
     RecordError,
     messages,
     plain,
-    record_key,
     short,
     text_of,
     to_prompt,
@@ -32,19 +32,10 @@ from tilth.data.columns import (
 )
 from tilth.data.computed import Source
 from tilth.data.examples import check_example, checked_prompts
-from tilth.data.formats import read_records
-from tilth.data.given import Given, nothing_in, placed
-from tilth.data.prompts import (
-    ARGUMENTS,
-    NOTHING,
-    Key,
-    PromptSet,
-    RecordsByValue,
-    check_source,
-    load_source,
-    task_source,
-)
-from tilth.data.sources import Records
+from tilth.data.given import Given
+from tilth.data.origin import NOTHING, Home, Material, RecordOrigin, RecordsByValue
+from tilth.data.prompts import PromptSet, load_source
+from tilth.data.sources import Read, Records, gather, read_documents, read_prompts
 from tilth.data.template import Example, Template
 
 Side = Literal["chosen", "rejected"]
@@ -94,55 +85,56 @@ def load_pairs(data: DataConfig, brought: RecordsByValue = NOTHING) -> PromptSet
     texts or lists of messages; lists may hold the prompt's turns themselves, and then no prompt is needed.
     Records of one prompt are pairs of one prompt. Raises ``DataError``.
     """
-    return load_source(data, brought, _source)
+    return load_source(data, brought, read_pairs)
 
 
 def recipe_prompts(recipe: Recipe, brought: RecordsByValue = NOTHING) -> PromptSet:
-    """Load the prompts of a recipe's data, with pairs if its flow learns from pairs."""
-    load = load_pairs if recipe.flow_spec.learns == "pairs" else load_source
-    return load(recipe.data, brought)
+    """Load the data of a recipe: pairs if its flow learns from pairs, documents if from documents, else prompts."""
+    readers: dict[str, Read] = {"documents": read_documents, "pairs": read_pairs}
+    read = readers.get(recipe.flow_spec.learns, read_prompts)
+    return load_source(recipe.data, brought, read, Home(str(Path(recipe.run.dir).resolve()), recipe.seed))
 
 
 def pair_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
     """Return the pairs of records by value, see ``given.placed``. Raises ``DataError``."""
-    return _grouped(placed(records, name), columns or {}, nothing_in(records, name))
+    origin = RecordOrigin("data.source", MixtureSource(), columns=columns or {}, brought=(records,), argument=name)
+    return _gathered(origin)
 
 
-def _source(key: Key, data: DataConfig, brought: RecordsByValue) -> Source:
-    name = getattr(data, key)
-    if key in brought:
-        return pair_records(brought[key], data.columns, ARGUMENTS[key])
-    if name in task_names() and (wrong := task_of(name).wrong):
-        return TaskPairs(task_source(name, data), wrong)
-    if name in task_names():
-        having = ", ".join(other for other in task_names() if task_of(other).wrong)
-        message = f"data.{key} = {name} has no pairs of answers; tasks that have are {having}"
-        raise DataError(message, key=f"data.{key}.pairs")
-    check_source(key, name)
-    empty = DataError(f"dataset {name!r} is empty", key=record_key(name))
-    return _grouped(read_records(name), data.columns, empty)
+def read_pairs(origin: RecordOrigin) -> Source:
+    """Return the prompts of a source with their pairs. Raises ``DataError``."""
+    if not origin.is_task:
+        return _gathered(origin)
+    if wrong := task_of(origin.name).wrong:
+        return TaskPairs(read_prompts(origin), wrong)
+    having = ", ".join(other for other in task_names() if task_of(other).wrong)
+    message = f"{origin.key} = {origin.name} has no pairs of answers; tasks that have are {having}"
+    raise DataError(message, key=f"{origin.key}.pairs")
 
 
-def _grouped(records: Iterable[tuple[str, Any]], columns: Columns, empty: DataError) -> Records:
-    """Merge records of the same prompt into one item, at the place of the first. empty: raised if there is none."""
+def _gathered(origin: RecordOrigin) -> Records:
+    def make(record: Any, where: str) -> Prompt:
+        prompt, pair = to_pair(record, where, origin.columns)
+        return replace(prompt, pairs=(pair,))
+
+    material = origin.material()
+    assert isinstance(material, Material)
+    return gather(read_pairs, origin, material, make, _grouped)
+
+
+def _grouped(records: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Merge records of the same prompt into one item, at the place of the first."""
     prompts: list[Prompt] = []
     pairs: list[list[Pair]] = []
     known: dict[str, int] = {}
-    for where, record in records:
-        prompt, pair = to_pair(record, where, columns)
+    for prompt in records:
         at = known.setdefault(json.dumps([prompt.text, prompt.messages, prompt.tools]), len(prompts))
         if at == len(prompts):
             prompts.append(replace(prompt, index=at))
             pairs.append([])
-        pairs[at].append(pair)
-    if not prompts:
-        raise empty
-    return Records(
-        [
-            replace(p, info={**p.info, "pairs": [pair[:3] for pair in mine]}, pairs=tuple(mine))
-            for p, mine in zip(prompts, pairs)
-        ]
-    )
+        pairs[at] += prompt.pairs
+    for p, mine in zip(prompts, pairs):
+        yield replace(p, info={**p.info, "pairs": [list(pair[:3]) for pair in mine]}, pairs=tuple(mine))
 
 
 def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:

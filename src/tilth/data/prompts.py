@@ -1,33 +1,31 @@
 """A set of prompts: split by a hash of the text, drawn in an order that is a pure function of (seed, step)."""
 
-import difflib
-import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import numpy as np
 
-from tilth.config.plugins import task_names
 from tilth.config.schema import DataConfig, Recipe
-from tilth.config.tasks import task_of
 from tilth.core.errors import DataError
-from tilth.data.columns import Columns, Document, Prompt, to_document
-from tilth.data.computed import Source, mixed, text_hashes
-from tilth.data.formats import is_source, missing, read_records
-from tilth.data.given import Given, nothing_in, placed
+from tilth.data.columns import Columns, Prompt
+from tilth.data.computed import Source, mixed
+from tilth.data.given import Given
 from tilth.data.order import Order
-from tilth.data.sources import Joined, from_records, read_source
-from tilth.data.template import transcript
+from tilth.data.origin import NOTHING, Home, Key, RecordsByValue, apart, described, origins
+from tilth.data.sources import (
+    Joined,
+    Read,
+    Records,
+    first_of_equals,
+    from_records,
+    parts_of,
+    read_documents,
+    read_prompts,
+)
 
-__all__ = ["Prompt", "PromptSet", "load_documents", "load_source", "load_texts"]
+__all__ = ["Key", "Prompt", "PromptSet", "RecordsByValue", "load_source", "load_texts"]
 
 _SAMPLE = np.uint32(0x9E3779B9)
-Key = Literal["source", "heldout"]
-RecordsByValue = Mapping[Key, Given]
-"""Records that take the place of ``data.source`` or ``data.heldout``."""
-NOTHING: RecordsByValue = {}
-ARGUMENTS = {"source": "data", "heldout": "heldout"}
-"""Names of these arguments of ``tilth.train``."""
 
 
 class PromptSet(Order):
@@ -62,11 +60,11 @@ class PromptSet(Order):
         Equal texts fall on one side, and neither order nor size of the dataset, nor white space around a text, moves
         a text to the other side: successive flows on one file hold out the same prompts.
 
-        Of two joined sources the second is held out and ``holdout`` is ignored; prompts of the first whose key is in
-        the second too are on neither side: see ``copies``.
+        Of sources joined with a held-out one this one is held out and ``holdout`` is ignored; prompts of the others
+        whose key is in it too are on neither side: see ``copies``.
         """
-        if isinstance(self.source, Joined):
-            held = self.rows >= len(self.source.first)
+        if isinstance(self.source, Joined) and self.source.held:
+            held = self.rows >= self.source.border
             train = ~held
             train[train] = ~self.source.copies[self.rows[train]]
             blame, key = "every prompt of data.source is in data.heldout too, which", "data.heldout"
@@ -81,7 +79,27 @@ class PromptSet(Order):
     @property
     def copies(self) -> int:
         """Number of training prompts that are left out because ``data.heldout`` has them too."""
-        return int(self.source.copies.sum()) if isinstance(self.source, Joined) else 0
+        return int(self.source.copies.sum()) if isinstance(self.source, Joined) and self.source.held else 0
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """The rows of each source to train on, int64 indices."""
+        borders = np.cumsum([0, *map(len, parts_of(self.source))])
+        return np.split(self.rows, np.searchsorted(self.rows, borders))[1:-1]
+
+    @property
+    def starts(self) -> list[int]:
+        """First index of each source to train on, and of the held-out one."""
+        source = self.source
+        return [int(start) for start in source.starts[:-1]] if isinstance(source, Joined) else [0]
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line on what each source, the copies in ``data.heldout`` and equal samples leave out."""
+        for number, part in enumerate(parts_of(self.source), 1):
+            if isinstance(part, Records) and part.left:
+                yield f"source {number}: {described(part.left)}"
+        if self.copies:
+            yield f"{self.copies} prompts are in data.heldout too, word for word, and are left out of training"
 
     def subset(self, count: int) -> "PromptSet":
         """Return ``count`` prompts by a hash of their keys, in source order: a fixed sample, such as for evaluation.
@@ -110,10 +128,15 @@ class PromptSet(Order):
         """All characters of the source's prompts and answers, sorted."""
         return self.source.alphabet()
 
-    def extremes(self, count: int) -> list[Prompt]:
-        """Return the ``count`` longest prompts in bytes, and the shortest; the set must have more than ``count``."""
-        order = np.argsort(-self.source.sizes()[self.rows], kind="stable")
-        return [self[i] for i in self.rows[[*order[:count], order[-1]]]]
+    def extremes(self, count: int, wholes: np.ndarray | None = None) -> list[Prompt]:
+        """Return the ``count`` longest prompts in bytes, and the shortest; the set must have more than ``count``.
+
+        wholes: int64 [source], sizes by which they are longest; by default those of their texts.
+        """
+        sizes = self.source.sizes()[self.rows]
+        order = np.argsort(-(sizes if wholes is None else wholes[self.rows]), kind="stable")
+        shortest = np.argsort(-sizes, kind="stable")[-1]
+        return [self[i] for i in self.rows[[*order[:count], shortest]]]
 
 
 def with_holdout(recipe: Recipe, prompts: PromptSet) -> Recipe:
@@ -131,98 +154,48 @@ def with_holdout(recipe: Recipe, prompts: PromptSet) -> Recipe:
 
 
 def load_source(
-    data: DataConfig,
-    brought: RecordsByValue = NOTHING,
-    load: Callable[[Key, DataConfig, RecordsByValue], Source] | None = None,
+    data: DataConfig, brought: RecordsByValue = NOTHING, read: Read = read_prompts, home: Home | None = None
 ) -> PromptSet:
-    """Load the prompts of a recipe's ``[data]``, followed by those of ``data.heldout``. Raises ``DataError``.
+    """Load the sources of a recipe's ``[data]``, followed by that of ``data.heldout``. Raises ``DataError``.
 
-    load: loads ``data.source`` or ``data.heldout``; by default prompts with answers.
+    read: reads one of them; by default as prompts with answers. home: where their index is kept.
     """
-    load = load or _source
-    source = load("source", data, brought)
-    return PromptSet(Joined(source, load("heldout", data, brought)) if apart(data, brought) else source)
+    parts = [read(origin) for origin in origins(data, brought, home or Home())]
+    held = apart(data, brought)
+    source = Joined(parts, held) if len(parts) > 1 else parts[0]
+    return PromptSet(source, np.flatnonzero(first_of_equals(source)) if data.deduplicate else None)
 
 
-def apart(data: DataConfig, brought: RecordsByValue) -> bool:
-    """True if held-out data has a separate source."""
-    return bool(data.heldout) or "heldout" in brought
+def load_texts(
+    data: DataConfig, brought: RecordsByValue = NOTHING, home: Home | None = None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Load (training, held out) documents for pre-training, split like ``PromptSet.split``: by the prompt where there
+    is one, so that later flows hold out the same records. Raises ``DataError``."""
+    train, held = load_source(data, brought, read_documents, home).split(data.holdout)
+    return texts_of(train), texts_of(held)
 
 
-def load_texts(data: DataConfig, brought: RecordsByValue = NOTHING) -> tuple[list[str], list[str]]:
-    """Load (training, held out) documents for pre-training: the column text, or prompt and answer joined.
-
-    Held out is ``data.heldout``, and then none of its documents is trained on; else the share ``data.holdout`` of all
-    hashes, like ``PromptSet.split``: by the prompt where there is one, so that later flows hold out the same records.
-    Conversations are rendered by ``data.template``. Empty documents are skipped. Raises ``DataError``.
-    """
-    train, held = load_documents(data, brought)
-    return [one.text for one in train], [one.text for one in held]
+def texts_of(prompts: PromptSet) -> Sequence[str]:
+    """Return the document of each prompt: a list, or read on demand if the prompts are."""
+    if any(isinstance(part, Records) and part.on_demand for part in parts_of(prompts.source)):
+        return Texts(prompts)
+    return [prompt.document for prompt in prompts]
 
 
-def load_documents(data: DataConfig, brought: RecordsByValue = NOTHING) -> tuple[list[Document], list[Document]]:
-    """Load the documents of ``load_texts``, each with the key that decided on its side."""
-    found = _documents("source", data, brought)
-    if apart(data, brought):
-        held = _documents("heldout", data, brought)
-        unseen = {one.key for one in held}
-        train = [one for one in found if one.key not in unseen]
-        blame, key = "data.heldout has all of data.source too and", "data.heldout"
-    else:
-        sides = text_hashes(one.key.encode() for one in found) < np.uint64(round(data.holdout * 2**32))
-        train, held = ([one for one, side in zip(found, sides) if side == want] for want in (False, True))
-        blame, key = f"data.holdout = {data.holdout}", "data.holdout"
-    if not train:
-        raise DataError(f"{blame} leaves none of {len(found)} documents to train on", key=key)
-    return train, held
+class Texts(Sequence[str]):
+    """Documents of prompts, read on demand."""
 
+    def __init__(self, prompts: PromptSet) -> None:
+        self._prompts = prompts
 
-def task_source(name: str, data: DataConfig) -> Source:
-    """Build the prompts of a task. Raises ``DataError`` if a plugin's task returns no valid records."""
-    made = task_of(name).make_prompts(data)
-    return made if hasattr(made, "fingerprint") else from_records(made, name=f"task {name}")
+    def __len__(self) -> int:
+        return len(self._prompts)
 
-
-def _source(key: Key, data: DataConfig, brought: RecordsByValue) -> Source:
-    name = getattr(data, key)
-    if key in brought:
-        return from_records(brought[key], data.columns, ARGUMENTS[key])
-    if name in task_names():
-        return task_source(name, data)
-    check_source(key, name)
-    return read_source(name, data.columns)
-
-
-def _documents(key: Key, data: DataConfig, brought: RecordsByValue) -> list[Document]:
-    name = getattr(data, key)
-    if key not in brought and name in task_names():
-        task = task_source(name, data)
-        prompts = (task.prompt(i) for i in range(len(task)))
-        return [Document(prompt.text + (prompt.answer or ""), prompt.text) for prompt in prompts]
-    if key not in brought:
-        check_source(key, name)
-    render = transcript(data.template, data.tokenizer) if data.template else None
-    records = placed(brought[key], ARGUMENTS[key]) if key in brought else read_records(name)
-    each = (
-        Document(record) if isinstance(record, str) else to_document(record, where, data.columns, render)
-        for where, record in records
-    )
-    found = [one for one in each if one.text]
-    if not found and key in brought:
-        raise nothing_in(brought[key], ARGUMENTS[key])
-    if not found:
-        raise DataError(f"data.{key} = {name!r} has no documents", key=f"data.{key}.documents")
-    return found
-
-
-def check_source(key: str, name: str) -> None:
-    """Raise ``DataError`` unless this value of data.KEY is a source of files."""
-    if is_source(name):
-        return
-    if not name:
-        message = f"data.{key} is empty; name a task or a file (what tilth.train is given is not in its recipe)"
-        raise DataError(message, key=f"data.{key}.empty")
-    near = difflib.get_close_matches(name, task_names(), 1)
-    hint = f"; did you mean the task {near[0]}?" if near else missing(name) or f"; tasks are {', '.join(task_names())}"
-    message = f"data.{key} = {name!r} is neither a task nor a file {os.path.abspath(name)}{hint}"
-    raise DataError(message, key=f"data.{key}")
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Texts": ...
+    def __getitem__(self, index: int | slice) -> "str | Texts":
+        if isinstance(index, slice):
+            return Texts(PromptSet(self._prompts.source, self._prompts.rows[index]))
+        return self._prompts[self._prompts.rows[index]].document

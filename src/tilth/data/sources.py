@@ -1,40 +1,49 @@
-"""Sources of prompts: files, records by value, and two sources joined."""
+"""Prompts, pairs and documents of one source, read by one path; and sources joined."""
 
-import hashlib
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from tilth.config.schema import MixtureSource
 from tilth.core.errors import DataError
-from tilth.data.columns import Columns, Prompt, plain, to_prompt
-from tilth.data.computed import Computed, Source, has_media, text_hashes
-from tilth.data.formats import read_records
-from tilth.data.given import Given, nothing_in, placed
+from tilth.data.columns import Columns, Prompt, plain, to_document, to_prompt
+from tilth.data.computed import Computed, Source, has_media
+from tilth.data.given import Given, RandomAccess, place_of, read_at
+from tilth.data.index import Index, Indexer, Prompts, keep
+from tilth.data.origin import Make, Material, RecordOrigin
+from tilth.data.template import transcript
 
-_TOGETHER = 1024
-"""Texts joined at once to collect their characters."""
+Read = Callable[[RecordOrigin], Source]
+"""Function that reads a source as prompts, as pairs or as documents."""
+Join = Callable[[Iterator[Prompt]], Iterator[Prompt]]
 
 
 class Records(Computed):
-    """Prompts in memory.
+    """Prompts of one source: in memory, or read on demand.
 
-    Prompts of ``files`` are pickled as path, columns and fingerprint, and read again on unpickling: ``DataError`` if
+    Those of files are pickled as what reads them and their fingerprint, and read again on unpickling: ``DataError`` if
     the files differ there.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], files: str = "", columns: Columns | None = None) -> None:
-        self._prompts = prompts
-        self._files, self._columns = files, columns
+    def __init__(
+        self, prompts: Prompts, index: Index | None = None, again: tuple[Read, RecordOrigin] | None = None
+    ) -> None:
+        self._prompts, self._again = prompts, again
+        self.left: Mapping[str, int] = {} if index is None else index.left
+        """Reason -> records that are left out (``Index.left``)."""
+        if index is not None:
+            self.index = index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._files:
+        if self._again is None:
             return Records, (self._prompts,)
-        return _reopened, (os.path.abspath(self._files), self._columns, self.fingerprint())
+        read, origin = self._again
+        rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
+        return _reopened, (read, replace(origin, part=rooted), self.fingerprint())
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -42,114 +51,224 @@ class Records(Computed):
     def prompt(self, index: int) -> Prompt:
         return self._prompts[index]
 
+    @property
+    def on_demand(self) -> bool:
+        """True if its prompts are not in memory."""
+        return not isinstance(self._prompts, (list, tuple))
+
+    @cached_property
+    def index(self) -> Index:
+        """Its index, made in one pass."""
+        indexer = Indexer()
+        for i in range(len(self)):
+            indexer.add(self._prompts[i])
+        return indexer.done()
+
     @cached_property
     def hashes(self) -> np.ndarray:
-        return text_hashes(p.key.encode() for p in self._prompts)
+        return self.index.hashes
 
     def sizes(self) -> np.ndarray:
-        return np.array([len(p.text.encode()) for p in self._prompts], np.int64)
+        return self.index.sizes
+
+    def wholes(self) -> np.ndarray:
+        """int64 [n]: bytes of each prompt's text and answer."""
+        return self.index.wholes
 
     @cached_property
     def media(self) -> bool:
-        return any(p.media for p in self._prompts)
+        return isinstance(self._prompts, (list, tuple)) and any(p.media for p in self._prompts)
 
     def alphabet(self) -> str:
-        found: set[str] = set()
-        for start in range(0, len(self), _TOGETHER):
-            some = self._prompts[start : start + _TOGETHER]
-            found.update("".join(p.text + (p.answer or "") for p in some))
-            found.update("".join(pair.chosen + pair.rejected for p in some for pair in p.pairs))
-        return "".join(sorted(found))
+        return self.index.alphabet
 
     def fingerprint(self) -> str:
         """Digest of text, info, answer and turns of every prompt; of pairs, info holds the answers and margins."""
-        found = hashlib.blake2b(digest_size=8)
-        for p in self._prompts:
-            content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
-            found.update(json.dumps(content, sort_keys=True, default=_digestible).encode())
-        return f"pairs {found.hexdigest()}" if any(p.pairs for p in self._prompts) else found.hexdigest()
+        return self.index.fingerprint
 
 
-def _digestible(value: Any) -> Any:
-    """Convert a value that JSON lacks: distinct values stay distinct, and equal in every process."""
-    if hasattr(value, "tolist"):  # an array, whose repr leaves out what is in the middle
-        return [str(getattr(value, "dtype", "")), value.tolist()]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    if type(value).__repr__ is object.__repr__:  # which is an address
-        return [type(value).__qualname__, getattr(value, "__dict__", None)]
-    return repr(value)
+class OnDemand:
+    """Prompts of a source by index (``given.RandomAccess``), made when they are asked for."""
+
+    def __init__(self, data: RandomAccess, origin: RecordOrigin, make: Make, samples: Sequence[int], name: str) -> None:
+        """samples: indices into data of the records that are prompts."""
+        self._data, self._origin, self._make, self._samples, self._name = data, origin, make, samples, name
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        sample = self._samples[index]
+        record = read_at(self._data, sample, self._name)
+        found = self._origin.prompt(record, place_of(self._name, sample + 1), sample, self._make)
+        if found is None:
+            message = f"{place_of(self._name, sample + 1)} is empty, and was not when the run began"
+            raise DataError(message, key=f"{self._name}.changed")
+        return replace(found, index=index)
 
 
-def read_source(source: str, columns: Columns | None = None) -> Records:
-    """Return the prompts of files, read by ``formats.read_records`` and ``columns.to_prompt``. Raises ``DataError``."""
-    prompts: list[Prompt] = []
-    for where, record in read_records(source):
-        prompt = to_prompt(record, len(prompts), where, columns or {})
-        info = plain(prompt.info)
-        prompts.append(prompt if info is prompt.info else replace(prompt, info=info))
-    if not prompts:
-        raise DataError(f"dataset {source!r} is empty", key=os.path.basename(source))
-    return Records(prompts, source, columns)
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _reopened(source: str, columns: Columns | None, fingerprint: str) -> Records:
-    found = read_source(source, columns)
+def read_prompts(origin: RecordOrigin) -> Source:
+    """Return the prompts of a source. Raises ``DataError``."""
+    material = origin.material()
+    if not isinstance(material, Material):
+        return material
+    columns = {} if origin.is_task and not origin.part.columns else origin.columns
+    make = partial(_prompt, columns=columns, files=not (origin.brought or origin.is_task))
+    return gather(read_prompts, origin, material, make)
+
+
+def _prompt(record: Any, where: str, columns: Columns, *, files: bool) -> Prompt:
+    """Return the prompt of a record; the info of one in a file is plain."""
+    if isinstance(record, str):
+        return Prompt(0, record, where=where)
+    prompt = to_prompt(record, 0, where, columns)
+    info = plain(prompt.info) if files else prompt.info
+    return prompt if info is prompt.info else replace(prompt, info=info)
+
+
+def read_documents(origin: RecordOrigin) -> Source:
+    """Return the documents of a source (``Prompt.whole``): the column text, or prompt and answer joined.
+
+    Conversations are rendered by the template. Empty documents are left out. Raises ``DataError``.
+    """
+    material = origin.material()
+    if not isinstance(material, Material) or origin.is_task:
+        task = read_prompts(origin)
+        prompts = (task.prompt(i) for i in range(len(task)))
+        return Records([replace(p, whole=p.document) for p in prompts])
+    template = origin.part.template or origin.data.template
+    render = transcript(template, origin.data.tokenizer) if template else None
+
+    def make(record: Any, where: str) -> Prompt | None:
+        if isinstance(record, str):
+            return Prompt(0, record, where=where, whole=record) if record else None
+        found = to_document(record, where, origin.columns, render)
+        return Prompt(0, found.prompt or found.text, where=where, whole=found.text) if found.text else None
+
+    return gather(read_documents, origin, material, make)
+
+
+def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, join: Join = iter) -> Records:
+    """Return what ``make`` makes of the records of a source, kept beside the token cache if it is much.
+
+    join: makes prompts of them, where several records are one. Raises ``DataError`` for a source without any.
+    """
+    coming = join(origin.prompts(material, make))
+    files = not (origin.brought or origin.is_task)
+    if material.random is not None and join is iter:
+        indexer = Indexer()
+        for prompt in coming:
+            indexer.add(prompt)
+        prompts: Prompts = OnDemand(material.random, origin, make, material.samples, material.name)
+        found = Records(prompts, indexer.done(material.left))
+    elif files:
+        prompts, index = keep(coming, origin.entry(read.__name__), material.left)
+        found = Records(prompts, index, (read, origin))
+    else:
+        found = Records(list(coming))
+        found.left = material.left
+    if not len(found):
+        raise origin.nothing(found.left, documents=read is read_documents)
+    return found
+
+
+def _reopened(read: Read, origin: RecordOrigin, fingerprint: str) -> Source:
+    found = read(origin)
     if found.fingerprint() != fingerprint:
-        message = f"{source!r} is not what the run began with: it was changed since, or differs between machines"
-        raise DataError(message, key=f"{os.path.basename(source)}.fingerprint")
+        message = f"{origin.name!r} is not what the run began with: it was changed since, or differs between machines"
+        raise DataError(message, key=f"{os.path.basename(origin.name)}.fingerprint")
     return found
 
 
 def from_records(records: Given, columns: Columns | None = None, name: str = "data") -> Records:
     """Return the prompts of records by value, or of bare prompt texts; see ``given.placed``. Raises ``DataError``."""
-    prompts = [
-        Prompt(i, record, where=where) if isinstance(record, str) else to_prompt(record, i, where, columns or {})
-        for i, (where, record) in enumerate(placed(records, name))
-    ]
-    if not prompts:
-        raise nothing_in(records, name)
-    return Records(prompts)
+    origin = RecordOrigin("data.source", MixtureSource(), columns=columns or {}, brought=(records,), argument=name)
+    found = read_prompts(origin)
+    assert isinstance(found, Records)
+    return found
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
 
 
 class Joined(Computed):
-    """Two sources as one: the indices of the second follow those of the first."""
+    """Sources one after the other: those of a mixture, then the one that is held out, if there is one."""
 
-    def __init__(self, first: Source, second: Source) -> None:
-        self.first = first
-        self.second = second
+    def __init__(self, parts: Sequence[Source], held: bool) -> None:
+        self.parts, self.held = tuple(parts), held
+        self.starts = np.cumsum([0, *map(len, parts)])
+        """int64 [parts + 1]: first index of each part, then the number of all."""
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.second)
+        return int(self.starts[-1])
+
+    @property
+    def border(self) -> int:
+        """First index of what is held out by its source."""
+        return int(self.starts[-2]) if self.held else len(self)
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index, renumbered to it."""
-        border = len(self.first)
-        return self.first.prompt(index) if index < border else replace(self.second.prompt(index - border), index=index)
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        found = self.parts[part].prompt(index - int(self.starts[part]))
+        return replace(found, index=index) if part else found
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        return np.concatenate([self.first.hashes, self.second.hashes])
+        return np.concatenate([part.hashes for part in self.parts])
 
     def sizes(self) -> np.ndarray:
-        return np.concatenate([self.first.sizes(), self.second.sizes()])
+        return np.concatenate([part.sizes() for part in self.parts])
+
+    def wholes(self) -> np.ndarray:
+        """int64 [n]: bytes of each prompt's text and answer; of a task, whose answers are short, of its text."""
+        return np.concatenate([p.wholes() if isinstance(p, Records) else p.sizes() for p in self.parts])
 
     def alphabet(self) -> str:
-        return "".join(sorted({*self.first.alphabet(), *self.second.alphabet()}))
+        return "".join(sorted({sign for part in self.parts for sign in part.alphabet()}))
 
     def fingerprint(self) -> str:
-        return f"{self.first.fingerprint()}, held out: {self.second.fingerprint()}"
+        *rest, last = [part.fingerprint() for part in self.parts]
+        return ", ".join([*rest, f"held out: {last}" if self.held else last])
 
     @property
     def media(self) -> bool:
-        return has_media(self.first) or has_media(self.second)
+        return any(map(has_media, self.parts))
 
     @cached_property
     def copies(self) -> np.ndarray:
-        """bool [len(first)]: True for a prompt of the first source whose key a prompt of the second has too."""
-        common = np.isin(self.first.hashes, self.second.hashes)
-        rare = np.flatnonzero(np.isin(self.second.hashes, self.first.hashes[common]))
-        keys = {self.second.prompt(int(i)).key for i in rare}
+        """bool [border]: True for a prompt to train on whose key a prompt of the held-out source has too."""
+        mine, theirs = self.hashes[: self.border], self.hashes[self.border :]
+        common = np.isin(mine, theirs)
+        rare = np.flatnonzero(np.isin(theirs, mine[common])) + self.border
+        keys = {self.prompt(int(i)).key for i in rare}
         for i in np.flatnonzero(common):  # hashes may collide, so compare the few keys
-            common[i] = self.first.prompt(int(i)).key in keys
+            common[i] = self.prompt(int(i)).key in keys
         return common
+
+
+def parts_of(source: Source) -> tuple[Source, ...]:
+    """Return the sources to train on of a set: of a mixture each, else the one."""
+    if isinstance(source, Joined):
+        return source.parts[:-1] if source.held else source.parts
+    return (source,)
+
+
+def first_of_equals(source: Source) -> np.ndarray:
+    """Return bool [n]: False for a sample of files or records that an earlier one equals, in any source to train on."""
+    first = np.ones(len(source), bool)
+    places = [np.zeros(0, np.int64)]
+    digests, start = [np.zeros(0, np.uint64)], 0
+    for part in parts_of(source):
+        if isinstance(part, Records):
+            digests.append(part.index.digests)
+            places.append(np.arange(start, start + len(part)))
+        start += len(part)
+    every = np.concatenate(places)
+    _, kept = np.unique(np.concatenate(digests), return_index=True)
+    first[every] = False
+    first[every[kept]] = True
+    return first

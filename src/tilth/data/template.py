@@ -10,13 +10,13 @@ from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data.columns import CALL_ID, RecordError, record_key
-from tilth.data.sources import Prompt
+from tilth.data.columns import CALL_ID, Prompt, RecordError, record_key
 from tilth.data.tokenizer import TURN_END, Tokenizer
 
 CHATML = """\
@@ -67,6 +67,7 @@ Variables = Mapping[str, Any]
 NONE: Variables = MappingProxyType({})
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 """Variables that each rendering sets itself."""
+T = TypeVar("T")
 Piece = tuple[str, bool]
 """A part of a conversation: its text, and True if the policy generates it."""
 
@@ -133,6 +134,49 @@ def make_template(name: str, tokenizer: Tokenizer, tools: Tools = ()) -> Templat
     template = ChatTemplate(tokenizer, source, name, tools)
     tokenizer.converse(template.source, template.stops)
     return template
+
+
+class SourceTemplates:
+    """Template of a mixture: prompts by that of their source, all else by ``data.template``."""
+
+    def __init__(self, main: Template, others: Sequence[Template], starts: np.ndarray) -> None:
+        """others: of each source; starts: first index of each, ascending."""
+        self._main, self._others, self._starts = main, others, starts
+        self.name = main.name
+        self.stops = tuple(dict.fromkeys(stop for template in (main, *others) for stop in template.stops))
+        self.check_tools, self.begin, self.follow = main.check_tools, main.begin, main.follow
+
+    def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return self._each(prompts, lambda template, own: template.prompts(own))
+
+    def examples(self, prompts: Sequence[Prompt]) -> list[Example]:
+        return self._each(prompts, lambda template, own: template.examples(own))
+
+    def _each(self, prompts: Sequence[Prompt], convert: Callable[[Template, list[Prompt]], list[T]]) -> list[T]:
+        """Convert the prompts of each source by its template; return the results in the order of the prompts."""
+        places = np.searchsorted(self._starts, [prompt.index for prompt in prompts], side="right") - 1
+        found: dict[int, T] = {}
+        for number in np.unique(places).tolist():
+            template = self._others[number] if number < len(self._others) else self._main
+            mine = np.flatnonzero(places == number).tolist()
+            found |= zip(mine, convert(template, [prompts[i] for i in mine]))
+        return [found[i] for i in range(len(prompts))]
+
+
+def data_template(data: DataConfig, tokenizer: Tokenizer, tools: Tools = (), starts: Sequence[int] = (0,)) -> Template:
+    """Return the template of a recipe's data. starts: first index of each of its sources. Raises ``TemplateError``."""
+    others = [part.template for part in data.sources] if data.mixture else []
+    made = {name: make_template(name, tokenizer, tools) for name in others if name}
+    main = make_template(data.template, tokenizer, tools)
+    if not made:
+        return main
+    return SourceTemplates(main, [made.get(name, main) for name in others], np.asarray(starts))
+
+
+def template_files(data: DataConfig) -> list[bytes]:
+    """Return the contents of the files among a recipe's templates."""
+    paths = [Path(name) for name in (data.template, *(part.template for part in data.mixture)) if name]
+    return [path.read_bytes() for path in paths if path.is_file()]
 
 
 def _read(name: str) -> str:

@@ -6,7 +6,7 @@ from tilth.config.plugins import task_names
 from tilth.config.schema import Recipe
 from tilth.core.errors import TilthError
 from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import PromptSet, load_documents
+from tilth.data.prompts import PromptSet
 from tilth.runs.model_refs import split_spec
 from tilth.runs.trust import load_recipe_of
 
@@ -24,11 +24,13 @@ def count_seen(recipe: Recipe, heldout: PromptSet) -> list[str]:
         return []
     try:
         earlier = load_recipe_of(folder)
-        if not earlier.data.source:
+        sources = [part.source for part in earlier.data.sources]
+        if not all(sources):
             return [f"not compared with what {folder} was trained on: tilth.train was given its data"]
-        if not _readable(earlier.data.source):
-            return [f"not compared with what {folder} was trained on: {earlier.data.source} is no file of this size"]
-        count = _common(earlier, heldout)
+        for source in sources:
+            if not _readable(source):
+                return [f"not compared with what {folder} was trained on: {source} is no file of this size"]
+        count = heldout.common(recipe_prompts(earlier).split(earlier.data.holdout)[0])
     except TilthError as error:
         return [f"not compared with what {folder} was trained on: {error}"]
     line = f"{count} of {len(heldout)} held-out prompts are among what {folder} was trained on; hold the same data out"
@@ -38,11 +40,3 @@ def count_seen(recipe: Recipe, heldout: PromptSet) -> list[str]:
 def _readable(source: str) -> bool:
     path = Path(source)
     return source in task_names() or not path.exists() or (path.is_file() and path.stat().st_size <= _MOST)
-
-
-def _common(earlier: Recipe, heldout: PromptSet) -> int:
-    if earlier.flow == "pretrain" and earlier.data.source not in task_names():
-        known = {one.key for one in load_documents(earlier.data)[0]}
-        return sum(prompt.key in known for prompt in heldout)
-    train, _ = recipe_prompts(earlier).split(earlier.data.holdout)
-    return heldout.common(train)

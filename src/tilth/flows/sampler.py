@@ -14,6 +14,7 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
 from tilth.core.errors import RecipeError, RewardError
 from tilth.core.random import Stream, stream
+from tilth.data.mixture import Mixture
 from tilth.flows.generation import Generation, Scorers, apart
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
@@ -83,7 +84,14 @@ class Sampler:
 
     def draw(self, source: str, count: int) -> np.ndarray:
         """Return the next ``count`` indices of the training data, int64, from the stream of this name."""
-        return self.train.take(stream(self.recipe.seed, source), self._advance(source, count), count)
+        order, start = stream(self.recipe.seed, source), self._advance(source, count)
+        found = self.train.take(order, start, count)
+        if isinstance(self.train, Mixture):
+            for name, own in self.train.counts(found).items():
+                self.metrics.add(f"mixture/{name}", float(own))
+            for line in self.train.ends(order, start, count):
+                self.say(line)
+        return found
 
     def _advance(self, counter: str, count: int) -> int:
         """Return the counter's position and move it by ``count`` within the current step."""

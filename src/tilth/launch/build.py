@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +21,16 @@ from tilth.config.schema import Recipe
 from tilth.core.batch import Batch
 from tilth.core.errors import DataError, RecipeError
 from tilth.core.layout import Mesh
+from tilth.core.random import stream
+from tilth.data.cache import CACHE, CacheEntry
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
-from tilth.data.examples import check_examples, check_prompts
+from tilth.data.examples import check_examples, check_prompts, token_lengths
+from tilth.data.mixture import Mixture
 from tilth.data.order import Order
 from tilth.data.pairs import check_pairs
-from tilth.data.prompts import PromptSet
-from tilth.data.template import Template, make_template
+from tilth.data.prompts import PromptSet, texts_of
+from tilth.data.template import Template, data_template, template_files
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.roles import Roles
@@ -43,8 +47,6 @@ from tilth.runs.model_refs import find_checkpoint, split_spec
 from tilth.runs.models import LoadedModel, choose_tokenizer, load_beginning, load_model, load_of_role
 
 _WORKERS = "tilth.launch.workers"
-CACHE = ".cache"
-"""Folder in run.dir of tokenised documents, which can be made again."""
 
 
 class PretrainTexts(NamedTuple):
@@ -52,11 +54,15 @@ class PretrainTexts(NamedTuple):
 
     train: Sequence[str]
     heldout: Sequence[str]
+    parts: tuple[int, ...] = ()
+    """Documents to train on of each source, in order; empty: all are of one."""
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, prompts: PromptSet, holdout: float) -> "PretrainTexts":
-        """Make documents of prompts, each followed by its answer."""
-        return cls(*([p.text + (p.answer or "") for p in side] for side in prompts.split(holdout)))
+        """Make documents of prompts: whole texts, or each prompt followed by its answer."""
+        train, held = prompts.split(holdout)
+        return cls(texts_of(train), texts_of(held), tuple(map(len, train.parts)), tuple(prompts.left_out()))
 
     def fingerprint(self) -> str:
         """Return a digest of all documents."""
@@ -146,6 +152,7 @@ def build(
     for text in check_fits(resolved(recipe), planned, *rooms(resolved(recipe))):
         warn(text)
     recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
+    _check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
     given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
     if pool is not None:
@@ -258,10 +265,15 @@ def rooted(recipe: Recipe) -> Recipe:
             recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
     if recipe.model.adapter:
         recipe = recipe.replaced("model", adapter=str(Path(recipe.model.adapter).resolve()))
-    template = Path(recipe.data.template)
-    if recipe.data.template and template.is_file():
-        recipe = recipe.replaced("data", template=str(template.resolve()))
-    return recipe
+    template, mixture = _resolved(recipe.data.template), []
+    for part in recipe.data.mixture:
+        mixture.append(part.model_copy(update={"template": _resolved(part.template)}))
+    return recipe.replaced("data", template=template, mixture=tuple(mixture))
+
+
+def _resolved(template: str) -> str:
+    """Return a template with the absolute path of its file, if it is one."""
+    return str(Path(template).resolve()) if template and Path(template).is_file() else template
 
 
 def divide_batch(batch: Batch, parts: int) -> list[np.ndarray]:
@@ -281,20 +293,71 @@ def _tokenizer(recipe: Recipe, material: Dataset, loaded: LoadedModel | None, ea
 
 
 def _documents(recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer) -> TrainingData:
-    context, folder = recipe.model.context, Path(recipe.run.dir) / CACHE
-    train = Corpus.build(texts.train, tokenizer, context, folder)
-    heldout = Corpus.build(texts.heldout, tokenizer, context, folder) if texts.heldout else None
-    mine, theirs = (Order(np.arange(0 if corpus is None else len(corpus))) for corpus in (train, heldout))
-    return TrainingData(mine, theirs, context, {"train": train, "heldout": heldout}, notes=[f"documents: {train.note}"])
+    train, heldout, pieces = tokenised(recipe, texts, tokenizer)
+    mine = mixed(recipe, pieces, train.lengths) if recipe.data.mixture else Order(np.arange(len(train)))
+    theirs = Order(np.arange(0 if heldout is None else len(heldout)))
+    given = {"train": train, "heldout": heldout}
+    return TrainingData(mine, theirs, recipe.model.context, given, [f"documents: {train.note}", *texts.notes])
+
+
+def tokenised(
+    recipe: Recipe, texts: PretrainTexts, tokenizer: Tokenizer
+) -> tuple[Corpus, Corpus | None, list[np.ndarray]]:
+    """Return the pieces of documents to train on, those held out, and the indices of the former by source."""
+
+    def cut(some: Sequence[str]) -> Corpus:
+        folder = Path(recipe.run.dir) / CACHE
+        return Corpus.build(some, tokenizer, recipe.model.context, folder, recipe.data.packing)
+
+    borders = np.cumsum([0, *(texts.parts or [len(texts.train)])]).tolist()
+    corpora = [cut(texts.train[a:b]) for a, b in pairwise(borders) if b > a]
+    found = corpora[0] if len(corpora) == 1 else Corpus.joined(corpora)
+    sizes = iter(map(len, corpora))
+    ends = np.cumsum([next(sizes) if b > a else 0 for a, b in pairwise(borders)])
+    return found, cut(texts.heldout) if texts.heldout else None, np.split(np.arange(len(found)), ends[:-1])
+
+
+def mixed(recipe: Recipe, rows: Sequence[np.ndarray], lengths: np.ndarray | None) -> Mixture:
+    """Return the order of a recipe's mixture. rows, lengths: as of ``Mixture``."""
+    prompts = {stream(recipe.seed, "prompts"): recipe.rollout.prompts}
+    return Mixture(recipe.data.sources, rows, recipe.supervised.batch, prompts, lengths)
+
+
+def _check_mixture(recipe: Recipe, train: Split) -> None:
+    """Raise DataError for a source, or a schedule, that ends before the run does."""
+    if isinstance(train, Mixture):
+        kind = {"answers": "examples", "experience": "examples"}.get(recipe.flow_spec.learns, recipe.flow_spec.learns)
+        train.check(stream(recipe.seed, kind), recipe.supervised.steps * recipe.supervised.batch)
+        if recipe.flow_spec.samples:
+            train.check(stream(recipe.seed, "prompts"), recipe.algorithm.steps * recipe.rollout.prompts)
 
 
 def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, generates: bool) -> TrainingData:
     train, heldout = prompts.split(recipe.data.holdout)
     tools = listed_tools(recipe.rollout.environment)
-    template = make_template(recipe.data.template, tokenizer, tools)
+    template = data_template(recipe.data, tokenizer, tools, prompts.starts)
     longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
-    note = f"{prompts.copies} prompts are in data.heldout too, word for word, and are left out of training"
-    return TrainingData(train, heldout, longest, {"prompts": prompts, "tools": tools}, [note] if prompts.copies else [])
+    order: Split = train
+    if recipe.data.mixture:
+        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer))
+    return TrainingData(order, heldout, longest, {"prompts": prompts, "tools": tools}, [*prompts.left_out()])
+
+
+def prompt_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer) -> np.ndarray | None:
+    """Return the tokens of each sample by index, which a schedule by tokens needs; None without such a schedule."""
+    if not any(part.schedule and part.schedule_by == "tokens" for part in recipe.data.mixture):
+        return None
+    return all_lengths(recipe, train, template, tokenizer)
+
+
+def all_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of each sample by index, kept beside the token cache."""
+    answers, data = not recipe.flow_spec.samples, recipe.data
+    names = [data.template, tokenizer.chat_template, *(part.template for part in data.mixture)]
+    words = f"{train.fingerprint()} {tokenizer.fingerprint()} {names} {template_files(data)} {answers}".encode()
+    digest = hashlib.blake2b(words + train.rows.tobytes(), digest_size=10).hexdigest()
+    entry = CacheEntry(Path(recipe.run.dir) / CACHE / f"lengths-{digest}", "lengths.npy")
+    return token_lengths(train, template, entry, answers=answers)
 
 
 def prompt_checks(

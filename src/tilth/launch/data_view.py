@@ -4,20 +4,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, TilthError
 from tilth.core.random import stream
-from tilth.data.documents import Corpus
+from tilth.data.mixture import MixtureRow
 from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
-from tilth.data.prompts import Prompt, PromptSet, load_texts, with_holdout
-from tilth.data.template import Example, Template, make_template
+from tilth.data.prompts import Prompt, PromptSet, with_holdout
+from tilth.data.template import Example, Template, data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools
-from tilth.launch.build import CACHE, model_config, prompt_checks
+from tilth.launch.build import PretrainTexts, all_lengths, mixed, model_config, prompt_checks, tokenised
 from tilth.launch.data_balance import BalanceReport, balance_report
 from tilth.launch.planning import generating
 from tilth.launch.rewards import chosen_reward
@@ -104,6 +103,25 @@ def look(recipe: Recipe, n: int) -> View:
     return _documents(recipe, n) if recipe.flow == "pretrain" else _prompts(recipe, n)
 
 
+def tokenise(recipe: Recipe) -> tuple[list[MixtureRow], list[str]]:
+    """Build what a run of the recipe reads from the cache: records, tokens of documents, lengths of samples.
+
+    Return the table of the mixture, and a line on each source and cache. Raises ``TilthError``.
+    """
+    prompts = recipe_prompts(recipe)
+    loaded = load_model(recipe.model.path) if recipe.model.path else None
+    if recipe.flow_spec.learns == "documents":
+        texts = PretrainTexts.of(prompts, recipe.data.holdout)
+        train, held, pieces = tokenised(recipe, texts, choose_tokenizer(recipe, None, loaded, texts.train))
+        notes = [*texts.notes, *(corpus.note for corpus in (train, held) if corpus is not None)]
+        return mixed(recipe, pieces, train.lengths).table(), notes
+    recipe = with_holdout(recipe, prompts)
+    chosen, tokenizer = prompts.split(recipe.data.holdout)[0], choose_tokenizer(recipe, prompts, loaded)
+    template = data_template(recipe.data, tokenizer, listed_tools(recipe.rollout.environment), prompts.starts)
+    lengths = all_lengths(recipe, chosen, template, tokenizer)
+    return mixed(recipe, chosen.parts, lengths).table(), [*prompts.left_out()]
+
+
 # ---- prompts and conversations ----
 
 
@@ -113,7 +131,7 @@ def _prompts(recipe: Recipe, n: int) -> View:
     train, heldout = prompts.split(recipe.data.holdout)
     loaded = load_model(recipe.model.path) if recipe.model.path else None
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
-    template = make_template(recipe.data.template, tokenizer, listed_tools(recipe.rollout.environment))
+    template = data_template(recipe.data, tokenizer, listed_tools(recipe.rollout.environment), prompts.starts)
     some = train.spread(MOST)
     view = _view(recipe, tokenizer, len(train), len(heldout), len(some))
     view.template, view.notes = template.name, [*view.notes, *recipe.told]
@@ -249,11 +267,12 @@ def _shown(prompt: Prompt, template: Template, tokenizer: Tokenizer) -> ShownExa
 
 
 def _documents(recipe: Recipe, n: int) -> View:
-    train, heldout = load_texts(recipe.data)
+    texts = PretrainTexts.of(recipe_prompts(recipe), recipe.data.holdout)
     loaded = load_model(recipe.model.path) if recipe.model.path else None
-    tokenizer = choose_tokenizer(recipe, None, loaded, train)
-    corpus = Corpus.build(train, tokenizer, recipe.model.context, Path(recipe.run.dir) / CACHE)
-    view = _view(recipe, tokenizer, len(train), len(heldout), len(corpus))
+    tokenizer = choose_tokenizer(recipe, None, loaded, texts.train)
+    corpus = tokenised(recipe, texts, tokenizer)[0]
+    view = _view(recipe, tokenizer, len(texts.train), len(texts.heldout), len(corpus))
+    view.notes += texts.notes
     view.stops = [tokenizer.token(tokenizer.eos_id)]
     view.lengths["piece"] = Lengths.of(corpus.lengths)
     view.loss_share = 1 - len(corpus) / corpus.tokens_in_all
@@ -278,8 +297,9 @@ def _documents(recipe: Recipe, n: int) -> View:
 
 def _view(recipe: Recipe, tokenizer: Tokenizer, train: int, heldout: int, seen: int) -> View:
     named = recipe.data.tokenizer or (f"that of {recipe.model.path}" if recipe.model.path else "characters")
+    source = ", ".join(part.source for part in recipe.data.sources)
     return View(
-        flow=recipe.flow, source=recipe.data.source, train=train, heldout=heldout, tokenizer=named,
+        flow=recipe.flow, source=source, train=train, heldout=heldout, tokenizer=named,
         vocabulary=tokenizer.vocab_size, template="none", stops=[], context=recipe.model.context, seen=seen,
     )  # fmt: skip
 
@@ -300,6 +320,8 @@ def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 def _pack(recipe: Recipe, view: View, lengths: np.ndarray, shape: Shape) -> None:
     """Pack the batches of some steps, in a random order, with the trainer's function, and predict what they cost."""
+    if recipe.data.packing == "none":
+        return
     batch, room = min(recipe.supervised.batch, len(lengths)), recipe.train.micro_tokens
     order = np.asarray(stream(recipe.seed, "data show").permutation(len(lengths)))[: batch * STEPS]
     steps = [lengths[order[at : at + batch]] for at in range(0, len(order) - batch + 1, batch)]

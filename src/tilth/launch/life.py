@@ -33,6 +33,7 @@ from tilth.core.errors import (
 from tilth.core.files import make_folder
 from tilth.core.write_queue import SLOW
 from tilth.data.prompts import PromptSet
+from tilth.data.template import template_files
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.envs.process import file_of
 from tilth.flows.actor_critic import actor_critic, pretrain_critic
@@ -427,9 +428,8 @@ def _inputs(recipe: Recipe, data: str, reward: str) -> dict[str, str]:
     if recipe.cluster.costs:  # rows that are dealt otherwise are added up otherwise
         load_costs(recipe.cluster.costs)
         found["cluster.costs"] = hashlib.blake2b(Path(recipe.cluster.costs).read_bytes(), digest_size=8).hexdigest()
-    template = Path(recipe.data.template)
-    if recipe.data.template and template.is_file():
-        found["data.template"] = hashlib.blake2b(template.read_bytes(), digest_size=8).hexdigest()
+    if files := template_files(recipe.data):
+        found["data.template"] = hashlib.blake2b(b"\0".join(files), digest_size=8).hexdigest()
     return found | {spec.loads: identity(path) for spec in ROLES.values() if (path := spec.path(recipe))}
 
 

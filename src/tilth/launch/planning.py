@@ -17,8 +17,8 @@ from tilth.config.schema import Recipe
 from tilth.core.errors import RecipeError
 from tilth.core.memory import host_memory
 from tilth.data.pairs import recipe_prompts
-from tilth.data.prompts import PromptSet, load_texts
-from tilth.data.template import make_template
+from tilth.data.prompts import PromptSet
+from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch.build import Dataset, PretrainTexts
 from tilth.launch.fitting import resolved
@@ -60,14 +60,15 @@ def described(recipe: Recipe, given: Dataset | None = None) -> tuple[DecoderShap
     if recipe.flow == "pretrain":
         if loaded is not None:
             return loaded.config, context, str(loaded.source)
-        texts = given.train if isinstance(given, PretrainTexts) else load_texts(recipe.data)[0]
-        tokenizer = choose_tokenizer(recipe, None, None, texts)
+        named = given if isinstance(given, PretrainTexts) else None
+        texts = named or PretrainTexts.of(recipe_prompts(recipe), recipe.data.holdout)
+        tokenizer = choose_tokenizer(recipe, None, None, texts.train)
         return new_config(recipe.model, tokenizer.vocab_size), context, name or "characters of the data"
     prompts = given if isinstance(given, PromptSet) else recipe_prompts(recipe)
     tokenizer = choose_tokenizer(recipe, prompts, loaded)
     longest = context  # given answers may have any length
     if recipe.flow_spec.samples and not recipe.rollout.environment:  # an episode may be as long as the context
-        template, some = make_template(recipe.data.template, tokenizer), prompts.subset(MOST)
+        template, some = data_template(recipe.data, tokenizer, (), prompts.starts), prompts.subset(MOST)
         lengths = (len(ids) for ids in template.prompts([some[i] for i in range(len(some))]))
         longest = min(context, max(lengths, default=0) + recipe.rollout.max_tokens)
     if loaded is not None:

@@ -15,7 +15,7 @@ from tilth.core.errors import RecipeError
 from tilth.core.layout import Layout, Mesh
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet
-from tilth.data.template import Tools, make_template
+from tilth.data.template import Tools, data_template, make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine, make_engine
@@ -140,7 +140,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
             f"rollout.partial = {r.partial}: rollout.engine = {r.engine} cannot resume a completion; use native",
             key="rollout.engine.resume",
         )
-    template = make_template(recipe.data.template, tokenizer)
+    template = data_template(recipe.data, tokenizer)
     player = None
     if r.environment:
         pool = EnvironmentPool(
@@ -220,7 +220,8 @@ def loader(
     if prompts is None:
         assert train is not None
         return DocumentLoader(train, heldout, tokenizer, context.store)
-    template, episodes = make_template(recipe.data.template, tokenizer, tools), bool(recipe.rollout.environment)
+    template = data_template(recipe.data, tokenizer, tools, prompts.starts)
+    episodes = bool(recipe.rollout.environment)
     return PromptLoader(prompts, template, recipe.model.context, context.store, episodes=episodes)
 
 
@@ -335,7 +336,7 @@ def train_engine(recipe: Recipe, sharded: ShardedModel, section: OptimizerConfig
         sharded,
         section,
         total_steps=recipe.algorithm.steps,
-        micro_tokens=t.micro_tokens,
+        micro_tokens=1 if recipe.data.packing == "none" else t.micro_tokens,  # a longer row is alone
         parity=t.parity,
         compile=t.compile,
         on_nan=recipe.guard.on_nan,

@@ -87,6 +87,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("groups/flat", "share", "mean", "samples in groups of equal rewards: no gradient under a group baseline"),
     ("groups/gradient", "share", "mean", "groups whose rewards differ; not measured for groups of one"),
     ("samples", "samples", "sum", "completions generated for training"),
+    ("mixture/*", "samples", "sum", "samples of a source of data.mixture that the step has drawn"),
     ("samples/rounds", "rounds", "sum", "times that prompts were sampled until the batch was full"),
     ("baseline/mean", "reward", "mean", "reward of the greedy answers that are baselines of samples"),
     ("baseline/missing", "samples", "sum", "greedy baselines whose reward is missing; their samples are left out"),

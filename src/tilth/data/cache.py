@@ -1,0 +1,70 @@
+"""Entries of the cache in ``run.dir``, which can be made again: a file and what is known about it, or nothing."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilth.core.errors import StorageError
+from tilth.core.files import make_folder, rename
+
+CACHE = ".cache"
+"""Folder in run.dir of tokenised documents and of indexed records."""
+_READ = 1 << 18
+
+
+class CacheEntry:
+    """One entry: a folder with a file and ``about.json``, which has the file's checksum and is written last."""
+
+    def __init__(self, place: Path, name: str) -> None:
+        self.place, self.file = place, place / name
+
+    def about(self) -> dict[str, Any]:
+        """Return what is known about the file."""
+        found: dict[str, Any] = json.loads((self.place / "about.json").read_text())
+        return found
+
+    def damage(self) -> str | None:
+        """Describe the damage of the entry: "" if it is intact, None if there is none."""
+        if not self.place.exists():
+            return None
+        try:
+            if _checksum(self.file) != self.about()["checksum"]:
+                return "its checksum differs"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield a file and a table to fill; at the end of the block they are the entry, also if it was killed before.
+
+        what: for the error. Raises ``StorageError`` if the folder cannot be written.
+        """
+        try:
+            make_folder(self.place)
+            file, about = self.place / f".{self.file.stem}.{os.getpid()}", dict[str, Any]()
+            try:
+                yield file, about
+                about["checksum"] = _checksum(file)
+                rename(file, self.file)
+            finally:
+                file.unlink(missing_ok=True)
+            described = self.place / f".about.{os.getpid()}"
+            described.write_text(json.dumps(about))
+            rename(described, self.place / "about.json")
+        except OSError as error:
+            message = f"cannot write {what} to {self.place}: {error.strerror or error}"
+            raise StorageError(message, key=self.file.name) from error
+
+
+def _checksum(file: Path) -> int:
+    """CRC-32 of a file, at about a second per gigabyte."""
+    found = 0
+    with open(file, "rb") as opened:
+        while block := opened.read(_READ):
+            found = zlib.crc32(block, found)
+    return found

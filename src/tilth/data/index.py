@@ -1,0 +1,184 @@
+"""Index of a source, made in one pass, and items that are read on demand from a file beside it."""
+
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from tilth.data.cache import CacheEntry
+from tilth.data.columns import Pair, Prompt, plain
+from tilth.data.computed import mixed
+
+IN_MEMORY = 1 << 24
+"""Bytes of items up to which they stay in memory: to read them again takes no longer than to check a file."""
+_BATCH = 1 << 20
+_SCHEMA = pa.schema(
+    [("item", pa.binary()), ("hash", pa.uint32()), ("size", pa.int64()), ("whole", pa.int64()), ("digest", pa.uint64())]
+)
+
+
+IndexColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Columns and figures of a source that split, order and check it without its items."""
+
+    hashes: np.ndarray
+    """uint32 [n]: ``computed.text_hashes`` of keys."""
+    sizes: np.ndarray
+    """int64 [n]: bytes of each prompt's text."""
+    wholes: np.ndarray
+    """int64 [n]: bytes of the text with its answer."""
+    digests: np.ndarray
+    """uint64 [n]: equal for equal samples, whatever their other columns."""
+    alphabet: str
+    fingerprint: str
+    left: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> number of records left out for it."""
+
+
+class Indexer:
+    """Make the index of prompts that come one after the other."""
+
+    def __init__(self) -> None:
+        self._crcs, self._digests = array("I"), array("Q")
+        self._sizes, self._wholes = array("q"), array("q")
+        self._alphabet: set[str] = set()
+        self._content = hashlib.blake2b(digest_size=8)
+        self._pairs = False
+
+    def add(self, p: Prompt) -> Prompt:
+        """Add the next prompt, and return it."""
+        said = [p.text, p.answer or "", *(side for pair in p.pairs for side in pair[:2])]
+        self._crcs.append(zlib.crc32(p.key.encode()))
+        self._sizes.append(len(p.text.encode()))
+        self._wholes.append(len(p.document.encode()))
+        self._alphabet.update(*said, p.whole)
+        self._pairs |= bool(p.pairs)
+        content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
+        self._content.update(json.dumps(content, sort_keys=True, default=_digestible).encode())
+        same = "\0".join([*said, p.whole])
+        if p.messages or p.tools or p.media:
+            same += json.dumps([p.messages, p.tools, *p.media], sort_keys=True, default=_digestible)
+        self._digests.append(int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "little"))
+        return p
+
+    def done(self, left: Mapping[str, int] | None = None) -> Index:
+        """Return the index. left: ``Index.left``."""
+        found = self._content.hexdigest()
+        columns = self.columns(0, len(self._crcs))
+        return Index(
+            *columns, "".join(sorted(self._alphabet)), f"pairs {found}" if self._pairs else found, dict(left or {})
+        )
+
+    def columns(self, start: int, stop: int) -> IndexColumns:
+        """Return the columns of some of the prompts, as the file has them."""
+        sizes = (np.array(column[start:stop], np.int64) for column in (self._sizes, self._wholes))
+        crcs, digests = np.array(self._crcs[start:stop], np.uint32), np.array(self._digests[start:stop], np.uint64)
+        return mixed(crcs), next(sizes), next(sizes), digests
+
+
+def _digestible(value: Any) -> Any:
+    """Convert a value that JSON lacks: distinct values stay distinct, and equal in every process."""
+    if hasattr(value, "tolist"):  # an array, whose repr leaves out what is in the middle
+        return [str(getattr(value, "dtype", "")), value.tolist()]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if type(value).__repr__ is object.__repr__:  # which is an address
+        return [type(value).__qualname__, getattr(value, "__dict__", None)]
+    return repr(value)
+
+
+def _encoded(p: Prompt) -> bytes:
+    """Return a prompt of a file as JSON; its info is plain."""
+    whole = None if p.whole == p.text else p.whole
+    found = [p.text, p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole]
+    return json.dumps(found, default=plain).encode()
+
+
+class Prompts(Protocol):
+    """Prompts by index: a list, or read on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        """Return the prompt at an index in [0, len)."""
+        ...
+
+
+class Stored:
+    """Prompts in a memory-mapped Arrow file, read on demand."""
+
+    def __init__(self, file: Path) -> None:
+        reader = pa.ipc.open_file(pa.memory_map(str(file)))
+        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of {len(self)}")
+        part = int(np.searchsorted(self._first, index, side="right")) - 1
+        item = self._batches[part].column(0)[index - int(self._first[part])].as_py()
+        text, answer, info, messages, where, pairs, tools, whole = json.loads(item)
+        found = tuple(Pair(*pair) for pair in pairs)
+        whole = text if whole is None else whole
+        return Prompt(index, text, answer, info, tuple(messages), where, found, tuple(tools), whole=whole)
+
+    def columns(self) -> IndexColumns:
+        """Return the columns of the index."""
+        a, b, c, d = (np.concatenate([batch.column(i).to_numpy() for batch in self._batches]) for i in (1, 2, 3, 4))
+        return a, b, c, d
+
+
+def keep(prompts: Iterable[Prompt], entry: CacheEntry | None, left: Mapping[str, int]) -> tuple[Prompts, Index]:
+    """Return prompts as they come and their index: in memory, or in the entry's file if they are many.
+
+    An intact entry is read instead. left: ``Index.left``, read at the end. Raises ``StorageError``.
+    """
+    if entry is not None and entry.damage() == "":
+        about, stored = entry.about(), Stored(entry.file)
+        return stored, Index(*stored.columns(), about["alphabet"], about["fingerprint"], about["left"])
+    indexer, held, size = Indexer(), list[Prompt](), 0
+    coming = map(indexer.add, prompts)
+    for prompt in coming:
+        held.append(prompt)
+        size += len(prompt.document)
+        if entry is not None and size > IN_MEMORY:
+            break
+    else:
+        return held, indexer.done(left)
+    with entry.writing("the index of the data") as (file, about):
+        _write(file, chain(held, coming), indexer)
+        found = indexer.done(left)
+        about |= {"alphabet": found.alphabet, "fingerprint": found.fingerprint, "left": found.left}
+    return Stored(entry.file), found
+
+
+def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:
+    """Write prompts that the indexer has seen when they come, a batch of them at a time."""
+    start, size, items = 0, 0, list[bytes]()
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+
+        def flush() -> None:
+            columns = indexer.columns(start, start + len(items))
+            writer.write_batch(pa.record_batch([pa.array(items, pa.binary()), *columns], schema=_SCHEMA))
+
+        for prompt in prompts:
+            items.append(_encoded(prompt))
+            size += len(items[-1])
+            if size > _BATCH:
+                flush()
+                start, size, items = start + len(items), 0, []
+        flush()

@@ -1,0 +1,150 @@
+"""Records that stay in a file: the same prompts, hashes and fingerprint as in memory; never a stale or damaged one."""
+
+import json
+import pickle
+import tracemalloc
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.errors import raises
+from tests.memory import start_tracing
+from tilth.config.load import from_dict
+from tilth.config.schema import DataConfig
+from tilth.core.errors import DataError
+from tilth.data import index, sources
+from tilth.data.origin import Home
+from tilth.data.pairs import read_pairs
+from tilth.data.prompts import Texts, load_source, load_texts
+from tilth.data.sources import read_documents, read_prompts
+
+TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+RECORDS = {
+    read_prompts: [{"prompt": f"p{i}\u00e9", "answer": str(i), "n": i, "x": [1, {"y": None}]} for i in range(30)]
+    + [{"messages": TURNS, "tools": [{"name": "look"}]}],
+    read_pairs: [{"prompt": f"p{i % 7}", "chosen": f"c{i}", "rejected": "r", "margin": 0.5} for i in range(30)],
+    read_documents: [{"text": f"text {i}" + "\u20ac" * i} for i in range(30)] + [{"prompt": "a", "answer": "b"}],
+}
+
+
+@pytest.fixture(autouse=True)
+def always_stored(monkeypatch):
+    monkeypatch.setattr(index, "IN_MEMORY", 10)
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(source=str(path))
+
+
+def whole(prompts):
+    return [(p, p.where, [pair.where for pair in p.pairs]) for p in prompts]
+
+
+@pytest.mark.parametrize("read", RECORDS, ids=lambda read: read.__name__)
+def test_a_stored_source_is_the_one_in_memory(tmp_path, read):
+    data = write(tmp_path / "d.jsonl", RECORDS[read])
+    memory, stored = load_source(data, {}, read), load_source(data, {}, read, Home(str(tmp_path)))
+    again = load_source(data, {}, read, Home(str(tmp_path)))
+    assert stored.source.on_demand and again.source.on_demand and not memory.source.on_demand
+    for found in (stored, again):
+        assert whole(found) == whole(memory) and found.fingerprint() == memory.fingerprint()
+        assert found.alphabet() == memory.alphabet()
+        for column in ("hashes", "digests", "sizes", "wholes"):
+            assert np.array_equal(getattr(found.source.index, column), getattr(memory.source.index, column)), column
+        assert [side.rows.tolist() for side in found.split(0.3)] == [side.rows.tolist() for side in memory.split(0.3)]
+
+
+def test_tables_are_stored_with_their_values(tmp_path):
+    table = pa.table(
+        {"prompt": [b"a", b"b"], "x": [b"\xff", None], "y": [[1.5], []], "t": pa.array([1, 2], pa.date32())}
+    )
+    pq.write_table(table, tmp_path / "d.parquet")
+    data = DataConfig(source=str(tmp_path / "d.parquet"))
+    assert whole(load_source(data, home=Home(str(tmp_path)))) == whole(load_source(data))
+
+
+def test_a_second_start_reads_no_record(tmp_path, monkeypatch):
+    data, home = write(tmp_path / "d.jsonl", RECORDS[read_prompts]), Home(str(tmp_path))
+    first = load_source(data, home=home)
+    monkeypatch.setattr(sources, "to_prompt", None)  # would fail if it were called
+    assert whole(load_source(data, home=home)) == whole(first)
+
+
+def test_another_file_or_column_is_another_entry(tmp_path):
+    file, home = tmp_path / "d.jsonl", Home(str(tmp_path))
+    data = write(file, RECORDS[read_prompts][:30])
+    one = load_source(data, home=home)
+    other = load_source(data.model_copy(update={"columns": {"prompt": "answer"}}), home=home)
+    assert [p.text for p in other][:3] == ["0", "1", "2"]
+    shorter = load_source(write(file, RECORDS[read_prompts][:5]), home=home)
+    assert len(shorter) == 5 and len(one) == 30 and one.fingerprint() != shorter.fingerprint()
+
+
+def test_a_damaged_entry_is_built_anew(tmp_path):
+    data, home = write(tmp_path / "d.jsonl", RECORDS[read_prompts]), Home(str(tmp_path))
+    right = whole(load_source(data, home=home))
+    (file,) = tmp_path.glob(".cache/records-*/records.arrow")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert whole(load_source(data, home=home)) == right
+
+
+def test_a_worker_opens_the_entry_and_not_the_source(tmp_path, monkeypatch):
+    file = tmp_path / "d.jsonl"
+    prompts = load_source(write(file, RECORDS[read_prompts] * 20), home=Home(str(tmp_path)))
+    sent = pickle.dumps(prompts)
+    monkeypatch.setattr(sources, "to_prompt", None)
+    assert len(sent) < 2000 and whole(pickle.loads(sent)) == whole(prompts)
+    monkeypatch.undo()
+    write(file, RECORDS[read_prompts])
+    with raises(DataError, "d.jsonl.fingerprint"):
+        pickle.loads(sent)
+
+
+def test_a_worker_reads_pairs_again_as_pairs(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_pairs]), {}, read_pairs)
+    assert whole(pickle.loads(pickle.dumps(prompts))) == whole(prompts)
+
+
+def test_documents_on_demand(tmp_path):
+    data = write(tmp_path / "d.jsonl", RECORDS[read_documents])
+    found, lists = load_texts(data, home=Home(str(tmp_path))), load_texts(data)
+    assert isinstance(found[0], Texts) and [list(side) for side in found] == [list(side) for side in lists]
+    assert list(found[0][3:6]) == lists[0][3:6] and found[0][-1] == lists[0][-1]
+
+
+def test_few_records_stay_in_memory(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts]), home=Home(str(tmp_path)))
+    assert not prompts.source.on_demand and not (tmp_path / ".cache").exists()
+
+
+def test_memory_is_not_that_of_the_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "_BATCH", 1 << 14)
+    data = write(tmp_path / "d.jsonl", [{"prompt": f"{i} " + "x" * 9000, "answer": "y"} for i in range(400)])
+    start_tracing()
+    try:
+        prompts = load_source(data, home=Home(str(tmp_path)))
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(prompts) == 400 and now < 120_000 and peak < 1 << 20, (now, peak)
+
+
+# ---- equal samples ----
+
+
+def test_equal_samples_are_trained_on_once(tmp_path):
+    one = write(
+        tmp_path / "a.jsonl", [{"prompt": p, "answer": a, "id": i} for i, (p, a) in enumerate(["xy", "xz", "xy"])]
+    )
+    write(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "y"}, {"prompt": "w", "answer": "y"}])
+    mixture = [{"name": n, "source": str(tmp_path / f"{n}.jsonl")} for n in "ab"]
+    both = from_dict({"data": {"mixture": mixture, "deduplicate": True}, "reward": {"function": "exact"}}).data
+    assert load_source(one.model_copy(update={"deduplicate": True})).rows.tolist() == [0, 1]
+    assert load_source(both).rows.tolist() == [0, 1, 4]
+    assert [rows.tolist() for rows in load_source(both).parts] == [[0, 1], [4]]
+    assert load_source(one).rows.tolist() == [0, 1, 2]
