@@ -197,7 +197,7 @@ def test_documents_and_pairs_may_be_records_too(monkeypatch):
     steps = {"supervised": {"steps": 1}}
     texts = pa.table({"text": ["a b", "c d", "held"], "by": ["x", "y", "z"]})
     tilth.train(texts, flow="pretrain", heldout=["held", "out"], live=False, **steps)
-    assert seen["prompts"] == (["a b", "c d"], ["held", "out"])
+    assert seen["prompts"][:2] == (["a b", "c d"], ["held", "out"])
     tilth.train(iter([{"prompt": "1", "answer": "2"}, "3"]), flow="pretrain", live=False, **steps,
                 keys={"data.holdout": 0})  # fmt: skip
     assert seen["prompts"] == (["12", "3"], [])

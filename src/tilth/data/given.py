@@ -46,7 +46,8 @@ Given = Iterable[Mapping[str, Any] | str] | ArrowTable | RandomAccess
 
 def is_random_access(data: Any) -> bool:
     """True for records that are read by index when they are asked for, and in no other way."""
-    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Iterable, Mapping))
+    table = hasattr(data, "__arrow_c_stream__")
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not table and not isinstance(data, Iterable)
 
 
 def read_at(data: RandomAccess, index: int, name: str) -> Any:
