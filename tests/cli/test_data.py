@@ -335,3 +335,18 @@ def test_runs_are_the_mask(mask):
     assert [m for m, texts in found for _ in texts] == mask
     assert [t for _, texts in found for t in texts] == example.texts
     assert all(a[0] != b[0] for a, b in pairwise(found))
+
+
+def test_tokenize_builds_what_a_run_reads(tmp_path):
+    for name, texts in (("a", ["one two", "three"]), ("b", ["four five six"] * 3)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    a, b = (f'{{name = "{n}", source = "{tmp_path}/{n}.jsonl", weight = {w}}}' for n, w in (("a", 1.0), ("b", 3.0)))
+    keys = ["data.source=", f"data.mixture=[{a}, {b}]", f"run.dir={tmp_path}", "data.holdout=0", "model.context=8"]
+    asked = ["data", "tokenize", "pretrain", *keys, "data.tokenizer=characters"]
+    shown = CliRunner().invoke(app, [*asked, "--json"])
+    assert json.loads(shown.stdout) == [
+        {"source": "a", "samples": 2, "tokens": 14, "weight": 0.25},
+        {"source": "b", "samples": 6, "tokens": 42, "weight": 0.75},
+    ]
+    again = CliRunner().invoke(app, asked).stdout
+    assert again.count("tokens from") == 2 and "75.0%" in again

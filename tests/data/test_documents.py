@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import tracemalloc
 from pathlib import Path
@@ -288,3 +289,30 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with raises(StorageError, "pieces.arrow"):
         build(tmp_path / "file")
+
+
+# ---- packing, several sources ----
+
+
+def test_pieces_across_documents_are_full_and_lose_nothing(tmp_path):
+    corpus = Corpus.build(TEXTS, LETTERS, 4, tmp_path, "concat")
+    assert whole(corpus) == expected(TEXTS, LETTERS)
+    assert set(corpus.lengths[:-1].tolist()) == {4} and 0 < corpus.lengths[-1] <= 4
+    assert Corpus.build(TEXTS, LETTERS, 4, tmp_path, "concat").note.startswith("tokens from")
+    assert Corpus.build(TEXTS, LETTERS, 4, tmp_path).note.startswith("tokenised")  # another packing
+
+
+@pytest.mark.parametrize("context", [2, 3, 5, 25, 26, 100])
+def test_batches_do_not_change_pieces_across_documents(tmp_path, monkeypatch, context):
+    one = Corpus.build(TEXTS, LETTERS, context, tmp_path / "a", "concat")
+    monkeypatch.setattr(documents, "_CHARACTERS", 3)
+    other = Corpus.build(TEXTS, LETTERS, context, tmp_path / "b", "concat")
+    assert whole(one) == whole(other) == expected(TEXTS, LETTERS)
+    assert one.lengths.tolist() == other.lengths.tolist() and min(one.lengths) > 0
+
+
+def test_corpora_of_several_sources_are_one(tmp_path):
+    parts = [Corpus.build(texts, LETTERS, 6, tmp_path) for texts in (TEXTS[:2], TEXTS[2:])]
+    joined = pickle.loads(pickle.dumps(Corpus.joined(parts)))
+    assert whole(joined) == expected(TEXTS, LETTERS) and len(joined) == sum(map(len, parts))
+    assert joined.bytes == sum(part.bytes for part in parts)

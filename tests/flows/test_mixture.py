@@ -14,6 +14,7 @@ from tilth.launch.build import mixed
 from tilth.launch.data_view import tokenise
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
+from tilth.training import engine
 
 
 def write(path, records):
@@ -142,3 +143,23 @@ def test_membership_does_not_depend_on_the_layout(tmp_path, parts):
     orders = [mixed(one, train.parts, None) for one in (made, made.replaced("cluster", workers=4, backend="local"))]
     drawn = [order.take(stream(made.seed, "examples"), 48, 16) for order in orders]
     assert np.array_equal(*drawn)
+
+
+# ---- packing ----
+
+
+def test_without_packing_each_sample_is_alone_and_the_loss_is_the_same(tmp_path, parts, monkeypatch):
+    plan, counts = engine.plan_micros, []
+
+    def counted(*args, **how):
+        counts.append(len((found := plan(*args, **how)).learn))
+        return found
+
+    monkeypatch.setattr(engine, "plan_micros", counted)
+    losses = []
+    for packing in ("fit", "none"):
+        made = recipe(tmp_path / packing, parts, supervised={"steps": 2}, data={"packing": packing})
+        losses.append([r["loss"] for r in read_metrics(tiny.run(made, reward=None).directory)])
+        counts.append(0)
+    assert max(counts[: counts.index(0)]) < 16 and counts[-3:] == [16, 16, 0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -65,10 +65,10 @@ class Indexer:
         self._alphabet.update(*said, p.whole)
         self._pairs |= bool(p.pairs)
         content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
-        self._content.update(json.dumps(content, sort_keys=True, default=_digestible).encode())
+        self._content.update(_digest(content).encode())
         same = "\0".join([*said, p.whole])
         if p.messages or p.tools or p.media:
-            same += json.dumps([p.messages, p.tools, *p.media], sort_keys=True, default=_digestible)
+            same += _digest([p.messages, p.tools, *p.media])
         self._digests.append(int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "little"))
         return p
 
@@ -98,11 +98,15 @@ def _digestible(value: Any) -> Any:
     return repr(value)
 
 
+_digest = json.JSONEncoder(sort_keys=True, default=_digestible).encode
+_plain_json = json.JSONEncoder(default=plain).encode
+
+
 def _encoded(p: Prompt) -> bytes:
     """Return a prompt of a file as JSON; its info is plain."""
     whole = None if p.whole == p.text else p.whole
     found = [p.text, p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole]
-    return json.dumps(found, default=plain).encode()
+    return _plain_json(found).encode()
 
 
 class Prompts(Protocol):

@@ -8,7 +8,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,8 @@ RecordsByValue = Mapping[Key, Given]
 NOTHING: RecordsByValue = {}
 ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
-Make = Callable[[Any, str], Prompt | None]
-"""(record, its place) -> prompt, pair or document."""
+Make = Callable[[Any, str, int], Prompt | None]
+"""(record, its place, number of the prompt) -> prompt, pair or document."""
 _FORMAT = "tilth records 1"
 
 
@@ -109,7 +109,7 @@ class RecordOrigin:
                 if self.part.filter and not self._call(self.part.filter, record, where, sample, bool):
                     material.left["filter"] += 1
                     continue
-                found = self.prompt(record, where, sample, make)
+                found = self.prompt(record, where, sample, make, len(material.samples))
             except (DataError, PluginError) as error:
                 if self.part.on_error == "stop":
                     raise
@@ -117,15 +117,14 @@ class RecordOrigin:
                 material.left.setdefault(f"first: {error}", 0)
                 continue
             if found is not None:
-                number = len(material.samples)
                 material.samples.append(sample)
-                yield found if found.index == number else replace(found, index=number)
+                yield found
 
-    def prompt(self, record: Any, where: str, sample: int, make: Make) -> Prompt | None:
+    def prompt(self, record: Any, where: str, sample: int, make: Make, number: int) -> Prompt | None:
         """Return what ``make`` makes of one record behind the transform."""
         if self.part.transform:
             record = self._call(self.part.transform, record, where, sample, Mapping)
-        return make(record, where)
+        return make(record, where, number)
 
     def _call(self, name: str, record: Any, where: str, sample: int, kind: type) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone."""

@@ -113,7 +113,7 @@ def read_pairs(origin: RecordOrigin) -> Source:
 
 
 def _gathered(origin: RecordOrigin) -> Records:
-    def make(record: Any, where: str) -> Prompt:
+    def make(record: Any, where: str, number: int) -> Prompt:
         prompt, pair = to_pair(record, where, origin.columns)
         return replace(prompt, pairs=(pair,))
 

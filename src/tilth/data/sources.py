@@ -100,11 +100,11 @@ class OnDemand:
     def __getitem__(self, index: int, /) -> Prompt:
         sample = self._samples[index]
         record = read_at(self._data, sample, self._name)
-        found = self._origin.prompt(record, place_of(self._name, sample + 1), sample, self._make)
+        found = self._origin.prompt(record, place_of(self._name, sample + 1), sample, self._make, index)
         if found is None:
             message = f"{place_of(self._name, sample + 1)} is empty, and was not when the run began"
             raise DataError(message, key=f"{self._name}.changed")
-        return replace(found, index=index)
+        return found
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def read_prompts(origin: RecordOrigin) -> Source:
     return gather(read_prompts, origin, material, make)
 
 
-def _prompt(record: Any, where: str, columns: Columns, *, files: bool) -> Prompt:
+def _prompt(record: Any, where: str, number: int, columns: Columns, *, files: bool) -> Prompt:
     """Return the prompt of a record; the info of one in a file is plain."""
     if isinstance(record, str):
-        return Prompt(0, record, where=where)
-    prompt = to_prompt(record, 0, where, columns)
+        return Prompt(number, record, where=where)
+    prompt = to_prompt(record, number, where, columns)
     info = plain(prompt.info) if files else prompt.info
     return prompt if info is prompt.info else replace(prompt, info=info)
 
@@ -142,11 +142,11 @@ def read_documents(origin: RecordOrigin) -> Source:
     template = origin.part.template or origin.data.template
     render = transcript(template, origin.data.tokenizer) if template else None
 
-    def make(record: Any, where: str) -> Prompt | None:
+    def make(record: Any, where: str, number: int) -> Prompt | None:
         if isinstance(record, str):
-            return Prompt(0, record, where=where, whole=record) if record else None
+            return Prompt(number, record, where=where, whole=record) if record else None
         found = to_document(record, where, origin.columns, render)
-        return Prompt(0, found.prompt or found.text, where=where, whole=found.text) if found.text else None
+        return Prompt(number, found.prompt or found.text, where=where, whole=found.text) if found.text else None
 
     return gather(read_documents, origin, material, make)
 
