@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -227,7 +227,7 @@ def plan_batch(
         rows = tuple(divide(costs(table.lengths), groups, apart))
     if units > 1:
         moved = limits.offload if isinstance(limits.offload, OffloadLimits) else None
-        how = {"ranks": units, "costs": costs, "balance": balance, "stages": stages, "offload": moved}
+        how: dict[str, Any] = {"ranks": units, "costs": costs, "balance": balance, "stages": stages, "offload": moved}
         scheduled = partial(schedule, capacity=limits.tokens, **how)
         parts = [part for some in rows for part in _in_units(table, some, limits, units, scheduled)]
         return BatchPlan(tuple(some for some, _ in parts), tuple(plan for _, plan in parts))
