@@ -16,7 +16,7 @@ Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Fit Fix
 Freeze Gather Generate Grade Group Guard Halve Handle Hash Hide Hold Implement Import Include Inline Install
 Isolate Join Journal Judge Keep Kill Learn Leave Limit List Load Lock Log Make Mark Mask Match Measure Merge
 Move Name Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin Place Plan Play
-Plot Poll Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild Record Recover
+Plot Poll Predict Prefer Print Profile Propose Publish Push Put Queue Quote Raise Rank Read Rebuild Record Recover
 Reduce Refuse Reject Release Remove Rename Render Reorder Repeat Replace Replay Report Request Require Rerun
 Reset Resolve Restart Restore Retry Return Reuse Revert Rewrite Rotate Round Run Sample Save Scale Schedule
 Score Scrub Search Send Separate Serve Set Shard Share Show Shrink Shut Simplify Skip Sort Specify Split Start
