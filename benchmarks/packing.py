@@ -124,24 +124,24 @@ def trl_wrapped(lengths: np.ndarray) -> Packed:
 def nanochat(lengths: np.ndarray) -> Packed:
     """Fill rows with the largest document that fits, and crop the shortest one for the rest; documents come again.
 
-    Long documents wait until they fill the buffer: rows count after ``BUFFER`` others.
+    Documents longer than a row wait until they fill the buffer: where there are any, rows count after ``BUFFER``.
     """
-    number = int(lengths.sum()) // (RANKS * CAPACITY)
-    packed = Packed(counted=number / (BUFFER + number))
+    number, before = int(lengths.sum()) // (RANKS * CAPACITY), BUFFER * bool(lengths.max() > CAPACITY)
+    packed = Packed(counted=number / (before + number))
     for rank in range(RANKS):
         coming = itertools.cycle(lengths[rank::RANKS].tolist())
         near = [next(coming) for _ in range(BUFFER)]
-        for at in range(BUFFER + number):
+        for at in range(before + number):
             room, row = CAPACITY, list[tuple[int, float]]()
             while room:
                 found = max((n for n in near if n <= room), default=0) or min(near)
                 near[near.index(found)] = next(coming)
-                packed.sequences += at >= BUFFER
-                packed.cropped += max(found - room, 0) * (at >= BUFFER)
-                packed.broken += found > room and at >= BUFFER
+                packed.sequences += at >= before
+                packed.cropped += max(found - room, 0) * (at >= before)
+                packed.broken += found > room and at >= before
                 row.append((min(found, room), 1.0))
                 room -= min(found, room)
-            if at >= BUFFER:
+            if at >= before:
                 packed.ranks[rank].append(row)
     return packed
 
