@@ -32,6 +32,8 @@ MORE = [
     Case(**TWO, fsdp=2, double=True, dropout=0.1),
     Case(**TWO, fsdp=2, double=True, zero=2, tied=False, checkpointing=True),
     Case(**TWO, ep=2, double=True, **MIXED),
+    Case(**TWO, ep=2, double=True, **MIXED, zero=1),
+    Case(**TWO, zero=1, double=True, dropout=0.1, tied=False),
     Case(**TWO, ep=2, double=True, **MIXED, zero=2, checkpointing=True),
 ]
 
@@ -119,3 +121,9 @@ def test_ranks_without_the_rows_get_conversations_choices_of_experts_and_targets
             own = np.concatenate([wanted[name][starts[r] : starts[r + 1]] for r in rows_here])
             np.testing.assert_allclose(scores, own, rtol=1e-5, atol=1e-6)
     assert all(np.abs(wanted[name] - wanted["plain"]).max() > 1e-3 for name in ("opens", "routing", "targets"))
+
+
+def test_ranks_keep_in_step_where_passes_are_collective(pool):
+    kinds = [{"pp": 2}, {"fsdp": 2}, {"ep": 2, **MIXED, "zero": 1}, {"tp": 2}]
+    found = pool.run(4, HERE + "in_step", cases=[Case(**TWO, **more) for more in kinds])
+    assert found == [[True, True, True, False]] * 4

@@ -130,3 +130,8 @@ def scored(rank: int, case: Case) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         "targets": packed_targets(sharded, tokens, mask, own(rng.integers(0, 33, count)), **how),
         "plain": packed_logprobs(sharded, tokens, mask, **how),
     }
+
+
+def in_step(rank: int, cases: list[Case]) -> list[bool]:
+    """Whether each model needs as many micro-batches before a unit on all ranks of it."""
+    return [spread(case, rank).in_step for case in cases]

@@ -324,7 +324,7 @@ class ShardedModel:
     def in_step(self) -> bool:
         """True if ranks that compute with the same tokens must run equally many micro-batches before: their passes are
         those of a pipeline, or gather parameters or exchange tokens with further ranks."""
-        return self.pipeline is not None or bool(self._fsdp)
+        return self.pipeline is not None or bool(self._fsdp) or self.grid.mesh.count("experts") > 1
 
     def sync_micro_batch_count(self, micros: int) -> int:
         """Return how many micro-batches or blanks this rank must run if it has ``micros`` of its own.
