@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 from machine import config_of, random_model
-from tilth.analysis.fit import error, fit
+from tilth.plan.cost_fit import error, fit
 
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext

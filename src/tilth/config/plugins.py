@@ -488,6 +488,7 @@ def import_file(path: Path) -> ModuleType:
     _check_neighbours(path)
     if str(path) not in sys.path:
         sys.path.append(str(path))
+        sys.path_importer_cache.pop(str(path), None)
         _PLACES.append(str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -516,8 +517,8 @@ class _Neighbours:
     def __init__(self, plugin: str) -> None:
         """ImportError: this is no plugin's place."""
         self._folder = Path(plugin).parent
-        if not plugin.endswith(".py") or not Path(plugin).is_file():
-            raise ImportError
+        if plugin not in sys.path or not plugin.endswith(".py") or not Path(plugin).is_file():
+            raise ImportError  # also for a script that runpy is asked to run
 
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, [str(self._folder)])

@@ -345,8 +345,8 @@ def _tried(mode: str, sizes: Mapping[str, int], trains: bool) -> tuple[Any, ...]
 
 
 def _along(sizes: Mapping[str, int], *splits: Split) -> int:
-    """Return the ranks along the axes that split any of these."""
-    return math.prod(sizes[name] for name in over(*splits))
+    """Return the ranks along the axes, of those that are tried, that split any of these."""
+    return math.prod(sizes.get(name, 1) for name in over(*splits))
 
 
 @cache
