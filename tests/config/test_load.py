@@ -1,5 +1,6 @@
 """Recipes load, dump and are compared as promised; every mistake is one line that says what would be right."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -55,6 +56,14 @@ def test_shipped_recipe_by_name_and_by_path_are_equal():
 @pytest.mark.parametrize("name", load.names())
 def test_every_shipped_recipe_loads(name):
     assert isinstance(load_recipe(name), Recipe)
+
+
+def test_the_mixture_of_its_page_is_a_valid_one():
+    page = Path(__file__).parents[2].joinpath("docs/packages/data.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    table = tomllib.loads(block)
+    assert table["data"]["mixture"][1].pop("filter") == "short"  # of a plugin
+    assert [part.name for part in from_dict({"flow": "sft", **table}).data.sources] == ["web", "maths"]
 
 
 def test_defaults_are_a_valid_recipe():
