@@ -35,10 +35,10 @@ import numpy as np
 import torch
 from driver import benchmark_parser, write_rows
 from machine import config_of, random_model
-from tilth.plan.cost_fit import error, fit
 
 from tilth.data.tokenizer import Tokenizer
 from tilth.models.attention import PackedContext
+from tilth.plan.cost_fit import error, fit
 from tilth.plan.packing import balance, micro_batches
 from tilth.plan.schedule import schedule
 
