@@ -215,8 +215,9 @@ def test_a_base_that_changes_in_memory_is_not_gone_on_with(tmp_path, base, monke
     read = state.read_state
 
     def damaged(path, groups, sharded, *whole):
-        read(path, groups, sharded, *whole)
+        found = read(path, groups, sharded, *whole)
         sharded.parameters["model.layers.1.mlp.up_proj.weight"].data.view(-1)[3] += 1
+        return found
 
     adapted(tmp_path, base, stop=5)
     monkeypatch.setattr(state, "read_state", damaged)

@@ -227,8 +227,9 @@ class Learner(Stateful):
     def _part_of(self, rank: int) -> str:
         """Return the name of a rank's state of the reducer: a gradient is another one under another layout."""
         mesh = self.grid.mesh
-        sizes = ".".join(f"{name}{size}" for name, size in zip(mesh.names, mesh.sizes) if size > 1)
-        return f"{sizes or 'one'}/{mesh.ranks.index(rank)}"
+        sizes = [f"{name}{size}" for name, size in zip(mesh.names, mesh.sizes) if size > 1]
+        sizes += ["zero1"] * (self.sharded.zero == 1)
+        return f"{'.'.join(sizes) or 'one'}/{mesh.ranks.index(rank)}"
 
     def _restore_reducer(self, checkpoint: Checkpoint) -> None:
         """Give the reducer its state. CheckpointError: it is of another layout, or of another reducer."""
