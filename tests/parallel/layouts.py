@@ -60,6 +60,7 @@ class Case:
     checkpointing: bool | str = False
     dropout: float = 0.0
     micro_tokens: int = 16
+    offload: float = 0.0
     rows: tuple[int, ...] = ()
     """Rows of the batch for each data rank (the rest go to the last); empty: alike."""
 
@@ -71,7 +72,8 @@ class Case:
         sizes = [f"{n}{s}" for n in AXES if (s := getattr(self, n)) > 1]
         sizes += ["ulysses"] * (self.cp_style == "ulysses")
         sizes += [self.schedule] * (self.pp > 1) + [f"{self.layers}layers"] * (self.layers != 2)
-        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora", "lora_dropout")
+        names = ("sp", "value", "experts", "both", "double", "checkpointing", "dropout", "rows", "lora")
+        names += ("lora_dropout", "offload")
         marks = [n for n in names if getattr(self, n)]
         sizes += [f"zero{self.zero}"] * (self.zero == 1 or self.fsdp * self.ep > 1)
         return "-".join(sizes + ["untied"] * (not self.tied) + marks)
@@ -129,7 +131,7 @@ def batch() -> tuple[Jagged, np.ndarray]:
 def planned(case: Case, sharded: ShardedModel) -> tuple[np.ndarray, MicroBatchPlan]:
     """This rank's rows and micro-batches in a plan of units."""
     mesh = sharded.grid.mesh
-    limits = limits_of(sharded, case.micro_tokens, parity=False)
+    limits = replace(limits_of(sharded, case.micro_tokens, parity=False), offload=case.offload)
     plan = plan_batch(RowTable.of(*batch()), None, mesh.count("rows"), limits, units=case.hdp, stages=case.pp)
     part = mesh.index(sharded.grid.rank, *mesh.over("rows"))
     return plan.rows[part], plan.ranks[part]
@@ -157,7 +159,10 @@ def loss_of(case: Case, mask: np.ndarray):
 def engine_of(case: Case, sharded: ShardedModel, **options) -> TrainEngine:
     section = OptimizerConfig(**{"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1, **options.pop("optimizer", {})})
     how = {"total_steps": 100, "micro_tokens": case.micro_tokens, "scorer": appraise if case.value else score}
-    return TrainEngine(sharded, section, **{**how, **options})
+    engine = TrainEngine(sharded, section, offload=case.offload, **{**how, **options})
+    for part in sharded.parts if case.offload else ():
+        part.offload.least = 1
+    return engine
 
 
 def rows_of(case: Case, sharded: ShardedModel):

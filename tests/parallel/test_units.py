@@ -24,6 +24,8 @@ MORE = [
     Case(hdp=4, micro_tokens=5, double=True, experts=True, checkpointing=True),
     Case(hdp=4, micro_tokens=12, double=True, tied=False),
     Case(**TWO, double=True, lora=True, lora_dropout=0.3, checkpointing="selective"),
+    Case(**TWO, double=True, layers=4, offload=0.5, dropout=0.1),
+    Case(**TWO, pp=2, double=True, layers=6, offload=0.3),
     Case(**TWO, tp=2, double=True, dropout=0.1, tied=False),
     Case(**TWO, tp=2, sp=True, double=True, value=True),
     Case(**TWO, pp=2, double=True, dropout=0.1),
