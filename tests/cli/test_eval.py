@@ -230,13 +230,16 @@ def test_prompts_are_known_by_their_texts_however_their_file_is_called(tmp_path,
     assert seen("te.jsonl") is None
 
 
-def test_held_out_prompts_are_found_in_the_folder_where_the_run_began(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "data", [{"source": "tr.jsonl"}, {"source": "", "mixture": [{"name": "sums", "source": "tr.jsonl"}]}]
+)
+def test_held_out_prompts_are_found_in_the_folder_where_the_run_began(tmp_path, monkeypatch, data):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     sums(tmp_path / "here" / "tr.jsonl", range(6))
     monkeypatch.chdir(tmp_path / "here")
     made = tiny.recipe(
-        tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}, data={"source": "tr.jsonl"}, run={"eval_prompts": 2},
+        tmp_path, supervised={"steps": 1}, algorithm={"steps": 1}, data=data, run={"eval_prompts": 2},
         reward={"function": "exact"},
     )  # fmt: skip
     directory = tiny.run(made, reward=None).directory.resolve()

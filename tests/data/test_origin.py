@@ -295,6 +295,12 @@ def test_mistakes_in_a_mixture(data, key):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("more", [{"policy": {"layout": {"hdp": 2}}}, {"train": {"offload": "auto"}}])
+def test_samples_that_are_alone_fill_no_rank(more):
+    with raises(RecipeError, "data.packing"):
+        from_dict({"data": {"packing": "none"}, "reward": {"function": "exact"}, **more})
+
+
 def test_episodes_have_one_template():
     with raises(RecipeError, "data.mixture.0.template"):
         from_dict({"data": {"mixture": [{**ONE, "template": "chatml"}]}, "rollout": {"environment": "x.py:E"}})

@@ -104,6 +104,18 @@ def test_a_run_is_fitted_once_from_the_next_step_on_and_a_resume_follows_it(tmp_
     assert not again.collects and len(read_costs(tmp_path)) == 2 and len(profiled) == 1
 
 
+def test_a_file_given_to_a_resume_replaces_costs_that_were_to_begin_later(tmp_path, profiled):
+    fits, balance, run = begun(tmp_path)
+    fits.on_run_start(run)
+    balance.times += times_of((4e-6, 1e-9, 2e-3), ENOUGH)
+    fits.on_step_end(run, ENOUGH, {})
+    save_costs(costs_of(7e-6, 1e-9, 1e-3), tmp_path / "costs.json")
+    resumed, again, run = begun(tmp_path, ENOUGH // 2, cluster={"costs": str(tmp_path / "costs.json")})
+    resumed.on_run_start(run)
+    assert token(again, ENOUGH // 2 + 1) == token(again, ENOUGH + 9) == pytest.approx(7e-6 + 1e-9)
+    assert token(again, 1) == token(balance, 1)
+
+
 def test_costs_that_cannot_be_recorded_are_not_followed(tmp_path, profiled, monkeypatch):
     fits, balance, run = begun(tmp_path)
     fits.on_run_start(run)

@@ -212,6 +212,7 @@ def test_a_value_model_takes_the_policy_of_its_decoder():
     [
         (["train.offload=1", "train.device=cpu"], "train.offload.device"),
         (["train.offload=auto", "train.device=cpu"], "train.offload.device"),
+        (["train.offload=auto", "train.device=cuda", "policy.layout.hdp=2"], "train.offload.auto"),
         (["train.offload=0.5", "train.checkpointing=true"], "train.offload"),
         (["train.offload=1.5"], "train.offload"),
         (["train.offload=most"], "train.offload"),

@@ -161,11 +161,12 @@ def _roles(plan: Plan) -> Table:
 
 def _ranks(plan: Plan) -> Table:
     numbers = ("parameters", "weights", "gradients", "optimizer", "activations", "KV")
-    table = new_table("rank", "role", ",".join(AXES), *numbers, right=("rank", *numbers))
+    used = [axis for axis in AXES if any(seat.coordinates[axis] for worker in plan.workers for seat in worker.seats)]
+    table = new_table("rank", "role", ",".join(used), *numbers, right=("rank", *numbers))
     for worker in plan.workers[:SHOWN]:
         for seat in worker.seats:
             if seat.elements:
-                at = ",".join(map(str, seat.coordinates.values()))
+                at = ",".join(str(seat.coordinates[axis]) for axis in used)
                 shown = (size(n) if n else "" for n in _shares(seat))
                 table.add_row(str(worker.rank), seat.role, at, f"{seat.elements:,}", *shown)
         table.add_row(str(worker.rank), "together", "", "", size(worker.memory.peak), end_section=True)

@@ -139,6 +139,11 @@ def _parity(recipe: Recipe) -> Refusals:
         yield "train.offload.device", "moves activations to host memory, where train.device = cpu has them; set it to 0"
     if recipe.cluster.costs and t.balance == "none":
         yield "cluster.costs", "has costs that train.balance = none leaves out; leave one of them out"
+    if t.offload == "auto" and (hdp := recipe.policy.layout.hdp) > 1:
+        yield (
+            "train.offload.auto",
+            f"decides by measured rates on how many of layout.hdp = {hdp} ranks a row is; use a share",
+        )
     if t.offload and t.checkpointing:
         yield "train.offload", f"with train.checkpointing = {t.checkpointing}: choose one of them"
     if not t.parity:
@@ -344,6 +349,10 @@ def _mixture(recipe: Recipe) -> Refusals:
     data, names = recipe.data, [part.name for part in recipe.data.mixture]
     if data.packing == "concat" and recipe.flow_spec.learns != "documents":
         yield "data.packing", f"cuts documents, and flow = {recipe.flow} learns from whole samples; use fit or none"
+    if data.packing == "none" and recipe.policy.layout.hdp > 1:
+        yield "data.packing", f"leaves samples alone, and layout.hdp = {recipe.policy.layout.hdp} packs them; use fit"
+    if data.packing == "none" and recipe.train.offload == "auto":
+        yield "data.packing", "leaves no room that train.offload = auto compares a sample with; use fit, or a share"
     if data.mixture and data.source:
         yield "data.source", "beside data.mixture: a source stands in one of them; leave it out, or set it to ''"
     for number, part in enumerate(data.mixture):

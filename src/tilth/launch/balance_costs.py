@@ -64,8 +64,9 @@ class CostFits(Callback):
             source, costs = self._first(run)
             fits.append(CostFit(run.state.step + 1, source, costs))
             record_costs(folder, fits[-1])
-        for fit in fits:
-            self._balance.use(fit.step, fit.costs)
+        for number, fit in enumerate(fits):
+            if all(later.step > fit.step for later in fits[number + 1 :]):  # else replaced before it began
+                self._balance.use(fit.step, fit.costs)
         run.say(described(fits[-1]))
         self._balance.collects = not recipe.cluster.costs and all(fit.source != OWN for fit in fits)
 

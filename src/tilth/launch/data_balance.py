@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tilth.launch.balance_costs import cached
 from tilth.launch.fitting import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
-from tilth.plan.batch import MicroBatchLimits, RankLoad, RowCosts, RowTable, plan_batch, token_costs
+from tilth.plan.batch import MicroBatchLimits, PlannedMicroBatch, RankLoad, RowCosts, RowTable, plan_batch, token_costs
 from tilth.plan.costs import Costs, load_costs
 from tilth.plan.flops import token_flops
 from tilth.plan.mapping import Option
@@ -137,7 +137,7 @@ class Measured:
         """Return the balance under a layout; the update of its option has sequences of the mean length alone."""
         mesh = Mesh.of(option.layout.sizes(self.workers), tuple(range(self.workers)))
         sizes, ranks = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}, mesh.count("rows")
-        loads = [self._loads(lengths, ranks, by) for lengths in self.steps]
+        loads = [self._loads(lengths, mesh, by) for lengths in self.steps]
         costs = np.array([[load.cost.sum() for load in of_step] for of_step in loads])
         one = float(self.costs(np.array([self.mean]))[0])
         even = one * np.array([-(-len(lengths) // ranks) for lengths in self.steps])
@@ -146,17 +146,22 @@ class Measured:
         idle = float(np.mean(1 - costs.mean(1) / costs.max(1)))
         return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
 
-    def _loads(self, lengths: np.ndarray, ranks: int, by: Balance) -> list[RankLoad]:
+    def _loads(self, lengths: np.ndarray, mesh: Mesh, by: Balance) -> list[RankLoad]:
         """Plan a step by tokens, costs or in order; each rank's work in predicted seconds."""
         table = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64))
         limits, costs = MicroBatchLimits(self.recipe.train.micro_tokens), self.costs if by == "cost" else token_costs
-        plan = plan_batch(table, None, ranks, limits, costs=costs, balance=by)
+        how: dict[str, Any] = {"costs": costs, "balance": by, "units": mesh.units, "stages": mesh.count("layers")}
+        plan = plan_batch(table, None, mesh.count("rows"), limits, **how)
         found = []
         for rows, part in zip(plan.rows, plan.ranks):
             load = RankLoad.of(part.learn, table.take(rows))
-            whole = self.costs(lengths[rows].astype(np.float64))
-            found.append(load._replace(cost=np.array([whole[micro.rows].sum() for micro in part.learn])))
+            found.append(load._replace(cost=np.array([self._cost(micro, lengths[rows]) for micro in part.learn])))
         return found
+
+    def _cost(self, micro: PlannedMicroBatch, lengths: np.ndarray) -> float:
+        """Return the predicted seconds of one rank in a micro-batch of its rows, which have these lengths."""
+        own = micro.lengths if micro.several else lengths[micro.rows]
+        return float(self.costs(own.astype(np.float64)).sum()) / max(1, len(micro.ranks))
 
 
 def _mean(figure: Callable[[Sequence[RankLoad]], float], steps: Sequence[Sequence[RankLoad]]) -> float:

@@ -37,7 +37,10 @@ from tilth.runs.trust import load_recipe_of
 
 TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle")
 """Beginnings of metrics that differ between equal runs."""
-CHANGED = ("run", "cluster", "guard", "policy.layout", "critic.layout", "reference.layout", "rollout.layout")
+LAYOUTS = tuple(f"{role}.layout" for role in ("policy", "critic", "reference", "rollout"))
+PLACES = tuple(f"data.{key}" for key in ("source", "mixture", "heldout", "template", "tokenizer"))
+"""Keys that name files, which a replay finds where the run began; their content stays compared."""
+CHANGED = ("run", "cluster", "guard", *LAYOUTS, *PLACES)
 """Keys that a replay changes."""
 NAME = "replay"
 RunRecipe = Callable[..., object]

@@ -92,17 +92,28 @@ def load_recipe_of(run: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _begun_in(run: Path) -> str:
     """Return the folder in which the newest attempt of a run began; one of an earlier version does not know it."""
-    return str(read_state(run).get("folder", "where the run was begun"))
+    state = read_state(run) if (run / "run.json").is_file() else {}
+    return str(state.get("folder", "where the run was begun"))
 
 
 def _moved(run: Path, data: Mapping[str, Any]) -> list[str]:
-    """Return KEY=VALUE for each file of [data] that is not here, but where the run began."""
-    found = []
-    for key in ("source", "heldout", "template", "tokenizer"):
-        name = str(data.get(key, ""))
-        if {".", "/"} & {*name} and not is_source(name) and is_source(place := os.path.join(_begun_in(run), name)):
-            found.append(f"data.{key}={dump_value(place)}")
-    return found
+    """Return KEY=VALUE for each key of [data] with a file that is not here, but where the run began."""
+    found = {key: data[key] for key in ("source", "heldout", "template", "tokenizer") if key in data}
+    moved: dict[str, Any] = {key: place for key, name in found.items() if (place := _place(run, str(name))) != name}
+    parts = [
+        {**part, **{k: _place(run, str(part[k])) for k in ("source", "template") if k in part}}
+        for part in data.get("mixture", ())
+    ]
+    if parts != list(data.get("mixture", ())):
+        moved["mixture"] = parts
+    return [f"data.{key}={dump_value(value)}" for key, value in moved.items()]
+
+
+def _place(run: Path, name: str) -> str:
+    """Return the name of a file: where the run began, if it is there and not here."""
+    if {".", "/"} & {*name} and not is_source(name) and is_source(place := os.path.join(_begun_in(run), name)):
+        return place
+    return name
 
 
 def load_named(name: str, overrides: Sequence[str] = ()) -> Recipe:

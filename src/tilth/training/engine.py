@@ -325,6 +325,7 @@ class TrainEngine:
         started = self._now()
         self.accumulate(tokens, mask, {}, _sum_of_scores, entropy=False, dropout=False, plan=planned)
         seconds = self._now() - started
+        self.sharded.begin(self.updates)
         self._forget()
         return seconds
 
