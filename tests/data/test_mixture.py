@@ -83,6 +83,17 @@ def test_a_draw_needs_its_position_and_nothing_else(cuts, case):
         assert mixture(*case, lengths=lengths).take(ORDER, cuts[0], 5).tolist() == whole[cuts[0] : cuts[0] + 5].tolist()
 
 
+def test_a_source_leaves_at_one_place_wherever_draws_begin():
+    parts = (part("a", 0.2, at_end="leave"), part("b", 0.4), part("c", 0.4))
+    for seed in range(12):
+        order = stream(seed, "examples")
+        whole = mixture(*parts, sizes=(7, 33, 50)).take(order, 0, 80).tolist()
+        for each in (3, 4):
+            made = mixture(*parts, sizes=(7, 33, 50))
+            drawn = [made.take(order, at, min(each, 80 - at)) for at in range(0, 80, each)]
+            assert np.concatenate(drawn).tolist() == whole
+
+
 def test_shares_are_those_of_the_weights_in_every_stretch():
     made = mixture(part("a", 5.0), part("b", 3.0), part("c", 2.0), sizes=(500, 500, 500))
     for start in (0, 17, 1_000):

@@ -167,13 +167,22 @@ class Mixture:
             over |= mine & (np.cumsum(mine) + counts[number] > self._sizes[number])
         first = int(over.argmax()) if over.any() else len(chosen)
         if first or not len(chosen):
-            return first
+            return self._left(chosen[:first], counts)
         name, size = self.parts[chosen[0]].name, self._sizes[chosen[0]]
         message = (
             f"source {name} of data.mixture ends: all of its {size:,} samples are drawn after {int(counts.sum()):,} of "
             "all sources; at_end = 'repeat' goes through them again, 'leave' goes on without it"
         )
         raise DataError(message, key=f"data.mixture.{name}.at_end")
+
+    def _left(self, chosen: np.ndarray, counts: np.ndarray) -> int:
+        """Return the number of samples up to the last one of the first source that leaves, where weights change."""
+        count = len(chosen)
+        for number in np.flatnonzero([part.at_end == "leave" for part in self.parts]):
+            mine, left = np.flatnonzero(chosen == number), self._sizes[number] - counts[number]
+            if 0 < left <= len(mine):
+                count = min(count, int(mine[left - 1]) + 1)
+        return count
 
     def _weights(self, counts: np.ndarray, step: int, tokens: int) -> list[float]:
         """Return the weight of each source, 0 for one that has left."""
