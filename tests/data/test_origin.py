@@ -157,6 +157,23 @@ def test_a_missing_file_names_its_source(letters):
         load_source(mixed("", {"name": "code", "source": letters}, {"name": "web", "source": letters[:-1]}))
 
 
+def test_records_are_transformed_anew_when_a_module_beside_the_plugin_changes(tmp_path, letters, monkeypatch):
+    monkeypatch.setattr(index, "IN_MEMORY", 0)
+    file = tmp_path / "with_helper.py"
+    file.write_text(
+        "import tilth, mark_of_mine\n@tilth.transform('marked')\n"
+        "def marked(record):\n    return {'prompt': record['prompt'] + mark_of_mine.MARK}\n"
+    )
+    found = []
+    for mark in ("!", "?", "?"):
+        (tmp_path / "mark_of_mine.py").write_text(f"MARK = {mark!r}\n")
+        forget([str(file)])
+        part = {"name": "x", "source": letters, "transform": "marked"}
+        found.append((texts(mixed(str(file), part), runs=str(tmp_path))[0], len([*tmp_path.rglob("records.arrow")])))
+    forget([])
+    assert found == [("a!", 1), ("a?", 2), ("a?", 2)]
+
+
 # ---- sources by index ----
 
 

@@ -546,8 +546,14 @@ def _check_neighbours(path: Path) -> None:
 
 def _imported(plugins: Sequence[Path]) -> set[str]:
     """Return the top-level names of modules that plugins import, also through modules in their folders."""
-    folders = dict.fromkeys(plugin.parent for plugin in plugins)
-    todo, seen, found = [(plugin, "") for plugin in plugins if plugin.is_file()], set[Path](), set[str]()
+    return _reached([(plugin, "") for plugin in plugins], [plugin.parent for plugin in plugins])[0]
+
+
+def _reached(files: Iterable[tuple[Path, str]], folders: Sequence[Path]) -> tuple[set[str], set[Path]]:
+    """Return the top-level names of modules that files with these packages import, also through modules in folders,
+    and the files themselves with those modules'."""
+    folders = list(dict.fromkeys(folders))
+    todo, seen, found = [one for one in files if one[0].is_file()], set[Path](), set[str]()
     while todo:
         file, package = todo.pop()
         if file in seen:
@@ -556,7 +562,16 @@ def _imported(plugins: Sequence[Path]) -> set[str]:
         names = imported_by(file.read_bytes(), package)
         found |= {name.partition(".")[0] for name in names}
         todo += [one for name in names for folder in folders for one in _module_files(folder, name)]
-    return found
+    return found, seen
+
+
+def code_digest(declaration: Declaration) -> str:
+    """Return a digest of the file that declares something and of the modules beside plugins that it imports."""
+    module = sys.modules.get(getattr(declaration.value, "__module__", ""))
+    package, file = getattr(module, "__package__", None) or "", Path(declaration.file)
+    root = file.parents[len(package.split("."))] if package else file.parent
+    texts = [one.read_bytes() for one in _reached([(file, package)], [root, *(Path(p).parent for p in _PLACES)])[1]]
+    return hashlib.blake2b(b"".join(sorted(hashlib.blake2b(text).digest() for text in texts))).hexdigest()
 
 
 def _module_files(folder: Path, name: str) -> Iterator[tuple[Path, str]]:

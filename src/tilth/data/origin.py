@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tilth.config.plugins import call_declared, declared, task_names
+from tilth.config.plugins import call_declared, code_digest, declared, task_names
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError
@@ -144,18 +144,18 @@ class RecordOrigin:
     def entry(self, kind: str) -> CacheEntry | None:
         """Return the place of its index and prompts; None for what is no file, or has no home.
 
-        kind: which items its records become. Another content, time or size of a file is another place.
+        kind: which items its records become. Another content, time or size of a file, or other code, is another place.
         """
         if not self.home.runs or self.is_task or self.brought:
             return None
-        code = [declared("transform")[name].file for name in (self.part.filter, self.part.transform) if name]
+        code = [code_digest(declared("transform")[name]) for name in (self.part.filter, self.part.transform) if name]
         template = self.part.template or self.data.template if kind == "read_documents" else ""
-        beside = [*code, *(name for name in (template, self.data.tokenizer if template else "") if name)]
+        beside = [name for name in (template, self.data.tokenizer if template else "") if name]
         files = [*source_files(self.name), *(file for name in beside for file in _files(Path(name)))]
         states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         part = self.part.model_dump(include={"filter", "transform", "on_error"}) | {"template": template}
         seeded = [self.home.seed, self.part.name] if self.part.filter or self.part.transform else []
-        how = json.dumps([_FORMAT, kind, states, sorted(self.columns.items()), part, seeded])
+        how = json.dumps([_FORMAT, kind, states, code, sorted(self.columns.items()), part, seeded])
         digest = hashlib.blake2b(how.encode(), digest_size=10).hexdigest()
         return CacheEntry(Path(self.home.runs) / CACHE / f"records-{digest}", "records.arrow")
 
