@@ -15,6 +15,7 @@ from tests.flows import tiny
 from tilth.cli import eval as command
 from tilth.cli.eval import judge, plan, table
 from tilth.cli.main import EvalCommand, app
+from tilth.config.load import from_dict
 from tilth.core.errors import RewardError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.tokenizer import Tokenizer
@@ -206,6 +207,20 @@ def sums(path, numbers):
     records = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path
+
+
+def test_what_a_run_of_a_mixture_held_out_is_found(tmp_path, monkeypatch):
+    parts = [
+        {"name": n, "source": str(sums(tmp_path / f"{n}.jsonl", range(at, at + 5)))} for n, at in (("a", 1), ("b", 6))
+    ]
+    recipe = from_dict({"data": {"mixture": parts, "holdout": 0.3}, "reward": {"function": "exact"}})
+    prompts = load_source(recipe.data)
+    train, held = prompts.split(0.3)
+    state = {"plan": {"train_prompts": len(train), "heldout_prompts": len(held)}, "data": prompts.fingerprint()}
+    monkeypatch.setattr(command, "load_recipe_of", lambda run: recipe)
+    monkeypatch.setattr(command, "read_state", lambda run: state)
+    found = command._own(tmp_path)
+    assert found is not None and [list(one) for one in found] == [list(train), list(held)]
 
 
 def test_prompts_are_known_by_their_texts_however_their_file_is_called(tmp_path, monkeypatch):
