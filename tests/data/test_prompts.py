@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -414,3 +415,13 @@ def test_a_share_that_nobody_set_holds_prompts_out():
         assert 0 < len(prompts.split(found.data.holdout)[1]) < 16 and len(found.told) == 1
     chosen = load_recipe("sft", ["data.holdout=0.0001"])
     assert with_holdout(chosen, prompts) is chosen
+
+
+def test_equal_samples_that_are_left_out_are_counted():
+    records = [{"prompt": str(i % 50), "answer": "x"} for i in range(100)]
+    prompts = load_source(DataConfig(deduplicate=True), {"source": records})
+    assert len(prompts) == 50 and list(prompts.left_out()) == [
+        "50 samples equal an earlier one and are left out (data.deduplicate)"
+    ]
+    assert pickle.loads(pickle.dumps(prompts)).repeats == 50
+    assert not list(load_source(DataConfig(), {"source": records}).left_out())

@@ -175,7 +175,9 @@ def trained_on(options: EvalCommand, loaded: LoadedModel, prompts: PromptSet) ->
 def _own(run: Path) -> tuple[PromptSet, PromptSet] | None:
     """Return a run's training and held-out prompts by its recipe; None if its data has changed since."""
     recipe = load_recipe_of(run)
-    if recipe.flow == "pretrain" or not all(part.source for part in recipe.data.sources):  # documents, or data without a name
+    if recipe.flow == "pretrain" or not all(
+        part.source for part in recipe.data.sources
+    ):  # documents, or data without a name
         return None
     prompts, state = recipe_prompts(recipe), read_state(run)
     train, held = prompts.split(recipe.data.holdout)

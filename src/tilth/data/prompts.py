@@ -31,16 +31,16 @@ _SAMPLE = np.uint32(0x9E3779B9)
 class PromptSet(Order):
     """Some of the prompts of a source, named by their index there, so that an index means the same in every split.
 
-    ``rows``: int64 [n], the indices, ascending.
+    ``rows``: int64 [n], the indices, ascending. ``repeats``: number of samples left out that equal an earlier one.
     """
 
-    def __init__(self, source: Source, rows: np.ndarray | None = None) -> None:
+    def __init__(self, source: Source, rows: np.ndarray | None = None, repeats: int = 0) -> None:
         super().__init__(np.arange(len(source), dtype=np.int64) if rows is None else rows)
-        self.source = source
+        self.source, self.repeats = source, repeats
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = len(self.rows) == len(self.source)
-        return PromptSet, (self.source, None if whole else self.rows)
+        return PromptSet, (self.source, None if whole else self.rows, self.repeats)
 
     @classmethod
     def of(cls, records: Given, columns: Columns | None = None) -> "PromptSet":
@@ -98,6 +98,8 @@ class PromptSet(Order):
         for number, part in enumerate(parts_of(self.source), 1):
             if isinstance(part, Records) and part.left:
                 yield f"source {number}: {described(part.left)}"
+        if self.repeats:
+            yield f"{self.repeats} samples equal an earlier one and are left out (data.deduplicate)"
         if self.copies:
             yield f"{self.copies} prompts are in data.heldout too, word for word, and are left out of training"
 
@@ -163,7 +165,10 @@ def load_source(
     parts = [read(origin) for origin in origins(data, brought, home or Home())]
     held = apart(data, brought)
     source = Joined(parts, held) if len(parts) > 1 else parts[0]
-    return PromptSet(source, np.flatnonzero(first_of_equals(source)) if data.deduplicate else None)
+    if not data.deduplicate:
+        return PromptSet(source)
+    rows = np.flatnonzero(first_of_equals(source))
+    return PromptSet(source, rows, len(source) - len(rows))
 
 
 def load_texts(
