@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_pieces_across_documents_are_full_and_lose_nothing(tmp_path):
     corpus = Corpus.build(TEXTS, LETTERS, 4, tmp_path, "concat")
     assert whole(corpus) == expected(TEXTS, LETTERS)
-    assert set(corpus.lengths[:-1].tolist()) == {4} and 0 < corpus.lengths[-1] <= 4
+    assert set(corpus.lengths[:-2].tolist()) == {4} and 1 < min(corpus.lengths)
     assert Corpus.build(TEXTS, LETTERS, 4, tmp_path, "concat").note.startswith("tokens from")
     assert Corpus.build(TEXTS, LETTERS, 4, tmp_path).note.startswith("tokenised")  # another packing
 
@@ -309,6 +309,13 @@ def test_batches_do_not_change_pieces_across_documents(tmp_path, monkeypatch, co
     other = Corpus.build(TEXTS, LETTERS, context, tmp_path / "b", "concat")
     assert whole(one) == whole(other) == expected(TEXTS, LETTERS)
     assert one.lengths.tolist() == other.lengths.tolist() and min(one.lengths) > 0
+
+
+@pytest.mark.parametrize("context", range(3, 27))
+def test_the_last_piece_across_documents_has_a_token_to_predict(tmp_path, context):
+    corpus = Corpus.build(TEXTS, LETTERS, context, tmp_path, "concat")
+    assert whole(corpus) == expected(TEXTS, LETTERS)
+    assert min(corpus.lengths) > 1 and set(corpus.lengths[:-2].tolist()) <= {context}
 
 
 def test_corpora_of_several_sources_are_one(tmp_path):

@@ -53,7 +53,7 @@ class Corpus:
     ) -> "Corpus":
         """Tokenise the texts, or load the cache in ``folder`` of the same texts, tokenizer, context and packing.
 
-        packing: "concat" cuts all documents, joined, into pieces of ``context`` tokens and one shorter.
+        packing: "concat" cuts all documents, joined, into pieces of ``context`` tokens, and a last one or two shorter.
 
         A damaged cache is built again and reported in ``note``. Empty texts are left out. Raises ``DataError`` if
         there is no text, ``StorageError`` if the folder cannot be written.
@@ -106,7 +106,7 @@ class Corpus:
 
 
 def _key(texts: Iterable[str], tokenizer: Tokenizer, context: int, packing: Packing) -> str:
-    how = f"{_FORMAT} {tokenizer.fingerprint()} {context}" + (" concat" if packing == "concat" else "")
+    how = f"{_FORMAT} {tokenizer.fingerprint()} {context}" + (" concat 2" if packing == "concat" else "")
     found = hashlib.blake2b(how.encode(), digest_size=10)
     for text in texts:
         data = text.encode()
@@ -122,7 +122,7 @@ def _write(file: Path, texts: Sequence[str], tokenizer: Tokenizer, context: int,
         for ids in _documents(texts, tokenizer):
             if packing == "concat":
                 joined = np.concatenate([rest, *ids])
-                full = len(joined) - len(joined) % context
+                full = max(len(joined) // context - 1, 0) * context  # the last one may give a token to a rest of one
                 ids, rest = [joined[:full]], joined[full:]
             writer.write_batch(_pieces(ids, context))
         writer.write_batch(_pieces([rest], context))
