@@ -1,9 +1,13 @@
-"""A run's calls are balanced as its recipe says."""
+"""A run's calls are balanced as its recipe says; lengths of samples are kept for what made them."""
 
 import pytest
 
 from tests.flows import tiny
+from tilth.data.prompts import PromptSet
+from tilth.data.template import make_template
+from tilth.data.tokenizer import Tokenizer
 from tilth.launch import life
+from tilth.launch.build import all_lengths
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,13 @@ from tilth.launch import life
 def test_calls_are_balanced_as_the_recipe_says(tmp_path, sections, by):
     with life._cluster(tiny.recipe(tmp_path, **sections), None) as cluster:
         assert cluster.balance.by == by and cluster.balance.measures
+
+
+def test_lengths_of_samples_are_those_of_the_tools_that_their_template_lists(tmp_path):
+    recipe, prompts = tiny.recipe(tmp_path, data={"template": "chatml"}), PromptSet.of(["a", "b"])
+    tokenizer = Tokenizer.train(["a b"], 300)
+    found = []
+    for tools in ([], [{"name": "look"}], []):
+        template = make_template("chatml", tokenizer, tools)
+        found.append(all_lengths(recipe, prompts, template, tokenizer, tools)[0])
+    assert found[0] == found[2] < found[1]

@@ -30,7 +30,7 @@ from tilth.data.mixture import Mixture
 from tilth.data.order import Order
 from tilth.data.pairs import check_pairs
 from tilth.data.prompts import PromptSet, texts_of
-from tilth.data.template import Template, data_template, template_files
+from tilth.data.template import Template, Tools, data_template, template_files
 from tilth.data.tokenizer import Tokenizer
 from tilth.envs.process import listed_tools, load_environment
 from tilth.flows.roles import Roles
@@ -339,22 +339,24 @@ def _prompts(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, *, genera
     longest = max(check() for check in prompt_checks(recipe, prompts, template, generates=generates))
     order: Split = train
     if recipe.data.mixture:
-        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer))
+        order = mixed(recipe, train.parts, prompt_lengths(recipe, train, template, tokenizer, tools))
     return TrainingData(order, heldout, longest, {"prompts": prompts, "tools": tools}, [*prompts.left_out()])
 
 
-def prompt_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer) -> np.ndarray | None:
+def prompt_lengths(
+    recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer, tools: Tools
+) -> np.ndarray | None:
     """Return the tokens of each sample by index, which a schedule by tokens needs; None without such a schedule."""
     if not any(part.schedule and part.schedule_by == "tokens" for part in recipe.data.mixture):
         return None
-    return all_lengths(recipe, train, template, tokenizer)
+    return all_lengths(recipe, train, template, tokenizer, tools)
 
 
-def all_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of each sample by index, kept beside the token cache."""
+def all_lengths(recipe: Recipe, train: PromptSet, template: Template, tokenizer: Tokenizer, tools: Tools) -> np.ndarray:
+    """Return the tokens of each sample by index, kept beside the token cache. tools: those that the template lists."""
     answers, data = not recipe.flow_spec.samples, recipe.data
     names = [data.template, tokenizer.chat_template, *(part.template for part in data.mixture)]
-    words = f"{train.fingerprint()} {tokenizer.fingerprint()} {names} {template_files(data)} {answers}".encode()
+    words = f"{train.fingerprint()} {tokenizer.fingerprint()} {names} {template_files(data)} {answers} {tools}".encode()
     digest = hashlib.blake2b(words + train.rows.tobytes(), digest_size=10).hexdigest()
     entry = CacheEntry(Path(recipe.run.dir) / CACHE / f"lengths-{digest}", "lengths.npy")
     return token_lengths(train, template, entry, answers=answers)

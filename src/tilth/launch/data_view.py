@@ -117,8 +117,9 @@ def tokenise(recipe: Recipe) -> tuple[list[MixtureRow], list[str]]:
         return mixed(recipe, pieces, train.lengths).table(), notes
     recipe = with_holdout(recipe, prompts)
     chosen, tokenizer = prompts.split(recipe.data.holdout)[0], choose_tokenizer(recipe, prompts, loaded)
-    template = data_template(recipe.data, tokenizer, listed_tools(recipe.rollout.environment), prompts.starts)
-    lengths = all_lengths(recipe, chosen, template, tokenizer)
+    tools = listed_tools(recipe.rollout.environment)
+    template = data_template(recipe.data, tokenizer, tools, prompts.starts)
+    lengths = all_lengths(recipe, chosen, template, tokenizer, tools)
     return mixed(recipe, chosen.parts, lengths).table(), [*prompts.left_out()]
 
 
