@@ -11,7 +11,9 @@ from tests.errors import raises
 from tilth.config.load import from_dict
 from tilth.config.plugins import forget, load_plugins
 from tilth.core.errors import DataError, PluginError, RecipeError
+from tilth.core.media import MediaItem
 from tilth.data import index
+from tilth.data.computed import has_media
 from tilth.data.origin import Home
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.sources import from_records
@@ -201,6 +203,38 @@ def test_a_source_by_index_is_read_on_demand():
     lines.asked.clear()
     assert prompts[3].answer == "3" and lines.asked == [3]
     assert pickle.loads(pickle.dumps(prompts))[4] == prompts[4]
+
+
+def test_media_of_a_source_by_index_are_told_and_read():
+    item = MediaItem("eye", 0, 1, b"1")
+
+    class Pictures(Lines):
+        def __getitem__(self, i):
+            return {"prompt": f"p{i}", "media": [item]}
+
+    prompts = PromptSet.of(Pictures(3))
+    assert has_media(prompts.source) and prompts[1].media == (item,) and not has_media(PromptSet.of(Lines(3)).source)
+    assert has_media(pickle.loads(pickle.dumps(PromptSet.of([Pictures(3)[0]]))).source)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_media_that_a_transform_returns_are_told_or_refused(tmp_path, letters, monkeypatch, many):
+    monkeypatch.setattr(index, "IN_MEMORY", 0 if many else index.IN_MEMORY)
+    file = tmp_path / "paints.py"
+    file.write_text(
+        "import tilth\nfrom tilth.core.media import MediaItem\n@tilth.transform('paints')\n"
+        "def paints(record):\n    return {**record, 'media': [MediaItem('eye', 0, 1, b'1')]}\n"
+    )
+    load_plugins([str(file)])
+    try:
+        data = mixed(str(file), {"name": "x", "source": letters, "transform": "paints"})
+        if many:
+            with raises(DataError, "letters.jsonl:1.media"):
+                load_source(data, home=Home(str(tmp_path)))
+        else:
+            assert has_media(load_source(data, home=Home(str(tmp_path))).source)
+    finally:
+        forget([])
 
 
 def test_a_source_that_raises():

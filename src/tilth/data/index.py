@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from tilth.core.errors import DataError
+from tilth.core.media import MEDIA
 from tilth.data.cache import CacheEntry
-from tilth.data.columns import Pair, Prompt, plain
+from tilth.data.columns import Pair, Prompt, plain, record_key
 from tilth.data.computed import mixed
 
 IN_MEMORY = 1 << 24
@@ -44,6 +46,8 @@ class Index:
     fingerprint: str
     left: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of records left out for it."""
+    media: bool = False
+    """True if a prompt has media."""
 
 
 class Indexer:
@@ -54,7 +58,7 @@ class Indexer:
         self._sizes, self._wholes = array("q"), array("q")
         self._alphabet: set[str] = set()
         self._content = hashlib.blake2b(digest_size=8)
-        self._pairs = False
+        self._pairs = self._media = False
 
     def add(self, p: Prompt) -> Prompt:
         """Add the next prompt, and return it."""
@@ -64,6 +68,7 @@ class Indexer:
         self._wholes.append(len(p.document.encode()))
         self._alphabet.update(*said, p.whole)
         self._pairs |= bool(p.pairs)
+        self._media |= bool(p.media)
         content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
         self._content.update(_digest(content).encode())
         same = "\0".join([*said, p.whole])
@@ -76,9 +81,8 @@ class Indexer:
         """Return the index. left: ``Index.left``."""
         found = self._content.hexdigest()
         columns = self.columns(0, len(self._crcs))
-        return Index(
-            *columns, "".join(sorted(self._alphabet)), f"pairs {found}" if self._pairs else found, dict(left or {})
-        )
+        content, alphabet = f"pairs {found}" if self._pairs else found, "".join(sorted(self._alphabet))
+        return Index(*columns, alphabet, content, dict(left or {}), self._media)
 
     def columns(self, start: int, stop: int) -> IndexColumns:
         """Return the columns of some of the prompts, as the file has them."""
@@ -103,7 +107,10 @@ _plain_json = json.JSONEncoder(default=plain).encode
 
 
 def _encoded(p: Prompt) -> bytes:
-    """Return a prompt of a file as JSON; its info is plain."""
+    """Return a prompt of a file as JSON; its info is plain. Raises ``DataError`` for media, which are bytes."""
+    if p.media:
+        message = f"{p.where}: its transform returns media, which no cache of files keeps; give tilth.train the records"
+        raise DataError(message, key=record_key(p.where, MEDIA))
     whole = None if p.whole == p.text else p.whole
     found = [p.text, p.answer, p.info, p.messages, p.where, p.pairs, p.tools, whole]
     return _plain_json(found).encode()

@@ -30,9 +30,15 @@ class Records(Computed):
     """
 
     def __init__(
-        self, prompts: Prompts, index: Index | None = None, again: tuple[Read, RecordOrigin] | None = None
+        self,
+        prompts: Prompts,
+        index: Index | None = None,
+        again: tuple[Read, RecordOrigin] | None = None,
+        media: bool = False,
     ) -> None:
+        """media: a prompt has media; ignored if an index says it."""
         self._prompts, self._again = prompts, again
+        self.media = media if index is None else index.media
         self.left: Mapping[str, int] = {} if index is None else index.left
         """Reason -> records that are left out (``Index.left``)."""
         if index is not None:
@@ -40,7 +46,7 @@ class Records(Computed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._again is None:
-            return Records, (self._prompts,)
+            return Records, (self._prompts, None, None, self.media)
         read, origin = self._again
         rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
         return _reopened, (read, replace(origin, part=rooted), self.fingerprint())
@@ -74,10 +80,6 @@ class Records(Computed):
     def wholes(self) -> np.ndarray:
         """int64 [n]: bytes of each prompt's text and answer."""
         return self.index.wholes
-
-    @cached_property
-    def media(self) -> bool:
-        return isinstance(self._prompts, (list, tuple)) and any(p.media for p in self._prompts)
 
     def alphabet(self) -> str:
         return self.index.alphabet
@@ -138,7 +140,7 @@ def read_documents(origin: RecordOrigin) -> Source:
     if not isinstance(material, Material) or origin.is_task:
         task = read_prompts(origin)
         prompts = (task.prompt(i) for i in range(len(task)))
-        return Records([replace(p, whole=p.document) for p in prompts])
+        return Records([replace(p, whole=p.document) for p in prompts], media=has_media(task))
     template = origin.part.template or origin.data.template
     render = transcript(template, origin.data.tokenizer) if template else None
 
@@ -168,7 +170,8 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         prompts, index = keep(coming, origin.entry(read.__name__), material.left)
         found = Records(prompts, index, (read, origin))
     else:
-        found = Records(list(coming))
+        held = list(coming)
+        found = Records(held, media=any(p.media for p in held))
         found.left = material.left
     if not len(found):
         raise origin.nothing(found.left, documents=read is read_documents)
