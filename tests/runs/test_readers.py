@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tilth.core.errors import DataError
-from tilth.data.documents import _damage
+from tilth.data.cache import CacheEntry
 from tilth.plan.costs import load_costs
 from tilth.runs.checkpoint_owner import MARK, original
 from tilth.runs.readers import ettr, ettr_curve, handovers, read_metrics, read_state
@@ -24,7 +24,8 @@ def test_what_is_no_file_of_a_run(tmp_path, text):
     (tmp_path / MARK).write_text(text)
     assert original(tmp_path, str(tmp_path)) is None
     (tmp_path / "about.json").write_text(text)
-    assert _damage(tmp_path)
+    (tmp_path / "pieces.arrow").touch()
+    assert CacheEntry(tmp_path, "pieces.arrow").damage()
 
 
 @pytest.mark.parametrize("text", ODD)
