@@ -3,7 +3,7 @@
 from tests.errors import SOURCE, packages
 
 BUDGETS = {
-    "config": (3_450, 2_600),
+    "config": (3_500, 2_600),
     "core": (2_150, 1_800),
     "trace": (1_500, 1_400),
     "plan": (5_550, 3_700),
@@ -12,7 +12,7 @@ BUDGETS = {
     "sandbox": (1_100, 800),
     "rewards envs tasks": (4_750, 3_900),
     "cluster": (5_500, 4_500),
-    "data": (4_650, 2_600),
+    "data": (4_700, 2_600),
     "models": (4_900, 4_200),
     "parallel": (3_600, 3_000),
     "checkpoint": (4_250, 3_600),
@@ -20,7 +20,7 @@ BUDGETS = {
     "engines rollout": (6_050, 5_700),
     "roles": (2_700, 1_700),
     "guard": (3_300, 2_700),
-    "runs": (3_900, 2_650),
+    "runs": (3_850, 2_650),
     "flows": (2_200, 1_850),
     "launch": (5_000, 2_700),
     "serve": (6_350, 4_200),
