@@ -220,6 +220,21 @@ def test_a_helper_of_another_plugins_folder_is_not_taken_for_ones_own(tmp_path):
     assert sys.modules["helper_of_two"].NUMBER == 2
 
 
+def test_a_module_beside_a_plugin_that_only_a_computed_name_imports_is_told(tmp_path):
+    beside = write(tmp_path, "", "computed_one.py")
+    code = "from importlib import import_module\nimport tilth\n"
+    load = "import_module('computed_' + 'one')\n"
+    late = write(tmp_path, f"{code}@tilth.reward('late')\ndef late(): {load}", "late.py")
+    at_once = write(tmp_path, f"{code}{load}", "at_once.py")
+    with raises(PluginError, "at_once.py.import") as caught:
+        plugins.load_plugins([str(at_once)])
+    assert f"{beside} is found" in str(caught.value)
+    plugins.load_plugins([str(late)])
+    with raises(PluginError, "reward.late") as caught:
+        plugins.call_declared(plugins.declared("reward")["late"])
+    assert f"{beside} is found" in str(caught.value)
+
+
 def test_a_package_beside_a_plugin_is_not_found_by_libraries_that_try_to_import_it(tmp_path):
     """What it imports is found: through other modules, of packages too, in any plugin's folder, in child processes."""
     for folder in ("a", "b", "b/own_pkg", "b/bare_dir", "a/a_dir"):

@@ -504,7 +504,7 @@ def import_file(path: Path) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginError(f"importing {path} failed: {describe(error)}", key=f"{path.name}.import") from error
+        raise PluginError(f"importing {path} failed: {_described(error, path)}", key=f"{path.name}.import") from error
     return module
 
 
@@ -546,13 +546,11 @@ def _check_neighbours(path: Path) -> None:
 
 def _imported(plugins: Sequence[Path]) -> set[str]:
     """Return the top-level names of modules that plugins import, also through modules in their folders."""
-    return _reached([(plugin, "") for plugin in plugins], [plugin.parent for plugin in plugins])[0]
+    return _reached([(plugin, "") for plugin in plugins], {plugin.parent: 0 for plugin in plugins})[0]
 
 
-def _reached(files: Iterable[tuple[Path, str]], folders: Sequence[Path]) -> tuple[set[str], set[Path]]:
-    """Return the top-level names of modules that files with these packages import, also through modules in folders,
-    and the files themselves with those modules'."""
-    folders = list(dict.fromkeys(folders))
+def _reached(files: Iterable[tuple[Path, str]], folders: Iterable[Path]) -> tuple[set[str], set[Path]]:
+    """Return the top-level names of modules that files of packages import, also through folders, and all files."""
     todo, seen, found = [one for one in files if one[0].is_file()], set[Path](), set[str]()
     while todo:
         file, package = todo.pop()
@@ -622,8 +620,16 @@ def blame(error: BaseException, role: str) -> PluginError | None:
 
 
 def _failed(declaration: Declaration, error: BaseException) -> PluginError:
-    message = f"{declaration.title}: {describe(error, declaration.file)}"
+    message = f"{declaration.title}: {_described(error, Path(declaration.file), declaration.file)}"
     return PluginError(message, key=f"{declaration.kind}.{declaration.name}")
+
+
+def _described(error: BaseException, plugin: Path, file: str = "") -> str:
+    """Describe an exception as ``describe``, with a hint at a module beside the plugin that no import names."""
+    name = str(error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    beside = _module_file(plugin.parent, name) if name else None
+    found = describe(error, file)
+    return f"{found}; {beside} is found where a file imports it by its name: write import {name}" if beside else found
 
 
 def _import_module(name: str) -> ModuleType:
