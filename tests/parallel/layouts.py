@@ -159,7 +159,7 @@ def loss_of(case: Case, mask: np.ndarray):
 def engine_of(case: Case, sharded: ShardedModel, **options) -> TrainEngine:
     section = OptimizerConfig(**{"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1, **options.pop("optimizer", {})})
     how = {"total_steps": 100, "micro_tokens": case.micro_tokens, "scorer": appraise if case.value else score}
-    engine = TrainEngine(sharded, section, offload=case.offload, **{**how, **options})
+    engine = TrainEngine(sharded, section, **{"offload": case.offload, **how, **options})
     for part in sharded.parts if case.offload else ():
         part.offload.least = 1
     return engine
