@@ -1,4 +1,4 @@
-"""RecordOrigin of a source: where its records come from, and what happens to each on its way to a prompt."""
+"""Origin of a source's records, and the way of each to a prompt: filter, transform, policy for errors."""
 
 import difflib
 import hashlib
@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,11 +127,19 @@ class RecordOrigin:
             record = self._call(self.part.transform, record, where, sample, Mapping)
         return make(record, where, number)
 
+    @cached_property
+    def _takes_random(self) -> dict[str, bool]:
+        """True for each of its functions that takes random numbers beside a record."""
+        functions = {
+            name: declared("transform")[name].value for name in (self.part.filter, self.part.transform) if name
+        }
+        return {name: len(inspect.signature(own).parameters) > 1 for name, own in functions.items()}
+
     def _call(self, name: str, record: Any, where: str, sample: int, kind: type) -> Any:
         """Call a plugin's transform, whose random numbers depend on seed, source and sample alone."""
         declaration = declared("transform")[name]
         given = [record]
-        if len(inspect.signature(declaration.value).parameters) > 1:
+        if self._takes_random[name]:
             words = f"{self.home.seed} {self.part.name} {sample}".encode()
             key = int.from_bytes(hashlib.blake2b(words, digest_size=16).digest(), "little")
             given.append(np.random.Generator(np.random.Philox(key=key)))
