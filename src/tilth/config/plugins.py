@@ -546,7 +546,7 @@ def _check_neighbours(path: Path) -> None:
 
 def _imported(plugins: Sequence[Path]) -> set[str]:
     """Return the top-level names of modules that plugins import, also through modules in their folders."""
-    return _reached([(plugin, "") for plugin in plugins], {plugin.parent: 0 for plugin in plugins})[0]
+    return _reached([(plugin, "") for plugin in plugins], dict.fromkeys(plugin.parent for plugin in plugins))[0]
 
 
 def _reached(files: Iterable[tuple[Path, str]], folders: Iterable[Path]) -> tuple[set[str], set[Path]]:

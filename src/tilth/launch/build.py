@@ -265,13 +265,13 @@ def rooted(recipe: Recipe) -> Recipe:
             recipe = recipe.replaced(name, **{last: f"{whole}@{which}" if which else str(whole)})
     if recipe.model.adapter:
         recipe = recipe.replaced("model", adapter=str(Path(recipe.model.adapter).resolve()))
-    template, mixture = _resolved(recipe.data.template), []
+    template, mixture = _absolute(recipe.data.template), []
     for part in recipe.data.mixture:
-        mixture.append(part.model_copy(update={"template": _resolved(part.template)}))
+        mixture.append(part.model_copy(update={"template": _absolute(part.template)}))
     return recipe.replaced("data", template=template, mixture=tuple(mixture))
 
 
-def _resolved(template: str) -> str:
+def _absolute(template: str) -> str:
     """Return a template with the absolute path of its file, if it is one."""
     return str(Path(template).resolve()) if template and Path(template).is_file() else template
 

@@ -11,7 +11,7 @@ from tilth.config.checks import pool_of, pools
 from tilth.config.parts import LayoutConfig
 from tilth.config.schema import Recipe
 from tilth.core.layout import Mesh
-from tilth.launch.balance_costs import cached
+from tilth.launch.balance_costs import CACHED, cached
 from tilth.launch.fitting import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
@@ -99,7 +99,7 @@ def known_costs(recipe: Recipe, config: DecoderConfig) -> tuple[str, Costs | Non
     if recipe.cluster.costs:
         return f"cluster.costs = {recipe.cluster.costs}", load_costs(recipe.cluster.costs)
     if (path := cached(recipe, config)).exists():
-        return "the profile of an earlier run", load_costs(path)
+        return CACHED, load_costs(path)
     return "FLOPs of the model and published rates", None
 
 

@@ -6,6 +6,7 @@ its rows on the same ranks.
 
 import threading
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,9 @@ class RowBalance:
 
     def use(self, step: int, costs: Costs) -> None:
         """Follow these costs from a step on. Raises DataError if they lack the policy's passes."""
-        self._fits = sorted([*(fit for fit in self._fits if fit[0] != step), (step, costs.rows(ROLE))], key=_first_step)
+        self._fits = sorted(
+            [*(fit for fit in self._fits if fit[0] != step), (step, costs.rows(ROLE))], key=itemgetter(0)
+        )
 
     def costs(self, step: int) -> RowCosts:
         """Return the costs that hold at a step. Raises DataError if there are none."""
@@ -82,10 +85,6 @@ class RowBalance:
         with self._lock:
             found, self._figures = self._figures, []
         return found
-
-
-def _first_step(fit: tuple[int, RowCosts]) -> int:
-    return fit[0]
 
 
 def spread(loads: Sequence[RankLoad]) -> float:
