@@ -27,12 +27,17 @@ WITHIN = 0.12
 
 def most_alive(work, folder):
     """Bytes that ``work`` had allocated at its peak, of the CPU's allocator, beyond those before it."""
+    return int(np.cumsum([size for _, size in allocations(work, folder)]).max())
+
+
+def allocations(work, folder):
+    """Address and bytes (below 0 where they are freed) of what the threads of ``work`` allocate, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     recorded.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    sizes = [e["args"]["Bytes"] for e in sorted(events, key=lambda e: e.get("ts", 0)) if e.get("name") == "[memory]"]
-    return int(np.cumsum(sizes).max())
+    events = [e["args"] for e in sorted(events, key=lambda e: e.get("ts", 0)) if e.get("name") == "[memory]"]
+    return [(e["Addr"], e["Bytes"]) for e in events]
 
 
 def recipe_of(rows, *keys):

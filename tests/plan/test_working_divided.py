@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.plan.divided import most_freed
 from tests.plan.test_working import recipe_of, shape
 from tilth.plan.layout import cut, place
 from tilth.plan.working import training
@@ -43,3 +44,9 @@ def test_a_step_of_each_rank_takes_what_was_predicted(pool, tmp_path, sizes, mod
         found = training(recipe, cut(recipe, "policy", placed, config, rank), 64)
         needed = sum(item.bytes for item in found if item.name != "slack of the allocator")
         assert needed == pytest.approx(measured, rel=WITHIN), [(item.name, item.bytes) for item in found]
+
+
+def test_a_message_that_another_thread_frees_does_not_count_for_ever():
+    sent = [(1, 100), (2, 30), (1, 100), (3, 7), (3, -7), (1, -100), (2, -30)]  # the first one of 100 is freed unseen
+    assert most_freed(sent) == 137
+    assert most_freed([(1, 100), (2, 30), (2, -30)]) == 30
