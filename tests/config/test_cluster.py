@@ -247,6 +247,7 @@ def test_contradictions_say_what_would_work(overrides, message):
         [LOCAL, ADAMW, "cluster.workers=2", "train.parity=true", "policy.layout.fsdp=2"],
         [LOCAL, ADAMW, "cluster.workers=4", "policy.layout={dp=2,tp=2}"],
         [LOCAL, ADAMW, "cluster.workers=2", "rollout.layout.tp=2"],
+        [LOCAL, "cluster.workers=4", "policy.layout={fsdp = 2, hdp = 2, zero = 1}"],
     ],
 )
 def test_what_is_allowed(overrides):

@@ -36,6 +36,8 @@ MORE = [
     Case(**TWO, ep=2, double=True, **MIXED),
     Case(**TWO, ep=2, double=True, **MIXED, zero=1),
     Case(**TWO, zero=1, double=True, dropout=0.1, tied=False),
+    Case(**TWO, dp=2, zero=1, double=True, dropout=0.1),
+    Case(**TWO, dp=2, zero=1, double=True, value=True, experts=True, checkpointing=True),
     Case(**TWO, ep=2, double=True, **MIXED, zero=2, checkpointing=True),
 ]
 
