@@ -13,13 +13,15 @@ from tests.errors import raises
 from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.worker.context import Context
 from tilth.config.load import from_dict
+from tilth.config.parts import LayoutConfig
 from tilth.core.errors import RecipeError
 from tilth.core.layout import Mesh
 from tilth.launch import workers
 from tilth.models import parity
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
-from tilth.parallel.sharded import ShardedModel
+from tilth.parallel.dims import ParallelDims
+from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.flops import sequence_flops
 
 CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2)
@@ -92,6 +94,31 @@ def test_what_moves_to_the_host_is_decided_by_sizes_rates_and_memory(monkeypatch
         recipe.replaced("train", offload=0.0), ShardedModel.alone(Decoder(config)), recipe.optimizer
     )
     assert plain.limits.offload == 0 and plain.model.offload is None
+
+
+@pytest.mark.dist
+def test_a_layer_s_bytes_are_those_of_the_role_s_own_layout(pool):
+    """Not of the policy's: a critic without ``sp`` keeps the inputs of its norms whole."""
+    found = pool.run(2, "tests.launch.test_workers:bytes_of_layers")
+    assert found[0] == found[1]
+    for of_policy in found[0]:
+        assert of_policy == found[0][0] and of_policy[0] < of_policy[1]
+
+
+def bytes_of_layers(rank):
+    """Bytes of a token with ``sp`` and without, each beside a policy with and without."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "measured_flops", lambda device, dtype: 1e9)
+        patch.setattr(workers, "host_bandwidth", lambda device: 1e6)
+        for policy in (True, False):
+            recipe = from_dict({"train": {"precision": "bf16"}}).replaced(
+                "policy", layout=LayoutConfig(tp=2, sp=policy)
+            )
+            grids = [(ParallelDims.of(Mesh.of({"tp": 2}), rank), sp) for sp in (True, False)]
+            models = [shard(lambda: Decoder(CONFIG), grid, sp=sp) for grid, sp in grids]
+            found.append([workers.offload_limits(recipe, model).per_token for model in models])
+    return found
 
 
 @pytest.mark.parametrize("role", ["policy", "critic", "reference", "reward_model"])

@@ -352,9 +352,8 @@ def offload_limits(recipe: Recipe, sharded: ShardedModel) -> OffloadLimits:
     a layer, a measured link, and the rank's part of the host memory that is available."""
     t, grid, device = recipe.train, sharded.grid, sharded.device
     shape, layers = tp_part(sharded.model.config, grid.size("tp")), sum(len(p.model.layers) for p in sharded.parts)
-    spread = grid.size("tp") if recipe.policy.layout.sp else 1
     micro = LargestMicroBatch(t.micro_tokens, t.micro_tokens, t.micro_tokens, False, 1.0)
-    size = layer_bytes(recipe, ShardFactors(0, 0, shape, 0, spread), t.micro_tokens, micro) / t.micro_tokens
+    size = layer_bytes(recipe, ShardFactors(0, 0, shape, 0, sharded.spread), t.micro_tokens, micro) / t.micro_tokens
     host = HOST_PART * psutil.virtual_memory().available / max(1, torch.cuda.device_count())
     seconds = partial(layer_seconds, shape, measured_flops(device, DTYPES[t.precision]))
     return OffloadLimits(layers, size, host_bandwidth(device), host, seconds)

@@ -71,8 +71,6 @@ class PipelinePlan:
     schedule: str
     dtypes: Mapping[str, torch.dtype]
     """Of all parameters."""
-    spread: int = 1
-    """Ranks that divide the tokens of hidden states between blocks."""
     drops: bool = False
     """True if passes that learn have dropout, on any stage."""
 

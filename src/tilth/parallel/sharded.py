@@ -103,8 +103,9 @@ def shard(
     plan = None
     if grid.size("pp") > 1:
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        plan = PipelinePlan(stages, schedule, dtypes, spread=grid.size("tp") if sp else 1, drops=drops(model))
-    return ShardedModel([part.model for part in parts], grid, table, partial, zero, parts[0].context, plan, reducer)
+        plan = PipelinePlan(stages, schedule, dtypes, drops=drops(model))
+    found, spread = [part.model for part in parts], grid.size("tp") if sp else 1
+    return ShardedModel(found, grid, table, partial, zero, parts[0].context, plan, reducer, spread)
 
 
 def _stages(model: Decoder, grid: ParallelDims, schedule: str) -> Stages:
@@ -140,11 +141,12 @@ class ShardedModel:
         context: ContextParallel | None = None,
         pipeline: PipelinePlan | None = None,
         reducer: GradientReducer = EXACT,
+        spread: int = 1,
     ) -> None:
         """partial: parameters whose gradients are summed over a further group. context: how ranks divide tokens.
-        pipeline: None if all parts are here."""
+        pipeline: None if all parts are here. spread: ranks that divide the tokens of hidden states."""
         self.parts, self.model, self.grid, self.zero = list(parts), parts[-1], grid, zero
-        self.context = context
+        self.context, self.spread = context, spread
         self.layouts: dict[str, Layout] = dict(layouts)
         self.pipeline, self._connected = pipeline, False
         self._own = {name: p for part in parts for name, p in part.named_parameters()}
@@ -367,7 +369,7 @@ class ShardedModel:
         parts = len(self.parts) * self.grid.size("pp")
         if self.pipeline is None:
             return Handover(orders, self.stage, parts)
-        pipe = Pipe(orders, self.stage, parts, grid=self.grid, model=self.model, spread=self.pipeline.spread)
+        pipe = Pipe(orders, self.stage, parts, grid=self.grid, model=self.model, spread=self.spread)
         if not self._connected:
             pipe.connect()
             self._connected = True
