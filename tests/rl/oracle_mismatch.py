@@ -54,11 +54,27 @@ def passes(name, bounds, old, rollout, gaps):
     return [bounds[0] <= math.exp(v) <= bounds[1] for v in values]
 
 
-def correct(batch, columns, *, level, max_weight, min_weight, beyond, normalise, denominators, reject_negative, reject):
+def nearest(pushed, bound):
+    """How large a squared gap may be, of the tokens that are pushed further from the engine: the largest left goes as
+    long as the mean is above the bound, with those that are as large."""
+    left = sorted(pushed)
+    while left and math.fsum(left) / len(left) > bound:
+        left = [v for v in left if v < left[-1]]
+    return left[-1] if left else -1.0
+
+
+def correct(
+    batch, columns, *, level, max_weight, min_weight, beyond, normalise, denominators, reject_negative, second_moment,
+    reject,
+):  # fmt: skip
     weights, masks, above, below, failed, held = [], [], 0, 0, dict.fromkeys(reject, 0), []
     lost_rows = lost = total = rows_alive = 0
     if reject_negative is not None:
         failed["negative"] = 0
+    if second_moment is not None:
+        failed["second_moment"] = 0
+        every = [(gap(o, r), a) for row, _ in rows(batch, columns) for o, r, a in zip(*row)]
+        largest = nearest([d * d for d, a in every if a * d > 0], second_moment)
     scales = []
     for (old, rollout, advantages), _ in rows(batch, columns):
         gaps = [gap(o, r) for o, r in zip(old, rollout)]
@@ -76,6 +92,10 @@ def correct(batch, columns, *, level, max_weight, min_weight, beyond, normalise,
             if far and math.fsum(advantages) < 0:
                 failed["negative"] += len(gaps)
                 keep = [False] * len(gaps)
+        if second_moment is not None:
+            ok = [a * d <= 0 or d * d <= largest for d, a in zip(gaps, advantages)]
+            failed["second_moment"] += sum(not k for k in ok)
+            keep = [a and b for a, b in zip(keep, ok)]
         held += [w for w, _ in row]
         scales += [w for w, inside in (row if level == "token" else row[:1]) if inside]
         weights.append([w for w, _ in row])
@@ -84,7 +104,7 @@ def correct(batch, columns, *, level, max_weight, min_weight, beyond, normalise,
         rows_alive, lost_rows = rows_alive + bool(keep), lost_rows + (not all(keep))
     scale = math.fsum(scales) / len(scales) if scales else 1.0
     scale = scale if scale > 1e-8 else 1.0
-    may_reject = reject or reject_negative is not None or beyond == "reject"
+    may_reject = reject or reject_negative is not None or second_moment is not None or beyond == "reject"
     flat_weights, flat_mask = [], []
     for (_, mask), row, keep in zip(rows(batch, columns), weights, masks):
         place = iter(zip(row, keep))

@@ -2,7 +2,10 @@
 
 import math
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +20,7 @@ from tilth import rl
 from tilth.core.errors import ArgumentError, RecipeError, TokenCountError
 from tilth.rl import registry
 from tilth.rl.metrics import STATISTICS
-from tilth.rl.rollout_correction import Corrector
+from tilth.rl.rollout_correction import Corrector, _smallest
 
 PACKINGS = [(0, None), (3, None), (0, 6), (2, 9)]
 PRESETS = rl.names()["corrections"]
@@ -219,6 +222,7 @@ chosen_options = st.fixed_dictionaries(
         "normalise": st.booleans(),
         "denominators": st.sampled_from(["kept", "all"]),
         "reject_negative": st.sampled_from([None, 0.0, 0.2]),
+        "second_moment": st.sampled_from([None, 1e-3, 0.04, 0.5]),
     }
 )
 
@@ -266,18 +270,25 @@ def test_oracle_of_the_diagnostics(batch):
 
 
 def over_workers(name, parts, columns, **options):
-    """What two workers find whose ``reduce`` adds up; each calls it as often as the other."""
-    given: list[torch.Tensor] = []
+    """What workers find, each in its thread, whose ``reduce`` adds up; each calls it as often as the others."""
+    given: dict[int, torch.Tensor] = {}
+    meet = threading.Barrier(len(parts), timeout=10)
 
-    def one(part, reduce):
-        rows, tokens = part
+    def one(worker):
+        rows, tokens = parts[worker]
+
+        def reduce(vector):
+            given[worker] = vector
+            meet.wait()
+            total = torch.stack([given[w] for w in range(len(parts))]).sum(0)
+            meet.wait()
+            return total
+
         mine = {k: v[tokens] for k, v in columns.items()}
         return rl.correct(name, **mine, mask=rows.mask, lengths=rows.lengths, reduce=reduce, **options)
 
-    for part in parts:
-        one(part, lambda vector: given.append(vector) or vector)
-    assert len(given) in (0, len(parts))
-    return [one(part, lambda vector: torch.stack(given).sum(0)) for part in parts]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(one, range(len(parts))))
 
 
 @settings(max_examples=EXAMPLES // 2, deadline=None)
@@ -401,6 +412,70 @@ def test_negative_sequences():
         rl.correct("decoupled_negative", **given)
 
 
+def farthest_left_out(log_ratios, advantages, bound):
+    """M2PO in numpy: by size, the largest first, until the mean of the others is within the bound."""
+    kept = np.ones(len(log_ratios), dtype=bool)
+    order = np.argsort(-(log_ratios**2))
+    for place in order[(advantages * log_ratios > 0)[order]]:
+        pushed = kept & (advantages * log_ratios > 0)
+        if np.mean(log_ratios[pushed] ** 2) <= bound:
+            break
+        kept[place] = False
+    return kept
+
+
+@pytest.mark.parametrize("bound", [1e-5, 0.04, 0.3, 100.0])
+@pytest.mark.parametrize("stale", [1e-3, 0.2, 3.0])
+def test_second_moment(bound, stale):
+    """Mask, weights, and the gradient of sum(M * pi / mu * A) / tokens, against numpy in float64."""
+    random = np.random.default_rng(3)
+    old, advantages = random.normal(-2, 1, 400), random.normal(0, 1, 400)
+    rollout = old - stale * random.standard_t(2, 400)
+    log_ratios = np.clip(old - rollout, -20, 20)
+    mask = farthest_left_out(log_ratios, advantages, bound)
+    given = {"mask": torch.ones(400), "lengths": torch.full((40,), 10), "advantages": torch.from_numpy(advantages)}
+    columns = {"old_logprobs": torch.from_numpy(old), "rollout_logprobs": torch.from_numpy(rollout)}
+    found = rl.correct("decoupled_m2po", second_moment=bound, **columns, **given)
+    assert np.array_equal(found.mask.numpy(), mask)
+    close(found.weights, np.exp(log_ratios), 0, 1e-12)
+    close(float(found.metrics["correction/rejected/second_moment"]), np.mean(~mask))
+    logprobs = columns["old_logprobs"].clone().requires_grad_()
+    given["mask"] = found.mask
+    loss = rl.policy_loss(
+        "ppo_clip", logprobs=logprobs, old_logprobs=columns["old_logprobs"], weights=found.weights, **given
+    )
+    loss.loss.backward()
+    close(-logprobs.grad, mask * np.exp(log_ratios) * advantages / max(mask.sum(), 1), 1e-12, 1e-12)
+
+
+def test_second_moment_learns_from_what_clipping_hides():
+    """A stale batch, log ratios of 0.2: a ratio to mu clipped at 0.2 masks half of the tokens that count, M2PO none;
+    one outlier goes, and no token that the update brings back to mu, however far."""
+    random = np.random.default_rng(0)
+    gaps = random.normal(0, 0.2, 2000)
+    gaps[:2] = 9.0, -9.0
+    advantages = np.ones(2000)
+    columns = {"old_logprobs": torch.from_numpy(gaps), "rollout_logprobs": torch.zeros(2000, dtype=torch.float64)}
+    given = {"mask": torch.ones(2000), "lengths": torch.tensor([2000]), "advantages": torch.from_numpy(advantages)}
+    found = rl.correct("decoupled_m2po", second_moment=0.05, **columns, **given)
+    assert (~found.mask).nonzero().flatten().tolist() == [0]
+    assert np.mean(np.exp(gaps[gaps > 0]) > 1.2) > 0.3
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(st.lists(st.floats(0, 400) | st.sampled_from([0.0, 0.25, 1e-300, 400.0]), max_size=30), st.floats(1e-6, 500))
+def test_smallest_values_within_a_mean(values, bound):
+    """Of any values, ties among them: all that are kept are below all that are not, and one more is too many."""
+    found = _smallest(torch.tensor(values, dtype=torch.float64), bound, lambda vector: vector).tolist()
+    kept = [v for v, k in zip(values, found) if k]
+    lost = [v for v, k in zip(values, found) if not k]
+    if kept:
+        assert math.fsum(kept) / len(kept) <= bound * (1 + 1e-12)
+    if lost:
+        more = kept + [v for v in lost if v == min(lost)]
+        assert max(kept, default=-1) < min(lost) and math.fsum(more) / len(more) > bound * (1 - 1e-12)
+
+
 def test_masked_importance_leaves_out_what_truncation_holds():
     data = Fixture()
     truncated = correct(data, "decoupled_seq_is", max_weight=1.03)
@@ -432,7 +507,7 @@ def test_nothing_has_a_gradient():
 
 
 def test_presets():
-    assert set(PRESETS) == VERL | {"none", "custom", "decoupled_seq_mis", "decoupled_negative"}
+    assert set(PRESETS) == VERL | {"none", "custom", "decoupled_seq_mis", "decoupled_negative", "decoupled_m2po"}
     assert len(VERL) == 18
     for name in PRESETS:
         assert registry.lookup("corrections", name).__doc__
@@ -459,7 +534,7 @@ def test_every_preset_takes_a_step(name):
     entry = rl.check(name, ["rollout_logprobs", "old_logprobs", "advantages"], kind="corrections")
     found = correct(data, name, advantages=advantages)
     assert found.bypass == name.startswith("bypass")
-    assert (found.weights is not None) == ("_is" in name or "tis" in name or "icepop" in name or "mis" in name)
+    assert (found.weights is not None) == any(part in name for part in ("_is", "tis", "icepop", "mis", "m2po"))
     loss_name = "reinforce" if name.startswith("bypass_pg") else "ppo_clip"
     entry.fits(rl.loss_entry(loss_name))
     logprobs = data.new.clone().requires_grad_()
@@ -484,6 +559,7 @@ def test_every_preset_takes_every_option(name):
         "bypass": False,
     }
     options |= {"reject": {"token_k2": 2.0}, "reject_negative": 1.0, "denominators": "all", "made_for": ""}
+    options |= {"second_moment": 0.1}
     columns = ["rollout_logprobs", "old_logprobs", "advantages"]
     assert rl.check(name, columns, options).model_dump() == rl.check("custom", columns, options).model_dump()
 
@@ -497,6 +573,7 @@ def test_every_preset_takes_every_option(name):
         ("bypass_ppo_clip", ("rollout_logprobs",), "token-local", True),
         ("bypass_ppo_clip_k3_rs", ("rollout_logprobs", "old_logprobs"), "token-local", False),
         ("decoupled_negative", ("rollout_logprobs", "old_logprobs", "advantages"), "token-local", False),
+        ("decoupled_m2po", ("rollout_logprobs", "old_logprobs", "advantages"), "global moments", False),
     ],
 )
 def test_what_they_need(name, needs, scope, bypasses):
@@ -559,6 +636,7 @@ def test_a_bypass_without_the_trainers_log_probs():
         ("custom", {"reject": {"token_k3": 0}}, "custom.reject.token_k3"),
         ("custom", {"reject": {"token_k3": "x"}}, "custom.reject.token_k3.float"),
         ("custom", {"reject_negative": -1}, "custom.reject_negative"),
+        ("custom", {"second_moment": 0}, "custom.second_moment"),
     ],
 )
 def test_what_is_wrong_is_named(name, options, key):

@@ -6,10 +6,12 @@ update. Decoupled (three policies): the loss takes its ratio theta / old and eac
 
 Presets are those of verl's rollout correction (Liu et al. 2025, "When Speed Kills Stability"), over one set of options.
 Weights: truncated (TIS), zero outside of an interval (IcePop), tokens or sequences left out (masked, MIS). Rejection by
-statistics of k1, k2, k3, and of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556).
+statistics of k1, k2, k3, of sequences with a negative advantage, after the mask of DeepSeek-V3.2 (2512.02556), and of
+tokens until the second moment of log rho over the global batch is small enough (M2PO, 2510.01161).
 
-That mask compares mu with theta at each optimizer step; ``reject_negative`` compares mu with old, once, because the
-denominators must be known before the first micro-batch. The two agree at the first step on a batch.
+These two masks compare mu with theta at each optimizer step; ours compare mu with old, once, because the denominators
+must be known before the first micro-batch. They agree at the first step on a batch. M2PO's follows its authors'
+code: tokens that the update brings back to mu stay.
 """
 
 import math
@@ -102,6 +104,12 @@ class Corrector(CorrectionRule):
         description="leave out sequences of negative advantage whose mean log(mu / old) is above this "
         "(DeepSeek-V3.2's mask takes the policy that moves in place of old)",
     )
+    second_moment: float | None = Field(
+        None,
+        gt=0,
+        description="of the tokens that the update pushes further from mu (advantage * log(old / mu) > 0), leave out "
+        "the farthest, until the mean of log(old / mu)^2 over the others is at most this, in the global batch (M2PO)",
+    )
     denominators: Literal["kept", "all"] = Field(
         "kept", description="the loss divides by the tokens and rows that are kept, or by all (the others weigh 0)"
     )
@@ -132,19 +140,24 @@ class Corrector(CorrectionRule):
     @property
     def rejects(self) -> bool:
         """True if tokens may be left out."""
-        return bool(self.reject) or self.reject_negative is not None or (self.weighted and self.beyond == "reject")
+        return bool(self.reject) or self.by_advantage or (self.weighted and self.beyond == "reject")
+
+    @property
+    def by_advantage(self) -> bool:
+        """True if advantages decide what is left out."""
+        return self.reject_negative is not None or self.second_moment is not None
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Log-probs of mu, and of old except for a bypass that neither weights nor rejects."""
         measured = self.weighted or self.rejects or not self.bypass
         needed = ("rollout_logprobs", "old_logprobs") if measured else ("rollout_logprobs",)
-        return needed if self.reject_negative is None else (*needed, "advantages")
+        return (*needed, "advantages") if self.by_advantage else needed
 
     @property
     def scope(self) -> Scope:
-        """Global moments for the mean of the weights, else tokens alone."""
-        return "global moments" if self.normalise else "token-local"
+        """Global moments for the mean of the weights and the second moment, else tokens alone."""
+        return "global moments" if self.normalise or self.second_moment is not None else "token-local"
 
     def fits(self, loss: PolicyLoss) -> None:
         """Raise RecipeError if made for another loss, or if ratio and weights would both correct for mu."""
@@ -169,7 +182,7 @@ class Corrector(CorrectionRule):
         if self.weighted:
             weights, inside, found = self._weigh(gap, sampled.reduce)
             kept, metrics = kept & inside, metrics | found
-        for name, passes in self._tests(gap, sampled.advantages).items():
+        for name, passes in self._tests(gap, sampled.advantages, sampled.reduce).items():
             kept = kept & passes
             metrics[f"correction/rejected/{name}"] = _share(given & ~passes, given)
         metrics["correction/rejected"] = _share(given & ~kept, given)
@@ -205,7 +218,7 @@ class Corrector(CorrectionRule):
             metrics["scale"] = Metric(scale, 1, "mean")
         return weights, spread(kept), {f"correction/{name}": metric for name, metric in metrics.items()}
 
-    def _tests(self, gap: Gap, advantages: Tensor | None) -> dict[str, Tensor]:
+    def _tests(self, gap: Gap, advantages: Tensor | None, reduce: Reduce) -> dict[str, Tensor]:
         """Return the tokens that meet each condition, bool [total]. NaN passes, so that the loss reports it."""
         found = {}
         for name, threshold in self.reject.items():
@@ -215,6 +228,10 @@ class Corrector(CorrectionRule):
         if self.reject_negative is not None and advantages is not None:
             far = gap.mean(-gap.log_ratio) > self.reject_negative
             found["negative"] = ~gap.packing.spread(far & (gap.mean(advantages) < 0))
+        if self.second_moment is not None and advantages is not None:
+            further = gap.packing.mask & (advantages * gap.log_ratio > 0)
+            found["second_moment"] = torch.ones_like(further)
+            found["second_moment"][further] = _smallest(gap.log_ratio[further] ** 2, self.second_moment, reduce)
         return found
 
 
@@ -256,6 +273,27 @@ def _mean(values: Tensor, reduce: Reduce) -> Tensor:
     return torch.where(mean > 1e-8, mean, 1.0)
 
 
+def _smallest(values: Tensor, mean: float, reduce: Reduce) -> Tensor:
+    """Return bool: the smallest values whose mean, over all workers, is at most ``mean``; equal values stay together.
+
+    values: float64 [k], at least 0. The first value too many is found byte by byte, as non-negative floats have the
+    order of their bits: 8 sums of 512 numbers, and no worker holds another's values.
+    """
+    bits, first, before = values.view(torch.int64), 0, values.new_zeros(2)
+    for shift in range(56, -8, -8):
+        inside = (bits >> shift >> 8) == first
+        bins = values.new_zeros(2, 256)
+        of_each = torch.stack([torch.ones_like(values), values])[:, inside]
+        bins.index_add_(1, (bits[inside] >> shift) & 255, of_each)
+        count, total = before[:, None] + reduce(bins.flatten()).view(2, 256).cumsum(1)
+        within = int((total <= mean * count).sum())
+        if within == 256:
+            return bits >> shift >> 8 <= first
+        first = first * 256 + within
+        before = torch.stack([count, total])[:, within - 1] if within else before
+    return bits < first
+
+
 def _share(chosen: Tensor, given: Tensor) -> Metric:
     return Metric(chosen.sum().double(), given.sum(), "mean")
 
@@ -276,7 +314,7 @@ def _preset(defaults: dict[str, Any], description: str) -> type[Corrector]:
     return create_model("Preset", __base__=Corrector, __module__=__name__, __doc__=description, **fields)
 
 
-# All but three are verl's, with its names and thresholds.
+# All but four are verl's, with its names and thresholds.
 register("corrections", "custom")(_preset({}, "Nothing but what its options say."))
 register("corrections", "decoupled_token_is")(_preset(_TOKEN, "Truncated weights of tokens (TIS)."))
 register("corrections", "decoupled_seq_is")(_preset(_SEQUENCE, "Truncated weights of sequences."))
@@ -316,6 +354,13 @@ register("corrections", "decoupled_negative")(
         {"reject_negative": 0.5},
         "Sequences of negative advantage that mu finds far likelier than old are left out (after DeepSeek-V3.2, whose "
         "mask compares mu with the policy that moves; the same at the first step on a batch). Not in verl.",
+    )
+)
+register("corrections", "decoupled_m2po")(
+    _preset(
+        _TOKEN | {"max_weight": 0.0, "second_moment": 0.04},
+        "Weights of tokens without a bound; of the tokens that the update pushes further from mu the farthest are left "
+        "out, until the second moment of log rho is small enough (M2PO). Not in verl.",
     )
 )
 register("corrections", "bypass_ppo_clip")(_preset(_CLIP, "Two policies: the clipped ratio is taken to mu."))
@@ -371,9 +416,11 @@ def correct(
             update. What they hold at masked positions does not matter. Without ``old_logprobs`` (``needs`` of the
             entry tells if that works) there are no metrics.
         mask: [total], not 0 where the token counts. lengths: integers [n].
-        advantages: [total], for ``reject_negative``; a sequence's is the mean over its tokens.
+        advantages: [total], for ``reject_negative``, where a sequence's is the mean over its tokens, and
+            ``second_moment``.
         versions: [total], of the policy that chose each token, for rules that ask for them.
-        reduce: sum over all workers, for ``normalise``; all workers must call then, those without rows too.
+        reduce: sum over all workers, for ``normalise`` and ``second_moment``; all workers must call then, those without
+            rows too.
         options: see ``options("corrections", name)``. Bounds of k1 are of mu / old, the inverse of the weight (verl).
 
     Where both log-probs are -inf, rho is 1; NaN at a token that counts passes through to weights and metrics, so that

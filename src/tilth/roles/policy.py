@@ -193,11 +193,11 @@ class PolicyWorker(Learner):
         return metrics
 
     def _correction(self, rule: CorrectionRule, per_token: Mapping[str, np.ndarray], tokens: Jagged) -> rl.Correction:
-        """Compute the correction; without advantages ``reject_negative`` is left out, which changes no weight."""
+        """Compute the correction; without advantages rejections by them are left out, which changes no weight."""
         names = ("old_logprobs", "advantages", "versions")
         known = {name: _tensor(per_token[name]) for name in names if name in per_token}
         if "advantages" not in known and isinstance(rule, Corrector):
-            rule = rule.model_copy(update={"reject_negative": None})
+            rule = rule.model_copy(update={"reject_negative": None, "second_moment": None})
         return rl.correct(
             rule,
             old_logprobs=known.get("old_logprobs"),

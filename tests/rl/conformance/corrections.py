@@ -34,6 +34,7 @@ PRESETS: dict[str, Options] = {
     "decoupled_k3_rs_token_tis": _K3 | _TOKEN,
     "decoupled_seq_mis": _SEQUENCE | {"beyond": "reject"},
     "decoupled_negative": {"reject_negative": 0.5},
+    "decoupled_m2po": _TOKEN | {"max_weight": 0.0, "second_moment": 0.04},
     "bypass_ppo_clip": _BYPASS,
     "bypass_ppo_clip_geo_rs": _BYPASS | _GEO,
     "bypass_ppo_clip_k3_rs": _BYPASS | _K3,
@@ -52,6 +53,7 @@ NOTHING: Options = {
     "normalise": False,
     "reject": {},
     "reject_negative": None,
+    "second_moment": None,
     "denominators": "kept",
     "bypass": False,
 }
@@ -104,7 +106,16 @@ def _meets(name: str, value: float, threshold: Any) -> bool:
     return math.log(low) <= value <= math.log(high)
 
 
-def _passes(row: Row, o: Options) -> list[bool]:
+def _farthest(rows: list[Row], bound: float) -> float:
+    """The largest squared log ratio that may stay, of tokens whose update moves them further: they are taken in order
+    of size, equal ones at once, while their mean is within the bound."""
+    squares = sorted(apart(t) ** 2 for row in rows for t in row.tokens if t.advantages * apart(t) > 0)
+    ends = [i for i, square in enumerate(squares, 1) if i == len(squares) or squares[i] > square]
+    within = [squares[i - 1] for i in ends if mean(squares[:i]) <= bound]
+    return max(within, default=-1.0)
+
+
+def _passes(row: Row, o: Options, farthest: float) -> list[bool]:
     """Which tokens of a row meet every condition."""
     found = [True] * len(row.tokens)
     if not found:
@@ -114,14 +125,16 @@ def _passes(row: Row, o: Options) -> list[bool]:
     if o["reject_negative"] is not None:
         far = mean([-apart(t) for t in row.tokens]) > o["reject_negative"]
         found = [f and not (far and mean([t.advantages for t in row.tokens]) < 0) for f in found]
-    return found
+    moves = [t.advantages * apart(t) > 0 for t in row.tokens]
+    return [f and not (m and apart(t) ** 2 > farthest) for f, m, t in zip(found, moves, row.tokens)]
 
 
 def correct(rows: list[Row], o: Options) -> tuple[list[list[float]], list[list[bool]]]:
     """Weight (1 where there are none) and whether it is kept, of each token that counts."""
     weights, kept, bounds = [], [], []
+    farthest = math.inf if o["second_moment"] is None else _farthest(rows, o["second_moment"])
     for row in rows:
-        passes = _passes(row, o)
+        passes = _passes(row, o, farthest)
         within = [True] * len(row.tokens)
         if o["level"] == "none":
             weights.append([1.0] * len(row.tokens))

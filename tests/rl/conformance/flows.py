@@ -283,7 +283,7 @@ def wrong(made: Mix, record: dict[str, Any]) -> str:
         return ""
     if chosen.weighted and record.get("correction/weight", 1.0) == 1:
         return "all weights are 1"
-    if chosen.rejects and chosen.reject_negative is None and not record.get("correction/rejected", 0.0) > 0:
+    if chosen.rejects and not chosen.by_advantage and not record.get("correction/rejected", 0.0) > 0:
         return "nothing was rejected"
     return ""
 

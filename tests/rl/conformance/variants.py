@@ -53,6 +53,7 @@ _CORRECTIONS: list[dict] = [
     {"reject": {"token_k3": 0.02, "seq_mean_k3": 0.02, "seq_max_k3": 0.04}, "level": "sequence"},
     {"reject": {"seq_mean_k1": 1.05, "seq_mean_k2": 0.03}, "reject_negative": 0.02},
     {"reject": {"seq_sum_k3": 0.1, "token_binary": 0.01}},
+    {"level": "token", "second_moment": 0.01},
 ]
 _OTHERS: dict[str, dict[str, list[dict]]] = {
     "aggregations": {"seq-mean-token-sum-norm": [{"norm_length": 5}]},
