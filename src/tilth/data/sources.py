@@ -49,7 +49,8 @@ class Records(Computed):
             return Records, (self._prompts, None, None, self.media)
         read, origin = self._again
         rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
-        return _reopened, (read, replace(origin, part=rooted), self.fingerprint())
+        data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
+        return _reopened, (read, replace(origin, part=rooted, data=data), self.fingerprint())
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -215,9 +216,13 @@ class Joined(Computed):
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index, renumbered to it."""
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        found = self.parts[part].prompt(index - int(self.starts[part]))
-        return replace(found, index=index) if part else found
+        number = int(np.searchsorted(self.starts, index, side="right")) - 1
+        found = self.part(number).prompt(index - int(self.starts[number]))
+        return replace(found, index=index) if number else found
+
+    def part(self, number: int) -> Source:
+        """Return the source of this number."""
+        return self.parts[number]
 
     @cached_property
     def hashes(self) -> np.ndarray:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from tilth.process.child import PipedChild, finalize
+from tilth.process.frames import drain
 from tilth.process.output import Prints
 
 CLOSE_SECONDS = 1.0
@@ -45,14 +46,22 @@ class ChildPool(Generic[C]):
         self._closed()
 
 
-def ready(children: Sequence[C], seconds: float) -> list[C]:
-    """Wait for children that can be read, or written to if they have unsent bytes."""
+def ready(children: Sequence[C], seconds: float, wake: int | None = None) -> list[C]:
+    """Wait for children that can be read, or written to if they have unsent bytes.
+
+    wake: descriptor that does not block; what can be read from it is, and ends the wait.
+    """
     with selectors.DefaultSelector() as selector:
+        if wake is not None:
+            selector.register(wake, selectors.EVENT_READ)
         for child in children:
             selector.register(child.replies, selectors.EVENT_READ, child)
             if child.unsent:
                 selector.register(child.requests, selectors.EVENT_WRITE, child)
-        return list({id(key.data): key.data for key, _ in selector.select(max(0.0, seconds))}.values())
+        found = [key.data for key, _ in selector.select(max(0.0, seconds))]
+        if wake is not None and None in found:
+            drain(wake, bytearray())
+        return list({id(child): child for child in found if child is not None}.values())
 
 
 def _close(children: list[C], starter: ThreadPoolExecutor, prints: Prints | None) -> None:

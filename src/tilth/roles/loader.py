@@ -6,60 +6,62 @@ import numpy as np
 
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
-from tilth.core.errors import DataError
 from tilth.core.media import MEDIA, pack_media
 from tilth.data.computed import has_media
 from tilth.data.documents import Corpus
-from tilth.data.examples import supervised
-from tilth.data.pairs import encode_pairs, pairs_of
-from tilth.data.prompts import Prompt, PromptSet
+from tilth.data.prompts import PromptSet
+from tilth.data.samples import Kind, LoadedSample, tokenised
 from tilth.data.template import Example, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.plan.batch import RowTable
 from tilth.roles.experience import INFO, identity
 from tilth.roles.pairs import CHOSEN
+from tilth.roles.source_loaders import SourceLoaders
 from tilth.trace.spans import span
 
 
 class PromptLoader:
-    """Prompts with their answers or pairs, and the template that tokenises them."""
+    """Prompts with their answers or pairs, and the template that tokenises them.
+
+    A call that is given ``then``, the samples of the next step, has its loaders begin with them.
+    """
 
     def __init__(
-        self, prompts: PromptSet, template: Template, context: int, store: Store, *, episodes: bool = False
+        self,
+        prompts: PromptSet,
+        template: Template,
+        context: int,
+        store: Store,
+        *,
+        episodes: bool = False,
+        loaders: SourceLoaders | None = None,
     ) -> None:
-        """episodes: a prompt's conversation is asked up to the assistant's first turn, not to its last."""
+        """episodes: a prompt's conversation is asked up to the assistant's first turn, not to its last. loaders:
+        processes that make the tokens in place of this one."""
         self.prompts, self.template, self.context, self.store = prompts, template, context, store
-        self.episodes = episodes
+        self.episodes, self.loaders = episodes, loaders
 
-    @transfer(split="all", gather="first")
-    def examples(self, indices: Sequence[int]) -> Batch:
+    @transfer(split="all", gather="first", patient=True)
+    def examples(self, indices: Sequence[int], then: Sequence[int] = ()) -> Batch:
         """Return prompts with their answers as token payload; the mask is 1 on what the policy would write."""
-        with span("load") as spent:
-            prompts = [self.prompts[int(i)] for i in indices]
-            found = supervised(prompts, self.template, self.context)
-            spent.set(tokens=sum(len(e.tokens) for e in found))
-        return _supervised({"prompt": np.asarray(indices, np.int64)}, found, self.store, self._media(prompts))
+        found = self._samples("examples", indices, then)
+        examples = [Example(one.rows[0], one.masks[0]) for one in found]
+        return _supervised({"prompt": np.asarray(indices, np.int64)}, examples, self.store, self._media(indices))
 
-    @transfer(split="rows", gather="rows")
-    def encode(self, asked: Batch) -> Batch:
+    @transfer(split="rows", gather="rows", patient=True)
+    def encode(self, asked: Batch, then: Sequence[int] = ()) -> Batch:
         """Add the payload column ``prompt_tokens`` to rows with a column ``prompt``, and ``media`` if the source has
         some."""
         distinct, place = np.unique(asked["prompt"], return_inverse=True)
-        with span("load") as spent:
-            prompts = [self.prompts[i] for i in distinct]
-            if self.episodes:
-                found = [self.template.begin(prompt.asked) for prompt in prompts]
-            else:
-                found = self.template.prompts(prompts)
-            spent.set(tokens=sum(map(len, found)))
-        columns = {"prompt_tokens": [np.array(ids, np.int64) for ids in found], **self._media(prompts)}
+        found = self._samples("begins" if self.episodes else "prompts", distinct, then)
+        columns = {"prompt_tokens": [one.rows[0] for one in found], **self._media(distinct)}
         return asked.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
 
-    @transfer(split="rows", gather="rows")
-    def begin(self, asked: Batch) -> Batch:
+    @transfer(split="rows", gather="rows", patient=True)
+    def begin(self, asked: Batch, then: Sequence[int] = ()) -> Batch:
         """Add the payload column ``info``: JSON of a record's columns, ``prompt``, and ``messages`` that begin it."""
         distinct, place = np.unique(asked["prompt"], return_inverse=True)
-        rows = [np.frombuffer(self.prompts[i].episode.encode(), np.uint8) for i in distinct]
+        rows = [one.rows[0] for one in self._samples("episodes", distinct, then)]
         return asked.with_payload(**{INFO: self._shared(INFO, rows, place)})
 
     @transfer(split="rows", gather="rows")
@@ -71,42 +73,47 @@ class PromptLoader:
         columns = {k: [np.frombuffer(text.encode(), np.uint8) for text in texts] for k, texts in written.items()}
         return batch.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
 
-    def _media(self, prompts: Sequence[Prompt]) -> dict[str, list[np.ndarray]]:
+    def _samples(self, kind: Kind, indices: Sequence[int] | np.ndarray, then: Sequence[int]) -> list[LoadedSample]:
+        """Return samples as tokens, made here or by loaders, which begin with those of ``then``."""
+        wanted = [int(i) for i in indices]
+        with span("load") as spent:
+            if self.loaders is None:
+                found = tokenised(kind, self.prompts, wanted, self.template, self.context)
+            else:
+                found = self.loaders.take(kind, wanted)
+                self.loaders.ask(kind, [int(i) for i in then])
+            spent.set(tokens=0 if kind == "episodes" else sum(one.tokens for one in found))
+        return found
+
+    def _media(self, indices: Sequence[int] | np.ndarray) -> dict[str, list[np.ndarray]]:
         """Return the column ``media`` of prompts, if their source has some: then on all workers."""
-        if has_media(self.prompts.source):
-            return {MEDIA: [pack_media(prompt.media) for prompt in prompts]}
-        if any(prompt.media for prompt in prompts):
-            message = "a prompt has media, and its source no attribute media = True, which says so"
-            raise DataError(f"{message}; set it", key="data.media")
-        return {}
+        if not has_media(self.prompts.source):
+            return {}
+        return {MEDIA: [pack_media(self.prompts[int(i)].media) for i in indices]}
 
     def _shared(self, name: str, rows: Sequence[np.ndarray], place: np.ndarray) -> Column:
         return Column.whole(self.store.put(name, Jagged.of(rows)), len(rows)).take(place)
 
-    @transfer(split="all", gather="first")
-    def pairs(self, indices: Sequence[int]) -> Batch:
+    @transfer(split="all", gather="first", patient=True)
+    def pairs(self, indices: Sequence[int], then: Sequence[int] = ()) -> Batch:
         """Return all pairs of these prompts as token payload, the chosen answer before the rejected one.
 
         Rows: prompt (a place in ``indices`` that comes twice is two prompts), pair, side, margin, length, group (the
         prompt, whose tokens they share), id, identity. The mask is 1 on the answer and its end token.
         """
-        counts = [len(pairs_of(self.prompts, int(i))) for i in indices]
-        with span("load") as spent:
-            encoded = encode_pairs(self.prompts, indices, self.template, self.context)
-            examples = [example for one in encoded for example in (one.chosen, one.rejected)]
-            spent.set(tokens=sum(len(e.tokens) for e in examples))
-        made = list(zip(np.repeat(np.arange(len(counts)), counts).tolist(), encoded))
-        pair = np.repeat(np.arange(len(made), dtype=np.int64), 2)
-        prompt = np.repeat(np.array([place for place, _ in made], np.int64), 2)
+        found = self._samples("pairs", indices, then)
+        sides = [Example(*side) for one in found for side in zip(one.rows, one.masks)]
+        margins = [margin for one in found for margin in one.margins]
+        prompt = np.repeat(np.arange(len(found), dtype=np.int64), [len(one.rows) for one in found])
         rows: dict[str, np.ndarray] = {
             "prompt": prompt,
-            "pair": pair,
+            "pair": np.repeat(np.arange(len(margins), dtype=np.int64), 2),
             "group": prompt,
-            "id": np.arange(2 * len(made), dtype=np.int64),
-            "side": np.tile(np.array([CHOSEN, 0], np.int8), len(made)),
-            "margin": np.repeat(np.array([one.margin for _, one in made], np.float64), 2),
+            "id": np.arange(len(sides), dtype=np.int64),
+            "side": np.tile(np.array([CHOSEN, 0], np.int8), len(margins)),
+            "margin": np.repeat(np.array(margins, np.float64), 2),
         }
-        return _supervised(rows, examples, self.store)
+        return _supervised(rows, sides, self.store)
 
 
 class DocumentLoader:

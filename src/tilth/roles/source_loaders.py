@@ -1,0 +1,413 @@
+"""Processes that load sources: each opens some of them, reads and tokenises samples ahead of need.
+
+Which samples are needed is decided elsewhere, by index; nothing here depends on which process makes one, so a plan of
+processes and their deaths change no sample and no order. A thread of this process hears and feeds the loaders, so that
+they go on while the step computes.
+"""
+
+import os
+import pickle
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from tilth.core.errors import DataError, TilthError
+from tilth.data.computed import Source, has_media
+from tilth.data.samples import Kind, LoadedSample
+from tilth.process.by_value import dumps
+from tilth.process.child import PipedChild, finalize, how_ended
+from tilth.process.pool import ChildPool, ready
+from tilth.process.restarts import RestartPolicy
+from tilth.roles.source_loader import LoaderSettings, Places
+
+AHEAD = 8192
+"""Samples that are asked for ahead of need at most, those that have come included."""
+SILENCE = 60.0
+"""Seconds in which a loader that was asked for samples makes some of them."""
+OPENING = 600.0
+"""Seconds in which a loader opens its sources."""
+RESTARTS = RestartPolicy(fruitless=3)
+"""A loader is replaced three times in a row without a sample in between."""
+_TOGETHER = 16
+"""Samples of one request at most: what a lost loader makes again, and how finely work is divided."""
+_FLYING = 2
+"""Requests that a loader has at a time: it begins with the next one before the last is heard."""
+_ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_Key = tuple[Kind, int]
+
+
+@dataclass(frozen=True)
+class _LoadRequest:
+    """Samples of one source."""
+
+    source: int
+    kind: Kind
+    indices: tuple[int, ...]
+
+    @property
+    def keys(self) -> list[_Key]:
+        return [(self.kind, i) for i in self.indices]
+
+
+class LoaderProcess(PipedChild):
+    """One process with its requests in flight, which it answers in order."""
+
+    def __init__(self, greeting: bytes, output: int | None) -> None:
+        self.flying = deque[_LoadRequest]()
+        self.opening = 0
+        """Requests to open sources that are not answered yet."""
+        self.holds = frozenset[int]()
+        """Sources that it was told to have open."""
+        self.heard = time.monotonic()
+        super().__init__("tilth.roles.source_loader:main", [], greeting, output, variables=_ONE_THREAD)
+
+    @property
+    def idle(self) -> bool:
+        """True if it ends by itself once its requests end."""
+        return not self.flying and not self.opening
+
+    def late(self, silence: float) -> float:
+        """Return when (time.monotonic) it has been silent for too long."""
+        return self.heard + (OPENING if self.opening else silence if self.flying else float("inf"))
+
+
+@dataclass
+class _Place:
+    """Place of a loader, which a successor takes over."""
+
+    wanted: set[int] = field(default_factory=set)
+    """Numbers of the sources that are loaded here."""
+    waiting: deque[_LoadRequest] = field(default_factory=deque)
+    team: list[LoaderProcess] = field(default_factory=list)
+    """The loader, and those that have the same sources open to take over."""
+    lost: int = 0
+    """Losses in a row."""
+
+    @property
+    def load(self) -> int:
+        """Samples that were asked for here and have not come."""
+        flying = self.team[0].flying if self.team else ()
+        return sum(len(one.indices) for one in (*flying, *self.waiting))
+
+
+class SourceLoaders:
+    """Loaders of several sources, whose indices follow each other.
+
+    ``stalled``: seconds that ``take`` has waited. Samples come as ``tokenised`` makes them, bit for bit.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        settings: LoaderSettings,
+        plan: Mapping[str, int],
+        *,
+        processes: int,
+        shadows: int = 0,
+        ahead: int = AHEAD,
+        silence: float = SILENCE,
+    ) -> None:
+        """plan: number of loaders by source; one that it leaves out is opened when it is asked for. processes: most
+        processes, which share the loaders. shadows: processes beside each that take over when it is lost. silence:
+        seconds after which a silent one is lost.
+        """
+        self.stalled, self._ahead = 0.0, ahead
+        self._pump = _Pump(sources, settings, processes, shadows, silence)
+        self._closed = finalize(self, self._pump.close)
+        self.follow(plan)
+
+    def ask(self, kind: Kind, indices: Sequence[int]) -> None:
+        """Begin with samples that will be taken next, as many as may be ahead; forget those that were asked for before
+        and are not among them. Returns at once."""
+        self._pump.ask([(kind, i) for i in dict.fromkeys(indices)], self._ahead)
+
+    def take(self, kind: Kind, indices: Sequence[int]) -> list[LoadedSample]:
+        """Return these samples in order, and wait for those that have not come.
+
+        Raises the first error of a sample, errors of a source that cannot be opened, and ``DataError`` for a loader
+        that is lost again and again.
+        """
+        began = time.perf_counter()
+        found = self._pump.take([(kind, i) for i in dict.fromkeys(indices)])
+        self.stalled += time.perf_counter() - began
+        for one in found.values():
+            if isinstance(one, TilthError):
+                raise one
+        return [found[kind, i] for i in indices]  # type: ignore[misc]
+
+    def follow(self, plan: Mapping[str, int]) -> None:
+        """Have as many loaders of each source from now on. What was asked for is not lost."""
+        self._pump.follow(plan)
+
+    def plan(self) -> dict[str, int]:
+        """Return the number of loaders by source that is followed."""
+        return dict(self._pump.plan)
+
+    def costs(self) -> dict[str, float]:
+        """Return the processor seconds of a sample by source, of those that have made some."""
+        return self._pump.costs()
+
+    def pids(self) -> list[int]:
+        """Return the processes of all loaders, shadows included."""
+        return self._pump.pids()
+
+    def close(self) -> None:
+        """End all loaders and wait for their end. May be called twice."""
+        self._closed()
+
+
+class _Pump:
+    """State of the loaders, and the thread that hears and feeds them: it alone reads, writes, starts and kills."""
+
+    def __init__(
+        self, sources: Mapping[str, Source], settings: LoaderSettings, processes: int, shadows: int, silence: float
+    ) -> None:
+        self.plan: dict[str, int] = {}
+        self._names, self._sources = list(sources), list(sources.values())
+        self._processes, self._shadows, self._silence = processes, shadows, silence
+        starts = np.cumsum([0, *map(len, self._sources)])
+        self._starts = starts.tolist()
+        places = Places(starts, any(map(has_media, self._sources)))
+        greeting = dumps((settings.plugins, dumps((settings, places))))
+        self._pool = ChildPool(partial(LoaderProcess, greeting))
+        self._places: list[_Place] = []
+        self._come: dict[_Key, LoadedSample | TilthError] = {}
+        self._open = set[_Key]()
+        """Asked for, and not come."""
+        self._made, self._spent = Counter[int](), dict[int, float]()
+        """Samples, and processor seconds, by source."""
+        self._failed: BaseException | None = None
+        self._ended = False
+        self._changed = threading.Condition()
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._waker, False)
+        self._thread = threading.Thread(target=self._run, name="source-loaders", daemon=True)
+        self._thread.start()
+
+    # ---- called by the role ----
+
+    def ask(self, keys: list[_Key], most: int) -> None:
+        with self._calling():
+            wanted = set(keys)
+            self._open &= wanted
+            self._come = {key: one for key, one in self._come.items() if key in wanted}
+            fresh = (key for key in keys if key not in self._open and key not in self._come)
+            self._request(list(islice(fresh, max(0, most - len(self._open) - len(self._come)))))
+
+    def take(self, keys: list[_Key]) -> dict[_Key, LoadedSample | TilthError]:
+        with self._calling():
+            self._request([key for key in keys if key not in self._open and key not in self._come], first=True)
+        with self._changed:
+            while not all(key in self._come for key in keys):
+                if self._failed is not None:
+                    raise self._failed
+                self._changed.wait()  # the thread ends what takes too long
+            return {key: self._come.pop(key) for key in keys}
+
+    def follow(self, plan: Mapping[str, int]) -> None:
+        with self._calling():
+            self.plan = {name: count for name, count in plan.items() if count}
+            counts = {self._names.index(name): count for name, count in self.plan.items()}
+            arranged = arrange(counts, [place.wanted for place in self._places], self._processes)
+            queued = [request for place in self._places for request in place.waiting]
+            self._places += [_Place() for _ in arranged[len(self._places) :]]
+            for place, wanted in zip(self._places, [*arranged, *[set[int]()] * len(self._places)]):
+                place.wanted = wanted
+                place.waiting.clear()
+            for request in queued:
+                self._place_of(request.source).waiting.append(request)
+
+    def costs(self) -> dict[str, float]:
+        with self._changed:
+            return {self._names[number]: self._spent[number] / made for number, made in self._made.items()}
+
+    def pids(self) -> list[int]:
+        with self._changed:
+            return [child.pid for place in self._places for child in place.team]
+
+    def close(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._failed = self._failed or DataError("the source loaders are closed", key="data.loaders.closed")
+            self._tell()
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:  # a garbage collection in it may close this
+            self._thread.join(OPENING)
+        self._pool.close()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    # ---- with the lock ----
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Hold the lock for a call, and wake the thread behind it. Raises what has ended the loaders."""
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            yield
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake the thread."""
+        with suppress(BlockingIOError):  # full: it will wake anyway
+            os.write(self._waker, b"\0")
+
+    def _request(self, keys: Iterable[_Key], first: bool = False) -> None:
+        """Queue requests for samples; first: before all others."""
+        by_source: dict[tuple[int, Kind], list[int]] = {}
+        for kind, index in keys:
+            self._open.add((kind, index))
+            by_source.setdefault((bisect_right(self._starts, index) - 1, kind), []).append(index)
+        made = []
+        for (source, kind), indices in by_source.items():
+            several = sum(source in place.wanted for place in self._places)
+            size = min(_TOGETHER, -(-len(indices) // max(1, several)))
+            made += [_LoadRequest(source, kind, tuple(indices[i : i + size])) for i in range(0, len(indices), size)]
+        for request in reversed(made) if first else made:
+            waiting = self._place_of(request.source).waiting
+            (waiting.appendleft if first else waiting.append)(request)
+
+    def _place_of(self, source: int) -> _Place:
+        """Return the place with the least to do among those that load this source; if none does, one begins to."""
+        able = [place for place in self._places if source in place.wanted]
+        able = able or [place for place in self._places if place.wanted]
+        if not able:
+            self._places.append(_Place())
+            able = self._places[-1:]
+        best = min(able, key=lambda place: place.load)
+        best.wanted.add(source)
+        return best
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001  (whoever takes a sample raises it)
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """Wait for messages, a deadline or a call, and handle them; False at the end."""
+        children = [child for place in self._places for child in place.team]
+        due = min((child.late(self._silence) for child in children), default=float("inf"))
+        happened = ready(children, min(due - time.monotonic(), OPENING), self._wake)
+        with self._changed:
+            if self._ended:
+                return False
+            for place in self._places:
+                for child in [child for child in place.team if child in happened]:
+                    if not self._hear(place, child):
+                        self._lose(place, child, f"it {how_ended(child.kill())}")
+                for child in [child for child in place.team if child.late(self._silence) <= time.monotonic()]:
+                    child.kill()
+                    what = "did not open its sources" if child.opening else "made no sample"
+                    self._lose(place, child, f"it {what} for {OPENING if child.opening else self._silence:g} s")
+            for place in self._places:
+                self._staff(place)
+                self._feed(place)
+            self._places = [place for place in self._places if place.wanted or place.team]
+            self._changed.notify_all()
+        return True
+
+    def _hear(self, place: _Place, child: LoaderProcess) -> bool:
+        """Take in the messages of a loader; False if it has ended. Raises the error of one that cannot load."""
+        alive = child.write() and child.read()
+        for body in child.bodies():
+            child.heard = time.monotonic()
+            what, *given = pickle.loads(body)
+            if what == "failed":
+                raise given[0]
+            if what == "opened":
+                child.opening -= 1
+            else:
+                self._add(child.flying.popleft(), *given)
+                if not any(one.opening for one in place.team):
+                    place.lost = 0
+        return alive
+
+    def _add(self, request: _LoadRequest, found: Sequence[LoadedSample | TilthError], seconds: float) -> None:
+        """Keep the samples that are still wanted."""
+        self._come |= {key: one for key, one in zip(request.keys, found) if key in self._open}
+        self._open.difference_update(request.keys)
+        self._spent[request.source] = self._spent.get(request.source, 0.0) + seconds
+        self._made[request.source] += len(found)
+
+    def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
+        """Ask another one for what a loader has not made. Raises ``DataError`` if one is lost too often."""
+        place.waiting.extendleft(reversed(child.flying))
+        place.team.remove(child)
+        self._pool.children.remove(child)
+        place.lost += 1
+        if not RESTARTS.again(fruitless=place.lost):
+            names = ", ".join(self._names[number] for number in sorted(place.wanted))
+            message = f"a loader of {names} is lost {place.lost} times in a row without a sample in between: {why}"
+            raise DataError(f"{message}; data.loaders = 0 shows where", key="data.loaders.lost")
+
+    def _staff(self, place: _Place) -> None:
+        """Start the loader of a place and its shadows, open what it loads; end them where nothing is loaded."""
+        if not place.wanted:
+            if not any(child.flying for child in place.team):
+                for child in place.team:
+                    child.kill()
+                    self._pool.children.remove(child)
+                place.team.clear()
+            return
+        while len(place.team) < 1 + self._shadows:
+            place.team.append(self._pool.start())
+        for child in place.team:
+            if child.holds != place.wanted:
+                new = {number: dumps(self._sources[number]) for number in place.wanted - child.holds}
+                self._send(child, "open", dict.fromkeys(place.wanted, b"") | new)
+                child.holds = frozenset(place.wanted)
+                child.opening += 1
+
+    def _feed(self, place: _Place) -> None:
+        """Send the next requests to the loader of a place, without what nobody wants any more."""
+        while place.team and place.waiting and len(place.team[0].flying) < _FLYING:
+            request = place.waiting.popleft()
+            indices = tuple(i for kind, i in request.keys if (kind, i) in self._open)
+            if indices:
+                self._send(place.team[0], "load", request.kind, indices)
+                place.team[0].flying.append(replace(request, indices=indices))
+
+    def _send(self, child: LoaderProcess, *message: Any) -> None:
+        if child.idle:
+            child.heard = time.monotonic()
+        child.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def arrange(counts: Mapping[int, int], now: Sequence[AbstractSet[int]], most: int) -> list[set[int]]:
+    """Return the sources of each process, so that each source is in as many as it has loaders, or in all.
+
+    counts: loaders by source, above 0. now: sources of the processes that there are, which keep what they can. most:
+    processes. No process has more than its share of all loaders, rounded up, so far as sources have enough loaders.
+    """
+    loaders = {source: min(count, most) for source, count in counts.items()}
+    size = max(1, min(most, sum(loaders.values())))
+    share = -(-sum(loaders.values()) // size)
+    left = Counter(loaders)
+    found = list[set[int]]()
+    for held in [*now, *[set[int]()] * size][:size]:
+        kept = [source for source in sorted(held) if left[source] > 0][:share]
+        left.subtract(kept)
+        found.append(set(kept))
+    for source in sorted(loaders, key=lambda one: (-loaders[one], one)):
+        able = sorted((place for place in found if source not in place), key=len)
+        for place in able[: left[source]]:
+            place.add(source)
+    return found

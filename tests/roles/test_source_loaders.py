@@ -1,0 +1,284 @@
+"""Loaders of sources as processes: the samples of one process whatever their number, plan and deaths."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.errors import raises
+from tilth.config.schema import DataConfig, MixtureSource
+from tilth.core.errors import DataError
+from tilth.data.pairs import load_pairs
+from tilth.data.prompts import PromptSet, load_source
+from tilth.data.samples import tokenised
+from tilth.data.sources import Joined, from_records
+from tilth.data.template import data_template
+from tilth.data.tokenizer import Tokenizer
+from tilth.roles import source_loaders
+from tilth.roles.source_loader import LoaderSettings
+from tilth.roles.source_loaders import SourceLoaders, arrange
+
+pytestmark = pytest.mark.dist
+
+LETTERS = "".join(map(chr, range(32, 127)))
+TOKENIZER = Tokenizer.characters(LETTERS)
+CONTEXT = 200
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def sums(first, count):
+    return [{"prompt": f"{first + i}+1=", "answer": str(first + i + 1)} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Three sources: two files, one of them with a template of its own, and records by value."""
+    folder = tmp_path_factory.mktemp("data")
+    parts = [
+        {"name": "few", "source": write(folder / "few.jsonl", sums(10, 30))},
+        {"name": "more", "source": write(folder / "more.jsonl", sums(100, 70)), "template": "chatml"},
+    ]
+    return DataConfig(source="", mixture=tuple(map(MixtureSource.model_validate, parts)))
+
+
+@pytest.fixture(scope="module")
+def whole(data):
+    files = load_source(data).source
+    return PromptSet(Joined((*files.parts, from_records(sums(1000, 20))), held=False))
+
+
+def sources(whole):
+    return dict(zip(("few", "more", "given"), whole.source.parts))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One that knows the turns of chatml."""
+    return Tokenizer.train([LETTERS, "<|im_start|>user\n"], 300)
+
+
+@pytest.fixture
+def loaders(data, whole, tokenizer):
+    made = []
+
+    def make(plan, **how):
+        how = {"processes": 2, **how}
+        made.append(SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), plan, **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def shared(data, whole, tokenizer):
+    """Two loaders for the tests that lose none."""
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), {"few": 1, "more": 3}, processes=2)
+    yield made
+    made.close()
+
+
+def here(kind, data, whole, tokenizer, indices):
+    template = data_template(data, tokenizer, (), whole.starts)
+    return tokenised(kind, whole, indices, template, CONTEXT)
+
+
+def same(mine, other):
+    assert len(mine) == len(other)
+    for one, two in zip(mine, other):
+        for a, b in zip((*one.rows, *one.masks), (*two.rows, *two.masks), strict=True):
+            assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        assert one.margins == two.margins
+
+
+def until(true, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["examples", "prompts", "begins", "episodes"])
+def test_samples_are_those_that_the_role_makes(shared, data, whole, tokenizer, kind):
+    """Of any number of loaders, in the order that is asked for, one twice, and from a source outside of the plan."""
+    indices = [*np.random.default_rng(0).permutation(120).tolist(), 3, 119]
+    same(shared.take(kind, indices), here(kind, data, whole, tokenizer, indices))
+    assert shared.stalled > 0 and shared.plan() == {"few": 1, "more": 3}
+    assert set(shared.costs()) == {"few", "more", "given"} and all(cost > 0 for cost in shared.costs().values())
+
+
+def test_pairs(tmp_path, tokenizer):
+    records = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no", "margin": i} for i in (1, 2, 2, 3)]
+    records[2]["chosen"] = "certainly"
+    data = DataConfig(source=write(tmp_path / "a.jsonl", records))
+    prompts = load_pairs(data)
+    made = SourceLoaders({"source": prompts.source}, LoaderSettings(data, tokenizer, 50), {"source": 1}, processes=1)
+    found = made.take("pairs", [1, 0, 2])
+    made.close()
+    same(found, tokenised("pairs", prompts, [1, 0, 2], data_template(data, tokenizer), 50))
+    assert [one.margins for one in found] == [(2.0, 2.0), (1.0,), (3.0,)]
+
+
+def test_what_was_asked_for_has_come_before_it_is_taken(shared):
+    shared.ask("examples", range(64))
+    until(lambda: len(shared._pump._come) == 64)
+    before = shared.stalled
+    shared.take("examples", range(64))
+    assert shared.stalled - before < 0.5
+
+
+def test_no_more_is_ahead_than_may_be_and_what_is_not_asked_for_again_is_forgotten(
+    shared, data, whole, tokenizer, monkeypatch
+):
+    made = shared
+    monkeypatch.setattr(made, "_ahead", 10)
+    made.ask("examples", range(64))
+    until(lambda: len(made._pump._come) == 10)
+    made.ask("examples", range(60, 64))
+    until(lambda: len(made._pump._come) == 4)
+    assert {key[1] for key in made._pump._come} == set(range(60, 64))
+    same(made.take("examples", range(64)), here("examples", data, whole, tokenizer, range(64)))
+    assert not made._pump._come and not made._pump._open
+
+
+def test_a_plan_changes_who_loads_and_no_sample(shared, data, whole, tokenizer):
+    made = shared
+    for number, plan in enumerate([{"few": 1, "more": 2}, {"more": 3, "given": 1}, {"few": 1}, {}]):
+        indices = np.random.default_rng(number).permutation(120)[:50].tolist()
+        made.ask("examples", indices)
+        made.follow(plan)
+        same(made.take("examples", indices), here("examples", data, whole, tokenizer, indices))
+    made.follow({"few": 1})
+    until(lambda: len(made.pids()) == 1)
+
+
+# ---- losses ----
+
+
+def test_a_lost_loader_has_a_successor_that_makes_what_was_open(loaders, data, whole, tokenizer):
+    made = loaders({"few": 1, "more": 1})
+    made.take("examples", [0, 40])
+    before = made.pids()
+    made.ask("examples", range(100))
+    for pid in before:
+        kill(pid)
+    same(made.take("examples", range(100)), here("examples", data, whole, tokenizer, range(100)))
+    assert not set(before) & set(made.pids())
+
+
+def test_a_shadow_takes_over_and_another_takes_its_place(loaders, data, whole, tokenizer):
+    made = loaders({"few": 1}, processes=1, shadows=1)
+    (place,) = made._pump._places
+    until(lambda: len(made.pids()) == 2 and not any(child.opening for child in place.team))
+    first, shadow = made.pids()
+    kill(first)
+    same(made.take("examples", range(30)), here("examples", data, whole, tokenizer, range(30)))
+    until(lambda: len(made.pids()) == 2)
+    assert made.pids()[0] == shadow and first not in made.pids()
+
+
+def test_a_silent_loader_is_lost(loaders, data, whole, tokenizer):
+    made = loaders({"few": 1}, processes=1, silence=0.5)
+    made.take("examples", [0])
+    (pid,) = made.pids()
+    os.kill(pid, signal.SIGSTOP)
+    same(made.take("examples", [1]), here("examples", data, whole, tokenizer, [1]))
+    assert pid not in made.pids()
+
+
+def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
+    made = loaders({"few": 1}, processes=1)
+    killed = set()
+
+    def killing():
+        while len(killed) < 4:
+            for pid in set(made.pids()) - killed:
+                kill(pid)
+                killed.add(pid)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=killing)
+    thread.start()
+    with raises(DataError, "data.loaders.lost"):
+        made.take("examples", [0])
+    thread.join()
+    assert len(killed) == 4
+
+
+def test_loaders_end_with_their_owner(data, whole, tokenizer):
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), {"few": 1}, processes=1)
+    made.take("examples", [0])
+    (pid,) = made.pids()
+    del made
+    until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+# ---- errors ----
+
+
+def test_errors_are_those_of_the_role_and_come_when_their_sample_is_taken(loaders, data, whole, tokenizer):
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, 12), {"more": 1}, processes=1)
+    made.ask("examples", [40, 0, 1])
+    found = made.take("examples", [0, 1])
+    with pytest.raises(DataError) as mine:
+        made.take("examples", [0, 40])
+    with pytest.raises(DataError) as other:
+        tokenised("examples", whole, [0, 40], data_template(data, tokenizer, (), whole.starts), 12)
+    assert (mine.value.key, str(mine.value)) == (other.value.key, str(other.value))
+    same(made.take("examples", [0, 1]), found)
+    made.close()
+    with raises(DataError, "data.loaders.closed"):
+        made.take("examples", [0])
+
+
+def test_a_source_that_has_changed_is_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    data = DataConfig(source=write(file, sums(0, 5)))
+    made = load_source(data)
+    write(file, sums(1, 5))
+    one = SourceLoaders({"source": made.source}, LoaderSettings(data, TOKENIZER, 50), {"source": 1}, processes=1)
+    with raises(DataError, "a.jsonl.fingerprint"):
+        one.take("examples", [0])
+    one.close()
+
+
+# ---- plans of processes ----
+
+COUNTS = st.dictionaries(st.integers(0, 12), st.integers(1, 6), max_size=12)
+
+
+@given(COUNTS, COUNTS, st.integers(1, 6))
+def test_every_source_is_in_as_many_processes_as_it_has_loaders(counts, others, most):
+    found = arrange(counts, arrange(others, [], most), most)
+    assert 1 <= len(found) <= most
+    for source in range(13):
+        assert sum(source in place for place in found) == min(counts.get(source, 0), most, len(found))
+    if counts:
+        loaders = sum(min(count, most) for count in counts.values())
+        assert max(map(len, found)) <= -(-loaders // len(found)) + 1
+
+
+@given(COUNTS, st.integers(1, 6))
+def test_the_same_plan_again_moves_nothing(counts, most):
+    found = arrange(counts, [], most)
+    assert arrange(counts, found, most) == found
+
+
+def test_limits_are_stated():
+    assert source_loaders.SILENCE == 60 and source_loaders.RESTARTS.again(fruitless=3)
+    assert not source_loaders.RESTARTS.again(fruitless=4)
