@@ -22,13 +22,14 @@ from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles import source_loaders
 from tilth.roles.source_loader import LoaderSettings
-from tilth.roles.source_loaders import SourceLoaders, arrange
+from tilth.roles.source_loaders import SourceLoaders, kept_places
 
 pytestmark = pytest.mark.dist
 
 LETTERS = "".join(map(chr, range(32, 127)))
 TOKENIZER = Tokenizer.characters(LETTERS)
 CONTEXT = 200
+PLAN = [{"few": 1.0, "more": 0.25}, {"more": 0.75}]
 
 
 def write(path, records):
@@ -38,6 +39,9 @@ def write(path, records):
 
 def sums(first, count):
     return [{"prompt": f"{first + i}+1=", "answer": str(first + i + 1)} for i in range(count)]
+
+
+PLANS = [[{"more": 1.0}, {"few": 0.5, "more": 0.1}, {"few": 0.5}], [{"given": 1.0}], [], [{}, {"few": 1.0}], PLAN]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,6 @@ def loaders(data, whole, tokenizer):
     made = []
 
     def make(plan, **how):
-        how = {"processes": 2, **how}
         made.append(SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), plan, **how))
         return made[-1]
 
@@ -84,7 +87,7 @@ def loaders(data, whole, tokenizer):
 @pytest.fixture(scope="module")
 def shared(data, whole, tokenizer):
     """Two loaders for the tests that lose none."""
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), {"few": 1, "more": 3}, processes=2)
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), PLAN)
     yield made
     made.close()
 
@@ -118,7 +121,7 @@ def test_samples_are_those_that_the_role_makes(shared, data, whole, tokenizer, k
     """Of any number of loaders, in the order that is asked for, one twice, and from a source outside of the plan."""
     indices = [*np.random.default_rng(0).permutation(120).tolist(), 3, 119]
     same(shared.take(kind, indices), here(kind, data, whole, tokenizer, indices))
-    assert shared.stalled > 0 and shared.plan() == {"few": 1, "more": 3}
+    assert shared.stalled > 0
     assert set(shared.costs()) == {"few", "more", "given"} and all(cost > 0 for cost in shared.costs().values())
 
 
@@ -127,7 +130,7 @@ def test_pairs(tmp_path, tokenizer):
     records[2]["chosen"] = "certainly"
     data = DataConfig(source=write(tmp_path / "a.jsonl", records))
     prompts = load_pairs(data)
-    made = SourceLoaders({"source": prompts.source}, LoaderSettings(data, tokenizer, 50), {"source": 1}, processes=1)
+    made = SourceLoaders({"source": prompts.source}, LoaderSettings(data, tokenizer, 50), [{"source": 1.0}])
     found = made.take("pairs", [1, 0, 2])
     made.close()
     same(found, tokenised("pairs", prompts, [1, 0, 2], data_template(data, tokenizer), 50))
@@ -158,12 +161,12 @@ def test_no_more_is_ahead_than_may_be_and_what_is_not_asked_for_again_is_forgott
 
 def test_a_plan_changes_who_loads_and_no_sample(shared, data, whole, tokenizer):
     made = shared
-    for number, plan in enumerate([{"few": 1, "more": 2}, {"more": 3, "given": 1}, {"few": 1}, {}]):
+    for number, plan in enumerate(PLANS):
         indices = np.random.default_rng(number).permutation(120)[:50].tolist()
         made.ask("examples", indices)
         made.follow(plan)
         same(made.take("examples", indices), here("examples", data, whole, tokenizer, indices))
-    made.follow({"few": 1})
+    made.follow([{"few": 1.0}])
     until(lambda: len(made.pids()) == 1)
 
 
@@ -171,7 +174,7 @@ def test_a_plan_changes_who_loads_and_no_sample(shared, data, whole, tokenizer):
 
 
 def test_a_lost_loader_has_a_successor_that_makes_what_was_open(loaders, data, whole, tokenizer):
-    made = loaders({"few": 1, "more": 1})
+    made = loaders(PLAN)
     made.take("examples", [0, 40])
     before = made.pids()
     made.ask("examples", range(100))
@@ -182,7 +185,7 @@ def test_a_lost_loader_has_a_successor_that_makes_what_was_open(loaders, data, w
 
 
 def test_a_shadow_takes_over_and_another_takes_its_place(loaders, data, whole, tokenizer):
-    made = loaders({"few": 1}, processes=1, shadows=1)
+    made = loaders([{"few": 1.0}], shadows=1)
     (place,) = made._pump._places
     until(lambda: len(made.pids()) == 2 and not any(child.opening for child in place.team))
     first, shadow = made.pids()
@@ -193,7 +196,7 @@ def test_a_shadow_takes_over_and_another_takes_its_place(loaders, data, whole, t
 
 
 def test_a_silent_loader_is_lost(loaders, data, whole, tokenizer):
-    made = loaders({"few": 1}, processes=1, silence=0.5)
+    made = loaders([{"few": 1.0}], silence=0.5)
     made.take("examples", [0])
     (pid,) = made.pids()
     os.kill(pid, signal.SIGSTOP)
@@ -202,7 +205,7 @@ def test_a_silent_loader_is_lost(loaders, data, whole, tokenizer):
 
 
 def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
-    made = loaders({"few": 1}, processes=1)
+    made = loaders([{"few": 1.0}])
     killed = set()
 
     def killing():
@@ -221,7 +224,7 @@ def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
 
 
 def test_loaders_end_with_their_owner(data, whole, tokenizer):
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), {"few": 1}, processes=1)
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), [{"few": 1.0}])
     made.take("examples", [0])
     (pid,) = made.pids()
     del made
@@ -232,7 +235,7 @@ def test_loaders_end_with_their_owner(data, whole, tokenizer):
 
 
 def test_errors_are_those_of_the_role_and_come_when_their_sample_is_taken(loaders, data, whole, tokenizer):
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, 12), {"more": 1}, processes=1)
+    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, 12), [{"more": 1.0}])
     made.ask("examples", [40, 0, 1])
     found = made.take("examples", [0, 1])
     with pytest.raises(DataError) as mine:
@@ -251,32 +254,28 @@ def test_a_source_that_has_changed_is_named(tmp_path):
     data = DataConfig(source=write(file, sums(0, 5)))
     made = load_source(data)
     write(file, sums(1, 5))
-    one = SourceLoaders({"source": made.source}, LoaderSettings(data, TOKENIZER, 50), {"source": 1}, processes=1)
+    one = SourceLoaders({"source": made.source}, LoaderSettings(data, TOKENIZER, 50), [{"source": 1.0}])
     with raises(DataError, "a.jsonl.fingerprint"):
         one.take("examples", [0])
     one.close()
 
 
-# ---- plans of processes ----
+# ---- places ----
 
-COUNTS = st.dictionaries(st.integers(0, 12), st.integers(1, 6), max_size=12)
-
-
-@given(COUNTS, COUNTS, st.integers(1, 6))
-def test_every_source_is_in_as_many_processes_as_it_has_loaders(counts, others, most):
-    found = arrange(counts, arrange(others, [], most), most)
-    assert 1 <= len(found) <= most
-    for source in range(13):
-        assert sum(source in place for place in found) == min(counts.get(source, 0), most, len(found))
-    if counts:
-        loaders = sum(min(count, most) for count in counts.values())
-        assert max(map(len, found)) <= -(-loaders // len(found)) + 1
+SETS = st.lists(st.frozensets(st.integers(0, 9), max_size=4), max_size=6)
 
 
-@given(COUNTS, st.integers(1, 6))
-def test_the_same_plan_again_moves_nothing(counts, most):
-    found = arrange(counts, [], most)
-    assert arrange(counts, found, most) == found
+@given(SETS, SETS)
+def test_places_are_those_of_the_plan_and_what_is_open_stays(wanted, now):
+    found = kept_places(wanted, now)
+    assert sorted(map(sorted, found)) == sorted(map(sorted, wanted))
+    first = [len(one & held) for one, held in zip(found, now)]
+    assert not first or first[0] == max(len(one & now[0]) for one in wanted)
+
+
+@given(SETS)
+def test_the_same_plan_again_moves_nothing(wanted):
+    assert kept_places(wanted[::-1], wanted) == list(map(set, wanted))
 
 
 def test_limits_are_stated():

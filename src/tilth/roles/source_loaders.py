@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy as np
 from tilth.core.errors import DataError, TilthError
 from tilth.data.computed import Source, has_media
 from tilth.data.samples import Kind, LoadedSample
+from tilth.plan.loaders import Shares
 from tilth.process.by_value import dumps
 from tilth.process.child import PipedChild, finalize, how_ended
 from tilth.process.pool import ChildPool, ready
@@ -94,10 +95,9 @@ class _Place:
     """Losses in a row."""
 
     @property
-    def load(self) -> int:
-        """Samples that were asked for here and have not come."""
-        flying = self.team[0].flying if self.team else ()
-        return sum(len(one.indices) for one in (*flying, *self.waiting))
+    def pending(self) -> Iterator[_LoadRequest]:
+        """Requests that were made here and are not answered."""
+        return chain(self.team[0].flying if self.team else (), self.waiting)
 
 
 class SourceLoaders:
@@ -110,19 +110,17 @@ class SourceLoaders:
         self,
         sources: Mapping[str, Source],
         settings: LoaderSettings,
-        plan: Mapping[str, int],
+        plan: Sequence[Shares],
         *,
-        processes: int,
         shadows: int = 0,
         ahead: int = AHEAD,
         silence: float = SILENCE,
     ) -> None:
-        """plan: number of loaders by source; one that it leaves out is opened when it is asked for. processes: most
-        processes, which share the loaders. shadows: processes beside each that take over when it is lost. silence:
-        seconds after which a silent one is lost.
+        """plan: as of ``follow``. shadows: processes beside each that take over when it is lost. ahead: most samples
+        that are asked for ahead of need. silence: seconds after which a silent process is lost.
         """
         self.stalled, self._ahead = 0.0, ahead
-        self._pump = _Pump(sources, settings, processes, shadows, silence)
+        self._pump = _Pump(sources, settings, shadows, silence)
         self._closed = finalize(self, self._pump.close)
         self.follow(plan)
 
@@ -145,13 +143,12 @@ class SourceLoaders:
                 raise one
         return [found[kind, i] for i in indices]  # type: ignore[misc]
 
-    def follow(self, plan: Mapping[str, int]) -> None:
-        """Have as many loaders of each source from now on. What was asked for is not lost."""
-        self._pump.follow(plan)
+    def follow(self, plan: Sequence[Shares]) -> None:
+        """Have these processes from now on, each for these sources; what was asked for is not lost.
 
-    def plan(self) -> dict[str, int]:
-        """Return the number of loaders by source that is followed."""
-        return dict(self._pump.plan)
+        plan: as of ``plan.loaders.place_loaders``. A source that it leaves out is opened once it is asked for.
+        """
+        self._pump.follow(plan)
 
     def costs(self) -> dict[str, float]:
         """Return the processor seconds of a sample by source, of those that have made some."""
@@ -169,12 +166,9 @@ class SourceLoaders:
 class _Pump:
     """State of the loaders, and the thread that hears and feeds them: it alone reads, writes, starts and kills."""
 
-    def __init__(
-        self, sources: Mapping[str, Source], settings: LoaderSettings, processes: int, shadows: int, silence: float
-    ) -> None:
-        self.plan: dict[str, int] = {}
+    def __init__(self, sources: Mapping[str, Source], settings: LoaderSettings, shadows: int, silence: float) -> None:
         self._names, self._sources = list(sources), list(sources.values())
-        self._processes, self._shadows, self._silence = processes, shadows, silence
+        self._shadows, self._silence = shadows, silence
         starts = np.cumsum([0, *map(len, self._sources)])
         self._starts = starts.tolist()
         places = Places(starts, any(map(has_media, self._sources)))
@@ -215,15 +209,14 @@ class _Pump:
                 self._changed.wait()  # the thread ends what takes too long
             return {key: self._come.pop(key) for key in keys}
 
-    def follow(self, plan: Mapping[str, int]) -> None:
+    def follow(self, plan: Sequence[Shares]) -> None:
         with self._calling():
-            self.plan = {name: count for name, count in plan.items() if count}
-            counts = {self._names.index(name): count for name, count in self.plan.items()}
-            arranged = arrange(counts, [place.wanted for place in self._places], self._processes)
+            wanted = [frozenset(map(self._names.index, shares)) for shares in plan if shares]
             queued = [request for place in self._places for request in place.waiting]
+            arranged = kept_places(wanted, [place.wanted for place in self._places])
             self._places += [_Place() for _ in arranged[len(self._places) :]]
-            for place, wanted in zip(self._places, [*arranged, *[set[int]()] * len(self._places)]):
-                place.wanted = wanted
+            for place, own in zip(self._places, [*arranged, *[set[int]()] * len(self._places)]):
+                place.wanted = own
                 place.waiting.clear()
             for request in queued:
                 self._place_of(request.source).waiting.append(request)
@@ -286,9 +279,15 @@ class _Pump:
         if not able:
             self._places.append(_Place())
             able = self._places[-1:]
-        best = min(able, key=lambda place: place.load)
+        best = min(able, key=lambda place: sum(map(self._work, place.pending)))
         best.wanted.add(source)
         return best
+
+    def _work(self, request: _LoadRequest) -> float:
+        """Return the seconds that a request is expected to take: those of a sample of its source, or of any."""
+        own = [request.source] if request.source in self._made else list(self._made)
+        made = sum(self._made[number] for number in own)
+        return len(request.indices) * (sum(self._spent[number] for number in own) / made if made else 1.0)
 
     # ---- the thread ----
 
@@ -391,23 +390,15 @@ class _Pump:
         child.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-def arrange(counts: Mapping[int, int], now: Sequence[AbstractSet[int]], most: int) -> list[set[int]]:
-    """Return the sources of each process, so that each source is in as many as it has loaders, or in all.
+def kept_places(wanted: Sequence[AbstractSet[int]], now: Sequence[AbstractSet[int]]) -> list[set[int]]:
+    """Return the wanted sources of each process in an order in which present ones keep most of what they have open.
 
-    counts: loaders by source, above 0. now: sources of the processes that there are, which keep what they can. most:
-    processes. No process has more than its share of all loaders, rounded up, so far as sources have enough loaders.
+    now: sources of the processes that there are; each in turn takes what it shares most with.
     """
-    loaders = {source: min(count, most) for source, count in counts.items()}
-    size = max(1, min(most, sum(loaders.values())))
-    share = -(-sum(loaders.values()) // size)
-    left = Counter(loaders)
-    found = list[set[int]]()
-    for held in [*now, *[set[int]()] * size][:size]:
-        kept = [source for source in sorted(held) if left[source] > 0][:share]
-        left.subtract(kept)
-        found.append(set(kept))
-    for source in sorted(loaders, key=lambda one: (-loaders[one], one)):
-        able = sorted((place for place in found if source not in place), key=len)
-        for place in able[: left[source]]:
-            place.add(source)
-    return found
+    left, found = list(wanted), list[set[int]]()
+    for held in now:
+        if left:
+            best = max(left, key=lambda one: (len(one & held), -len(one)))
+            left.remove(best)
+            found.append(set(best))
+    return found + list(map(set, left))
