@@ -41,6 +41,7 @@ from tilth.models.family import new_config
 from tilth.models.hub import fetched
 from tilth.plan.layout import check_shape, place
 from tilth.plan.packing import divide
+from tilth.plan.schedule import ranks_held
 from tilth.plan.steps import RunPlan, plan_run, supervised_steps
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.model_refs import find_checkpoint, split_spec
@@ -116,6 +117,8 @@ def build(
 ) -> RunParts:
     """Check data, tokenizer, shape and memory, then make the roles on the workers.
 
+    Raises the errors of the data and of all checks, and ``PlanError`` for a sequence longer than its ranks hold.
+
     pool: None if nothing is generated. earlier: model folder of the run to resume, with its tokenizer. warn: called
     before anything is allocated if memory may run out.
     """
@@ -154,6 +157,9 @@ def build(
     recipe = recipe.replaced("supervised", steps=supervised_steps(recipe.supervised, len(data.train)))
     _check_mixture(recipe, data.train)
     places = place(recipe, generates=generates)
+    for units in (placed.mesh.units for placed in places.values()):
+        if units > 1:
+            ranks_held(np.array([plan.longest]), recipe.train.micro_tokens, units)
     given = {"recipe": rooted(recipe), "config": config, "tokenizer": tokenizer, **data.given}
     if pool is not None:
         given["pool"] = pool

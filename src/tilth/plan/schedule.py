@@ -121,15 +121,21 @@ def schedule(
     """
     sizes = np.asarray(lengths, np.int64)
     weights = sizes.astype(np.float64) if balance == "tokens" else np.asarray(costs(sizes), np.float64)
-    batch = _Batch(sizes, weights, fewest_ranks(sizes, capacity, offload), capacity, ranks, offload, ring)
-    if (batch.least > ranks).any():
-        worst = int(np.argmax(batch.least))
+    batch = _Batch(sizes, weights, ranks_held(sizes, capacity, ranks, offload), capacity, ranks, offload, ring)
+    return _naive(batch) if balance == "none" else _balanced(batch, tolerance, stages)
+
+
+def ranks_held(lengths: np.ndarray, capacity: int, ranks: int, offload: OffloadLimits | None = None) -> np.ndarray:
+    """Return the fewest ranks that hold each sequence, int64 [n]. Raises PlanError if they are more than ``ranks``."""
+    least = fewest_ranks(lengths, capacity, offload)
+    if (least > ranks).any():
+        worst = int(np.argmax(least))
         raise PlanError(
-            f"a sequence of {sizes[worst]} tokens needs {batch.least[worst]} ranks of {capacity} tokens, and "
+            f"a sequence of {lengths[worst]} tokens needs {least[worst]} ranks of {capacity} tokens, and "
             f"layout.hdp={ranks}; raise layout.hdp or train.micro_tokens, or shorten the sequences",
             key="layout.hdp",
         )
-    return _naive(batch) if balance == "none" else _balanced(batch, tolerance, stages)
+    return least
 
 
 def loads(rounds: Rounds, ranks: int, stages: int = 1) -> np.ndarray:
