@@ -89,7 +89,7 @@ class TrajectoryError(TilthError):
 
 
 class TokenIdentityError(TilthError):
-    """The token ids to train on are not exactly those of the rollout engine."""
+    """The token ids to train on are not exactly those of the rollout engine, or of the run that is replayed."""
 
 
 class WorkerError(TilthError):

@@ -1,0 +1,289 @@
+"""Log of an asynchronous run: what happened to each trajectory, in one order, so that the run can be repeated.
+
+    {"number": 0, "kind": "begin", "format": 1, "recipe": "f00d", "sum": 1234}
+    {"number": 1, "kind": "admit", "id": 7, "group": 3, "prompt": 41, "sum": 5678}
+
+Lines count up from 0, and each has a checksum of its bytes. An event is appended before it takes effect; ``sync`` makes
+all of them durable with the step that they belong to. Tokens are a pure function of seed, id and weights, so what the
+log adds is all that clocks decide: who was sampled under which weights, and what a step learned from.
+"""
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
+from tilth.core.lines import Lines, replace
+from tilth.core.write_queue import PATIENCE, WriteQueue, lost, settle
+from tilth.runs.files import to_json
+from tilth.runs.intervals import Intervals
+
+EVENTS = "experience.jsonl"
+"""File of the log in the folder of a run."""
+FORMAT = 1
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "admit": ("id", "group", "prompt"),
+    "finish": ("id", "versions", "length", "checksum"),
+    "publish": ("version",),
+    "pull": ("replica", "version"),
+    "move": ("id", "source", "target", "length"),
+    "consume": ("id", "batch", "checksum"),
+    "drop": ("id", "reason"),
+}
+"""Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
+``experience.identity`` of the tokens; batch: the step, from 1."""
+KEPT = ("admit", "move", "finish")
+"""Kinds of events that outlive a step which was not committed, together with their trajectory."""
+_ENDS = ("consume", "drop")
+_BEGIN, _COMMIT = "begin", "commit"
+_SUM = b', "sum": '
+
+
+class Event(NamedTuple):
+    """A line of the log."""
+
+    number: int
+    kind: str
+    fields: dict[str, Any]
+
+
+class DrawnPart(NamedTuple):
+    """Tokens [start, stop) of a trajectory, which one version of the policy drew; prompt tokens count."""
+
+    id: int
+    group: int
+    prompt: int
+    start: int
+    stop: int
+    ends: bool
+    """True if the trajectory ended with them."""
+
+
+class AsyncLog:
+    """The log while its run writes it; any thread may append. One that exists takes events after ``cut`` only."""
+
+    def __init__(
+        self, path: Path, recipes: Sequence[str], *, replay: "RunReplay | None" = None, queue: WriteQueue | None = None
+    ) -> None:
+        """recipes: digests that the run has had, the current one last. replay: what the run has to repeat: a trajectory
+        that differs is an error before it is consumed. queue: as of ``Lines``."""
+        self.path, self.number = path, 0
+        """number: of the newest line."""
+        self._recipes, self._replay, self._queue, self._lock = recipes, replay, queue, Lock()
+        self._done, self._consumed = Intervals(), 0
+        """Ids that were consumed or dropped; number of those that the current step has consumed."""
+        self._lines: Lines | None = None
+        if not path.exists():
+            self.cut(0)
+
+    def append(self, kind: str, **fields: Any) -> int:
+        """Append an event, before it takes effect, and return its number. fields: those of ``KINDS``.
+
+        TokenCountError [events.twice] for a trajectory that was consumed or dropped before.
+        """
+        if kind not in KINDS or fields.keys() != {*KINDS[kind]}:
+            known = f"{kind} has {', '.join(KINDS[kind])}" if kind in KINDS else f"use {', '.join(KINDS)}"
+            raise ArgumentError(
+                f"event {kind!r} with {', '.join(fields) or 'no fields'}: {known}", key=f"events.{kind}"
+            )
+        if kind in _ENDS and fields["id"] in self._done:
+            raise TokenCountError(f"trajectory {fields['id']} was consumed or dropped before", key="events.twice")
+        if kind == "consume" and self._replay is not None:
+            self._replay.check(fields["batch"], self._consumed, fields["id"], fields["checksum"])
+        number = self._append(kind, fields)
+        self._count(kind, fields)
+        return number
+
+    def _count(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind in _ENDS:
+            self._done.add(fields["id"])
+            self._consumed += kind == "consume"
+
+    def sync(self, step: int) -> int:
+        """Commit what came since the last commit as this step, durably; return the number of the commit."""
+        if self._replay is not None:
+            self._replay.check_all(step, self._consumed)
+        self._consumed = 0
+        return self._append(_COMMIT, {"step": step}, sync=True)
+
+    def _append(self, kind: str, fields: dict[str, Any], *, sync: bool = False) -> int:
+        assert self._lines is not None, "an old log is cut before it goes on"
+        with self._lock:
+            self._lines.append(_line(Event(self.number + 1, kind, fields)), sync=sync)
+            self.number += 1
+            return self.number
+
+    def since(self, number: int) -> list[Event]:
+        """Return the events behind this one. DataError [events.cut] if the log is damaged up to there."""
+        settle(self.path)
+        return [e for e in read_events(self.path, self._recipes, number) if e.number > number and e.kind in KINDS]
+
+    def cut(self, number: int, kept: Container[int] = ()) -> None:
+        """Return to the commit with this number, 0: to the beginning. Events behind it are void, but those of ``KEPT``
+        of trajectories that are ``kept``, in the pool, follow it under new numbers.
+
+        DataError [events.cut] if the log ends or is damaged before this number; what is behind it may be torn.
+        """
+        if self._queue is not None and (trouble := self._queue.settle(PATIENCE)):
+            raise lost(trouble, f"the events up to {number} cannot be read")
+        found = [*read_events(self.path, self._recipes, number)] if self.path.exists() else []
+        begin = Event(0, _BEGIN, {"format": FORMAT, "recipe": self._recipes[-1]})
+        standing = [e for e in found[number + 1 :] if e.kind in KEPT and e.fields["id"] in kept]
+        events = [*(found[: number + 1] or [begin]), *standing]
+        text = "".join(f"{_line(event._replace(number=place))}\n" for place, event in enumerate(events))
+        replace(self.path, text.encode())
+        self.close()
+        self._lines = Lines(self.path, self._queue)
+        self.number, self._done = len(events) - 1, Intervals()
+        for event in events:
+            self._count(event.kind, event.fields)
+        self._consumed = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _line(event: Event) -> str:
+    text = to_json({"number": event.number, "kind": event.kind, **event.fields})
+    return f"{text[:-1]}{_SUM.decode()}{zlib.crc32(text.encode())}}}"
+
+
+def _parsed(line: bytes, number: int) -> Event | None:
+    """Return the event of a line; None if it is torn, has other bytes than were written, or another number."""
+    text, found, checksum = line.rpartition(_SUM)
+    if not found or checksum != b"%d}\n" % zlib.crc32(text + b"}"):
+        return None
+    fields = json.loads(text + b"}")
+    event = Event(fields.pop("number"), fields.pop("kind"), fields)
+    return event if event.number == number else None
+
+
+def read_events(path: Path, recipes: Sequence[str] = (), needed: int | None = None) -> Iterator[Event]:
+    """Yield the lines of a log up to the first one that is torn.
+
+    recipes: digests that it may begin with; none: any. needed: number that was durable; None: of the newest commit.
+    DataError for another format [events.format] or recipe [events.recipe], and [events.cut] if a line up to ``needed``
+    is torn or missing.
+    """
+    number, torn = -1, False
+    with open(path, "rb") as file:
+        for line in file:
+            event = _parsed(line, number + 1)
+            if event is None:
+                torn = needed is None and any(map(_is_commit, file))
+                break
+            if not event.number:
+                _check_begin(path, event, recipes)
+            number = event.number
+            yield event
+    if torn or number < (0 if needed is None else needed or -1):
+        least = "it is not behind the last commit" if needed is None else f"the run needs those up to {needed}"
+        raise DataError(
+            f"{path} line {number + 2} is missing, torn or changed, and {least}: bring the file back whole, or go on "
+            "from an earlier checkpoint",
+            key="events.cut",
+        )
+
+
+def _is_commit(line: bytes) -> bool:
+    text, _, checksum = line.rpartition(_SUM)
+    return b'"kind": "commit"' in text and checksum == b"%d}\n" % zlib.crc32(text + b"}")
+
+
+def _check_begin(path: Path, event: Event, recipes: Sequence[str]) -> None:
+    if event.kind != _BEGIN or event.fields["format"] != FORMAT:
+        raise DataError(
+            f"{path} has the format {event.fields.get('format')!r}: this version of Tilth reads {FORMAT}; use the "
+            "version that wrote it",
+            key="events.format",
+        )
+    if recipes and (found := event.fields["recipe"]) not in recipes:
+        raise DataError(
+            f"{path} is the log of another recipe, {found}, and this one is {recipes[-1]}: give the recipe of that run",
+            key="events.recipe",
+        )
+
+
+class RunReplay:
+    """Committed steps of a run: which trajectories each learned from, and which versions drew their tokens."""
+
+    def __init__(self, path: Path, recipes: Sequence[str] = ()) -> None:
+        """path, recipes: as of ``read_events``, whose errors are raised."""
+        self.path, self.steps = path, 0
+        """steps: number of the newest committed step."""
+        self._admitted: dict[int, tuple[int, int]] = {}
+        self._finished: dict[int, dict[str, Any]] = {}
+        self._batches = defaultdict[int, list[tuple[int, int]]](list)
+        pending: list[Event] = []
+        for event in read_events(path, recipes):
+            pending.append(event)
+            if event.kind == _COMMIT:
+                self.steps = event.fields["step"]
+                for one in pending:
+                    self._take(one.kind, one.fields)
+                pending = []
+        self._parts = defaultdict[int, list[DrawnPart]](list)
+        for step in sorted(self._batches):
+            for id, _ in self._batches[step]:
+                self._add(id)
+
+    def _take(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "admit":
+            self._admitted[fields["id"]] = fields["group"], fields["prompt"]
+        elif kind == "finish":
+            self._finished[fields["id"]] = fields
+        elif kind == "consume":
+            self._batches[fields["batch"]].append((fields["id"], fields["checksum"]))
+
+    def _add(self, id: int) -> None:
+        """Note which versions drew the tokens of a trajectory."""
+        if id not in self._admitted or id not in self._finished:
+            raise DataError(
+                f"{self.path}: trajectory {id} was consumed without {'an end' if id in self._admitted else 'a begin'}; "
+                "the log is not the one that the run wrote",
+                key="events.order",
+            )
+        (group, prompt), length = self._admitted[id], self._finished[id]["length"]
+        spans = [*map(tuple, self._finished[id]["versions"]), (length, -1)]
+        for (start, version), (stop, _) in pairwise(spans):
+            self._parts[version].append(DrawnPart(id, group, prompt, start, stop, stop == length))
+
+    def batch(self, step: int) -> list[int]:
+        """Return the ids that a step learned from, in order. DataError [replay.step] for a step that the log lacks."""
+        if not 0 < step <= self.steps:
+            raise DataError(
+                f"step {step} is not in {self.path}, which has committed {self.steps}: shorten the recipe to that",
+                key="replay.step",
+            )
+        return [id for id, _ in self._batches.get(step, ())]
+
+    def parts(self, version: int) -> list[DrawnPart]:
+        """Return what this version of the policy drew of trajectories that a step learned from, in the order of their
+        steps. Parts of one trajectory, over the versions, follow one another without a gap."""
+        return list(self._parts.get(version, ()))
+
+    def check(self, step: int, place: int, id: int, checksum: int) -> None:
+        """Raise TokenIdentityError [replay.trajectory] unless the step's trajectory number ``place`` is this one."""
+        wanted = self._batches.get(step, [])[place : place + 1]
+        if wanted != [(id, checksum)]:
+            was = "no further one" if not wanted else "{}, checksum {}".format(*wanted[0])
+            raise TokenIdentityError(
+                f"trajectory {place + 1} of step {step} is {id}, checksum {checksum}, and was {was} in {self.path}: "
+                "weights, data or software are not the same",
+                key="replay.trajectory",
+            )
+
+    def check_all(self, step: int, consumed: int) -> None:
+        """Raise TokenIdentityError [replay.trajectory] unless a step has learned from as many trajectories as then."""
+        if consumed != (had := len(self.batch(step))):
+            raise TokenIdentityError(
+                f"step {step} has learned from {consumed} trajectories, and from {had} in {self.path}",
+                key="replay.trajectory",
+            )

@@ -1,0 +1,318 @@
+"""The log of an asynchronous run: whole up to its last commit whatever happens to its end, and repeated as it was."""
+
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.errors import raises
+from tilth.core.errors import ArgumentError, DataError, StorageError, TokenCountError, TokenIdentityError
+from tilth.core.trajectory import Trajectory
+from tilth.core.write_queue import WriteQueue
+from tilth.runs.events import KEPT, KINDS, AsyncLog, Event, RunReplay, read_events
+
+MINE = ("first", "mine")
+
+
+def log_at(folder, **how):
+    return AsyncLog(folder / "log.jsonl", MINE, **how)
+
+
+def event(kind, id, n=0):
+    some = {"id": id, "group": id // 2, "prompt": n, "versions": [[3, n]], "length": 9, "checksum": n, "batch": n}
+    some |= {"version": n, "replica": id, "source": 0, "target": 1, "reason": "stale"}
+    return {name: some[name] for name in KINDS[kind]}
+
+
+def fill(log, count, seed=0):
+    """Append random events, and return (kind, fields) of each."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        kind = rng.choice([*KINDS])
+        id = log.number + 100 if kind in ("consume", "drop") else rng.randrange(20)
+        made.append((kind, event(kind, id, rng.randrange(99))))
+        log.append(kind, **made[-1][1])
+    return made
+
+
+def told(events):
+    return [(one.kind, one.fields) for one in events]
+
+
+# ---- what is appended ----
+
+
+def test_events_come_back_in_order_with_their_numbers(tmp_path):
+    log = log_at(tmp_path, queue=WriteQueue())
+    assert [log.append("admit", **event("admit", i)) for i in range(3)] == [1, 2, 3]
+    assert log.sync(1) == 4 and log.append("publish", version=1) == 5
+    assert told(log.since(0)) == [*(("admit", event("admit", i)) for i in range(3)), ("publish", {"version": 1})]
+    assert log.since(2) == [Event(3, "admit", event("admit", 2)), Event(5, "publish", {"version": 1})]
+
+
+@pytest.mark.parametrize("kind, fields", [("admit", {"id": 1}), ("drop", {"id": 1, "reason": "x", "why": 1})])
+def test_an_event_with_other_fields_is_refused(tmp_path, kind, fields):
+    log = log_at(tmp_path)
+    with raises(ArgumentError, f"events.{kind}"):
+        log.append(kind, **fields)
+    with raises(ArgumentError, "events.eat"):
+        log.append("eat", id=1)
+    assert log.number == 0 and log.since(0) == []
+
+
+@pytest.mark.parametrize("kind", ["consume", "drop"])
+def test_a_trajectory_is_consumed_or_dropped_once(tmp_path, kind):
+    log = log_at(tmp_path)
+    log.append("consume", id=4, batch=1, checksum=7)
+    number = log.sync(1)
+    with raises(TokenCountError, "events.twice"):
+        log.append(kind, **event(kind, 4))
+    log.append("drop", id=5, reason="stale")
+    again = log_at(tmp_path)
+    again.cut(number)
+    with raises(TokenCountError, "events.twice"):
+        again.append(kind, **event(kind, 4))
+    again.append(kind, **event(kind, 5))  # its drop was not committed
+
+
+def test_threads_share_the_numbers(tmp_path):
+    log = log_at(tmp_path, queue=WriteQueue())
+    with ThreadPoolExecutor(8) as pool:
+        numbers = [*pool.map(lambda i: log.append("admit", **event("admit", i)), range(200))]
+    assert sorted(numbers) == [*range(1, 201)]
+    assert [one.number for one in log.since(0)] == [*range(1, 201)]
+    assert {one.fields["id"]: one.number for one in log.since(0)} == dict(enumerate(numbers))
+
+
+def test_an_event_that_cannot_be_written_has_not_happened(tmp_path, monkeypatch):
+    log = log_at(tmp_path)
+    log.append("publish", version=1)
+    with monkeypatch.context() as patch, raises(StorageError, "log.jsonl"):
+        patch.setattr(log._lines, "_append", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        log.append("publish", version=2)
+    assert log.append("publish", version=3) == 2
+    assert told(log.since(0)) == [("publish", {"version": 1}), ("publish", {"version": 3})]
+
+
+# ---- a resume ----
+
+
+def test_an_old_log_takes_events_after_a_cut_only(tmp_path):
+    log_at(tmp_path).append("publish", version=1)
+    with pytest.raises(AssertionError):
+        log_at(tmp_path).append("publish", version=2)
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.sets(st.integers(0, 19)), st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_a_cut_leaves_what_was_committed_and_what_is_kept(tmp_path_factory, before, after, kept, seed):
+    folder = tmp_path_factory.mktemp("log")
+    log = log_at(folder)
+    first = fill(log, before, seed)
+    number = log.sync(1)
+    second = fill(log, after, seed + 1)
+    again = log_at(folder)
+    again.cut(number, kept)
+    standing = [(kind, fields) for kind, fields in second if kind in KEPT and fields["id"] in kept]
+    assert told(again.since(0)) == first + standing
+    assert again.append("publish", version=5) == number + len(standing) + 1
+    assert [one.number for one in read_events(log.path)] == [*range(number + len(standing) + 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_torn_end_is_dropped_behind_the_commit_and_named_before_it(tmp_path, seed):
+    rng = random.Random(seed)
+    log = log_at(tmp_path)
+    first = fill(log, 12, seed)
+    number = log.sync(1)
+    durable = log.path.stat().st_size
+    fill(log, 12, seed + 100)
+    os.truncate(log.path, place := rng.randrange(1, log.path.stat().st_size))
+    again = log_at(tmp_path)
+    if place < durable:
+        with raises(DataError, "events.cut"):
+            again.cut(number)
+        return
+    again.cut(number)
+    assert told(again.since(0)) == first and log.path.stat().st_size == durable
+    assert again.append("publish", version=1) == number + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_changed_byte_is_dropped_behind_the_commit_and_named_before_it(tmp_path, seed):
+    log = log_at(tmp_path)
+    first = fill(log, 6, seed)
+    number = log.sync(1)
+    durable = log.path.stat().st_size
+    fill(log, 6, seed + 100)
+    data = bytearray(log.path.read_bytes())
+    place = random.Random(seed).randrange(len(data))
+    data[place] ^= 1
+    log.path.write_bytes(data)
+    again = log_at(tmp_path)
+    if place < durable:
+        with raises(DataError, "events.cut"):
+            again.cut(number)
+        with raises(DataError, "events.cut"):
+            [*read_events(log.path)]
+        return
+    assert len([*read_events(log.path)]) > number
+    again.cut(number)
+    assert told(again.since(0)) == first
+
+
+def test_a_line_that_is_missing_is_named(tmp_path):
+    log = log_at(tmp_path)
+    fill(log, 5)
+    number = log.sync(1)
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(b"".join(lines[:3] + lines[4:]))
+    with raises(DataError, "events.cut") as caught:
+        log_at(tmp_path).cut(number)
+    assert "line 4" in str(caught.value)
+
+
+def test_before_the_first_commit_nothing_counts(tmp_path):
+    log = log_at(tmp_path)
+    fill(log, 3)
+    for left in (0, 10, 200):
+        os.truncate(log.path, left)
+        again = log_at(tmp_path)
+        again.cut(0)
+        assert again.since(0) == [] and again.append("publish", version=1) == 1
+
+
+def test_a_run_that_has_changed_goes_on_and_another_run_does_not(tmp_path):
+    log = log_at(tmp_path)
+    number = log.sync(1)
+    AsyncLog(log.path, ["mine", "changed as allowed"]).cut(number)
+    with raises(DataError, "events.recipe"):
+        AsyncLog(log.path, ["yours"]).cut(number)
+    with raises(DataError, "events.recipe"):
+        RunReplay(log.path, ["yours"])
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("tilth.runs.events.FORMAT", 2)
+        number = log_at(tmp_path).sync(1)
+    with raises(DataError, "events.format"):
+        log_at(tmp_path).cut(number)
+
+
+# ---- a replay ----
+
+
+def played(folder, seed, steps=4, batch=3, **how):
+    """Write the log of a made-up run; return it with its batches, and its trajectories by id."""
+    rng, log = random.Random(seed), log_at(folder, **how)
+    batches, every = [], {}
+    for step in range(1, steps + 1):
+        for _ in range(batch + 1):
+            every[i] = made(i := len(every), rng, step)
+            log.append("admit", id=i, group=i // 2, prompt=i * 10)
+        open_ = [i for i in every if not any(i in some for some in batches)]
+        batches.append(rng.sample(open_, batch))
+        for i in batches[-1]:
+            t = every[i]
+            log.append("finish", id=i, versions=t.versions, length=len(t.tokens), checksum=i + 100)
+        for i in batches[-1]:
+            log.append("consume", id=i, batch=step, checksum=i + 100)
+        log.append("publish", version=step)
+        log.sync(step)
+    return log, batches, every
+
+
+def made(i, rng, version):
+    """Return a trajectory whose tokens several versions drew."""
+    start, length = rng.randrange(1, 5), rng.randrange(6, 20)
+    cuts = sorted({start, *rng.sample(range(start, length), rng.randrange(3))})
+    mask = (np.arange(length) >= start).astype(np.uint8)
+    spans = [(cut, version + n) for n, cut in enumerate(cuts)]
+    return Trajectory(i, i * 10, i // 2, np.zeros(length, np.int64), mask, np.zeros(length, np.float32), versions=spans)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replay_tells_batches_and_who_drew_each_token(tmp_path, seed):
+    log, batches, every = played(tmp_path, seed)
+    fill(log, 5)  # of a step that was not committed
+    replay = RunReplay(log.path, MINE)
+    assert replay.steps == 4 and [replay.batch(step) for step in range(1, 5)] == batches
+    drawn = {i: np.full(len(t.tokens), 0) for i, t in every.items() if any(i in some for some in batches)}
+    for version in range(1, 9):
+        for part in replay.parts(version):
+            t = every[part.id]
+            assert (part.prompt, part.group) == (t.prompt, t.group) and part.start < part.stop
+            assert not drawn[part.id][part.start : part.stop].any()
+            drawn[part.id][part.start : part.stop] = version
+            assert part.ends == (part.stop == len(t.tokens))
+    for i, versions in drawn.items():
+        assert versions.tolist() == every[i].token_versions().tolist()
+
+
+def test_a_step_that_was_not_committed_is_not_replayed(tmp_path):
+    log, _, _ = played(tmp_path, 0)
+    replay = RunReplay(log.path)
+    for step in (0, 5):
+        with raises(DataError, "replay.step"):
+            replay.batch(step)
+
+
+def test_a_trajectory_that_was_consumed_without_its_end_is_named(tmp_path):
+    log = log_at(tmp_path)
+    log.append("consume", id=3, batch=1, checksum=1)
+    log.sync(1)
+    with raises(DataError, "events.order"):
+        RunReplay(log.path)
+
+
+def again(folder, log):
+    (folder / "again").mkdir()
+    return log_at(folder / "again", replay=RunReplay(log.path))
+
+
+def test_a_run_that_repeats_is_told_apart_from_one_that_does_not(tmp_path):
+    log, *_ = played(tmp_path, 1)
+    (tmp_path / "again").mkdir()
+    other, *_ = played(tmp_path / "again", 1, replay=RunReplay(log.path))
+    assert other.path.read_bytes() == log.path.read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"checksum": 5}, {"id": 77}, {"batch": 2}])
+def test_another_trajectory_is_an_error_before_it_is_consumed(tmp_path, change):
+    log, batches, _ = played(tmp_path, 1)
+    other, first = again(tmp_path, log), batches[0][0]
+    with raises(TokenIdentityError, "replay.trajectory"):
+        other.append("consume", **{"id": first, "batch": 1, "checksum": first + 100, **change})
+    assert other.since(0) == []
+    other.append("consume", id=first, batch=1, checksum=first + 100)
+
+
+def test_another_order_or_a_step_that_learns_from_fewer_is_an_error(tmp_path):
+    log, batches, _ = played(tmp_path, 1)
+    other, (first, second, _), next_ = again(tmp_path, log), batches[0], batches[1][0]
+    with raises(TokenIdentityError, "replay.trajectory"):
+        other.append("consume", id=second, batch=1, checksum=second + 100)
+    other.append("consume", id=first, batch=1, checksum=first + 100)
+    with raises(TokenIdentityError, "replay.trajectory"):
+        other.sync(1)
+    other.cut(0)  # the step begins again
+    for i in batches[0]:
+        other.append("consume", id=i, batch=1, checksum=i + 100)
+    assert other.sync(1) == 4
+    with raises(TokenIdentityError, "replay.trajectory"):
+        other.append("consume", id=next_, batch=1, checksum=next_ + 100)
+    other.append("consume", id=next_, batch=2, checksum=next_ + 100)
+
+
+def test_lines_are_json(tmp_path):
+    log = log_at(tmp_path)
+    log.append("drop", id=3, reason='ends in ", "sum": 5}')
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert rows[0]["recipe"] == "mine" and rows[1]["reason"] == log.since(0)[0].fields["reason"]
