@@ -25,7 +25,7 @@ from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, media_of, texts, to_batch
 from tilth.rollout.episodes import Played, Player, Wanted
-from tilth.rollout.partial import Unfinished
+from tilth.rollout.prefixes import PrefixPool
 from tilth.trace.spans import span
 
 LIMITS = RoundLimits(steps=1 << 30, early=1 << 30, seconds=0.25)
@@ -75,7 +75,7 @@ class RolloutWorker:
         self._before: dict[int, int] = {}
         """Sample that goes on -> length of its completion before."""
         self._params, self._partial, self._plays, self._media = SamplingParams(), 0, False, False
-        self._unfinished: Unfinished | None = None
+        self._prefixes: PrefixPool | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
 
@@ -113,10 +113,10 @@ class RolloutWorker:
         self._partial, carried = 0, list[Played]()
         fresh = asked
         if since is not None:
-            assert self._unfinished is not None
+            assert self._prefixes is not None
             goes = asked[CARRIED] != 0
             self._partial, fresh = self.section.partial, asked.select(~goes)
-            kept = self._unfinished.take(since, asked["id"][goes].tolist()).values()
+            kept = self._prefixes.take(since, asked["id"][goes].tolist()).values()
             carried = [Played.of(t) if self._plays else Played(t, {}, paused=self._paused(t)) for t in kept]
         self._asked += len(asked)
         self._go_on(carried, self._wanted(fresh) if self._plays else [])
@@ -171,16 +171,16 @@ class RolloutWorker:
     def keep(self, step: int, oldest: int) -> None:
         """Keep the samples that were not collected for the step after this one, durably, and drop those of steps before
         ``oldest``. StorageError."""
-        assert self._unfinished is not None
+        assert self._prefixes is not None
         if self.engine.reports:
             left = [one.kept() if self._plays else one.trajectory for one in self._ended.values()]
-            self._unfinished.keep(step, left, oldest)
+            self._prefixes.keep(step, left, oldest)
         self._ended.clear()
 
     @transfer(split="all", gather="first")
     def carry_in(self, folder: str) -> None:
         """Keep samples that go on in the next step in this folder."""
-        self._unfinished = Unfinished(Path(folder), self.rank)
+        self._prefixes = PrefixPool(Path(folder), self.rank)
 
     def _requests(self, asked: Batch) -> list[Request]:
         some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)

@@ -32,6 +32,7 @@ from tilth.core.files import make_folder, writing
 from tilth.core.lines import Lines, replace
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, WriteQueue, described, lost
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
+from tilth.rollout import prefixes
 from tilth.runs.environment import environment
 from tilth.runs.files import Lock, to_json
 from tilth.runs.identity import Identity, claim
@@ -46,7 +47,7 @@ FORMAT = 1
 OBSERVATIONS = "observations"
 """Folder of what environments said in the newest calls."""
 PARTIAL = "partial"
-"""Folder of trajectories that the next step goes on with."""
+"""Folder of trajectories that are in flight at the end of a step (``rollout.prefixes``)."""
 RECENT = 8
 """Steps that a recovery in this process goes back at most, unless to a checkpoint."""
 REWARD_LOG = "reward.log"
@@ -185,6 +186,7 @@ class RunDir:
         self.trajectories.rewind(step)
         self._answer = {}
         self.journal.rewind(step)
+        prefixes.rewind(self.path / PARTIAL, step)
         if self._last != step or step not in self._spent:
             self._metrics.rewrite(lambda record: bool(record["step"] <= step))
         if step not in self._spent:

@@ -1,13 +1,13 @@
-"""Unfinished trajectories come back as they were, from memory and from files, on any rank."""
+"""Trajectories in flight come back as they were, from memory and from files, on any rank."""
 
 import numpy as np
 import pytest
 
 from tests.errors import raises
-from tilth.core.errors import DataError
+from tilth.core.errors import DataError, StorageError
 from tilth.core.media import MediaItem
 from tilth.core.trajectory import Trajectory
-from tilth.rollout.partial import Unfinished
+from tilth.rollout.prefixes import PrefixPool, rewind
 
 
 def made(i, *, filtered=False):
@@ -34,24 +34,47 @@ def same(a, b):
 def test_any_rank_finds_those_of_all(tmp_path, filtered):
     whole = [made(i, filtered=filtered) for i in range(6)]
     for rank in range(2):
-        Unfinished(tmp_path, rank).keep(7, whole[rank::2], 0)
-    found = Unfinished(tmp_path, 1).take(7, [5, 0, 2])
+        PrefixPool(tmp_path, rank).keep(7, whole[rank::2], 0)
+    found = PrefixPool(tmp_path, 1).take(7, [5, 0, 2])
     assert list(found) == [5, 0, 2] and all(same(found[i], whole[i]) for i in found)
-    assert Unfinished(tmp_path, 0).take(7, []) == {}
+    assert PrefixPool(tmp_path, 0).take(7, []) == {}
 
 
 def test_a_sample_that_is_not_there_is_named(tmp_path):
-    one = Unfinished(tmp_path, 0)
+    one = PrefixPool(tmp_path, 0)
     one.keep(7, [made(1)], 0)
     for step, i in ((6, 1), (7, 2)):
-        with raises(DataError, f"partial.{i}"):
+        with raises(DataError, f"prefixes.{i}"):
             one.take(step, [i])
 
 
 def test_steps_that_no_resume_returns_to_are_dropped(tmp_path):
-    one, other = Unfinished(tmp_path, 0), Unfinished(tmp_path, 1)
+    one, other = PrefixPool(tmp_path, 0), PrefixPool(tmp_path, 1)
     for step in range(1, 6):
         one.keep(step, [made(step)], step - 2)
         other.keep(step, [], 0)
     assert sorted(p.name for p in tmp_path.glob("*-rank-0.npz")) == [f"step-00000{i}-rank-0.npz" for i in (3, 4, 5)]
-    assert len(list(tmp_path.glob("*-rank-1.npz"))) == 5 and one.take(4, [4])[4].id == 4
+    assert len(list(tmp_path.glob("*-rank-1.npz"))) == 3 and one.take(4, [4])[4].id == 4
+
+
+def test_what_an_attempt_with_more_ranks_left_is_not_taken(tmp_path):
+    """It kept step 3 on two ranks and fell; the next one goes back to step 2, and has one rank."""
+    old, new = made(1), made(1, filtered=True)
+    PrefixPool(tmp_path, 0).keep(2, [made(5)], 0)
+    PrefixPool(tmp_path, 1).keep(3, [old], 0)
+    rewind(tmp_path, 2)
+    PrefixPool(tmp_path, 0).keep(3, [new], 0)
+    assert same(PrefixPool(tmp_path, 0).take(3, [1])[1], new) and PrefixPool(tmp_path, 0).take(2, [5])
+    rewind(tmp_path / "none", 0)
+
+
+def test_a_disk_that_refuses_is_named(tmp_path, monkeypatch):
+    one = PrefixPool(tmp_path / "pool", 0)
+    with monkeypatch.context() as patch, raises(StorageError, "step-000001-rank-0.npz"):
+        patch.setattr(np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        one.keep(1, [made(1)], 0)
+    with raises(DataError, "prefixes.1"):
+        one.take(1, [1])
+    (tmp_path / "file").write_text("")
+    with raises(StorageError, "file"):
+        PrefixPool(tmp_path / "file", 0).keep(1, [made(1)], 0)

@@ -1,4 +1,4 @@
-"""Trajectories that a step leaves unfinished, and those that wait for the rest of their group: the next step goes on.
+"""Pool of prefixes: trajectories that are in flight where a step is committed, finished ones that wait among them.
 
 Each rank writes its own into a file per step, so that a step that runs again finds those of the step before, whatever
 rank its rows are on then.
@@ -6,14 +6,14 @@ rank its rows are on then.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.core.files import atomic_write, make_folder
+from tilth.core.files import atomic_write, make_folder, writing
 from tilth.core.media import pack_media, unpack_media
 from tilth.core.trajectory import Finish, Segment, Trajectory
 
@@ -21,44 +21,56 @@ FINISHES: tuple[Finish, ...] = ("stop", "length", "aborted", "error")
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.npz")
 
 
-class Unfinished:
-    """Trajectories by id at the end of a step, in memory and in a folder."""
+class PrefixPool:
+    """Trajectories by id, as they were at the end of a step: the newest in memory, and all in a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self._step, self._known = -1, dict[int, Trajectory]()
 
     def keep(self, step: int, trajectories: Sequence[Trajectory], oldest: int) -> None:
-        """Keep these for the step after this one, durably, and drop those of steps before ``oldest``. StorageError."""
-        make_folder(self.folder)
+        """Keep these as of the end of this step, durably, and drop those of steps before ``oldest``. StorageError."""
+        with writing(self.folder):
+            make_folder(self.folder)
         with (
             atomic_write(self.folder / f"step-{step:06d}-rank-{self.rank}.npz") as temporary,
             open(temporary, "wb") as file,
         ):
             np.savez(file, **_packed(trajectories))
         self._step, self._known = step, {t.id: t for t in trajectories}
-        for path, written in self._files():
-            if written < oldest and path.stem.endswith(f"-{self.rank}"):
-                path.unlink()
+        _drop(path for path, written in _files(self.folder) if written < oldest)
 
     def take(self, step: int, ids: Sequence[int]) -> dict[int, Trajectory]:
         """Return these trajectories of the end of a step. DataError names the first one that is not there."""
         found = dict(self._known) if step == self._step else {}
         if any(i not in found for i in ids):
-            for path in [path for path, written in self._files() if written == step]:
+            for path in [path for path, written in _files(self.folder) if written == step]:
                 with np.load(path, allow_pickle=False) as file:
                     found |= {t.id: t for t in _unpacked(dict(file))}
         if missing := [i for i in ids if i not in found]:
             raise DataError(
-                f"sample {missing[0]} was carried over from step {step}, and {self.folder} has no such sample; "
+                f"trajectory {missing[0]} was in flight at the end of step {step}, and {self.folder} does not have it; "
                 "continue from an earlier checkpoint",
-                key=f"partial.{missing[0]}",
+                key=f"prefixes.{missing[0]}",
             )
         return {i: found[i] for i in ids}
 
-    def _files(self) -> list[tuple[Path, int]]:
-        named = [(path, _NAME.fullmatch(path.name)) for path in sorted(self.folder.glob("step-*.npz"))]
-        return [(path, int(match[1])) for path, match in named if match]
+
+def rewind(folder: Path, step: int) -> None:
+    """Drop what was kept after this step, which was not committed or is run again. StorageError."""
+    _drop(path for path, written in _files(folder) if written > step)
+
+
+def _drop(paths: Iterator[Path]) -> None:
+    for path in paths:
+        with writing(path):
+            path.unlink(missing_ok=True)  # another rank may have been faster
+
+
+def _files(folder: Path) -> list[tuple[Path, int]]:
+    """Return the files of all ranks, and their steps."""
+    named = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.glob("step-*.npz"))]
+    return [(path, int(match[1])) for path, match in named if match]
 
 
 def _packed(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
