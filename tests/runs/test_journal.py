@@ -59,7 +59,7 @@ def test_what_was_written_is_known_to_the_next_attempt(tmp_path):
         assert known[0]["value"] == 1.0 and known[0]["parts"] == {"form": 0.5}
         assert known[1] == failures(batch)[1]
         assert np.float32(known[2]["value"]) == batch["reward"][2] and np.isnan(known[2]["parts"]["form"])
-        assert journal.known(4, batch) == {}
+        assert journal.known(4, batch).keys() == known.keys()  # in whichever step they are learned from
         assert [Outcome(**known[i]).value is None for i in range(3)] == [False, True, False]
 
 
@@ -73,6 +73,67 @@ def test_it_holds_for_the_very_sample_and_the_very_reward(tmp_path):
     assert reopened(tmp_path, replay=False).known(3, batch) == {}
     entry = json.loads((tmp_path / "rewards.jsonl").read_text())
     assert (entry["trajectory"], entry["checksum"], entry["reward"]) == (1, 101, "one")
+
+
+def test_evaluations_are_scored_again_in_a_later_step(tmp_path):
+    """Their ids come again, and the same answer may get another reward."""
+    batch = scored([1.0, np.nan], first=-7)
+    journal = reopened(tmp_path)
+    journal.write(3, batch, failures(batch))
+    assert set(journal.known(3, batch)) == {-7, -6} and journal.known(4, batch) == {}
+    journal.write(4, scored([0.5, 0.5], first=-7), {})
+    again = reopened(tmp_path)
+    assert again.known(4, batch)[-7]["value"] == 0.5 and again.known(3, batch)[-7]["value"] == 1.0
+
+
+def test_a_trajectory_that_waits_keeps_its_outcome(tmp_path):
+    """Steps later, in memory, on disk and after a resume; one that was consumed does not."""
+    journal, late, done = reopened(tmp_path), scored([0.25, np.nan], first=4), scored([0.5], first=8)
+    journal.waits = range(4, 6).__contains__
+    journal.write(1, late, failures(late))
+    journal.write(1, done, {})
+    journal.forget(6)
+    assert set(journal.known(6, late)) == {4, 5} and journal.known(6, done) == {}
+    journal.trim(5)
+    again = Journal(tmp_path, "one")
+    again.waits = range(4, 6).__contains__
+    again.rewind(5)
+    assert set(again.known(6, late)) == {4, 5} and again.known(6, done) == {}
+    whole = reopened(tmp_path)  # nothing is trimmed: a replay needs it
+    assert whole.known(1, done)[8]["value"] == 0.5
+
+
+def test_a_replay_has_the_rewards_of_the_run(tmp_path):
+    run, batch = tmp_path / "run", scored([0.25, np.nan, 0.75])
+    run.mkdir()
+    first = reopened(run)
+    first.write(1, batch, failures(batch))
+    first.write(1, scored([0.5], first=-3), {})
+    journal = reopened(tmp_path)
+    journal.replay(run)
+    journal.rewind(0)
+    known = journal.known(4, batch)
+    assert [known[i]["value"] for i in range(3)] == [0.25, None, 0.75]
+    assert journal.known(1, scored([0.5], first=-3)) == {} == journal.known(4, scored([0.25], checksum=7))
+    other = reopened(tmp_path, reward="another")
+    other.replay(run)
+    assert other.known(4, batch) == {}
+
+
+def test_a_journal_of_an_earlier_version_is_read(tmp_path):
+    """Its key had the step, which its lines have still."""
+    missing = {"step": 3, "reward": "one", "trajectory": 5, "checksum": 105, "outcome": {"value": None}}
+    scores = {
+        "step": 3,
+        "reward": "one",
+        "trajectory": [6],
+        "checksum": [106],
+        "columns": {"reward": [0.5], "outcome": [1]},
+    }
+    (tmp_path / "rewards.jsonl").write_text(json.dumps(missing) + "\n")
+    (tmp_path / "scores.jsonl").write_text(json.dumps(scores) + "\n")
+    known = reopened(tmp_path).known(3, scored([1, 1], first=5))
+    assert known == {5: {"value": None}, 6: {"value": 0.5, "parts": {}}}
 
 
 @given(
@@ -108,18 +169,19 @@ def test_rows_made_of_known_outcomes_are_the_rows_that_were_written(tmp_path_fac
 
 def test_memory_and_scores_are_bounded_and_what_is_missing_stays_on_disk(tmp_path):
     journal = reopened(tmp_path)
-    batch = scored([1.0, np.nan, 2.0])
     for step in range(30):
+        batch = scored([1.0, np.nan, 2.0], first=3 * step)
         journal.write(step, batch, failures(batch))
         journal.forget(step)
         if step % 5 == 4:
             journal.trim(step - 4)
-    assert len(journal._known) <= 2
+    assert len(journal._known) <= 6
     steps = [json.loads(line)["step"] for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     assert steps == list(range(25, 30))
     assert len((tmp_path / "rewards.jsonl").read_text().splitlines()) == 30  # why they are missing is shown to people
     again = reopened(tmp_path, step=27)
-    assert [len(again.known(step, batch)) for step in (26, 27, 29, 30)] == [0, 3, 3, 0]
+    found = [again.known(29, scored([1.0, np.nan, 2.0], first=3 * step)) for step in (26, 27, 29, 30)]
+    assert [len(known) for known in found] == [0, 3, 3, 0]
     again.write(30, batch, failures(batch))  # it goes on where it was cut
     assert len(reopened(tmp_path, step=29).known(30, batch)) == 3
 
