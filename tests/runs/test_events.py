@@ -243,17 +243,25 @@ def test_a_replay_tells_batches_and_who_drew_each_token(tmp_path, seed):
     log, batches, every = played(tmp_path, seed)
     fill(log, 5)  # of a step that was not committed
     replay = RunReplay(log.path, MINE)
-    assert replay.steps == 4 and [replay.batch(step) for step in range(1, 5)] == batches
-    drawn = {i: np.full(len(t.tokens), 0) for i, t in every.items() if any(i in some for some in batches)}
+    assert replay.steps == 4 and [[part.id for part in replay.batch(step)] for step in range(1, 5)] == batches
+    drawn = {i: [] for some in batches for i in some}
     for version in range(1, 9):
         for part in replay.parts(version):
-            t = every[part.id]
-            assert (part.prompt, part.group) == (t.prompt, t.group) and part.start < part.stop
-            assert not drawn[part.id][part.start : part.stop].any()
-            drawn[part.id][part.start : part.stop] = version
-            assert part.ends == (part.stop == len(t.tokens))
-    for i, versions in drawn.items():
+            t, before = every[part.id], drawn[part.id]
+            start = before[-1].stop if before else t.prompt_length
+            assert (part.prompt, part.group, part.version) == (t.prompt, t.group, version) and start < part.stop
+            assert part.since == (before[-1].version if before else None)
+            before.append(part)
+    for i, parts in drawn.items():
+        stops = [every[i].prompt_length, *(part.stop for part in parts)]
+        versions = np.repeat([0, *(part.version for part in parts)], np.diff(stops, prepend=0))
         assert versions.tolist() == every[i].token_versions().tolist()
+        assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+    for after in range(5):
+        left = {i for some in batches[after:] for i in some}
+        wanted = {version: {p.id for p in replay.parts(version)} & left for version in range(1, 9)}
+        assert {version: {p.id for p in replay.parts(version, after)} for version in range(1, 9)} == wanted
+        assert replay.oldest(after) == min((version for version, ids in wanted.items() if ids), default=-1)
 
 
 def test_a_step_that_was_not_committed_is_not_replayed(tmp_path):

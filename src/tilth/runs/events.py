@@ -12,7 +12,7 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -53,15 +53,18 @@ class Event(NamedTuple):
 
 
 class DrawnPart(NamedTuple):
-    """Tokens [start, stop) of a trajectory, which one version of the policy drew; prompt tokens count."""
+    """Tokens of a trajectory that one version of the policy drew."""
 
     id: int
     group: int
     prompt: int
-    start: int
+    version: int
+    since: int | None
+    """Version that drew the part before; None: it is the first."""
     stop: int
+    """Tokens of the trajectory with this part, and with the prompt."""
     ends: bool
-    """True if the trajectory ended with them."""
+    """True if the trajectory ended with it."""
 
 
 class AsyncLog:
@@ -220,7 +223,7 @@ class RunReplay:
         """steps: number of the newest committed step."""
         self._admitted: dict[int, tuple[int, int]] = {}
         self._finished: dict[int, dict[str, Any]] = {}
-        self._batches = defaultdict[int, list[tuple[int, int]]](list)
+        self._consumed = defaultdict[int, list[tuple[int, int]]](list)
         pending: list[Event] = []
         for event in read_events(path, recipes):
             pending.append(event)
@@ -229,10 +232,11 @@ class RunReplay:
                 for one in pending:
                     self._take(one.kind, one.fields)
                 pending = []
-        self._parts = defaultdict[int, list[DrawnPart]](list)
-        for step in sorted(self._batches):
-            for id, _ in self._batches[step]:
-                self._add(id)
+        self._batches = {step: [self._drawn(id) for id, _ in some] for step, some in sorted(self._consumed.items())}
+        self._parts = defaultdict[int, list[tuple[int, DrawnPart]]](list)
+        for step, drawn in self._batches.items():
+            for part in chain.from_iterable(drawn):
+                self._parts[part.version].append((step, part))
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "admit":
@@ -240,38 +244,44 @@ class RunReplay:
         elif kind == "finish":
             self._finished[fields["id"]] = fields
         elif kind == "consume":
-            self._batches[fields["batch"]].append((fields["id"], fields["checksum"]))
+            self._consumed[fields["batch"]].append((fields["id"], fields["checksum"]))
 
-    def _add(self, id: int) -> None:
-        """Note which versions drew the tokens of a trajectory."""
+    def _drawn(self, id: int) -> list[DrawnPart]:
+        """Return the parts of a trajectory in order. DataError [events.order] for one without begin or end."""
         if id not in self._admitted or id not in self._finished:
             raise DataError(
                 f"{self.path}: trajectory {id} was consumed without {'an end' if id in self._admitted else 'a begin'}; "
                 "the log is not the one that the run wrote",
                 key="events.order",
             )
-        (group, prompt), length = self._admitted[id], self._finished[id]["length"]
-        spans = [*map(tuple, self._finished[id]["versions"]), (length, -1)]
-        for (start, version), (stop, _) in pairwise(spans):
-            self._parts[version].append(DrawnPart(id, group, prompt, start, stop, stop == length))
+        spans, length = self._finished[id]["versions"], self._finished[id]["length"]
+        stops, before = [*(start for start, _ in spans[1:]), length], [None, *(version for _, version in spans)]
+        return [
+            DrawnPart(id, *self._admitted[id], version, since, stop, stop == length)
+            for (_, version), since, stop in zip(spans, before, stops)
+        ]
 
-    def batch(self, step: int) -> list[int]:
-        """Return the ids that a step learned from, in order. DataError [replay.step] for a step that the log lacks."""
+    def batch(self, step: int) -> list[DrawnPart]:
+        """Return the last part of each trajectory that a step learned from, in order. DataError [replay.step] for a
+        step that the log lacks."""
         if not 0 < step <= self.steps:
             raise DataError(
-                f"step {step} is not in {self.path}, which has committed {self.steps}: shorten the recipe to that",
+                f"step {step} is not in {self.path}, which has committed {self.steps}: it can be replayed up to there",
                 key="replay.step",
             )
-        return [id for id, _ in self._batches.get(step, ())]
+        return [parts[-1] for parts in self._batches.get(step, ())]
 
-    def parts(self, version: int) -> list[DrawnPart]:
-        """Return what this version of the policy drew of trajectories that a step learned from, in the order of their
-        steps. Parts of one trajectory, over the versions, follow one another without a gap."""
-        return list(self._parts.get(version, ()))
+    def parts(self, version: int, after: int = 0) -> list[DrawnPart]:
+        """Return what this version of the policy drew for steps after step ``after``, in their order."""
+        return [part for step, part in self._parts.get(version, ()) if step > after]
+
+    def oldest(self, after: int) -> int:
+        """Return the first version that drew for steps after this one; -1: none."""
+        return min((version for version, drawn in self._parts.items() if drawn[-1][0] > after), default=-1)
 
     def check(self, step: int, place: int, id: int, checksum: int) -> None:
         """Raise TokenIdentityError [replay.trajectory] unless the step's trajectory number ``place`` is this one."""
-        wanted = self._batches.get(step, [])[place : place + 1]
+        wanted = self._consumed.get(step, [])[place : place + 1]
         if wanted != [(id, checksum)]:
             was = "no further one" if not wanted else "{}, checksum {}".format(*wanted[0])
             raise TokenIdentityError(
