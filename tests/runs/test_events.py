@@ -11,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.flows import tiny
 from tilth.core.errors import ArgumentError, DataError, StorageError, TokenCountError, TokenIdentityError
 from tilth.core.trajectory import Trajectory
 from tilth.core.write_queue import WriteQueue
-from tilth.runs.events import KEPT, KINDS, AsyncLog, Event, RunReplay, read_events
+from tilth.runs.directory import RunDir
+from tilth.runs.events import EVENTS, KEPT, KINDS, AsyncLog, Event, RunReplay, read_events
+from tilth.runs.identity import Identity
+from tilth.runs.readers import read_state
 
 MINE = ("first", "mine")
 
 
-def log_at(folder, **how):
-    return AsyncLog(folder / "log.jsonl", MINE, **how)
+def log_at(folder, recipes=MINE, **how):
+    return AsyncLog(folder / "log.jsonl", recipes, **how)
 
 
 def event(kind, id, n=0):
@@ -278,6 +282,62 @@ def test_a_trajectory_that_was_consumed_without_its_end_is_named(tmp_path):
     log.sync(1)
     with raises(DataError, "events.order"):
         RunReplay(log.path)
+
+
+# ---- a run that is replayed ----
+
+
+def identity(folder, **sections):
+    return Identity(tiny.recipe(folder, **sections), {"data": "data1"})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that has committed four steps."""
+    who = identity(tmp_path)
+    with RunDir.create(who.recipe, "demo", who.inputs) as directory:
+        log, *_ = played(directory.path, 1, recipes=[directory.digest])
+        for step in range(1, 5):
+            directory.commit_step({"step": step})
+    log.path.rename(directory.path / EVENTS)
+    return directory.path
+
+
+def test_a_run_is_replayed_by_its_own_recipe_on_any_workers(tmp_path, run):
+    assert RunReplay.of(run, identity(tmp_path)).steps == 4
+    elsewhere = {"cluster": {"workers": 2, "backend": "local"}, "run": {"name": "again"}, "guard": {"restarts": 0}}
+    assert RunReplay.of(run, identity(tmp_path, **elsewhere)).name == f"{run.resolve()} to step 4"
+
+
+@pytest.mark.parametrize("sections", [{"seed": 9}, {"optimizer": {"lr": 1.0}}, {"policy": {"layout": {"fsdp": 2}}}])
+def test_another_recipe_does_not_replay_it(tmp_path, run, sections):
+    more = {"cluster": {"workers": 2, "backend": "local"}} if "policy" in sections else {}
+    with raises(DataError, "events.recipe"):
+        RunReplay.of(run, identity(tmp_path, **sections, **more))
+    with raises(DataError, "events.recipe"):
+        RunReplay.of(run, Identity(tiny.recipe(tmp_path), {"data": "data2"}))
+
+
+def test_a_run_with_two_recipes_is_not_replayed(tmp_path, run):
+    state = read_state(run)
+    (run / "run.json").write_text(json.dumps({**state, "digests": ["other", *state["digests"]]}))
+    with raises(DataError, "events.recipe"):
+        RunReplay.of(run, identity(tmp_path))
+
+
+def test_a_run_without_a_log_or_with_a_part_of_it_is_not_replayed(tmp_path, run):
+    lines = (run / EVENTS).read_text().splitlines(keepends=True)
+    (run / EVENTS).write_text("".join(lines[:-1]))  # a commit is missing
+    with raises(DataError, "events.cut"):
+        RunReplay.of(run, identity(tmp_path))
+    (run / EVENTS).unlink()
+    with raises(DataError, "--replay"):
+        RunReplay.of(run, identity(tmp_path))
+    with raises(DataError, "run.json"):
+        RunReplay.of(tmp_path, identity(tmp_path))
+
+
+# ---- the run that repeats it ----
 
 
 def again(folder, log):

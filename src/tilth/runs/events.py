@@ -12,16 +12,20 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from tilth.core import lines
 from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
-from tilth.core.lines import Lines, replace
+from tilth.core.lines import Lines
 from tilth.core.write_queue import PATIENCE, WriteQueue, lost, settle
 from tilth.runs.files import to_json
+from tilth.runs.identity import Identity
 from tilth.runs.intervals import Intervals
+from tilth.runs.readers import read_metrics, read_state
 
 EVENTS = "experience.jsonl"
 """File of the log in the folder of a run."""
@@ -37,6 +41,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
 ``experience.identity`` of the tokens; batch: the step, from 1."""
+PLACES = ("cluster", "guard", "rollout.layout")
+"""Keys that may differ where a run is replayed."""
 KEPT = ("admit", "move", "finish")
 """Kinds of events that outlive a step which was not committed, together with their trajectory."""
 _ENDS = ("consume", "drop")
@@ -139,7 +145,7 @@ class AsyncLog:
         standing = [e for e in found[number + 1 :] if e.kind in KEPT and e.fields["id"] in kept]
         events = [*(found[: number + 1] or [begin]), *standing]
         text = "".join(f"{_line(event._replace(number=place))}\n" for place, event in enumerate(events))
-        replace(self.path, text.encode())
+        lines.replace(self.path, text.encode())
         self.close()
         self._lines = Lines(self.path, self._queue)
         self.number, self._done = len(events) - 1, Intervals()
@@ -237,6 +243,36 @@ class RunReplay:
         for step, drawn in self._batches.items():
             for part in chain.from_iterable(drawn):
                 self._parts[part.version].append((step, part))
+
+    @classmethod
+    def of(cls, run: Path, who: Identity) -> "RunReplay":
+        """Open the log of a run for another one, which repeats it on any workers.
+
+        DataError for a run without a log [--replay], with a damaged one, or that ``who`` does not repeat
+        [events.recipe].
+        """
+        state = read_state(run)
+        if not (path := run / EVENTS).exists():
+            raise DataError(
+                f"--replay {run}: it has no {EVENTS}, which runs with rollout.staleness write; others repeat by their "
+                "recipe alone",
+                key="--replay",
+            )
+        changes = {} if state["digest"] == who.digest else who.changes(run, state)
+        others = [text for key, text in changes.items() if not replace(who, allow=PLACES).allows(key)]
+        if len(state["digests"]) > 1:
+            others.append(f"it has had {len(state['digests'])} recipes, and a replay repeats one")
+        if others:
+            raise DataError(f"--replay {run} is another run: {'; '.join(others)}", key="events.recipe")
+        found = cls(path, state["digests"])
+        if found.steps < (last := max((record["step"] for record in read_metrics(run)), default=0)):
+            raise DataError(f"{path} ends with step {found.steps}, and {run} has committed {last}", key="events.cut")
+        return found
+
+    @property
+    def name(self) -> str:
+        """Name of what is replayed, which differs once its run has gone on."""
+        return f"{self.path.resolve().parent} to step {self.steps}"
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "admit":
