@@ -14,9 +14,11 @@ from tilth.cluster.controller import dispatch
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.dispatch import Dispatch
 from tilth.cluster.controller.totals import Totals, together
+from tilth.cluster.protocol import Transfer
 from tilth.cluster.worker.executor import failure
 from tilth.core.batch import Jagged
 from tilth.core.errors import CallTimeout, DataError, TilthError, WorkerError, WorkerLost
+from tilth.core.layout import Mesh
 from tilth.trace.spans import Total, span, total_of
 
 
@@ -443,3 +445,65 @@ def test_payload_that_came_after_its_lease_was_closed_is_freed_with_all_other(fl
     cluster.store.clear()
     assert not cluster.store.nbytes
     cluster.store.check_released()
+
+
+def in_thread(function):
+    """Run in another thread and return what it returns."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+def test_each_thread_has_a_lease_of_its_own(fleet):
+    cluster = Cluster(fleet, 60)
+    with cluster.store.under(cluster.store.lease("a step")):
+        assert cluster.dispatch.lease.name == "a step" and in_thread(lambda: cluster.dispatch.lease) is None
+
+        def other():
+            with cluster.store.under(cluster.store.lease("a group")):
+                return cluster.dispatch.lease.name
+
+        assert in_thread(other) == "a group" and cluster.dispatch.lease.name == "a step"
+
+
+class Slowly(ByHand):
+    """Takes long to send, and notes which rank got which call."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.order = []
+
+    def submit(self, rank, call):
+        time.sleep(0.01)
+        self.order.append((rank, call.method))
+        future = super().submit(rank, call)
+        future.set_result(Reply({"same": Transfer("all", "first"), "other": Transfer("all", "first")}, {}))
+        return future
+
+
+def test_calls_of_two_threads_reach_all_ranks_in_one_order():
+    """Else one rank would wait in one collective, and the other rank in the other."""
+    cluster = Cluster(Slowly(3), 60)
+    group = cluster.group("echo", "tests:none", {}, Mesh.of({"dp": 3}))
+    cluster.backend.order.clear()
+    threads = [threading.Thread(target=getattr(group, name)) for name in ("same", "other") * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    sent = cluster.backend.order
+    assert len(sent) == 18
+    assert all(len({method for _, method in sent[i : i + 3]}) == 1 for i in range(0, 18, 3))
+
+
+def test_a_part_of_a_group_calls_the_ranks_of_one_coordinate():
+    cluster = Cluster(Slowly(4), 60)
+    group = cluster.group("echo", "tests:none", {}, Mesh.of({"dp": 2, "tp": 2}))
+    first, second = group.parts("dp")
+    cluster.backend.order.clear()
+    second.same()
+    first.other()
+    assert cluster.backend.order == [(2, "same"), (3, "same"), (0, "other"), (1, "other")]
+    assert first.changed_by is group.changed_by and group.parts("cp")[0].mesh == group.mesh

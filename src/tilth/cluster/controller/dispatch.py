@@ -125,8 +125,9 @@ class Dispatch:
         self._life = Life(backend)
         self.totals = Totals(backend.workers)
         self.traffic = Traffic()
-        self.lease: Lease | None = None
-        """Lease of the calls submitted now."""
+        self._own = threading.local()
+        self.order = threading.RLock()
+        """Held while one call goes to all its ranks, so that calls of two threads reach each rank in one order."""
         self.failed: BaseException | None = None
         lock = threading.RLock()
         self._changed, self._arrived = threading.Condition(lock), threading.Condition(lock)
@@ -140,6 +141,15 @@ class Dispatch:
         self._failures: list[BaseException] = []
         self._waited: dict[int, tuple[Call, WorkerError]] = {}
         """Rank -> call that timed out in a collective because another rank did not join."""
+
+    @property
+    def lease(self) -> Lease | None:
+        """Lease of the calls that this thread submits now."""
+        return getattr(self._own, "lease", None)
+
+    @lease.setter
+    def lease(self, lease: Lease | None) -> None:
+        self._own.lease = lease
 
     def submit(self, rank: int, call: Call, leases: tuple[Lease, ...] = ()) -> PendingCall:
         """Send a call to one worker. Raises an earlier failure that ended the cluster."""

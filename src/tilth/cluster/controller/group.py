@@ -86,6 +86,15 @@ class WorkerGroup:
         with ThreadPoolExecutor(min(16, len(self.mesh))) as pool:
             return list(pool.map(ask, self.mesh.ranks))
 
+    def parts(self, axis: str) -> list["WorkerGroup"]:
+        """Return a group for each coordinate along an axis: its ranks alone, of the role as it is made now."""
+        shared = self._dispatch, self._divide, self._balance
+        meshes = [self.mesh.only(axis, [place]) for place in range(self.mesh.size(axis))]
+        found = [WorkerGroup(self.role, self.factory, self.kwargs, mesh, *shared) for mesh in meshes]
+        for part in found:
+            part.generation, part.methods, part.changed_by = self.generation, self.methods, self.changed_by
+        return found
+
     def mark(self, step: int | None) -> None:
         """Note that its state is that after a step; None: that of a new role."""
         self.marked = step
@@ -117,7 +126,7 @@ class WorkerGroup:
             made = Call(self.role, method, *given, *at, generation=self.generation, patient=patient)
             calls.setdefault(key, made)
         keys = zip(map(id, dealt.arguments), dealt.answers)
-        with self._traced("submit", at[1], method):
+        with self._traced("submit", at[1], method), self._dispatch.order:
             return [self._dispatch.submit(rank, calls[key], leases) for rank, key in zip(self.mesh.ranks, keys)]
 
     def _gather(self, how: Transfer, dealt: Deal, flights: list[PendingCall], leases: tuple[Lease, ...]) -> Any:
