@@ -35,9 +35,29 @@ def test_what_waits_is_scored_in_order_and_what_has_not_begun_is_left():
     while len(ahead._outcomes) < 3:
         pass
     pool.go.release(9)
-    found = ahead.settle()
+    with ahead.taking([(i, 7) for i in (1, 3, 5)]) as found:
+        calls = len(pool.calls)
     assert pool.calls[:2] == [[3], [5, 1]] and found == {(i, 7): Outcome(float(i)) for i, _ in found}
-    assert {3, 5, 1} <= {i for i, _ in found}
+    assert {i for i, _ in found} == {3, 5, 1} and calls <= 3
+    while (4, 7) not in ahead._outcomes:  # what is not asked for goes on
+        pass
+
+
+def test_what_is_asked_for_before_it_has_begun_is_left_to_the_asker():
+    pool = Slow()
+    ahead = ScoringAhead(pool, 1)
+    ahead.begin(items([1, 2, 3]))
+    while len(ahead._waiting) > 2:
+        pass
+    threading.Timer(0.1, pool.go.release).start()
+    with ahead.taking([(1, 7), (2, 7)]) as found:
+        assert found.keys() == {(1, 7)} and ahead._waiting.keys() == {(3, 7)} and pool.calls == [[1]]
+        ahead.begin(items([4]))
+        assert ahead._thread is None
+    pool.go.release(2)
+    while len(ahead._outcomes) < 2:
+        pass
+    assert pool.calls == [[1], [3], [4]]
 
 
 def test_a_thread_that_has_ended_begins_again():
@@ -48,13 +68,15 @@ def test_a_thread_that_has_ended_begins_again():
         pool.go.release()
         while (i, 7) not in ahead._outcomes:
             pass
-    assert ahead.settle().keys() == items(range(3)).keys() and pool.calls == [[0], [1], [2]]
+    with ahead.taking(list(items(range(3)))) as found:
+        assert found.keys() == items(range(3)).keys() and pool.calls == [[0], [1], [2]]
 
 
 def test_without_anything_to_score_there_is_no_thread():
     ahead = ScoringAhead(Slow(), 1)
     ahead.begin({})
-    assert ahead._thread is None and ahead.settle() == {}
+    with ahead.taking([(1, 7)]) as found:
+        assert ahead._thread is None and found == {}
 
 
 def test_an_error_of_the_pool_is_raised_where_its_outcomes_are_asked_for():
@@ -64,7 +86,6 @@ def test_an_error_of_the_pool_is_raised_where_its_outcomes_are_asked_for():
     ahead.begin(items([1]))
     while ahead._waiting:
         pass
-    with raises(RewardError, "closed"):
-        ahead.settle()
-    with raises(RewardError, "closed"):
-        ahead.settle()
+    for _ in range(2):
+        with raises(RewardError, "closed"), ahead.taking([]):
+            pass

@@ -1,7 +1,8 @@
 """Scoring of completions in the background, while others are generated."""
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tilth.rewards.process_pool import Item, Outcome, RewardPool
 
@@ -10,7 +11,7 @@ class ScoringAhead:
     """Scores items in a thread of its own, first come first served. Outcomes are those of a later ``score``: a reward
     is a function of its item.
 
-    most: items of one call of the pool, so that ``settle`` waits no longer than for these.
+    most: items of one call of the pool, so that ``taking`` waits no longer than for these.
     """
 
     def __init__(self, pool: RewardPool, most: int) -> None:
@@ -19,42 +20,51 @@ class ScoringAhead:
         self._outcomes: dict[Hashable, Outcome] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._held = False
         self._lock = threading.Lock()
 
     def begin(self, items: Mapping[Hashable, Item]) -> None:
         """Score these items soon, and return at once."""
         with self._lock:
             self._waiting |= items
-            if self._waiting and self._thread is None and self._error is None:
-                self._thread = threading.Thread(target=self._run, name="scoring-ahead", daemon=True)
-                self._thread.start()
+            self._start()
 
-    def drop(self) -> None:
-        """Begin nothing more."""
-        with self._lock:
-            self._waiting = {}
+    def _start(self) -> None:
+        """Start the thread if it has something to do. (Called with the lock.)"""
+        if self._waiting and self._thread is None and self._error is None and not self._held:
+            self._thread = threading.Thread(target=self._run, name="scoring-ahead", daemon=True)
+            self._thread.start()
 
-    def settle(self) -> dict[Hashable, Outcome]:
-        """Begin nothing more, wait for what is being scored, and return all outcomes. Raises what the pool raised."""
+    @contextmanager
+    def taking(self, keys: Sequence[Hashable]) -> Iterator[dict[Hashable, Outcome]]:
+        """Give the block the outcomes of these items, and the pool: what is being scored has ended, and what waits goes
+        on after the block, but for those of these items that were not begun. Raises what the pool raised."""
         with self._lock:
-            self._waiting, thread = {}, self._thread
-        if thread is not None:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._outcomes
+            self._held, thread = True, self._thread
+            for key in keys:
+                self._waiting.pop(key, None)
+        try:
+            if thread is not None:
+                thread.join()
+            if self._error is not None:
+                raise self._error
+            yield {key: self._outcomes.pop(key) for key in keys if key in self._outcomes}
+        finally:
+            with self._lock:
+                self._held = False
+                self._start()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                keys = list(self._waiting)[: self.most]
+                keys = [] if self._held else list(self._waiting)[: self.most]
                 if not keys:
                     self._thread = None
                     return
                 items = [self._waiting.pop(key) for key in keys]
             try:
                 found = self.pool.score(items)
-            except BaseException as error:  # noqa: BLE001 - ``settle`` raises it in the thread of the call
+            except BaseException as error:  # noqa: BLE001 - ``taking`` raises it in the thread of the call
                 with self._lock:
                     self._error, self._thread, self._waiting = error, None, {}
                 return

@@ -56,6 +56,8 @@ class JudgeWorker:
         self._call = -1
         self._asked: dict[int, tuple[int, int]] = {}
         self._scores: dict[tuple[int, int], Outcome] = {}
+        self._told: list[tuple[int, int]] = []
+        """Scores that ``settle`` has returned, which nobody asks for again once ``advance`` goes on."""
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
@@ -85,6 +87,9 @@ class JudgeWorker:
             self._call, self._scores, self._asked = call, {}, {}
             self.engine.reset_prefix_cache()  # as in ``verdicts``
         number, count = self.share
+        for sample in self._told:
+            self._scores.pop(sample, None)
+        self._told = []
         mine = {i: one for i, one in samples.items() if i % count == number}
         known = {i: self.prompts[one.prompt] for i, one in mine.items()}
         items = [(i, known[i].text, one.text, known[i].info) for i, one in mine.items()]
@@ -104,6 +109,7 @@ class JudgeWorker:
             return {}
         with span("judge"):
             self._take(self.rounds.drain())
+        self._told = list(self._scores)
         return self._scores
 
     def _take(self, finished: Iterable[Trajectory]) -> None:

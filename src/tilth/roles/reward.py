@@ -1,5 +1,7 @@
 """Reward role: scores completions in a pool of processes; a failed call is a missing reward, counted and reported."""
 
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,21 +58,20 @@ class RewardWorker:
             (int(i), prompt.text, completion, prompt.info)
             for i, prompt, completion in zip(batch["id"], asked, completions)
         ]
-        with span("score", tokens=int(batch["completion"].sum())):
-            journaled = self._scored(batch, call) | {i: Outcome(**o) for i, o in (known or {}).items()}
+        with span("score", tokens=int(batch["completion"].sum())), self._ahead_of(batch, call) as ahead:
+            found = {i: ahead[i, checksum] for i, checksum in _samples(batch) if (i, checksum) in ahead}
+            journaled = found | {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
         values = [np.nan if o.value is None else o.value for o in self.outcomes.values()]
         verdicts = [o.verdict for o in self.outcomes.values()]
         columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(verdicts, np.float32)}
         return batch.with_rows(**columns, **self._parts())
 
-    def _scored(self, batch: Batch, call: int | None) -> dict[int, Outcome]:
-        """Return the outcomes by id that ``begin`` has brought for these very tokens."""
-        if self._ahead is None or self._ahead[0] != call:
-            return {}
-        found = self._ahead[1].settle()
-        samples = zip(batch["id"].tolist(), batch["identity"].tolist())
-        return {i: found[i, checksum] for i, checksum in samples if (i, checksum) in found}
+    def _ahead_of(self, batch: Batch, call: int | None) -> AbstractContextManager[Mapping[Hashable, Outcome]]:
+        """Return a block that has the pool, with the outcomes that ``begin`` has brought for these very tokens."""
+        if self._ahead is None:
+            return nullcontext({})
+        return self._ahead[1].taking(_samples(batch) if self._ahead[0] == call else [])
 
     def _parts(self) -> dict[str, np.ndarray]:
         """Return a row column ``part/<name>`` for each named part of any outcome, NaN where it is missing."""
@@ -84,3 +85,8 @@ class RewardWorker:
     def failures(self) -> dict[int, dict[str, Any]]:
         """Return outcomes without a value of the last call, by trajectory id: for the journal and the counts."""
         return {i: asdict(o) for i, o in self.outcomes.items() if o.value is None}
+
+
+def _samples(batch: Batch) -> list[tuple[int, int]]:
+    """Return (trajectory, checksum of its ids) of each row."""
+    return list(zip(batch["id"].tolist(), batch["identity"].tolist()))
