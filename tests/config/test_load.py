@@ -71,9 +71,9 @@ def test_defaults_are_a_valid_recipe():
     assert from_dict({}) == Recipe()
 
 
-def test_at_most_182_keys_each_explained():
+def test_at_most_185_keys_each_explained():
     table = keys()
-    assert len(table) <= 182
+    assert len(table) <= 185
     assert all(k.field.description and len(k.field.description) < 260 for k in table.values())
 
 
@@ -273,10 +273,39 @@ def test_a_recipe_cannot_be_changed():
         (["run.name=.."], "run.name = '..' is a path"),
         (["run.name=a@best"], "run.name = 'a@best' has an @, as in RUN@best, which names a checkpoint"),
         (["run.dir="], "run.dir = '' is empty"),
+        (["rollout.staleness=-1"], "rollout.staleness = -1 is not one of free or an integer of at least 0"),
+        (["rollout.staleness=some"], "rollout.staleness = 'some' is not one of free"),
+        (["rollout.buffer=3"], "rollout.buffer = 3 has no use with rollout.staleness = 0, but with free"),
+        (["rollout.buffer=3", "rollout.staleness=2"], "has no use with rollout.staleness = 2, but with free"),
+        (["rollout.buffer=0", "rollout.staleness=free"], "rollout.buffer = 0 is not an integer above 0"),
+        (["rollout.order=fresh"], "rollout.order = 'fresh' has no use with rollout.staleness = 0"),
+        (
+            ["rollout.staleness=1", "rollout.partial=4", "algorithm.correction=decoupled_token_is"],
+            "rollout.partial = 4 beside",
+        ),
+        (["rollout.staleness=1", "rollout.environment=x.py:X"], "rollout.environment = 'x.py:X' beside"),
+        (["rollout.staleness=1", "train.routing=replay"], "train.routing = 'replay' beside rollout.staleness = 1"),
+        (["rollout.staleness=1", "cluster.backend=local"], "the policy is on these workers too"),
     ],
 )
 def test_contradictions(overrides, part):
     assert part in problem(*overrides)
+
+
+@pytest.mark.parametrize("flow", [name for name, flow in FLOWS.items() if not flow.samples])
+def test_given_data_is_never_behind(flow):
+    keys = {"flow": flow, "supervised": {"steps": 1}, "rollout": {"staleness": 1}}
+    with raises(RecipeError, "rollout.staleness.flow"):
+        from_dict(keys)
+
+
+def test_samples_that_may_be_behind_are_corrected_unless_somebody_says_otherwise():
+    found = {n: from_dict({"rollout": {"staleness": n}}).algorithm.correction for n in (0, 1, "free")}
+    assert found == {0: "", 1: "decoupled_token_is", "free": "decoupled_token_is"}
+    for own in ("none", "decoupled_seq_is"):
+        kept = from_dict({"rollout": {"staleness": 1}, "algorithm": {"correction": own}}).algorithm
+        assert kept.correction == own and kept.model_fields_set == {"correction"}
+    assert not from_dict({"rollout": {"staleness": 1}}).algorithm.model_fields_set
 
 
 @pytest.mark.parametrize("flow", [name for name, flow in FLOWS.items() if not flow.samples])

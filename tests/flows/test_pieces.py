@@ -17,7 +17,6 @@ from tests.examples import examples
 from tests.flows import tiny
 from tilth.config.schema import DataConfig
 from tilth.core.batch import Batch
-from tilth.core.errors import RecipeError
 from tilth.data.prompts import PromptSet, load_source
 from tilth.flows.generation import Scorers
 from tilth.flows.group_filters import has_spread
@@ -176,13 +175,6 @@ def test_a_run_whose_groups_are_all_flat_goes_on_with_several_minibatches(tmp_pa
 
 
 # ---- experience ----
-
-
-def test_experience_that_is_behind_is_refused(new_run):
-    run = new_run()
-    with raises(RecipeError, "max_staleness"):
-        next(run.experience(group=4, max_staleness=1))
-    assert not run.rollout.batches
 
 
 def take(run, steps, **options):

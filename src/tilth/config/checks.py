@@ -36,7 +36,7 @@ A key ends in a word of its own where one value has several reasons: ``train.par
 def check(recipe: Recipe) -> None:
     """Raise ``RecipeError`` for the first contradiction between two keys."""
     keys = (_shape, _lengths, _engine, _parity, _learning, _adapters, _other_models, _names, _algorithm, _places)
-    refuse(recipe, *keys, _mixture, _tasks, _episodes)
+    refuse(recipe, *keys, _mixture, _tasks, _episodes, _staleness)
     check_cluster(recipe)
 
 
@@ -111,6 +111,32 @@ def _episodes(recipe: Recipe) -> Refusals:
         if getattr(r.layout, axis) > 1:
             why = ": ranks of one engine would hear an environment at different times; use 1"
             yield f"rollout.layout.{axis}", why
+
+
+def _staleness(recipe: Recipe) -> Refusals:
+    """Check what does not go with samples of earlier versions of the policy, and keys that are for them alone."""
+    r, used = recipe.rollout, f"beside rollout.staleness = {recipe.rollout.staleness}"
+    for key, on in (("buffer", r.staleness == "free"), ("order", r.staleness != 0)):
+        if not on and getattr(r, key) != type(r).model_fields[key].default:
+            right = "free" if key == "buffer" else "1 or more"
+            yield f"rollout.{key}.unused", f"has no use with rollout.staleness = {r.staleness}, but with {right}"
+    if not r.staleness:
+        return
+    if not recipe.flow_spec.samples:
+        yield "rollout.staleness.flow", f"has no use in flow = {recipe.flow}, which learns from given data; set it to 0"
+    if r.partial:
+        yield "rollout.partial.staleness", f"{used}: there, every sample goes on in later steps; use 0"
+    if r.environment:
+        yield "rollout.environment.staleness", f"{used}: episodes do not go on under new weights; use staleness = 0"
+    if recipe.train.routing == "replay":
+        yield "train.routing.staleness", f"{used} needs the experts of earlier versions; use own"
+    pool = pool_of(recipe, "rollout")
+    if recipe.cluster.backend != "inline" and pool == pool_of(recipe, "policy"):
+        why = (
+            f"{used}: the policy is on these workers too, so that nothing can overlap; use pools, as in "
+            "cluster.pools={train = 1, rollout = 1} and rollout.pool=rollout, or staleness = 0"
+        )
+        yield "rollout.pool.staleness", why
 
 
 def _engine(recipe: Recipe) -> Refusals:

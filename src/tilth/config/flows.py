@@ -102,10 +102,15 @@ ADVANTAGES: dict[str, Mapping[str, Any]] = {"reinforce_pp_baseline": {"kl": "k2"
 """Estimators published with their own KL penalty. The recipe overrides it; it overrides the flow's."""
 
 
-def own_defaults(flow: str, algorithm: Any) -> _Keys:
+BEHIND = "decoupled_token_is"
+"""Default correction of samples that may be of earlier versions of the policy."""
+
+
+def own_defaults(flow: str, algorithm: Any, rollout: Any = None) -> _Keys:
     """Return the defaults of a flow, with the clips of the loss and the penalty of the estimator that the recipe names.
 
     A penalty in the reward defaults to k1: the means of k1 and k3 are both the KL, but only k1 has its gradient.
+    Samples that are behind (``rollout.staleness``) are corrected.
     """
     own, chosen = FLOWS[flow].own, algorithm if isinstance(algorithm, Mapping) else {}
     found = dict(own.get("algorithm", {}))
@@ -114,6 +119,8 @@ def own_defaults(flow: str, algorithm: Any) -> _Keys:
         found = {**found, **published} if key in chosen else {**published, **found}
     if {**found, **chosen}.get("kl_in") == "reward":
         found.setdefault("kl", "k1")
+    if FLOWS[flow].samples and isinstance(rollout, Mapping) and rollout.get("staleness"):
+        found.setdefault("correction", BEHIND)
     return {**own, "algorithm": found} if found else own
 
 

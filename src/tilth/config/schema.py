@@ -187,6 +187,20 @@ class RolloutConfig(RoleSection):
         "is trained once its group is finished; an episode waits at the end of a turn; needs algorithm.correction; 0: "
         "no limit",
     )
+    staleness: Literal["free"] | Count = Field(
+        0,
+        description="policy versions that a sample may be behind the step that trains it: above 0 the engines generate "
+        "while the policy learns, and samples in flight go on under new weights; free: no bound but rollout.buffer; 0: "
+        "each step waits for its own samples",
+    )
+    buffer: Positive = Field(
+        2, description="with staleness = free: most steps of samples that are in flight or wait to be trained"
+    )
+    order: Literal["fifo", "fresh"] = Field(
+        "fifo",
+        description="with staleness above 0: groups that a step takes first, those that ended first or those that were "
+        "begun last; groups that reach the bound go before",
+    )
     temperature: Rate = Field(1.0, description="softmax temperature of sampling; 0: greedy")
     top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this mass")
@@ -627,7 +641,7 @@ class Recipe(Section):
         if not isinstance(data, Mapping) or data.get("flow", "grpo") not in FLOWS:
             return data
         algorithm = _chosen(data.get("algorithm", {}))
-        own = own_defaults(data.get("flow", "grpo"), algorithm)
+        own = own_defaults(data.get("flow", "grpo"), algorithm, _chosen(data.get("rollout", {})))
         chosen = {**own.get("algorithm", {}), **(algorithm if isinstance(algorithm, Mapping) else {})}
         if brought := shared_defaults(str(chosen.get("advantage", "")), str(chosen.get("loss", ""))):
             own = {**own, "algorithm": {**own.get("algorithm", {}), **brought}}

@@ -112,6 +112,11 @@ class EngineRounds:
             self._seen[id] += len(newest.tokens)
         return found
 
+    def pause(self) -> list[Trajectory]:
+        """End all that is in flight, and return it as far as it is, for ``resume``. Without a source."""
+        seen, self._seen = self._seen, {}
+        return [self.engine.abort(id) for id in seen]
+
     def drain(self, requests: Sequence[Request] = ()) -> Iterator[Trajectory]:
         """Take requests, and yield all that ends until nothing is in flight. Raises as ``submit``."""
         self.submit(requests)

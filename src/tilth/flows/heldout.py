@@ -159,8 +159,10 @@ class Evaluator:
             indices = train.take(stream(self.recipe.seed, "probe"), 0, min(PROBES, len(train)))
             asked = self.roles["loader"].encode(ask(indices.tolist(), 1, PROBE_IDS))
             generation = Generation(self.roles.rollout)
-            generation.run(asked)
-            check_mismatch(policy.compare(generation.collect(asked["id"])), bounds, self.state.step - 1)
+            with self.sampler.alone():
+                generation.run(asked)
+                found = generation.collect(asked["id"])
+            check_mismatch(policy.compare(found), bounds, self.state.step - 1)
 
     def baselines(self, batch: Batch) -> Batch:
         """Add the row column ``baselines``: reward of the greedy answer to each row's prompt, NaN where missing."""

@@ -7,7 +7,7 @@ committed and runs the step again from its start with the same random numbers.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,7 @@ from tilth.core.batch import Batch
 from tilth.core.errors import RecipeError, StorageError
 from tilth.core.random import stream
 from tilth.core.write_queue import PATIENCE, PROMPT, SLOW
+from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.callbacks import Callback, load_states, notify, states
 from tilth.flows.group_filters import Keep
 from tilth.flows.heldout import Evaluator
@@ -76,7 +77,10 @@ class Run:
         self.bounds = SyncBounds.of(recipe)
         self.progress = directory.progress
         algo, state, log = self.algorithm, self.state, directory.path / REWARD_LOG
-        self.sampler = Sampler(recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress)
+        given = recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress
+        self.sampler = Sampler(*given)
+        if recipe.rollout.staleness:
+            self.sampler = AsyncSampler(*given, store=store, events=directory.experience_log())
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
         self.kept_in_memory = True
@@ -173,25 +177,19 @@ class Run:
             steps = "1 step" if self._empty == 1 else f"{self._empty:,} steps"
             self.say(f"{steps} of {self.state.phase} had no sample left to learn from; see groups/flat")
         self._empty = 0
+        self.sampler.leave()
         self.save()
 
     # ---- streams ----
 
-    def experience(
-        self, *, group: int, max_staleness: int = 0, keep: Keep | None = None, rounds: int = 0
-    ) -> Iterator[Batch]:
+    def experience(self, *, group: int, keep: Keep | None = None, rounds: int = 0) -> Iterator[Batch]:
         """Yield one batch of scored samples per step, ``group`` samples for each prompt.
 
-        keep, rounds: as in ``Sampler.sample``. max_staleness: policy versions that a sample may be behind; only 0
-        (synchronous) is implemented.
+        keep, rounds: as in ``Sampler.sample``. With ``rollout.staleness`` the engines go on while the caller computes.
         """
-        if max_staleness:
-            raise RecipeError(
-                f"max_staleness={max_staleness} is not implemented; use 0 (synchronous experience)",
-                key="max_staleness",
-            )
         while self._continues():
             with self._step():
+                self.sampler.left = self.phase_steps - self.state.phase_step
                 sampled = self.sampler.sample(group, keep, rounds)
                 self._empty += not len(sampled.kept)
                 notify(self.callbacks, "on_rollout", self, self.state.step + 1, sampled.kept)
@@ -233,6 +231,11 @@ class Run:
 
     # ---- parts of a step ----
 
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a block beside which the engines generate ahead (``rollout.staleness``). A loop that has such blocks
+        keeps them from it elsewhere, but where it waits for its next batch."""
+        return self.sampler.generating()
+
     @property
     def algo(self) -> Algorithm:
         """The run's algorithm with the current values of adapted weights."""
@@ -270,6 +273,7 @@ class Run:
         self.progress.at("syncing weights")
         unseen = any([self._sync(role) for role in self.roles.receiving("step")])
         self._engine_version = self.state.version
+        self.sampler.published(self.state.version)
         every = self.recipe.policy.probe_every
         if unseen or (every and self._syncs % every == 0):
             self.evaluator.probe(policy, self.bounds)
@@ -435,8 +439,8 @@ class Run:
     def checkpoint_objects(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds besides tensors, as JSON.
 
-        Random numbers are pure functions of seed, name and position, so they need no state. At the end of a step no
-        sample is in flight.
+        Random numbers are pure functions of seed, name and position, so they need no state. Of samples in flight it has
+        the ids and prompts: a resume asks for them again.
         """
         positions = {name: role.position() for name, role in self.roles.stateful_roles().items()}
         return {**self._objects(), "positions": {role: position for role, position in positions.items() if position}}

@@ -1,6 +1,7 @@
 """Experience of a step: draw prompts, generate answers, score them, keep those to learn from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,7 @@ from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_groups, measure_rows
 from tilth.flows.reward_shaping import check_parts, check_turn_rewards
 from tilth.flows.roles import Roles
-from tilth.rewards.process_pool import commonest
+from tilth.rewards.process_pool import Outcome, commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME
 from tilth.roles.judge import GRADE
@@ -77,6 +78,8 @@ class Sampler:
         self._drawn: dict[str, int] = {}
         self._carried: list[tuple[int, int, int]] | None = None
         self._calls = count()
+        self.left = 0
+        """Steps of the phase that are not done, with the one under way."""
         self._reward_worked = False
         self._reported: set[str] = set()
 
@@ -124,17 +127,20 @@ class Sampler:
         drawn, kept = list[Batch](), list[Batch]()
         prompts = wanted = self.recipe.rollout.prompts
         while wanted > 0 and len(drawn) < max(rounds, 1):
-            indices = self.draw("prompts", wanted)
-            first = self._advance("samples", len(indices) * group)
-            asked = ask(indices.tolist(), group, first)
-            asked = self._with_carried(asked) if self.recipe.rollout.partial else asked
-            drawn.append(self.generate_and_score(asked))
+            drawn.append(self._next(wanted, group))
             kept.append(self._filter(drawn[-1], keep))
             wanted = missing_prompts(prompts, drawn, kept)
         found = first_groups(concat(kept), prompts)
         self.metrics.add("samples/rounds", float(len(drawn)))
         self.metrics.add("samples/trained", float(len(found)))
         return StepSamples(found, concat(drawn))
+
+    def _next(self, count: int, group: int) -> Batch:
+        """Return the scored samples of the next ``count`` prompts."""
+        indices = self.draw("prompts", count)
+        first = self._advance("samples", len(indices) * group)
+        asked = ask(indices.tolist(), group, first)
+        return self.generate_and_score(self._with_carried(asked) if self.recipe.rollout.partial else asked)
 
     def _with_carried(self, new: Batch) -> Batch:
         """Return rows that ask for the samples to go on with, and for new ones."""
@@ -177,29 +183,37 @@ class Sampler:
         Rewards are written to the journal, or taken from it when the step runs again. prefix: of the metric that counts
         missing rewards; default: ``reward/heldout`` for greedy answers, else ``reward``.
         """
-        roles = self.roles
-        if roles.rollout is None:
-            raise RecipeError(
-                f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
-                key="reward.function",
-            )
-        call = next(self._calls)
+        rollout, call = self._engines(), next(self._calls)
         self.progress.at("evaluating" if greedy and not prefix else "generating", 0, len(asked))
         if self.recipe.rollout.environment:
-            scored = self._generated(roles.rollout, asked, None, call, len(asked), greedy=greedy)
-            failures = roles.rollout.failures()
+            scored = self._generated(rollout, asked, None, call, len(asked), greedy=greedy)
+            failures = rollout.failures()
             self._note_missing(scored, failures)
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
-            scored, failures = self._answers(roles.rollout, asked, call, greedy=greedy)
+            scored, failures = self._answers(rollout, asked, call, greedy=greedy)
+        return self._completed(scored, failures, call, prefix or (REWARD if greedy else "reward"))
+
+    def _engines(self) -> WorkerGroup:
+        """Return the rollout role. RecipeError without one."""
+        if self.roles.rollout is None:
+            raise RecipeError(
+                f"flow={self.recipe.flow} without a reward generates nothing; set reward.function",
+                key="reward.function",
+            )
+        return self.roles.rollout
+
+    def _completed(self, scored: Batch, failures: dict[int, dict[str, Any]], call: int, prefix: str) -> Batch:
+        """Add what models make of samples that the reward function has scored, and count what is missing."""
+        roles = self.roles
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         if self.recipe.grades:
             scored = self._graded(scored, call)
         self.state.graded |= is_graded(scored)
         missing = float(np.isnan(scored["reward"]).sum())
-        self.metrics.add(f"{prefix or (REWARD if greedy else 'reward')}/missing", missing)
+        self.metrics.add(f"{prefix}/missing", missing)
         self.metrics.add("reward/timeout", float(sum(o["status"] == "timeout" for o in failures.values())))
         if self.recipe.flow_spec.samples:
             check_parts(self.algorithm, scored)
@@ -211,8 +225,7 @@ class Sampler:
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
         self.progress.at("grading")
-        known = roles.judge.settle(call)
-        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
+        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=self._grades(call))
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
         failures = roles.judge.failures()
         if roles.reward is None:  # else the journal holds the function's outcomes of these samples
@@ -220,36 +233,68 @@ class Sampler:
         self._report_failures(failures, len(batch), set())
         return batch.with_rows(**columns)
 
+    def _grades(self, call: int) -> Mapping[tuple[int, int], Outcome]:
+        """Return the judge's scores of samples (id, checksum) of a generation that were graded while it went on."""
+        assert self.roles.judge is not None
+        found: Mapping[tuple[int, int], Outcome] = self.roles.judge.settle(call)
+        return found
+
     def _answers(
         self, rollout: WorkerGroup, asked: Batch, call: int, *, greedy: bool
     ) -> tuple[Batch, dict[int, dict[str, Any]]]:
-        """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id.
-
-        A call of the reward has so few rows that it ends within half of ``cluster.timeout`` even if every reward times
-        out.
-        """
-        reward, how, limit = self.roles.reward, self.recipe.reward, self.recipe.cluster.timeout / 2
-        inline = self.recipe.cluster.backend == "inline"
-        rows = max(1, len(asked) if inline else how.workers * int(limit / how.timeout))
+        """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id."""
+        reward, rows = self.roles.reward, self._rewards_of_call(len(asked))
         batch = self._generated(rollout, asked, reward, call, max(1, rows // 2), greedy=greedy)
         return (batch, {}) if reward is None else self._score(reward, batch, rows, call)
+
+    def _rewards_of_call(self, count: int) -> int:
+        """Return so few rows that a call of the reward ends within half of ``cluster.timeout`` even if every reward
+        times out. count: of all rows."""
+        how, limit = self.recipe.reward, self.recipe.cluster.timeout / 2
+        inline = self.recipe.cluster.backend == "inline"
+        return max(1, count if inline else how.workers * int(limit / how.timeout))
 
     def _generated(
         self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, call: int, most: int, *, greedy: bool
     ) -> Batch:
         """Return generated answers or episodes. The reward scores ``most`` of what has finished at once."""
-        loader, judge = self.roles["loader"], self.roles.judge if self.recipe.grades else None
-        judge = judge if judge is not None and apart(judge, rollout) else None
+        loader = self.roles["loader"]
         asked = resolved((loader.begin if self.recipe.rollout.environment else loader.encode)(asked))
-        known = partial(self.journal.known, self.state.step)
-        scorers = None if reward is None and judge is None else Scorers(reward, judge, known, call, most)
+        scorers = self._scorers(rollout, reward, call, most)
         generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
         if CARRIED not in asked.rows:
-            generation.run(asked, greedy=greedy)
-            return generation.collect(asked["id"])
+            with self.alone():
+                generation.run(asked, greedy=greedy)
+                return generation.collect(asked["id"])
         batch = generation.collect(self._whole_groups(generation, asked))
         rollout.keep(self.state.step + 1, self.journal.oldest)
         return batch
+
+    def _scorers(self, rollout: WorkerGroup, reward: WorkerGroup | None, call: int, most: int) -> Scorers | None:
+        """Return the roles that score what has finished while others are generated; None without any."""
+        judge = self.roles.judge if self.recipe.grades else None
+        judge = judge if judge is not None and apart(judge, rollout) else None
+        known = partial(self.journal.known, self.state.step)
+        return None if reward is None and judge is None else Scorers(reward, judge, known, call, most)
+
+    # ---- beside training, where samples may be behind (``async_sampler``) ----
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a block in which the engines generate nothing else."""
+        return nullcontext()
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a block in which the engines generate ahead; outside of it, from then on, only where a step waits."""
+        return nullcontext()
+
+    def published(self, version: int) -> None:
+        """Note that the engines have the policy of this version."""
+
+    def leave(self) -> None:
+        """End what is in flight, at the end of a phase."""
+
+    def halt(self) -> None:
+        """End the rounds of the engines: the run ends, or returns to an earlier state."""
 
     def _score(
         self, reward: WorkerGroup, batch: Batch, rows: int, call: int

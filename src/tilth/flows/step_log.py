@@ -73,7 +73,8 @@ class StepLog:
             if policy:
                 self.state.optimizer_steps += 1
                 self.state.version += not float(metrics["steps/skipped"])
-                if not self.recipe.rollout.partial:  # tokens of earlier versions differ; probes compare the weights
+                r = self.recipe.rollout
+                if not (r.partial or r.staleness):  # tokens of earlier versions differ; probes compare the weights
                     check_mismatch(metrics, self.bounds, self.state.step)
                 for rule in self._spikes:
                     if rule.name in metrics:

@@ -28,7 +28,7 @@ def check_algorithm(recipe: Recipe) -> None:
     if not recipe.flow_spec.samples:
         return
     algorithm = Algorithm.of(recipe)
-    refuse(recipe, *(partial(rule, algorithm) for rule in (_made, _options, _reward)), _partial)
+    refuse(recipe, *(partial(rule, algorithm) for rule in (_made, _options, _reward, _mixed)), _partial)
     for entry in (*algorithm.chosen.values(), algorithm.aggregation):
         require(entry, algorithm.available)
     if isinstance(algorithm.correction, CorrectionRule):
@@ -138,6 +138,16 @@ def _partial(recipe: Recipe) -> Refusals:
         yield "algorithm.refill", f"{with_partial} samples again until groups are finished; use 0"
     if recipe.train.routing == "replay":
         yield "train.routing", f"{with_partial} needs the experts of earlier versions; use own"
+
+
+def _mixed(algorithm: Algorithm, recipe: Recipe) -> Refusals:
+    """Check that no moments over a batch are taken over any number of versions of the policy."""
+    if recipe.rollout.staleness == "free" and algorithm.estimator.scope == "global moments":
+        why = (
+            "whitens over the batch as over samples of one policy, and rollout.staleness = free mixes any number of "
+            "versions; use a bound, as in rollout.staleness=1, or whiten=false in algorithm.options"
+        )
+        yield "algorithm.advantage.staleness", why
 
 
 def _reward(algorithm: Algorithm, recipe: Recipe) -> Refusals:

@@ -249,6 +249,7 @@ class LifeOfRun:
             except TilthError as error:
                 self.fail(error)
             finally:
+                self.run.sampler.halt()
                 if not self._survival.cluster.dispatch.idle():  # rows that the writer holds are lost with their step
                     self.run.directory.trajectories = TrajectoryFiles(self.run.directory.path / TRAJECTORIES)
                 self.run.saving.give_up()

@@ -42,7 +42,7 @@ from tilth.roles.pairs import PairPolicyWorker, RatingWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
 from tilth.roles.reward import RewardWorker
-from tilth.roles.rollout import DIVIDED, RolloutWorker
+from tilth.roles.rollout import COUNTED, DIVIDED, RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
 from tilth.roles.weight_sync import WeightSyncWorker
 from tilth.rollout.episodes import Limits, Player
@@ -135,9 +135,11 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
     if r.adapters == "adapter":
         more["lora"] = recipe.policy.lora
     engine = _engine(context, recipe, config, tokenizer, **more)
-    if r.partial and not r.environment and not hasattr(engine, "resume"):
+    goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
+    if goes_on and not hasattr(engine, "resume"):
         raise RecipeError(
-            f"rollout.partial = {r.partial}: rollout.engine = {r.engine} cannot resume a completion; use native",
+            f"rollout.{goes_on} = {getattr(r, goes_on)}: rollout.engine = {r.engine} cannot resume a completion; use "
+            "native",
             key="rollout.engine.resume",
         )
     template = data_template(recipe.data, tokenizer)
@@ -153,6 +155,8 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         limits = Limits(r.turns, recipe.model.context)
         player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
     rounds = DIVIDED if context.mesh.size("ep", "tp") > 1 else None
+    if r.staleness and recipe.cluster.backend == "inline":  # where a clock would decide what is in flight
+        rounds = COUNTED
     return RolloutWorker(engine, template, r, context.store, player, context.rank, rounds)
 
 

@@ -32,6 +32,8 @@ LIMITS = RoundLimits(steps=1 << 30, early=1 << 30, seconds=0.25)
 """Of an engine on one rank. Engines side by side wait for the longest round, so all take the same time."""
 DIVIDED = RoundLimits(steps=32, early=32)
 """Of an engine over several ranks, which end alike."""
+COUNTED = RoundLimits(steps=8, early=8)
+"""Of an engine in the process of the loop that generates ahead (``rollout.staleness``), so that no clock has a say."""
 
 
 class Ended(NamedTuple):
@@ -41,6 +43,21 @@ class Ended(NamedTuple):
     checksum: int
     text: str
     paused: bool
+    versions: Sequence[tuple[int, int]] = ()
+    """(first token, version of the policy) of each span that it chose."""
+    start: int = 0
+    """Tokens of the prompt."""
+    length: int = 0
+    """Tokens, with the prompt."""
+
+
+class Aside(NamedTuple):
+    """What ``RolloutWorker.set_aside`` keeps: samples in flight, samples that have ended, and how both are drawn."""
+
+    flying: list[Trajectory]
+    ended: dict[int, Played]
+    params: SamplingParams
+    media: bool
 
 
 class RolloutWorker:
@@ -76,6 +93,7 @@ class RolloutWorker:
         """Sample that goes on -> length of its completion before."""
         self._params, self._partial, self._plays, self._media = SamplingParams(), 0, False, False
         self._prefixes: PrefixPool | None = None
+        self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
 
@@ -150,7 +168,23 @@ class RolloutWorker:
             news += [t.id for t in found]
         self._done += len(news)
         told = [(one.trajectory, one.paused is not None) for one in map(self._ended.__getitem__, news)]
-        return {t.id: Ended(t.prompt, identity(t.tokens), t.text if texts else "", paused) for t, paused in told}
+        return {t.id: _told(t, paused, texts) for t, paused in told}
+
+    @transfer(split="all", gather="first")
+    def set_aside(self) -> None:
+        """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
+        For answers, of an engine that can resume them."""
+        self._aside = Aside(self.rounds.pause(), self._ended, self._params, self._media)
+        self._ended = {}
+
+    @transfer(split="all", gather="first")
+    def take_up(self) -> None:
+        """Go on with what was set aside, each sample with its own random numbers, under the weights that are here."""
+        assert self._aside is not None
+        (flying, ended, self._params, self._media), self._aside = self._aside, None
+        self._ended |= ended
+        for trajectory in flying:
+            self.rounds.resume(trajectory, self._params)
 
     @transfer(split="all", gather="all")
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -331,6 +365,11 @@ class RolloutWorker:
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of each tensor of the engine's storage."""
         return self.engine.fingerprint()
+
+
+def _told(t: Trajectory, paused: bool, texts: bool) -> Ended:
+    text, lengths = t.text if texts else "", (t.prompt_length, len(t.tokens))
+    return Ended(t.prompt, identity(t.tokens), text, paused, tuple(t.versions), *lengths)
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:

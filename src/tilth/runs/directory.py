@@ -34,6 +34,7 @@ from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, Wri
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.rollout import prefixes
 from tilth.runs.environment import environment
+from tilth.runs.events import EVENTS, AsyncLog
 from tilth.runs.files import Lock, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
@@ -84,6 +85,7 @@ class RunDir:
         if lines := self._metrics.dropped.count(b"\n"):
             dropped = f"{lines} lines at the end of metrics.jsonl are no record of a step, and are dropped"
             self.before = "; ".join(filter(None, (self.before, dropped)))
+        self._experience: AsyncLog | None = None
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"), queue=queue)
         self._log = Lines(path / "log.txt", queue, text=True)
         self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
@@ -123,6 +125,14 @@ class RunDir:
     def checkpoints(self) -> str:
         """Absolute path or URL of its checkpoints."""
         return self._state["checkpoints"] or str((self.path / "checkpoints").resolve())
+
+    def experience_log(self) -> AsyncLog:
+        """Return the log of asynchronous experience, opened anew, for one attempt."""
+        if self._experience is not None:
+            self._experience.close()
+        recipes = [*(digest for digest in self.digests if digest != self.digest), self.digest]
+        self._experience = AsyncLog(self.path / EVENTS, recipes, queue=self._queue)
+        return self._experience
 
     @property
     def digests(self) -> list[str]:
@@ -321,6 +331,8 @@ class RunDir:
         self._queue.close()
         for file in (self._metrics, self.journal, self._log):
             file.close()
+        if self._experience is not None:
+            self._experience.close()
         self._lock.release()
 
     def __enter__(self) -> "RunDir":

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilth.runs.intervals import Intervals
+
 
 @dataclass
 class RunState:
@@ -31,7 +33,25 @@ class RunState:
     """Position in each stream: prompts, examples, documents or pairs; and in samples, which number trajectories."""
     carried: list[tuple[int, int, int]] = field(default_factory=list)
     """(id, group, prompt) of samples that the next step goes on with (``rollout.partial``)."""
+    flying: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(first id, samples, prompt, version) of groups that are begun, and neither consumed nor dropped
+    (``rollout.staleness``)."""
+    admitted: Intervals = field(default_factory=Intervals)
+    """Ids of samples that were begun under ``rollout.staleness``; each is in ``consumed`` or ``dropped`` or flying."""
+    ended: Intervals = field(default_factory=Intervals)
+    """Those whose groups have ended."""
+    consumed: Intervals = field(default_factory=Intervals)
+    """Those that a step has learned from."""
+    dropped: Intervals = field(default_factory=Intervals)
+    """Those that were dropped, each with a reason."""
+    event: int = 0
+    """Number of the last event of these steps in the log (``runs.events``)."""
     flat: dict[str, float] = field(default_factory=dict)
     """Consecutive steps without a learning signal (``hopeless.counted``)."""
     weights: dict[str, float] = field(default_factory=dict)
     """Key of [algorithm] -> current value of an adapted weight, with what its adaptation depends on."""
+
+    def __post_init__(self) -> None:
+        """Read the sets of ids, which JSON holds as lists."""
+        for name in ("admitted", "ended", "consumed", "dropped"):
+            setattr(self, name, Intervals(getattr(self, name)))

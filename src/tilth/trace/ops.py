@@ -64,6 +64,7 @@ _DECLARED = (
     Op("snapshot", "phase", "the copy of the state in memory, from which a run goes on after a failure"),
     Op("snapshot.copies", "phase", "the snapshot before is on its way to other nodes still"),
     Op("checksums", "compute", "checksums of copies that must be equal"),
+    Op("stall", "wait", "the loop waits for samples that were begun ahead"),
     Op("save.wait", "wait", "for the checkpoint before, which is still being written"),
     Op("save.background", "frame", "a checkpoint is written beside the training"),
     Op("save.*", "storage", "a stage of a checkpoint"),

@@ -1,0 +1,197 @@
+"""Engines that generate beside training: groups of samples are handed to replicas, which go on in rounds.
+
+One thread keeps a round of each replica in flight, so that the loop's own calls never wait for more than a round. With
+the inline backend there is no thread: rounds are run where the loop waits, and ``AHEAD`` of them for each batch.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tilth.cluster.controller.group import WorkerGroup
+from tilth.cluster.controller.lazy import resolved
+from tilth.cluster.controller.leases import LeasedStore
+from tilth.core.batch import Batch, Lease
+from tilth.flows.generation import Scorers
+from tilth.roles.rollout import Ended
+
+AHEAD = 1
+"""Rounds for each batch that the inline backend runs before the step learns from it."""
+PATIENCE = 10.0
+"""Seconds for the thread to end its rounds when the run ends; a replica that hangs is found by the cluster's limits."""
+LOOK = 1.0
+"""Seconds between two looks at a thread that is waited for."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group of samples on its way. asked: rows that ask for them; lease: of its payload."""
+
+    first: int
+    asked: Batch
+    lease: Lease
+    ended: dict[int, Ended] = field(default_factory=dict)
+    rows: Batch | None = None
+    """What the replica has generated, when all samples have ended; lazy."""
+    since: float = 0.0
+    """When they had, in monotonic seconds."""
+
+
+class Replicas:
+    """The replicas of the rollout role. room: samples in flight that one of them takes; scorers: get what has ended."""
+
+    def __init__(
+        self, rollout: WorkerGroup, store: LeasedStore, room: int, scorers: Scorers | None, *, threaded: bool
+    ) -> None:
+        self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
+        self._parts = rollout.parts("dp")
+        self._flying: list[dict[int, Flight]] = [{} for _ in self._parts]
+        """Sample in flight -> its group, of each replica."""
+        self._queue, self._whole = deque[Flight](), deque[Flight]()
+        self._changed = threading.Condition()
+        self._holds, self._still, self._stopped = 0, True, False
+        self._error: BaseException | None = None
+        self._busy, self._since = 0.0, time.monotonic()
+        rollout.begin()
+        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    # ---- for the loop ----
+
+    def submit(self, flight: Flight) -> None:
+        """Queue a group, for the first replica that has room."""
+        with self._changed:
+            self._queue.append(flight)
+            self._changed.notify_all()
+
+    def whole(self) -> list[Flight]:
+        """Return the groups that have ended since the last call, in this order. Raises what a replica has raised."""
+        with self._changed:
+            self._check()
+            found = [*self._whole]
+            self._whole.clear()
+        return found
+
+    def wait(self) -> None:
+        """Wait until something has ended. Raises what a replica has raised."""
+        if self._thread is None:
+            self._round()
+            return
+        with self._changed:
+            while not self._whole and self._error is None and self._thread.is_alive():
+                self._changed.wait(LOOK)
+
+    def ahead(self) -> None:
+        """Run the rounds of a batch, where no thread does."""
+        for _ in range(AHEAD if self._thread is None and not self._holds else 0):
+            self._round()
+
+    def hold(self) -> None:
+        """Stop rounds until ``release``; returns when none is under way."""
+        with self._changed:
+            self._holds += 1
+            self._changed.notify_all()
+            while self._thread is not None and not self._still and self._thread.is_alive():
+                self._changed.wait(LOOK)
+            self._check()
+
+    def release(self) -> None:
+        """Go on, unless another part of the loop holds the rounds."""
+        with self._changed:
+            self._holds -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let all replicas generate something else in the block. What is in flight goes on afterwards."""
+        self.hold()
+        try:
+            self.rollout.set_aside()
+            yield
+            self.rollout.take_up()
+        finally:
+            self.release()
+
+    def idle_share(self) -> float:
+        """Return the share of the replicas' time since the last call in which they had no round."""
+        with self._changed:
+            now, busy = time.monotonic(), self._busy
+            spent, self._since, self._busy = now - self._since, now, 0.0
+        return max(0.0, 1.0 - busy / max(spent * len(self._parts), 1e-9))
+
+    def stop(self) -> None:
+        """End the rounds; what is in flight is lost."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+
+    def _check(self) -> None:
+        """Raise what the thread has raised."""
+        if self._error is not None:
+            raise self._error
+
+    # ---- rounds ----
+
+    def _run(self) -> None:
+        try:
+            while self._goes_on():
+                self._round()
+        except BaseException as error:  # noqa: BLE001 - the loop's thread raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        """Wait until there is something to do; False: never again."""
+        with self._changed:
+            while not self._stopped and (self._holds or not (self._queue or any(self._flying))):
+                self._still = True
+                self._changed.notify_all()
+                self._changed.wait(LOOK)
+            self._still = False
+            return not self._stopped
+
+    def _round(self) -> None:
+        """Hand out groups, and let each replica with samples generate for a round."""
+        self._hand_out()
+        began = time.monotonic()
+        texts = self.scorers is not None
+        busy = [place for place, flying in enumerate(self._flying) if flying]
+        rounds = [(place, self._parts[place].advance(texts=texts)) for place in busy]
+        for place, answer in rounds:
+            self._take(place, resolved(answer))
+        with self._changed:
+            self._busy += (time.monotonic() - began) * len(busy)
+
+    def _hand_out(self) -> None:
+        """Give each queued group to the replica with the fewest samples, while there is room."""
+        while True:
+            place = min(range(len(self._parts)), key=lambda p: len(self._flying[p]))
+            flying = self._flying[place]
+            with self._changed:
+                if not self._queue or (flying and len(flying) + len(self._queue[0].asked) > self.room):
+                    return
+                flight = self._queue.popleft()
+            self._parts[place].submit(flight.asked)
+            flying.update((i, flight) for i in flight.asked["id"].tolist())
+
+    def _take(self, place: int, ended: Mapping[int, Ended]) -> None:
+        """Take samples that have ended; collect the groups that are whole, and let the others be scored meanwhile."""
+        for i, one in ended.items():
+            flight = self._flying[place].pop(i)
+            flight.ended[i] = one
+            if len(flight.ended) == len(flight.asked):
+                with self.store.under(flight.lease):
+                    flight.rows = self._parts[place].collect(flight.asked["id"])
+                flight.since = time.monotonic()
+                with self._changed:
+                    self._whole.append(flight)
+                    self._changed.notify_all()
+        if self.scorers is not None and ended:
+            self.scorers.take(ended)

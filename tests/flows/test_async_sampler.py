@@ -1,0 +1,190 @@
+"""Runs whose samples may be behind: within the bound, each once, with the tokens that their versions draw."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.test_episodes import Falls
+from tilth.checkpoint import latest, open_checkpoint
+from tilth.core.errors import PluginError, RecipeError
+from tilth.data.trajectories import read_trajectories
+from tilth.engines.protocol import EngineError
+from tilth.flows.replicas import Replicas
+from tilth.runs.events import EVENTS, RunReplay, read_events
+from tilth.runs.intervals import Intervals
+from tilth.runs.readers import read_metrics
+from tilth.runs.state import RunState
+
+TIMED = ("fully_async/buffer", "fully_async/trainer", "fully_async/rollouter")
+"""Metrics that depend on a clock."""
+
+
+def recipe(folder, staleness=1, **sections):
+    """Completions of up to 40 tokens, five rounds of the inline backend, so that updates come while they grow."""
+    sections = {k: dict(v) if isinstance(v, dict) else v for k, v in sections.items()}
+    how = {"staleness": staleness, "max_tokens": 40, "group": 2, "max_rows": 16}
+    sections["rollout"] = {**how, **sections.get("rollout", {})}
+    sections["model"] = {"context": 48, **sections.get("model", {})}
+    sections["supervised"] = {"steps": 0}
+    return tiny.recipe(folder, **sections)
+
+
+def rows(result):
+    return {row["id"]: row for row in read_trajectories(result.directory).to_pylist()}
+
+
+def state(result):
+    """What the newest checkpoint has of the controller."""
+    return RunState(**open_checkpoint(latest(result.directory / "checkpoints")).objects["progress"])
+
+
+def numbers(result):
+    return [{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in tiny.numbers(result.directory)]
+
+
+def check_once(result, steps, prompts=6, group=2):
+    """Each step has whole groups, each sample once, and the books know of each what has become of it."""
+    found, books = read_trajectories(result.directory).to_pylist(), state(result)
+    assert len({row["id"] for row in found}) == len(found)
+    assert Counter(row["step"] for row in found) == dict.fromkeys(range(1, steps + 1), prompts * group)
+    where = {}
+    for row in found:
+        where.setdefault(row["group"], []).append(row["step"])
+    assert all(len(seen) == group and len(set(seen)) == 1 for seen in where.values())
+    consumed, dropped = Intervals(books.consumed), Intervals(books.dropped)
+    assert set(consumed.ids()) == {row["id"] for row in found} and set(consumed.ids()).isdisjoint(dropped.ids())
+    assert consumed.union(dropped) == Intervals(books.admitted) and not books.flying
+
+
+@pytest.mark.parametrize(("staleness", "order"), [(1, "fifo"), (3, "fresh"), ("free", "fifo")])
+def test_samples_are_within_the_bound_and_consumed_once(tmp_path, staleness, order):
+    result = tiny.run(recipe(tmp_path, staleness, rollout={"order": order}))
+    check_once(result, 6)
+    records = read_metrics(result.directory)
+    behind = [record["staleness/max"] for record in records]
+    assert max(behind) > 0 and (staleness == "free" or max(behind) <= staleness)
+    assert any(record["fully_async/partial/partial_ratio"] > 0 for record in records)
+    for i, record in enumerate(records):
+        limit = 12 * (min(i + (2 if staleness == "free" else staleness + 1), 6))
+        assert record["samples/begun"] <= limit and record["samples"] == 12
+
+
+def test_the_same_recipe_gives_the_same_run(tmp_path):
+    """The inline backend counts its rounds, so no clock has a say in what is behind."""
+    one, other = (tiny.run(recipe(tmp_path, 2), name=name) for name in ("one", "other"))
+    assert tiny.same(numbers(one), numbers(other)) and tiny.weights(one.directory) == tiny.weights(other.directory)
+
+
+def test_under_weights_that_stay_samples_are_those_of_a_synchronous_run(tmp_path):
+    """Also those that were set aside for an evaluation, whatever was in flight beside them."""
+    still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}, "run": {"eval_every": 1}}
+    behind = rows(tiny.run(recipe(tmp_path, 2, **still), name="behind"))
+    exact = rows(tiny.run(recipe(tmp_path, 0, **still), name="exact"))
+    assert behind.keys() == exact.keys() and len(behind) == 72
+    for i, row in behind.items():
+        for name in ("tokens", "logprobs", "reward", "finish", "prompt"):
+            assert row[name] == exact[i][name], name
+
+
+def test_a_run_that_falls_asks_again_for_what_was_in_flight(tmp_path):
+    made = recipe(tmp_path, 2, run={"save_every": 2}, algorithm={"steps": 8})
+    with pytest.raises(PluginError):
+        tiny.run(made, name="run", callbacks=[Falls(5)])
+    result = tiny.run(made, name="run")
+    check_once(result, 8)
+    assert max(record["staleness/max"] for record in read_metrics(result.directory)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("flow", "more"),
+    [
+        ("dapo", {"algorithm": {"advantage": "grpo", "refill": 4}}),
+        ("remax", {"algorithm": {"advantage": "remax"}}),
+        ("ppo", {"algorithm": {"advantage": "gae"}}),
+        ("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}),
+    ],
+)
+def test_other_flows_learn_from_samples_that_are_behind(tmp_path, flow, more):
+    """Dynamic sampling, greedy baselines, a critic, and a phase before."""
+    result = tiny.run(recipe(tmp_path, 1, flow=flow, **more))
+    books, found = state(result), rows(result)
+    consumed, dropped = Intervals(books.consumed), Intervals(books.dropped)
+    assert set(consumed.ids()).isdisjoint(dropped.ids())
+    assert consumed.union(dropped) == Intervals(books.admitted) and not books.flying
+    assert set(consumed.ids()) <= set(found) and len(found) >= 6 * 12
+    if flow != "dapo":
+        assert not dropped
+
+
+def loop(run, sync=True, rounds=None):
+    """A loop of a user's own. rounds: a count of them: the engines generate in a block around the update."""
+    seen = []
+    for batch in run.experience(group=2):
+        batch = run.policy.advantages(run.logprobs(batch), run.algo)
+        with run.generating() if rounds is not None else nullcontext():
+            seen.append(0 if rounds is None else rounds())
+            run.log_update(run.policy.update(batch, run.algo))
+        if sync:
+            run.sync_weights(run.policy)
+        seen.append(0 if rounds is None else rounds())
+    return seen
+
+
+@pytest.fixture
+def own_loop(monkeypatch):
+    """Run a loop of the test's own."""
+
+    def use(how):
+        monkeypatch.setattr("tilth.launch.life.policy_gradient", how)
+
+    return use
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_loop_may_hold_generation_to_a_block(tmp_path, own_loop, monkeypatch, staleness):
+    """From the second step on there are rounds in the block and where the loop waits; synchronously it does nothing."""
+    done, seen, plain = [], [], Replicas._round
+    monkeypatch.setattr(Replicas, "_round", lambda self: (done.append(self._holds), plain(self)))
+    own_loop(lambda run: seen.extend(loop(run, rounds=lambda: len(done))))
+    result = tiny.run(recipe(tmp_path, staleness))
+    assert Counter(row["step"] for row in rows(result).values()) == dict.fromkeys(range(1, 7), 12)
+    assert len(seen) == 12 and not any(done)
+    assert all(inside == after for inside, after in zip(seen[::2], seen[1::2]))
+    assert (seen[-1] > seen[0] > 0) if staleness else not done
+
+
+def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):
+    own_loop(lambda run: loop(run, sync=False))
+    with raises(EngineError, "rollout.staleness.sync"):
+        tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}))
+
+
+def test_moments_over_any_number_of_versions_are_refused(tmp_path):
+    with raises(RecipeError, "algorithm.advantage.staleness"):
+        tiny.run(recipe(tmp_path, "free", flow="ppo", algorithm={"advantage": "gae"}))
+
+
+def test_an_engine_that_resumes_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr("tilth.engines.engine.Engine.resume")
+    with raises(RecipeError, "rollout.engine.resume"):
+        tiny.run(recipe(tmp_path, 1))
+
+
+def test_the_log_has_what_became_of_each_sample(tmp_path):
+    """Its consumed trajectories are those of the run, in their order, with the versions that drew their tokens."""
+    made = recipe(tmp_path, 2, run={"save_every": 2})
+    with pytest.raises(PluginError):
+        tiny.run(made, name="run", callbacks=[Falls(5)])
+    result = tiny.run(made, name="run")
+    found, log = rows(result), RunReplay(result.directory / EVENTS)
+    assert log.steps == 6
+    for step in range(1, 7):
+        assert [one.id for one in log.batch(step)] == sorted(i for i, row in found.items() if row["step"] == step)
+    parts = [part for version in range(8) for part in log.parts(version)]
+    assert {part.id: part.stop for part in parts if part.ends} == {i: len(row["tokens"]) for i, row in found.items()}
+    assert len(parts) > len(found)
+    kinds = Counter(event.kind for event in read_events(result.directory / EVENTS))
+    assert kinds["admit"] == kinds["consume"] == 72 <= kinds["finish"] and not kinds["drop"] and kinds["publish"] >= 6
