@@ -37,13 +37,14 @@ def run_recipe(
     allow: Sequence[str] = (),
     fallback: bool = False,
     handed: "Inherited | None" = None,
+    replay: Path | None = None,
 ) -> "RunResult":
     """Run a recipe to its end, or resume its newest unfinished run, and write ``report.html``.
 
     prompts and reward replace the recipe's own; callbacks of plugins and trackers of run.track are added. allow: keys
     and sections whose values may have changed. fallback: resume from the newest valid checkpoint if the newest one is
-    damaged. handed: what a supervisor hands to this process. Raises TilthError (bad input, a broken invariant) and
-    Interrupted.
+    damaged. handed: what a supervisor hands to this process. replay: an asynchronous run to repeat. Raises TilthError
+    (bad input, a broken invariant) and Interrupted.
     """
     from tilth.analysis.slow_rank import SlowRankWatch
     from tilth.data.prompts import PromptSet, with_holdout
@@ -75,6 +76,7 @@ def run_recipe(
                 allow=allow,
                 fallback=fallback,
                 handed=handed,
+                replay=replay,
                 finished=held.begin,
             )
         from tilth.ui.report import write_report

@@ -158,8 +158,8 @@ def behind(monkeypatch, tmp_path):
         stops=[],
     )
 
-    def run_recipe(recipe, *, name, callbacks, allow, fallback, handed):
-        seen.asked, seen.how = (recipe, name, callbacks), (list(allow), fallback)
+    def run_recipe(recipe, *, name, callbacks, allow, fallback, handed, replay):
+        seen.asked, seen.how, seen.replay = (recipe, name, callbacks), (list(allow), fallback), replay
         if isinstance(seen.outcome, BaseException):
             raise seen.outcome
         return seen.outcome
@@ -191,7 +191,8 @@ def test_recipe_name_and_observer_are_handed_over(behind, tmp_path):
 
 def test_how_a_run_may_go_on_is_handed_over(behind):
     assert call("--allow", "optimizer.lr", "--fallback", "--allow", "run").exit_code == 0
-    assert behind.how == (["optimizer.lr", "run"], True)
+    assert behind.how == (["optimizer.lr", "run"], True) and behind.replay is None
+    assert call("--replay", "runs/mine-001").exit_code == 0 and behind.replay == Path("runs/mine-001")
     behind.asked = None
     result = call("--allow", "optimizer.rl")
     assert result.exit_code == 2 and "--allow optimizer.rl: no such key or section" in result.stderr

@@ -88,6 +88,9 @@ class RunCommand(NamedTuple):
     fallback: Annotated[
         bool, Option("--fallback", help="if the newest checkpoint is damaged, resume from the newest intact one")
     ] = False
+    replay: Annotated[
+        Path | None, Option(metavar="RUN", help="repeat an asynchronous run of this recipe by its log of events")
+    ] = None
 
 
 @command("algorithms", "algorithms:compare")

@@ -49,7 +49,8 @@ def train(options: RunCommand) -> None:
         if handed is not None:
             overrides, allow = [*overrides, *handed.change.overrides], [*allow, *handed.change.allow]
         recipe = _launched(name, overrides, allow)
-        result = _watched(recipe, recipe_name(name), allow, handed, fallback=options.fallback)
+        how = {"fallback": options.fallback, "replay": options.replay}
+        result = _watched(recipe, recipe_name(name), allow, handed, **how)
         typer.echo("\n".join(closing(recipe, name, result.summary, result.directory, result.report)))
 
 
@@ -124,9 +125,7 @@ def _launched(name: str, overrides: Sequence[str], allow: Sequence[str]) -> Reci
     return recipe
 
 
-def _watched(
-    recipe: Recipe, name: str, allow: Sequence[str], handed: Inherited | None, *, fallback: bool
-) -> "RunResult":
+def _watched(recipe: Recipe, name: str, allow: Sequence[str], handed: Inherited | None, **how: Any) -> "RunResult":
     # Nothing here may import torch before run_recipe does: the processes that score start first, and without it.
     from tilth.api import run_recipe
     from tilth.ui.live import Live
@@ -134,7 +133,7 @@ def _watched(
     live = Live(recipe)
     live.start()
     try:
-        return run_recipe(recipe, name=name, callbacks=[live], allow=allow, fallback=fallback, handed=handed)
+        return run_recipe(recipe, name=name, callbacks=[live], allow=allow, handed=handed, **how)
     except HandOver:
         raise typer.Exit(LEFT) from None
     except (CallTimeout, WorkerLost) as error:

@@ -53,6 +53,7 @@ from tilth.launch.health import RunHealth
 from tilth.launch.hot_update import HotUpdates, leave_for_updated
 from tilth.launch.planning import with_found_layouts
 from tilth.launch.profiling import Profiling
+from tilth.launch.replay import Until
 from tilth.launch.supervisor import Inherited
 from tilth.launch.survive import Survival, close, is_new, unchanged
 from tilth.launch.workers import threads
@@ -60,6 +61,7 @@ from tilth.plan.costs import load_costs
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import RunDir, summarise
+from tilth.runs.events import RunReplay
 from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
@@ -121,14 +123,15 @@ def launch(
     allow: Sequence[str] = (),
     fallback: bool = False,
     handed: Inherited | None = None,
+    replay: Path | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> tuple[Path, dict[str, Any]]:
     """Run a recipe to its end, in a new directory or resuming its newest unfinished run; return directory and summary.
 
     pool: None if nothing is generated. reward: fingerprint of the reward function; a run resumes only with the same
     reward, data and template. allow: keys whose values may have changed. fallback: resume from the newest valid
-    checkpoint if the newest one is damaged. handed: what a supervisor hands to this process. finished: called before
-    the run is recorded as finished.
+    checkpoint if the newest one is damaged. handed: what a supervisor hands to this process. replay: asynchronous run
+    to repeat. finished: called before the run is recorded as finished.
     """
     check_algorithm(recipe)
     note = ""
@@ -136,7 +139,12 @@ def launch(
         recipe, note = with_found_layouts(recipe, material)
     data = material.fingerprint()
     folder = Path(handed.run) if handed and handed.run else None
-    who = Identity(recipe, _inputs(recipe, data, reward), tuple(allow), folder)
+    inputs, replayed = _inputs(recipe, data, reward), None
+    if replay is not None:
+        replayed = RunReplay.of(replay, Identity(recipe, inputs))
+        inputs["replay"] = replayed.name  # what continues is a replay of the same steps, and not the run itself
+        callbacks = [*callbacks, Until(replayed.steps)]
+    who = Identity(recipe, inputs, tuple(allow), folder)
     forgotten = remember(recipe.dump())
     if handed is not None:
         leave_for_updated(handed, who, name)
@@ -155,7 +163,7 @@ def launch(
             parts.notes.extend(count_seen(recipe, parts.heldout))
         parts.notes.extend(passed_over(who, name))
         with (
-            RunDir.create(recipe, name, who.inputs, who.allow, folder) as directory,
+            RunDir.create(recipe, name, who.inputs, who.allow, folder, replayed) as directory,
             _recorded(directory, cluster.rank, callbacks),
             collector.to(planned=bool(recipe.run.collect_every)),
         ):

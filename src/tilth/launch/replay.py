@@ -168,7 +168,7 @@ def _again(
         copy = _copied(run, Path(root) / NAME, before)
         with _only(group):
             try:
-                run_recipe(from_dict(made), name=NAME, callbacks=[_Until(step), *callbacks], allow=CHANGED)
+                run_recipe(from_dict(made), name=NAME, callbacks=[Until(step), *callbacks], allow=CHANGED)
             except Interrupted:
                 pass
             except NonFiniteError as error:
@@ -182,7 +182,7 @@ def _first_line(error: TilthError) -> str:
     return str(error).partition("\n")[0]
 
 
-class _Until(Callback):
+class Until(Callback):
     """End a run after a step."""
 
     def __init__(self, step: int) -> None:

@@ -1,9 +1,9 @@
 """The directory of a run, written so that no committed step is ever lost.
 
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
-    scores.jsonl  log.txt  reward.log  report.html, profiles/ if requested, environments-RANK.log of environments that
-    print, and recoveries.jsonl after a failure, warnings.jsonl after a warning of guard's watches, costs.jsonl of a run
-    that balances by costs
+    scores.jsonl  log.txt  reward.log  report.html, experience.jsonl of an asynchronous run, profiles/ if requested,
+    environments-RANK.log of environments that print, and recoveries.jsonl after a failure, warnings.jsonl after a
+    warning of guard's watches, costs.jsonl of a run that balances by costs
 
 One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
 checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of
@@ -34,7 +34,7 @@ from tilth.core.write_queue import PATIENCE, PROMPT, SLOW, SOONEST, Trouble, Wri
 from tilth.data.trajectories import TRAJECTORIES, TrajectoryFiles
 from tilth.rollout import prefixes
 from tilth.runs.environment import environment
-from tilth.runs.events import EVENTS, AsyncLog
+from tilth.runs.events import EVENTS, AsyncLog, RunReplay
 from tilth.runs.files import Lock, to_json
 from tilth.runs.identity import Identity, claim
 from tilth.runs.journal import Journal
@@ -58,7 +58,7 @@ REWARD_LOG = "reward.log"
 class RunDir:
     """A run's directory while this process writes it. As a context manager it records how the run ended."""
 
-    def __init__(self, path: Path, who: Identity, name: str, lock: Lock) -> None:
+    def __init__(self, path: Path, who: Identity, name: str, lock: Lock, replay: RunReplay | None = None) -> None:
         """Call ``create`` instead. lock: held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
         self.digest, self.inputs = who.digest, dict(who.inputs)
@@ -87,6 +87,9 @@ class RunDir:
             self.before = "; ".join(filter(None, (self.before, dropped)))
         self._experience: AsyncLog | None = None
         self.journal = Journal(path, who.reward, replay=not who.allows("reward.function"), queue=queue)
+        self.replay = replay
+        if replay is not None:
+            self.journal.replay(replay.path.parent)
         self._log = Lines(path / "log.txt", queue, text=True)
         self.trajectories: TrajectoryFiles | WorkerGroup = TrajectoryFiles(path / TRAJECTORIES)
         """Writer of the trajectories: a worker once the roles are built."""
@@ -107,16 +110,17 @@ class RunDir:
         inputs: Mapping[str, str] | None = None,
         allow: tuple[str, ...] = (),
         folder: Path | None = None,
+        replay: RunReplay | None = None,
     ) -> "RunDir":
         """Open the unfinished run that this recipe resumes, or a new one: see ``identity.claim``.
 
         inputs: key -> fingerprint of data, reward and models; allow: keys whose values may have changed; folder: as of
-        ``Identity``.
+        ``Identity``; replay: what the run repeats.
         """
         who = Identity(recipe, inputs or {}, allow, folder)
         path, lock = claim(who, name)
         try:
-            return cls(path, who, name, lock)
+            return cls(path, who, name, lock, replay)
         except BaseException:
             lock.release()
             raise
@@ -131,7 +135,7 @@ class RunDir:
         if self._experience is not None:
             self._experience.close()
         recipes = [*(digest for digest in self.digests if digest != self.digest), self.digest]
-        self._experience = AsyncLog(self.path / EVENTS, recipes, queue=self._queue)
+        self._experience = AsyncLog(self.path / EVENTS, recipes, replay=self.replay, queue=self._queue)
         return self._experience
 
     @property
