@@ -345,9 +345,9 @@ def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
         while rounds.busy:
             ahead.begin({t.id: items[t.id] for t in rounds.advance().finished})
         beside, overlap = time.perf_counter() - began, len(ahead._outcomes) / len(items)
-        found = ahead.settle()
-        rest = [i for i in items if i not in found]
-        found = {**found, **dict(zip(rest, pool.score([items[i] for i in rest])))}
+        with ahead.taking(list(items)) as found:
+            rest = [i for i in items if i not in found]
+            found |= dict(zip(rest, pool.score([items[i] for i in rest])))
         side_by_side = time.perf_counter() - began
     assert {i: (o.value, o.reason) for i, o in found.items()} == {i: (o.value, o.reason) for i, o in at_end.items()}
     return {
