@@ -1,0 +1,120 @@
+"""Samples that a run consumes per minute, synchronous and with experience that is behind.
+
+    python benchmarks/async_rl.py [--quick] [--json PATH] [--replicas N] [--seeds N]
+
+``paced``: a trainer and N replicas in processes of their own. The trainer is real; a decode step of a replica only
+sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
+trainer and one replica, nothing emulated, on the cores that are here. Every contender consumes the same samples, and
+their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed.
+"""
+
+import statistics
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from async_lengths import length_of
+from driver import benchmark_parser, write_rows
+
+from tilth.api import run_recipe
+from tilth.config.load import from_dict
+from tilth.data.trajectories import read_trajectories
+from tilth.runs.readers import read_metrics
+
+CONTENDERS: dict[str, Any] = {"sync": 0, "one_step": 1, "k4": 4, "free": "free"}
+PACE, QUICK = {"t0": 0.05, "c": 0.001}, {"t0": 0.01, "c": 0.0002}
+BUFFER = 4
+"""Steps of samples in the books of "free"."""
+PROMPTS, GROUP, LONGEST = 16, 4, 224
+UNTIMED = 2
+"""Steps before the clock begins."""
+
+
+def score(prompt: str, completion: str, info: dict[str, Any]) -> float:
+    """A reward with spread."""
+    return float(len(completion) % 3)
+
+
+def recipe(folder: str, staleness: Any, replicas: int, steps: int, seed: int, pace: dict[str, float] | None) -> Any:
+    """One contender. pace: None: of the native engine."""
+    paced = pace is not None
+    pools = {"train": 1, "rollout": replicas if paced else 1}
+    rollout = {"pool": "rollout", "prompts": PROMPTS, "group": GROUP, "max_tokens": LONGEST if paced else 32}
+    rollout |= {"engine": "paced", "options": pace} if paced else {}
+    rollout |= {"buffer": BUFFER} if staleness == "free" else {}
+    return from_dict(
+        {
+            "seed": seed,
+            "plugins": [str(Path(__file__).with_name("async_engine.py"))] if paced else [],
+            "model": {"hidden": 32, "layers": 2, "heads": 2, "context": LONGEST + 16 if paced else 48},
+            "data": {"source": "addition", "digits": 2, "holdout": 0.05},
+            "supervised": {"steps": 0},
+            "rollout": {**rollout, "max_rows": PROMPTS * GROUP // pools["rollout"], "staleness": staleness},
+            "algorithm": {"steps": steps, "drop_flat": False, "advantage": "grpo_no_std"},
+            "train": {"threads": 1, "mismatch": 1e6 if paced else 0.0},  # the paced engine asks no model
+            "policy": {"probe_every": 0},
+            "cluster": {"backend": "local", "pools": pools},
+            "guard": {"restarts": 0},
+            "run": {"dir": folder, "eval_every": 0, "eval_prompts": 2, "save_every": 10_000, "save_minutes": 0},
+        }
+    )
+
+
+def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[str, Any], dict[int, int]]:
+    """Figures of one contender, and the length of each sample."""
+    steps, pace = (5, QUICK) if asked.quick else (20, PACE)
+    with tempfile.TemporaryDirectory() as folder:
+        made = recipe(folder, CONTENDERS[name], asked.replicas, steps, seed, pace if paced else None)
+        result = run_recipe(made, name=name, reward=score)
+        records, rows = read_metrics(result.directory), read_trajectories(result.directory).to_pylist()
+    timed, first = records[UNTIMED:], records[UNTIMED - 1]
+    seconds, samples = timed[-1]["seconds"] - first["seconds"], sum(r["samples"] for r in timed)
+    behind = CONTENDERS[name] != 0
+    found = {"part": "paced" if paced else "plain", "contender": name, "seed": seed, "samples": samples}
+    found |= {"replicas": asked.replicas if paced else 1, "seconds": round(seconds, 3)}
+    found |= {"samples_per_minute": round(60 * samples / seconds, 1)}
+    found |= {"trainer_waits_share": mean(timed, "fully_async/trainer/idle_ratio") if behind else None}
+    found |= {"replica_idle_share": mean(timed, "fully_async/rollouter/idle_ratio") if behind else None}
+    found |= {"staleness_mean": mean(timed, "staleness/mean") if behind else 0.0}
+    found |= {"publish_seconds": mean(timed, "time/publish")}
+    return found, {row["id"]: len(row["tokens"]) - row["prompt_length"] for row in rows}
+
+
+def mean(records: list[dict[str, Any]], name: str) -> float:
+    """Mean of a metric over steps."""
+    return round(statistics.fmean(record.get(name, 0.0) for record in records), 4)
+
+
+def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
+    """All contenders on one seed; each has consumed the same samples."""
+    names = ["sync", "one_step", "free"] if asked.quick else list(CONTENDERS)
+    found = {name: raced(name, asked, seed, paced=paced) for name in (names if paced else names[:2])}
+    rows, lengths = zip(*found.values())
+    assert all(one.keys() == lengths[0].keys() for one in lengths), "contenders consumed other samples"
+    if paced:
+        assert all(one == {i: min(length_of(i), LONGEST) for i in one} for one in lengths), "lengths are not as given"
+    for row in rows:
+        row["over_sync"] = round(row["samples_per_minute"] / rows[0]["samples_per_minute"], 3)
+    return list(rows)
+
+
+def main() -> None:
+    """Run both parts."""
+    parser = benchmark_parser(__doc__, "5 steps, three contenders, a faster pace")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
+    asked = parser.parse_args()
+    rows = [row for seed in range(asked.seeds) for row in race(asked, seed, paced=True)]
+    rows += [row for seed in range(asked.seeds) for row in race(asked, seed, paced=False)]
+    for row in rows:
+        print(
+            f"{row['part']:<6} {row['contender']:<9} seed {row['seed']}: {row['samples_per_minute']:>8.1f} samples/min,"
+            f" {row['over_sync']:.2f} of sync, trainer waits {row['trainer_waits_share']}, replicas idle "
+            f"{row['replica_idle_share']}, behind {row['staleness_mean']}"
+        )
+    write_rows(asked.json, rows)
+
+
+if __name__ == "__main__":
+    main()
