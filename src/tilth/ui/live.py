@@ -298,6 +298,8 @@ def line(p: LiveState) -> str:
     parts += [f"{label} {p.record[n]:,.0f} tokens/s" for n, label in RATES if p.record.get(n)]
     if p.record.get("mismatch/max") is not None:
         parts.append(f"mismatch {p.record['mismatch/max']:.1e}")
+    if p.record.get("staleness/max") is not None:
+        parts.append(f"behind {p.record['staleness/mean']:.1f}")
     if p.missing:
         parts.append(f"rewards missing {p.missing}")
     left = f", {_left(p)}" if p.left is not None else ""
@@ -371,6 +373,9 @@ def _curves(p: LiveState, width: int) -> RenderableType:
     if p.record.get("mismatch/max") is not None:
         text = f"max {p.record['mismatch/max']:.1e}  mean {p.record.get('mismatch/mean') or 0:.1e}"
         grid.add_row(Text("log-prob mismatch"), Text(text if wide else text[:11], "dim"), Text())
+    if p.record.get("staleness/max") is not None:
+        text = f"{p.record['staleness/mean']:.1f} versions, at most {p.record['staleness/max']:.0f}"
+        grid.add_row(Text("behind"), Text(text if wide else text[:11], "dim"), Text())
     if p.missing:
         grid.add_row(Text("rewards missing"), Text(f"{p.missing:,}", "bold yellow"), Text())
     return grid
