@@ -89,10 +89,10 @@ def close_enough(prompt, completion, info):
     return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
 
 
-def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None, report=False):
-    """report: write report.html, a tenth of the time."""
+def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None, report=False, **how):
+    """report: write report.html, a tenth of the time; how: of ``run_recipe``."""
     with nullcontext() if report else patch("tilth.ui.report.write_report"):
-        return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts)
+        return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts, **how)
 
 
 TEXTS = [f"{a} and {b} are {a + b}, and {b} and {a} are too" for a in range(12) for b in range(12)]

@@ -26,6 +26,7 @@ from tilth.flows.callbacks import Callback, load_states, notify, states
 from tilth.flows.group_filters import Keep
 from tilth.flows.heldout import Evaluator
 from tilth.flows.phases import VALUES, WARMUP, is_supervised
+from tilth.flows.replay_sampler import ReplaySampler
 from tilth.flows.reward_shaping import current
 from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
@@ -80,7 +81,10 @@ class Run:
         given = recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
-            self.sampler = AsyncSampler(*given, store=store, events=directory.experience_log())
+            events, again = directory.experience_log(), directory.replay
+            self.sampler = AsyncSampler(*given, store=store, events=events)
+            if again is not None:
+                self.sampler = ReplaySampler(*given, store=store, events=events, replay=again)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
         self.snapshots, spill = snapshots, None if snapshots is None else snapshots.spill
         self.kept_in_memory = True

@@ -61,7 +61,7 @@ from tilth.plan.costs import load_costs
 from tilth.rewards.fingerprint import files_fingerprint, fingerprint
 from tilth.rewards.process_pool import RewardPool
 from tilth.runs.directory import RunDir, summarise
-from tilth.runs.events import RunReplay
+from tilth.runs.events import REPLAY, RunReplay
 from tilth.runs.identity import Identity, find, passed_over
 from tilth.runs.metrics import Metrics
 from tilth.runs.model_refs import all_lost, foreign, identity
@@ -142,7 +142,7 @@ def launch(
     inputs, replayed = _inputs(recipe, data, reward), None
     if replay is not None:
         replayed = RunReplay.of(replay, Identity(recipe, inputs))
-        inputs["replay"] = replayed.name  # what continues is a replay of the same steps, and not the run itself
+        inputs[REPLAY] = replayed.name  # what continues is a replay of the same steps, and not the run itself
         callbacks = [*callbacks, Until(replayed.steps)]
     who = Identity(recipe, inputs, tuple(allow), folder)
     forgotten = remember(recipe.dump())

@@ -28,7 +28,7 @@ from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
 from tilth.launch.build import RunParts
 from tilth.launch.supervisor import Death
-from tilth.runs.directory import OBSERVATIONS, PARTIAL, REWARD_LOG, RunDir
+from tilth.runs.directory import OBSERVATIONS, PARTIAL, REPLAYED, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
 
 SETTLE = 0.5
@@ -225,6 +225,8 @@ class Survival(Callback):
             rollout.print_to(str(self.directory.path.resolve()))
         if rollout is not None and self.parts.recipe.rollout.partial:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))
+        if rollout is not None and self.directory.replay is not None:
+            rollout.carry_in(str(self.directory.path.resolve() / REPLAYED))
 
 
 def close(cluster: Cluster, directory: RunDir, step: int) -> list[str]:

@@ -36,6 +36,10 @@ COUNTED = RoundLimits(steps=8, early=8)
 """Of an engine in the process of the loop that generates ahead (``rollout.staleness``), so that no clock has a say."""
 
 
+SINCE, STOP = "since", "stop"
+"""Row columns of ``RolloutWorker.submit_again``."""
+
+
 class Ended(NamedTuple):
     """A sample that has ended, or has paused (``rollout.partial``). checksum: of its ids; text: "" if nobody asks."""
 
@@ -140,6 +144,33 @@ class RolloutWorker:
         self._go_on(carried, self._wanted(fresh) if self._plays else [])
         if not self._plays:
             self.rounds.submit(self._requests(fresh))
+        return {}
+
+    @transfer(split="rows", gather="merge", over=("dp",))
+    def submit_again(self, asked: Batch) -> dict[str, Any]:
+        """Take a sample for each row, to be drawn until it has ``stop`` tokens, with those of the prompt.
+
+        since: number under which the samples were kept that go on, -1 for those that begin; one that has as many tokens
+        waits to be collected.
+        """
+        self._params, self._plays, self._partial = self._params_of(greedy=False), False, 0
+        self._media = MEDIA in asked.payload
+        self._asked += len(asked)
+        new = asked[SINCE] < 0
+        for request, stop in zip(self._requests(asked.select(new)), asked[STOP][new].tolist()):
+            some = replace(self._params, max_tokens=stop - len(request.prompt))
+            self.rounds.submit([replace(request, params=some)])
+        for since in np.unique(asked[SINCE][~new]).tolist():
+            rows = asked[SINCE] == since
+            assert self._prefixes is not None
+            kept = self._prefixes.take(since, asked["id"][rows].tolist())
+            for t, stop in zip(kept.values(), asked[STOP][rows].tolist()):
+                if len(t.tokens) < stop:
+                    self._before[t.id] = t.completion_length
+                    self.rounds.resume(t, replace(self._params, max_tokens=stop - t.prompt_length))
+                else:
+                    self._ended[t.id] = Played(t, {})
+                    self._news.append(t.id)
         return {}
 
     @transfer(split="all", gather="merge", over=("dp",))

@@ -49,6 +49,8 @@ OBSERVATIONS = "observations"
 """Folder of what environments said in the newest calls."""
 PARTIAL = "partial"
 """Folder of trajectories that are in flight at the end of a step (``rollout.prefixes``)."""
+REPLAYED = "replayed"
+"""Folder of trajectories of a run that is replayed, by the version that drew the newest part."""
 RECENT = 8
 """Steps that a recovery in this process goes back at most, unless to a checkpoint."""
 REWARD_LOG = "reward.log"

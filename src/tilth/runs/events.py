@@ -41,8 +41,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
 ``experience.identity`` of the tokens; batch: the step, from 1."""
-PLACES = ("cluster", "guard", "rollout.layout")
+PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool")
 """Keys that may differ where a run is replayed."""
+REPLAY = "replay"
+"""Input of a run that repeats another one: its name."""
 KEPT = ("admit", "move", "finish")
 """Kinds of events that outlive a step which was not committed, together with their trajectory."""
 _ENDS = ("consume", "drop")
@@ -259,7 +261,8 @@ class RunReplay:
                 key="--replay",
             )
         changes = {} if state["digest"] == who.digest else who.changes(run, state)
-        others = [text for key, text in changes.items() if not replace(who, allow=PLACES).allows(key)]
+        free = replace(who, allow=(*PLACES, REPLAY))
+        others = [text for key, text in changes.items() if not free.allows(key)]
         if len(state["digests"]) > 1:
             others.append(f"it has had {len(state['digests'])} recipes, and a replay repeats one")
         if others:
