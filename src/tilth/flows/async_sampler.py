@@ -92,8 +92,8 @@ class AsyncSampler(Sampler):
         return kept
 
     def _consume(self, ledger: Ledger) -> list[tuple[Group, Flight]]:
-        """Log what the step learns from, in order; return it."""
-        found = sorted(((one, self._flights.pop(one.first)) for one in ledger.taken), key=lambda pair: pair[0].first)
+        """Log what the step learns from, in the order of its rows; return it."""
+        found = [(one, self._flights.pop(one.first)) for one in ledger.taken]
         for group, flight in found:
             for i in range(group.first, group.stop):
                 self.events.append("consume", id=i, batch=self.state.step + 1, checksum=flight.ended[i].checksum)

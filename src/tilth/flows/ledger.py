@@ -149,9 +149,10 @@ class Ledger:
             return []
         for group in chosen:
             del self.open[group.first]
+        chosen.sort(key=lambda g: g.first)
         self.taken += chosen
         self.wanted = 0
-        return sorted(chosen, key=lambda g: g.first)
+        return chosen
 
     def drop(self, firsts: Iterable[int]) -> list[Group]:
         """Drop groups that are open or taken; they count no more."""
