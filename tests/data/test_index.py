@@ -3,11 +3,14 @@
 import json
 import pickle
 import tracemalloc
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.memory import start_tracing
@@ -15,6 +18,7 @@ from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data import index, sources
+from tilth.data.columns import Prompt
 from tilth.data.origin import Home
 from tilth.data.pairs import read_pairs
 from tilth.data.prompts import Texts, load_source, load_texts
@@ -52,7 +56,7 @@ def test_a_stored_source_is_the_one_in_memory(tmp_path, read):
     for found in (stored, again):
         assert whole(found) == whole(memory) and found.fingerprint() == memory.fingerprint()
         assert found.alphabet() == memory.alphabet()
-        for column in ("hashes", "digests", "sizes", "wholes"):
+        for column in ("hashes", "sizes", "wholes"):
             assert np.array_equal(getattr(found.source.index, column), getattr(memory.source.index, column)), column
         assert [side.rows.tolist() for side in found.split(0.3)] == [side.rows.tolist() for side in memory.split(0.3)]
 
@@ -134,7 +138,41 @@ def test_memory_is_not_that_of_the_records(tmp_path, monkeypatch):
     assert len(prompts) == 400 and now < 120_000 and peak < 1 << 20, (now, peak)
 
 
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1), st.integers(1, 20))
+def test_the_alphabet_has_every_character_once_however_many_texts_are_read_at_a_time(texts, most):
+    indexer = index.Indexer()
+    with patch.object(index, "_TEXTS", most):
+        for number, text in enumerate(texts):
+            indexer.add(Prompt(number, text, f"{text}!"))
+    assert indexer.done().alphabet == "".join(sorted({"!", *"".join(texts)}))
+
+
 # ---- equal samples ----
+
+
+@pytest.fixture
+def digested(monkeypatch):
+    """The texts of samples whose digest is made."""
+    found, make = list[str](), index.sample_digest
+    for module in (index, sources):
+        monkeypatch.setattr(module, "sample_digest", lambda p: found.append(p.text) or make(p))
+    return found
+
+
+@pytest.mark.parametrize("read", [read_prompts, read_documents], ids=lambda read: read.__name__)
+def test_digests_are_made_for_deduplication_alone_and_once(tmp_path, digested, read):
+    data, home = write(tmp_path / "d.jsonl", RECORDS[read] + RECORDS[read][3:5]), Home(str(tmp_path))
+    plain = load_source(data, {}, read, home)
+    assert digested == [] and len(plain) > len(RECORDS[read])
+    data = data.model_copy(update={"deduplicate": True})
+    found, memory = load_source(data, {}, read, home), load_source(data, {}, read)
+    assert digested == 2 * [p.text for p in plain]
+    again = load_source(data, {}, read, home)
+    assert len(digested) == 2 * len(plain) and again.source.on_demand
+    for other in (found, again, memory):
+        assert other.rows.tolist() == list(range(len(RECORDS[read]))) and other.repeats == 2
+        assert other.fingerprint() == plain.fingerprint()
+        assert np.array_equal(other.source.digests(), plain.source.digests())
 
 
 def test_equal_samples_are_trained_on_once(tmp_path):

@@ -25,6 +25,9 @@ _BATCH = 1 << 20
 _SCHEMA = pa.schema(
     [("item", pa.binary()), ("hash", pa.uint32()), ("size", pa.int64()), ("whole", pa.int64()), ("digest", pa.uint64())]
 )
+"""Columns of the file; the last one is there if digests were asked for."""
+_TEXTS = 1 << 16
+"""Characters of texts whose alphabet is found at once."""
 
 
 IndexColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -41,7 +44,7 @@ class Index:
     wholes: np.ndarray
     """int64 [n]: bytes of the text with its answer."""
     digests: np.ndarray
-    """uint64 [n]: equal for equal samples, whatever their other columns."""
+    """uint64 [n], ``sample_digest`` of each; [0] if nobody asked for them."""
     alphabet: str
     fingerprint: str
     left: Mapping[str, int] = field(default_factory=dict)
@@ -53,33 +56,49 @@ class Index:
 class Indexer:
     """Make the index of prompts that come one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, digests: bool = False) -> None:
+        """digests: make them too."""
+        self.digests = digests
         self._crcs, self._digests = array("I"), array("Q")
         self._sizes, self._wholes = array("q"), array("q")
+        self._texts, self._waiting = list[str](), 0
         self._alphabet: set[str] = set()
         self._content = hashlib.blake2b(digest_size=8)
         self._pairs = self._media = False
 
     def add(self, p: Prompt) -> Prompt:
         """Add the next prompt, and return it."""
-        said = [p.text, p.answer or "", *(side for pair in p.pairs for side in pair[:2])]
         self._crcs.append(zlib.crc32(p.key.encode()))
         self._sizes.append(len(p.text.encode()))
         self._wholes.append(len(p.document.encode()))
-        self._alphabet.update(*said, p.whole)
+        self._note(_said(p) if p.whole == p.text else [*_said(p), p.whole])
         self._pairs |= bool(p.pairs)
         self._media |= bool(p.media)
         content = [p.text, p.info, *([p.answer, p.messages] if p.messages else []), *p.media]
         self._content.update(_digest(content).encode())
-        same = "\0".join([*said, p.whole])
-        if p.messages or p.tools or p.media:
-            same += _digest([p.messages, p.tools, *p.media])
-        self._digests.append(int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "little"))
+        if self.digests:
+            self._digests.append(sample_digest(p))
         return p
+
+    def _note(self, texts: list[str]) -> None:
+        """Note the characters of texts, many texts at a time."""
+        self._texts += texts
+        self._waiting += sum(map(len, texts))
+        if self._waiting > _TEXTS:
+            self._spell()
+
+    def _spell(self) -> None:
+        """Add the characters that wait to the alphabet."""
+        points = np.frombuffer("".join(self._texts).encode("utf-32-le"), np.uint32)
+        found = np.zeros(int(points.max(initial=0)) + 1, bool)
+        found[points] = True
+        self._alphabet.update(map(chr, np.flatnonzero(found)))
+        self._texts, self._waiting = [], 0
 
     def done(self, left: Mapping[str, int] | None = None) -> Index:
         """Return the index. left: ``Index.left``."""
         found = self._content.hexdigest()
+        self._spell()
         columns = self.columns(0, len(self._crcs))
         content, alphabet = f"pairs {found}" if self._pairs else found, "".join(sorted(self._alphabet))
         return Index(*columns, alphabet, content, dict(left or {}), self._media)
@@ -89,6 +108,18 @@ class Indexer:
         sizes = (np.array(column[start:stop], np.int64) for column in (self._sizes, self._wholes))
         crcs, digests = np.array(self._crcs[start:stop], np.uint32), np.array(self._digests[start:stop], np.uint64)
         return mixed(crcs), next(sizes), next(sizes), digests
+
+
+def _said(p: Prompt) -> list[str]:
+    return [p.text, p.answer or "", *(side for pair in p.pairs for side in pair[:2])]
+
+
+def sample_digest(p: Prompt) -> int:
+    """Return a number of 64 bits that equal samples have in common, whatever their other columns."""
+    same = "\0".join([*_said(p), p.whole])
+    if p.messages or p.tools or p.media:
+        same += _digest([p.messages, p.tools, *p.media])
+    return int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "little")
 
 
 def _digestible(value: Any) -> Any:
@@ -149,19 +180,23 @@ class Stored:
 
     def columns(self) -> IndexColumns:
         """Return the columns of the index."""
-        a, b, c, d = (np.concatenate([batch.column(i).to_numpy() for batch in self._batches]) for i in (1, 2, 3, 4))
-        return a, b, c, d
+        places = range(1, self._batches[0].num_columns)
+        a, b, c, *d = (np.concatenate([batch.column(i).to_numpy() for batch in self._batches]) for i in places)
+        return a, b, c, d[0] if d else np.zeros(0, np.uint64)
 
 
-def keep(prompts: Iterable[Prompt], entry: CacheEntry | None, left: Mapping[str, int]) -> tuple[Prompts, Index]:
+def keep(
+    prompts: Iterable[Prompt], entry: CacheEntry | None, left: Mapping[str, int], *, digests: bool = False
+) -> tuple[Prompts, Index]:
     """Return prompts as they come and their index: in memory, or in the entry's file if they are many.
 
-    An intact entry is read instead. left: ``Index.left``, read at the end. Raises ``StorageError``.
+    An intact entry is read instead; it has digests if it was made with them. left: ``Index.left``, read at the end.
+    Raises ``StorageError``.
     """
     if entry is not None and entry.damage() == "":
         about, stored = entry.about(), Stored(entry.file)
         return stored, Index(*stored.columns(), about["alphabet"], about["fingerprint"], about["left"])
-    indexer, held, size = Indexer(), list[Prompt](), 0
+    indexer, held, size = Indexer(digests=digests), list[Prompt](), 0
     coming = map(indexer.add, prompts)
     for prompt in coming:
         held.append(prompt)
@@ -180,11 +215,12 @@ def keep(prompts: Iterable[Prompt], entry: CacheEntry | None, left: Mapping[str,
 def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:
     """Write prompts that the indexer has seen when they come, a batch of them at a time."""
     start, size, items = 0, 0, list[bytes]()
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+    schema = _SCHEMA if indexer.digests else _SCHEMA.remove(len(_SCHEMA) - 1)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
 
         def flush() -> None:
-            columns = indexer.columns(start, start + len(items))
-            writer.write_batch(pa.record_batch([pa.array(items, pa.binary()), *columns], schema=_SCHEMA))
+            columns = indexer.columns(start, start + len(items))[: len(schema) - 1]
+            writer.write_batch(pa.record_batch([pa.array(items, pa.binary()), *columns], schema=schema))
 
         for prompt in prompts:
             items.append(_encoded(prompt))

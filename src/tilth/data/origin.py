@@ -33,7 +33,7 @@ ARGUMENTS = {"source": "data", "heldout": "heldout"}
 """Names of these arguments of ``tilth.train``."""
 Make = Callable[[Any, str, int], Prompt | None]
 """(record, its place, number of the prompt) -> prompt, pair or document."""
-_FORMAT = "tilth records 1"
+_FORMAT = "tilth records 2"
 
 
 @dataclass
@@ -164,7 +164,9 @@ class RecordOrigin:
         states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         part = self.part.model_dump(include={"filter", "transform", "on_error"}) | {"template": template}
         seeded = [self.home.seed, self.part.name] if self.part.filter or self.part.transform else []
-        how = json.dumps([_FORMAT, kind, states, code, sorted(self.columns.items()), part, seeded])
+        how = json.dumps(
+            [_FORMAT, kind, states, code, sorted(self.columns.items()), part, seeded, self.data.deduplicate]
+        )
         digest = hashlib.blake2b(how.encode(), digest_size=10).hexdigest()
         return CacheEntry(Path(self.home.runs) / CACHE / f"records-{digest}", "records.arrow")
 

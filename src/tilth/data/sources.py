@@ -13,7 +13,7 @@ from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_document, to_prompt
 from tilth.data.computed import Computed, Source, has_media
 from tilth.data.given import Given, RandomAccess, place_of, read_at
-from tilth.data.index import Index, Indexer, Prompts, keep
+from tilth.data.index import Index, Indexer, Prompts, keep, sample_digest
 from tilth.data.origin import Make, Material, RecordOrigin
 from tilth.data.template import transcript
 
@@ -81,6 +81,11 @@ class Records(Computed):
     def wholes(self) -> np.ndarray:
         """int64 [n]: bytes of each prompt's text and answer."""
         return self.index.wholes
+
+    def digests(self) -> np.ndarray:
+        """uint64 [n]: ``index.sample_digest`` of each prompt."""
+        known = self.index.digests
+        return known if len(known) else np.array([sample_digest(self.prompt(i)) for i in range(len(self))], np.uint64)
 
     def alphabet(self) -> str:
         return self.index.alphabet
@@ -160,15 +165,15 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
     join: makes prompts of them, where several records are one. Raises ``DataError`` for a source without any.
     """
     coming = join(origin.prompts(material, make))
-    files = not (origin.brought or origin.is_task)
+    files, digests = not (origin.brought or origin.is_task), origin.data.deduplicate
     if material.random is not None and join is iter:
-        indexer = Indexer()
+        indexer = Indexer(digests=digests)
         for prompt in coming:
             indexer.add(prompt)
         prompts: Prompts = OnDemand(material.random, origin, make, material.samples, material.name)
         found = Records(prompts, indexer.done(material.left))
     elif files:
-        prompts, index = keep(coming, origin.entry(read.__name__), material.left)
+        prompts, index = keep(coming, origin.entry(read.__name__), material.left, digests=digests)
         found = Records(prompts, index, (read, origin))
     else:
         held = list(coming)
@@ -272,7 +277,7 @@ def first_of_equals(source: Source) -> np.ndarray:
     digests, start = [np.zeros(0, np.uint64)], 0
     for part in parts_of(source):
         if isinstance(part, Records):
-            digests.append(part.index.digests)
+            digests.append(part.digests())
             places.append(np.arange(start, start + len(part)))
         start += len(part)
     every = np.concatenate(places)
