@@ -10,8 +10,8 @@ import torch
 
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.cluster import protocol
 from tilth.cluster.backends.local import LocalBackend
+from tilth.cluster.controller import balance
 from tilth.cluster.controller.cluster import Cluster
 from tilth.core.errors import RecipeError, WeightMismatch, WorkerError, WorkerLost
 from tilth.launch import balance_costs
@@ -261,14 +261,14 @@ OF_UNITS = {"both": (UNITS, UNITS), "critic": ({}, UNITS), "policy": (UNITS, {})
 
 @pytest.mark.parametrize("which", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("critic", "policy"))])
 def test_ppo_with_rows_on_as_many_ranks_as_they_take_is_ppo_on_one(tmp_path, shared, one, monkeypatch, which):
-    plan, several = protocol.plan_batch, list[bool]()
+    plan, several = balance.plan_batch, list[bool]()
 
     def planned(*args, **how):
         found = plan(*args, **how)
         several.extend(micro.several for rank in found.ranks for micro in rank.learn if how["units"] > 1)
         return found
 
-    monkeypatch.setattr(protocol, "plan_batch", planned)
+    monkeypatch.setattr(balance, "plan_batch", planned)
     policy, critic = OF_UNITS[which]
     placed = {"policy": policy, "critic": {"steps": 2, **critic}, "train": {"micro_tokens": 7}}
     ours = tiny.run(tiny.recipe(tmp_path, **sections("ppo", cluster=LOCAL, **placed)))

@@ -1,5 +1,6 @@
 """Costs that rows are placed by: where they come from, that a resume follows the same, and that they predict."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from tilth.core.errors import DataError, StorageError
 from tilth.launch import balance_costs
 from tilth.launch.balance_costs import ENOUGH, OWN, PROFILE, CostFits, better, cached, fitted, micro_batches
 from tilth.models.family import new_config
-from tilth.plan.costs import save_costs
+from tilth.plan.batch import MicroBatchLimits, RowTable
+from tilth.plan.costs import load_costs, save_costs
 from tilth.runs.costs import COSTS, read_costs
 from tilth.runs.readers import read_metrics
 
@@ -42,7 +44,7 @@ def profiled(monkeypatch):
 
 
 def token(balance, step):
-    return float(balance.costs(step)(np.array([1.0]))[0])
+    return float(balance.planner(step).keywords["costs"](np.array([1.0]))[0])
 
 
 def test_a_profile_is_made_once_for_a_model_and_recorded(tmp_path, profiled):
@@ -201,3 +203,24 @@ def test_a_profile_takes_the_shortest_of_its_tries_and_ends_in_time(tmp_path, mo
     ranks = dict(found.ranks)
     assert ranks[1] / ranks[0] == pytest.approx(2, rel=1e-6)
     assert clock[0] < 20 and max(calls) < 50_000
+
+
+def test_the_ring_of_units_is_measured_followed_and_kept(tmp_path, monkeypatch):
+    """A try takes as long as its slowest rank; with the ring the long row is on as many ranks as hide it."""
+    tries = iter([[5.0, 9.0], [6.0, 4.0], [1.0, 8.0]])
+    policy = SimpleNamespace(time_passes=lambda lengths: [2e-6 * sum(lengths)] * 2, time_ring=lambda n: next(tries))
+    monkeypatch.setattr(balance_costs, "micro_batches", lambda recipe: [[32 * n] for n in range(1, 20)])
+    units = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {"hdp": 2}}}
+    made = tiny.recipe(tmp_path, model={"context": 3000}, train={"micro_tokens": 1000, "balance": "cost"}, **units)
+    found = balance_costs.profile(policy, made)
+    assert found.ring == 6.0 / 2000
+    kept = better(replace(found, ring=7e-3), times_of((1.0, 0.0, 0.0), 60))
+    assert kept.ring == 7e-3 and kept.about["source"] == OWN
+    save_costs(found, tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json").ring == found.ring
+    balance, table = RowBalance("cost"), RowTable(np.array([900, 100]), *np.zeros((2, 2), np.int64))
+    balance.use(1, costs_of(1e-6))
+    balance.use(2, replace(costs_of(1e-6), ring=1e-3))
+    for step, wide in ((1, 4), (2, 3)):
+        plan = balance.planner(step)(table, None, 4, MicroBatchLimits(300), units=4)
+        assert {len(micro.ranks) for rank in plan.ranks for micro in rank.learn if micro.several} == {wide}

@@ -97,6 +97,18 @@ def test_bytes_are_those_of_the_plan(followed):
         assert sum(e["bytes"] for e in own) == 2 * planned
 
 
+def test_a_ring_that_is_timed_sends_what_attention_sends(pool, tmp_path):
+    """Keys and values of a sequence forward and backward, gradients back, in each layer; a layout without units: 0."""
+    assert pool.run(2, HERE + "ring_timed", case=Case(cp=2), folder="") == [0.0, 0.0]
+    found = pool.run(2, HERE + "ring_timed", case=Case(**TWO), folder=str(tmp_path))
+    sent = ZigZag.of(np.array([11]), 2).sent()
+    for rank, own in enumerate(rows(tmp_path)):
+        out, back = int(sent[rank].sum()), int(sent[:, rank].sum())
+        wide = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+        assert sum(e["bytes"] for e in own if e["op"] == "exchange") == CONFIG.num_layers * wide * (2 * out + back)
+    assert all(seconds > 0 for seconds in found)
+
+
 @pytest.mark.parametrize("change", BROKEN)
 def test_ranks_with_other_units_are_told_before_they_wait_for_each_other(pool, change):
     case = Case(hdp=2, micro_tokens=6)

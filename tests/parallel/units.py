@@ -1,5 +1,6 @@
 """What runs in each rank for the tests of units: ranks along hdp, each with its part of one plan."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
@@ -49,6 +50,13 @@ def traced(rank: int, case: Case, folder: str) -> dict:
             packed_logprobs(sharded, tokens, mask, max_tokens=case.micro_tokens, plan=plan)
             groups.append(len(distributed_c10d._world.pg_map))
     return {"plan": plan.learn, "groups": groups, "result": results[-1]}
+
+
+def ring_timed(rank: int, case: Case, folder: str) -> float:
+    """The seconds in which a sequence of 11 tokens goes around, recorded if there is a folder."""
+    engine = engine_of(case, spread(case, rank))
+    with recorder.to(folder, rank=rank) if folder else nullcontext(), span("call", 7, where=("policy", "at")):
+        return engine.time_ring(11)
 
 
 def refused(rank: int, case: Case, change: str) -> list[str]:

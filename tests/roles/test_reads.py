@@ -58,6 +58,7 @@ ARGUMENTS = {
     "saving": lambda batch, folder: (True,),
     "tune": lambda batch, folder: (1e-2, 10),  # as the recipe has it
     "time_passes": lambda batch, folder: ([5, 3],),
+    "time_ring": lambda batch, folder: (8,),
     "pair_eval": lambda batch, folder: (batch, HOW),
     **dict.fromkeys(("logprobs", "compare", "likelihood", "values"), lambda batch, folder: (batch,)),
 }

@@ -17,12 +17,9 @@ from tilth.plan.batch import (
     BatchPlan,
     MicroBatchLimits,
     RankLoad,
-    RowCosts,
     RowTable,
     plan_batch,
-    token_costs,
 )
-from tilth.plan.schedule import Balance
 
 Split = Literal["rows", "plan", "all", "each"]
 Gather = Literal["rows", "first", "merge", "all"]
@@ -150,10 +147,9 @@ def deal(
     divide: Divide,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    costs: RowCosts = token_costs,
-    balance: Balance = "tokens",
+    plan_rows: Callable[..., BatchPlan] = plan_batch,
 ) -> Deal:
-    """Split the arguments of a call over the ranks of a mesh. costs, balance: of rows, by which a plan divides them.
+    """Split the arguments of a call over the ranks of a mesh. plan_rows: ``plan_batch`` by some costs and balance.
 
     Raises ArgumentError for arguments that cannot be split as declared, AxisError for an unknown axis in ``over``.
     """
@@ -167,7 +163,7 @@ def deal(
     own: list[dict[str, Any]] = [{}] * count
     loads = None
     if how.split == "plan":
-        plan, table = _planned(how, batches, mesh, count, costs, balance)
+        plan, table = _planned(how, batches, mesh, count, plan_rows)
         divide, own = lambda *_: plan.rows, [{"plan": part} for part in plan.ranks]
         if not how.reads:
             each = [RankLoad.of(part.learn, table.take(mine)) for part, mine in zip(plan.ranks, plan.rows)]
@@ -190,7 +186,7 @@ def _each(ranks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
 
 
 def _planned(
-    how: Transfer, batches: Sequence[Batch], mesh: Mesh, count: int, costs: RowCosts, balance: Balance
+    how: Transfer, batches: Sequence[Batch], mesh: Mesh, count: int, plan_rows: Callable[..., BatchPlan]
 ) -> tuple[BatchPlan, RowTable]:
     if how.limits is None or len(batches) != 1:
         message = f"a call split by 'plan' takes one batch and the role's limits, not {len(batches)} and {how.limits}"
@@ -198,7 +194,7 @@ def _planned(
     (batch,), limits = batches, how.limits
     table = RowTable.of_batch(batch, how.mask if how.mask in batch.payload else "mask", digests=limits.share)
     groups, ranks = batch.rows.get("group"), {"units": mesh.units, "stages": mesh.count("layers")}
-    return plan_batch(table, groups, count, limits, dropout=how.dropout, costs=costs, balance=balance, **ranks), table
+    return plan_rows(table, groups, count, limits, dropout=how.dropout, **ranks), table
 
 
 def _divided(batches: Sequence[Batch], divide: Divide, count: int) -> list[np.ndarray]:

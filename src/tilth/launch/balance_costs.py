@@ -126,6 +126,7 @@ def cached(recipe: Recipe, config: DecoderConfig) -> Path:
         "policy": recipe.policy.model_dump(),
         "workers": [recipe.cluster.workers, dict(recipe.cluster.pools)],
         "machine": [machine[name] for name in ("cpu", "cores", "accelerator", "packages")],
+        "ring": recipe.policy.layout.hdp > 1,
     }
     digest = hashlib.blake2b(to_json(known).encode(), digest_size=8).hexdigest()
     return Path(recipe.run.dir) / CACHE / f"costs-{digest}.json"
@@ -145,7 +146,15 @@ def profile(policy: WorkerGroup, recipe: Recipe) -> Costs:
         last = time.monotonic() - started
         amounts = float(sum(lengths)), float(sum(n * n for n in lengths))
         times += [PassTime(rank, number, *amounts, min(took)) for rank, took in enumerate(zip(*tries))]
-    return Costs((fitted(times),), (), (), {"source": PROFILE, "seconds": round(time.monotonic() - began, 3)})
+    ring = _ring_seconds(policy, recipe) if recipe.policy.layout.hdp > 1 else 0.0
+    about = {"source": PROFILE, "seconds": round(time.monotonic() - began, 3)}
+    return Costs((fitted(times),), (), (), about, ring)
+
+
+def _ring_seconds(policy: WorkerGroup, recipe: Recipe) -> float:
+    """Measure the seconds of a token's way around all ranks that make units, of the longest sequence that they take."""
+    tokens = min(recipe.model.context, recipe.policy.layout.hdp * recipe.train.micro_tokens)
+    return min(max(policy.time_ring(tokens)) for _ in range(TRIES)) / tokens
 
 
 def micro_batches(recipe: Recipe) -> Iterator[list[int]]:
@@ -177,7 +186,7 @@ def better(now: Costs, times: list[PassTime]) -> Costs:
     fresh, held = fitted(times), measured_error(now, times)
     about = {"source": OWN, "steps": len({one.step for one in times})}
     if fresh.error.median <= held.median:
-        return Costs((fresh,), (), (), about)
+        return Costs((fresh,), (), (), about, now.ring)
     return replace(now, compute=tuple(replace(c, error=held) for c in now.compute), about={**now.about, **about})
 
 

@@ -77,7 +77,7 @@ def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.nda
     kept = recipe.replaced("policy", pool="").replaced("algorithm", steps=0)
     given = SearchInput(kept, config, mean, published(recipe, workers), workers, generates=False, costs=costs)
     free = replace(given, recipe=kept.replaced("policy", layout=LayoutConfig()))
-    measure = Measured(recipe, steps, of_rows, mean, workers)
+    measure = Measured(recipe, steps, of_rows, mean, workers, costs.ring if costs is not None else 0.0)
     here = [option for option in policy_options(given) if option.layout.sizes(workers) == own]
     others = [option for option in policy_options(free) if option.layout.sizes(workers) != own]
     rows = [fastest(measure.of(option, by, here=True) for option in here) for by in get_args(Balance)]
@@ -125,13 +125,14 @@ def buckets(lengths: np.ndarray, costs: RowCosts) -> list[LengthShare]:
 @dataclass(frozen=True)
 class Measured:
     """Plans of some steps under layouts, by the function that plans a run's calls. mean: tokens of a sequence; workers:
-    of the policy's pool."""
+    of the policy's pool; ring: ``Costs.ring``."""
 
     recipe: Recipe
     steps: Sequence[np.ndarray]
     costs: RowCosts
     mean: int
     workers: int
+    ring: float
 
     def of(self, option: Option, by: Balance, *, here: bool) -> LayoutBalance:
         """Return the balance under a layout; the update of its option has sequences of the mean length alone."""
@@ -151,6 +152,7 @@ class Measured:
         table = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64))
         limits, costs = MicroBatchLimits(self.recipe.train.micro_tokens), self.costs if by == "cost" else token_costs
         how: dict[str, Any] = {"costs": costs, "balance": by, "units": mesh.units, "stages": mesh.count("layers")}
+        how |= {"ring": self.ring if by == "cost" else 0.0}
         plan = plan_batch(table, None, mesh.count("rows"), limits, **how)
         found = []
         for rows, part in zip(plan.rows, plan.ranks):
@@ -161,7 +163,8 @@ class Measured:
     def _cost(self, micro: PlannedMicroBatch, lengths: np.ndarray) -> float:
         """Return the predicted seconds of one rank in a micro-batch of its rows, which have these lengths."""
         own = micro.lengths if micro.several else lengths[micro.rows]
-        return float(self.costs(own.astype(np.float64)).sum()) / max(1, len(micro.ranks))
+        computed = float(self.costs(own.astype(np.float64)).sum()) / max(1, len(micro.ranks))
+        return max(computed, self.ring * float(own.sum())) if micro.several else computed
 
 
 def _mean(figure: Callable[[Sequence[RankLoad]], float], steps: Sequence[Sequence[RankLoad]]) -> float:

@@ -295,6 +295,33 @@ class _Visits:
         return Exchange(self.members, [(step.to, self.kv.index_select(0, step.sent))], [(step.source, room)])
 
 
+def _visits_back(
+    kv: Tensor, dkv: Tensor, plan: RingPlan, members: Members
+) -> Iterator[tuple[_RingStep, Tensor, Tensor]]:
+    """Yield each step with keys and values, and zeros for their gradients. What is added to these then goes back to
+    where the keys and values came from; all that is of this rank is added to ``dkv``."""
+    back: tuple[_RingStep, Exchange] | None = None
+    for number, (step, visitor) in enumerate(_Visits(kv, plan, members)):
+        theirs = dkv if number == 0 else torch.zeros_like(visitor, dtype=dkv.dtype)
+        yield step, visitor, theirs
+        _add(dkv, back)
+        if number:
+            room = theirs.new_empty(len(step.sent), *theirs.shape[1:])
+            back = step, Exchange(members, [(step.source, theirs)], [(step.to, room)])
+    _add(dkv, back)
+
+
+def pass_around(kv: Tensor, plan: RingPlan, members: Members) -> None:
+    """Send what both passes of attention of one layer send, without attention: for a measure of its time.
+
+    kv: [n, 2, key heads, hd]. Every member calls it.
+    """
+    for _ in _Visits(kv, plan, members):
+        pass
+    for _ in _visits_back(kv, torch.zeros_like(kv, dtype=wide(kv.dtype)), plan, members):
+        pass
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -326,16 +353,9 @@ class _RingAttention(torch.autograd.Function):
         kind = lse.dtype
         saved = _Saved(q, grad, lse, (grad.to(kind) * out.to(kind)).sum(-1), out)
         dq, dkv = torch.zeros_like(q, dtype=kind), torch.zeros_like(kv, dtype=kind)
-        back: tuple[_RingStep, Exchange] | None = None
-        for number, (step, visitor) in enumerate(_Visits(kv, ctx.plan, ctx.members)):
-            theirs = dkv if number == 0 else torch.zeros_like(visitor, dtype=kind)
+        for step, visitor, theirs in _visits_back(kv, dkv, ctx.plan, ctx.members):
             for tiles in step.groups:
                 _attend_backward(saved, visitor, tiles, ctx.window, dq, theirs)
-            _add(dkv, back)
-            if number:
-                room = theirs.new_empty(len(step.sent), *theirs.shape[1:])
-                back = step, Exchange(ctx.members, [(step.source, theirs)], [(step.to, room)])
-        _add(dkv, back)
         dk, dv = dkv.to(q.dtype).unbind(1)
         ds = None if sinks is None else -((sinks.to(kind) - lse).exp_() * saved.delta).sum(0).to(sinks.dtype)
         return (dq * q.shape[-1] ** -0.5).to(q.dtype), dk, dv, ds, None, None, None

@@ -211,14 +211,15 @@ def plan_batch(
     units: int = 1,
     stages: int = 1,
     balance: Balance = "tokens",
+    ring: float = 0.0,
 ) -> BatchPlan:
     """Plan a batch for ``ranks`` ranks that divide its rows.
 
     groups: [n], rows with the same number stay on one rank as far as balance allows (``packing.divide``). dropout: True
     for passes with the dropout of the model. balance: by "cost" each rank begins with its costliest micro-batch, so
     that those of one round are alike. units: neighbouring ranks that divide tokens too, ``limits.tokens`` each in a
-    micro-batch. stages: of a pipeline. Of these ranks ``schedule`` makes the plan, which raises PlanError for a row
-    longer than they take together.
+    micro-batch. stages: of a pipeline. ring: cost of a token's way around these ranks. Of them ``schedule`` makes the
+    plan, which raises PlanError for a row longer than they take together.
     """
     apart = ranks // units
     every = np.arange(len(table.lengths))
@@ -228,7 +229,7 @@ def plan_batch(
     if units > 1:
         moved = limits.offload if isinstance(limits.offload, OffloadLimits) else None
         how: dict[str, Any] = {"ranks": units, "costs": costs, "balance": balance, "stages": stages, "offload": moved}
-        scheduled = partial(schedule, capacity=limits.tokens, **how)
+        scheduled = partial(schedule, capacity=limits.tokens, ring=ring, **how)
         parts = [part for some in rows for part in _in_units(table, some, limits, units, scheduled)]
         return BatchPlan(tuple(some for some, _ in parts), tuple(plan for _, plan in parts))
     plan = partial(plan_rows, limits=limits, dropout=dropout, costs=costs, costliest_first=balance == "cost")

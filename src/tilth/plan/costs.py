@@ -158,6 +158,9 @@ class Costs:
     """Descriptions of operations with too few rows for a fit."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Origin: run, model, machine; any JSON values."""
+    ring: Cost = 0.0
+    """Seconds in which keys and values of one token, and their gradients, visit the ranks that divide its sequence
+    (``layout.hdp``), in all layers; 0: not measured."""
 
     def of(self, op: str, role: str) -> Compute:
         """Return the cost of an operation of a role. Raises DataError if none was fitted."""
@@ -217,6 +220,7 @@ def as_dict(costs: Costs) -> dict[str, Any]:
         "compute": [_finite(asdict(c) | {"ranks": {str(r): x for r, x in c.ranks}}) for c in costs.compute],
         "links": [_finite(asdict(k)) for k in costs.links],
         "left": list(costs.left),
+        "ring": costs.ring,
     }
 
 

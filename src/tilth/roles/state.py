@@ -265,6 +265,11 @@ class Learner(Stateful):
         """Return the seconds of both passes over a micro-batch of sequences of these lengths; nothing is learned."""
         return self.engine.time_passes(lengths)
 
+    @transfer(split="all", gather="all", patient=True, reads=True)
+    def time_ring(self, tokens: int) -> float:
+        """Return the seconds in which keys and values of a sequence of this length visit all ranks that make units."""
+        return self.engine.time_ring(tokens)
+
     @transfer(split="all", gather="first")
     def begin(self, lr: float, total_steps: int) -> None:
         """Start a phase: fresh optimizer state, its peak learning rate, length of schedule in optimizer steps."""

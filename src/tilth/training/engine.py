@@ -25,11 +25,13 @@ from tilth.models.activations import HostActivations
 from tilth.models.attention import AttentionContext, DropoutContext
 from tilth.models.decoder import Decoder, not_finite
 from tilth.models.inputs import ModelInput
-from tilth.parallel.comm import lent
+from tilth.parallel.comm import Members, lent
 from tilth.parallel.dims import ParallelDims
 from tilth.parallel.pipeline import Handover
+from tilth.parallel.ring import RingPlan, pass_around
 from tilth.parallel.sharded import ShardedModel
 from tilth.plan.batch import MicroBatchLimits, MicroBatchPlan, RowTable, plan_rows
+from tilth.plan.layout import tp_part
 from tilth.plan.offload import OffloadLimits
 from tilth.plan.pipeline import Pass
 from tilth.rl.metrics import Metric, merge_metrics
@@ -328,6 +330,25 @@ class TrainEngine:
         self.sharded.begin(self.updates)
         self._forget()
         return seconds
+
+    def time_ring(self, tokens: int) -> float:
+        """Return the seconds in which keys and values of a sequence of this length, and their gradients, visit all
+        ranks that make units, in all layers of the model; nothing is computed.
+
+        All ranks must call it. 0 where no ranks make units.
+        """
+        context, config = self.sharded.context, self.model.config
+        if context is None or not context.units:
+            return 0.0
+        own = tp_part(config, self.grid.size("tp"))
+        share = context.share([tokens], self.device, Members.of(context.group))
+        shape = len(share.tokens), 2, own.num_kv_heads, own.head_dim
+        kv = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        plan = RingPlan(share.division, share.rank, None, own.num_heads, self.device)
+        started = self._now()
+        for _ in range(config.num_layers):
+            pass_around(kv, plan, share.members)
+        return self._now() - started
 
     def _now(self) -> float:
         """Return the time in seconds when the device has done what it was given."""

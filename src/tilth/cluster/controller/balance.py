@@ -5,14 +5,15 @@ its rows on the same ranks.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.plan.batch import RankLoad, RowCosts, token_costs
+from tilth.plan.batch import BatchPlan, RankLoad, plan_batch
 from tilth.plan.costs import Costs
 from tilth.plan.schedule import Balance
 
@@ -49,23 +50,23 @@ class RowBalance:
         self.by, self.measures, self.collects = by, measures, False
         self.times: list[PassTime] = []
         """Times of calls, while ``collects``."""
-        self._fits: list[tuple[int, RowCosts]] = []
+        self._fits: list[tuple[int, Costs]] = []
         self._figures: list[tuple[str, float]] = []
 
     def use(self, step: int, costs: Costs) -> None:
         """Follow these costs from a step on. Raises DataError if they lack the policy's passes."""
-        self._fits = sorted(
-            [*(fit for fit in self._fits if fit[0] != step), (step, costs.rows(ROLE))], key=itemgetter(0)
-        )
+        costs.learning(ROLE)
+        self._fits = sorted([*(fit for fit in self._fits if fit[0] != step), (step, costs)], key=itemgetter(0))
 
-    def costs(self, step: int) -> RowCosts:
-        """Return the costs that hold at a step. Raises DataError if there are none."""
+    def planner(self, step: int) -> Callable[..., BatchPlan]:
+        """Return ``plan_batch`` by what holds at a step. Raises DataError if there are no costs yet."""
         if self.by != "cost":
-            return token_costs
+            return partial(plan_batch, balance=self.by)
         if not self._fits:
             message = "train.balance = 'cost' has no costs yet: a plan was asked for before the run began"
             raise DataError(message, key="train.balance.early")
-        return [costs for first, costs in self._fits if first <= step or first == self._fits[0][0]][-1]
+        costs = [costs for first, costs in self._fits if first <= step or first == self._fits[0][0]][-1]
+        return partial(plan_batch, balance=self.by, costs=costs.rows(ROLE), ring=costs.ring)
 
     def note(self, role: str, step: int, loads: Sequence[RankLoad], sums: Sequence[dict[str, list[float]]]) -> None:
         """Add a call that has learned: the planned work of its ranks, and the sums of their spans."""

@@ -17,7 +17,6 @@ from tilth.cluster.protocol import Deal, Divide, Transfer, deal, evenly, gather
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import CallTimeout, StaleGeneration
 from tilth.core.layout import Mesh
-from tilth.plan.batch import token_costs
 from tilth.trace.spans import current_step, span
 
 STILL = 1.0
@@ -105,8 +104,8 @@ class WorkerGroup:
             self.changed_by.add(method)
         plain = [resolved(a) for a in args], {k: resolved(a) for k, a in kwargs.items()}
         with span("plan", detail=f"{self.role}.{method}") if how.split == "plan" else nullcontext():
-            costs = self._balance.costs(current_step()) if how.split == "plan" else token_costs
-            dealt = deal(how, self.mesh, self._divide, *plain, costs, self._balance.by)
+            by = (self._balance.planner(current_step()),) if how.split == "plan" else ()
+            dealt = deal(how, self.mesh, self._divide, *plain, *by)
         given = [lease for a in (*args, *kwargs.values()) if isinstance(a, Batch) for lease in a.leases]
         leases = tuple(dict.fromkeys([*given, *filter(None, [self._dispatch.lease])]))
         flights = self._send(method, dealt, leases, how.patient)
