@@ -1,6 +1,7 @@
 """What memory a process may take, by files of cgroups, and what failed allocations of every library say."""
 
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tilth.core import memory
-from tilth.core.memory import Room, host_memory, is_out_of_memory, no_memory, oom_kills, wanted
+from tilth.core.memory import Room, core_limit, host_memory, is_out_of_memory, no_memory, oom_kills, wanted
 
 GB = 10**9
 
@@ -31,6 +32,7 @@ def group(folder, **files):
 
 
 def own(tmp_path, *lines):
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "self").write_text("".join(f"{line}\n" for line in lines))
     return tmp_path / "groups", tmp_path / "self"
 
@@ -127,3 +129,18 @@ def test_a_limit_of_addresses_is_named():
     assert "2 GB of addresses" in done.stdout and memory.no_memory(MemoryError()).startswith(
         "no memory for what it needs"
     )
+
+
+def test_cores_are_those_that_a_cgroup_grants(tmp_path):
+    groups, me = own(tmp_path, "0::/outer/inner")
+    assert core_limit(groups, me) == math.inf
+    group(groups / "outer/inner", cpu__max="max 100000")
+    assert core_limit(groups, me) == math.inf
+    group(groups / "outer", cpu__max="150000 100000")
+    assert core_limit(groups, me) == 1.5
+    groups, me = own(tmp_path / "v1", "5:cpu,cpuacct:/x", "4:memory:/docker/abc")
+    group(groups / "cpu,cpuacct/x", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    group(groups / "memory/docker/abc", cpu__max="1 100000")
+    assert core_limit(groups, me) == math.inf
+    group(groups / "cpu,cpuacct", cpu__cfs_quota_us=300000, cpu__cfs_period_us=100000)
+    assert core_limit(groups, me) == 3

@@ -22,7 +22,18 @@ from tilth.runs.state import RunState
 
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32}
-TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle")
+TIMES = (
+    "seconds",
+    "attempt",
+    "tokens_per_second/",
+    "time/",
+    "memory/",
+    "mfu",
+    "save/",
+    "bytes/",
+    "balance/idle",
+    "loader/",
+)
 
 
 def settings(folder: Path, **sections):

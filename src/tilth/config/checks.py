@@ -371,7 +371,7 @@ def _roles(recipe: Recipe) -> Refusals:
 
 
 def _mixture(recipe: Recipe) -> Refusals:
-    """Check the sources of a mixture, and packing, which decides what a sample is."""
+    """Check the sources of a mixture, who loads them, and packing, which decides what a sample is."""
     data, names = recipe.data, [part.name for part in recipe.data.mixture]
     if data.packing == "concat" and recipe.flow_spec.learns != "documents":
         yield "data.packing", f"cuts documents, and flow = {recipe.flow} learns from whole samples; use fit or none"
@@ -379,6 +379,10 @@ def _mixture(recipe: Recipe) -> Refusals:
         yield "data.packing", f"leaves samples alone, and layout.hdp = {recipe.policy.layout.hdp} packs them; use fit"
     if data.packing == "none" and recipe.train.offload == "auto":
         yield "data.packing", "leaves no room that train.offload = auto compares a sample with; use fit, or a share"
+    if data.loaders and recipe.flow_spec.learns == "documents":
+        yield "data.loaders", f"has no use: flow = {recipe.flow} reads pieces that are tokenised already; set it to 0"
+    if data.shadows and not data.loaders:
+        yield "data.shadows", "has no loader to take over from; set data.loaders, or this to 0"
     if data.mixture and data.source:
         yield "data.source", "beside data.mixture: a source stands in one of them; leave it out, or set it to ''"
     for number, part in enumerate(data.mixture):

@@ -135,6 +135,14 @@ class DataConfig(Section):
         description="fit: whole samples side by side in a micro-batch, without padding; concat: flow pretrain, pieces "
         "of exactly the context, across documents; none: a micro-batch for each sample",
     )
+    loaders: Literal["auto"] | Count = Field(
+        0,
+        description="processes that read and tokenise samples, of the next step while this one computes; auto: as many "
+        "as there are cores; 0: the loader's worker does it when a step asks",
+    )
+    shadows: int = Field(
+        0, ge=0, le=1, description="processes beside each loader with the same sources open, to take over if it is lost"
+    )
     heldout: str = Field("", description="separate source for evaluation; empty: a share of each source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")
     tokenizer: str = Field(

@@ -1,6 +1,7 @@
-"""Memory that this process may use, and messages for failed allocations."""
+"""Memory and cores that this process may use, and messages for failed allocations."""
 
 import errno
+import math
 import re
 import resource
 from collections.abc import Iterator
@@ -27,6 +28,17 @@ class Room(NamedTuple):
     where: str
 
 
+def core_limit(groups: Path = GROUPS, own: Path = OWN_GROUP) -> float:
+    """Return the cores whose time the cgroups of this process grant it; inf without a limit."""
+    bounds = [math.inf]
+    for folder in _folders(groups, own, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")  # cgroup v2, then v1
+        quota, period = quota or _text(folder / "cpu.cfs_quota_us"), period or _text(folder / "cpu.cfs_period_us")
+        if quota.strip().isdecimal() and period.strip().isdecimal():
+            bounds.append(int(quota) / int(period))
+    return min(bounds)
+
+
 def host_memory(groups: Path = GROUPS, own: Path = OWN_GROUP) -> Room:
     """Return the memory of this machine with its swap, or of the cgroup of this process if that is less."""
     seen, swap = psutil.virtual_memory(), psutil.swap_memory()
@@ -36,12 +48,12 @@ def host_memory(groups: Path = GROUPS, own: Path = OWN_GROUP) -> Room:
     return least._replace(free=max(0, min(room.free for room in found)))
 
 
-def _folders(groups: Path, own: Path) -> Iterator[Path]:
-    """Yield the cgroups of this process, v2 and v1, up to the root; some may not be visible here."""
+def _folders(groups: Path, own: Path, controller: str = "memory") -> Iterator[Path]:
+    """Yield the cgroups of this process, v2 and v1 of a controller, up to the root; some may not be visible here."""
     lines = own.read_text().splitlines() if own.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if controller in (controllers or controller).split(","):
             root = groups / controllers
             inside = root / path.lstrip("/")
             yield from (folder for folder in (inside, *inside.parents) if folder.is_relative_to(root))

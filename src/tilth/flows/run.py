@@ -215,7 +215,8 @@ class Run:
     def _given(self, kind: str, count: int) -> Iterator[Batch]:
         while self._continues():
             with self._step():
-                batch = getattr(self.loader, kind)(self.sampler.draw(kind, count))
+                indices = self.sampler.draw(kind, count)
+                batch = getattr(self.loader, kind)(indices, **self.sampler.then())
                 self.progress.at("updating")
                 yield batch
 
@@ -460,5 +461,6 @@ class Run:
         """Set the state to that of a checkpoint, in place: the parts of the run share it. {}: to the beginning."""
         load_states(self.callbacks, objects.get("callbacks", {}))
         vars(self.state).update(vars(RunState(**objects.get("progress", {}))))
-        if any(key.partition(".")[0] == "data" for key in self.directory.changes):  # indices name other prompts now
+        changed = self.directory.changes.keys() - {"data.loaders", "data.shadows"}
+        if any(key.partition(".")[0] == "data" for key in changed):  # indices name other prompts now
             self.state.outcomes_first = {}

@@ -13,7 +13,7 @@ from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.config.schema import Recipe
 from tilth.core.batch import Batch, concat
-from tilth.core.errors import RecipeError, RewardError
+from tilth.core.errors import DataError, RecipeError, RewardError
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.flows.generation import Generation, Scorers, apart
@@ -76,6 +76,7 @@ class Sampler:
         self.metrics, self.journal, self.say, self.progress = metrics, journal, say, progress
         self._reward_log: Path | None = reward_log
         self._drawn: dict[str, int] = {}
+        self._then = np.zeros(0, np.int64)
         self._carried: list[tuple[int, int, int]] | None = None
         self._calls = count()
         self.left = 0
@@ -94,7 +95,22 @@ class Sampler:
                 self.metrics.add(f"mixture/{name}", float(own))
             for line in self.train.ends(order, start, count):
                 self.say(line)
+        if self.recipe.data.loaders:
+            self._then = self._peek(source, self.recipe.rollout.prompts if source == "prompts" else count)
         return found
+
+    def then(self) -> dict[str, np.ndarray]:
+        """Return, once for each draw, the argument of the loader with the samples that the next one is going to draw.
+        No position moves for it."""
+        found, self._then = self._then, self._then[:0]
+        return {"then": found} if len(found) else {}
+
+    def _peek(self, source: str, count: int) -> np.ndarray:
+        """Return the indices behind what the step in progress has drawn; none if the data ends before that many."""
+        try:
+            return self.train.take(stream(self.recipe.seed, source), self._drawn[source], count)
+        except DataError:  # a mixture that ends, which only a step that draws it may find
+            return np.zeros(0, np.int64)
 
     def _advance(self, counter: str, count: int) -> int:
         """Return the counter's position and move it by ``count`` within the current step."""
@@ -114,7 +130,7 @@ class Sampler:
 
     def rollback(self) -> None:
         """Return to the committed position."""
-        self._drawn, self._carried = {}, None
+        self._drawn, self._carried, self._then = {}, None, self._then[:0]
 
     # ---- samples ----
 
@@ -259,7 +275,8 @@ class Sampler:
     ) -> Batch:
         """Return generated answers or episodes. The reward scores ``most`` of what has finished at once."""
         loader = self.roles["loader"]
-        asked = resolved((loader.begin if self.recipe.rollout.environment else loader.encode)(asked))
+        load = loader.begin if self.recipe.rollout.environment else loader.encode
+        asked = resolved(load(asked, **self.then()))
         scorers = self._scorers(rollout, reward, call, most)
         generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
         if CARRIED not in asked.rows:

@@ -51,6 +51,7 @@ from tilth.launch.build import Dataset, RunParts, build
 from tilth.launch.checks import check_algorithm, in_scripts, replaced, unused
 from tilth.launch.health import RunHealth
 from tilth.launch.hot_update import HotUpdates, leave_for_updated
+from tilth.launch.loader_plans import LoaderPlans
 from tilth.launch.planning import with_found_layouts
 from tilth.launch.profiling import Profiling
 from tilth.launch.replay import Until
@@ -211,7 +212,7 @@ def _train(
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
         costs = CostFits(parts, cluster)
-        watches = [_Clocks(cluster), health, survival, costs, *callbacks, profiling]
+        watches = [_Clocks(cluster), health, survival, costs, LoaderPlans(parts), *callbacks, profiling]
         make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots)
         life = LifeOfRun(lambda: _watched(make(), updates), survival, profiling, updates, handed)
         return life.live(fallback=fallback)

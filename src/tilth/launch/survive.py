@@ -27,6 +27,7 @@ from tilth.guard.signatures import with_cause
 from tilth.guard.snapshots import Snapshots
 from tilth.guard.verdict import Verdict
 from tilth.launch.build import RunParts
+from tilth.launch.loader_plans import follow_recorded
 from tilth.launch.supervisor import Death
 from tilth.runs.directory import OBSERVATIONS, PARTIAL, REPLAYED, REWARD_LOG, RunDir
 from tilth.trace.spans import recorder
@@ -214,7 +215,9 @@ class Survival(Callback):
         self.prepare()
 
     def prepare(self) -> None:
-        """Prepare roles that were made: the processes of rewards and environments, and their output."""
+        """Prepare roles that were made: the processes of loaders, rewards and environments, and their output."""
+        if (data := self.parts.recipe.data).loaders:
+            follow_recorded(self.parts.roles["loader"], data, self.directory.path)
         reward = self.parts.roles.reward
         if reward is not None:
             reward.ready()

@@ -21,6 +21,7 @@ from tilth.engines.options import EngineOptions
 from tilth.engines.protocol import GenerationEngine, make_engine
 from tilth.envs.pool import EnvironmentPool
 from tilth.flows.weight_sync import DTYPES
+from tilth.launch.loader_plans import source_loaders
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import Converter, LowRank
 from tilth.models.decoder import Decoder
@@ -226,7 +227,8 @@ def loader(
         return DocumentLoader(train, heldout, tokenizer, context.store)
     template = data_template(recipe.data, tokenizer, tools, prompts.starts)
     episodes = bool(recipe.rollout.environment)
-    return PromptLoader(prompts, template, recipe.model.context, context.store, episodes=episodes)
+    loaders = source_loaders(recipe, prompts, tokenizer, tools)
+    return PromptLoader(prompts, template, recipe.model.context, context.store, episodes=episodes, loaders=loaders)
 
 
 def plugin_role(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> Any:

@@ -1,9 +1,11 @@
 """Loader role: opens the data where it is read, and turns it into payload."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from tilth.cluster.backends.capacity import cores
 from tilth.cluster.protocol import transfer
 from tilth.core.batch import Batch, Column, Jagged, Store
 from tilth.core.media import MEDIA, pack_media
@@ -14,6 +16,7 @@ from tilth.data.samples import Kind, LoadedSample, tokenised
 from tilth.data.template import Example, Template
 from tilth.data.tokenizer import Tokenizer
 from tilth.plan.batch import RowTable
+from tilth.plan.loaders import Shares
 from tilth.roles.experience import INFO, identity
 from tilth.roles.pairs import CHOSEN
 from tilth.roles.source_loaders import SourceLoaders
@@ -72,6 +75,18 @@ class PromptLoader:
         written = {"prompt_text": [p.text for p in prompts], "answer": [str(p.info.get("answer", "")) for p in prompts]}
         columns = {k: [np.frombuffer(text.encode(), np.uint8) for text in texts] for k, texts in written.items()}
         return batch.with_payload(**{name: self._shared(name, rows, place) for name, rows in columns.items()})
+
+    @transfer(split="all", gather="first", reads=True)
+    def loading(self) -> dict[str, Any]:
+        """Return what a plan of its loaders needs: ``cores`` here, the ``plan`` that they follow, and ``costs``."""
+        assert self.loaders is not None
+        return {"cores": cores(), "plan": self.loaders.plan, "costs": self.loaders.costs()}
+
+    @transfer(split="all", gather="first", reads=True)
+    def follow(self, plan: Sequence[Shares]) -> None:
+        """Have its loaders follow a plan."""
+        assert self.loaders is not None
+        self.loaders.follow(plan)
 
     def _samples(self, kind: Kind, indices: Sequence[int] | np.ndarray, then: Sequence[int]) -> list[LoadedSample]:
         """Return samples as tokens, made here or by loaders, which begin with those of ``then``."""

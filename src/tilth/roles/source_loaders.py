@@ -103,7 +103,8 @@ class _Place:
 class SourceLoaders:
     """Loaders of several sources, whose indices follow each other.
 
-    ``stalled``: seconds that ``take`` has waited. Samples come as ``tokenised`` makes them, bit for bit.
+    ``stalled``: seconds that ``take`` has waited; ``plan``: the one that is followed. Samples come as ``tokenised``
+    makes them, bit for bit.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class SourceLoaders:
         plan: as of ``plan.loaders.place_loaders``. A source that it leaves out is opened once it is asked for.
         """
         self._pump.follow(plan)
+        self.plan = [dict(shares) for shares in plan]
 
     def costs(self) -> dict[str, float]:
         """Return the processor seconds of a sample by source, of those that have made some."""

@@ -3,7 +3,7 @@
     recipe.toml  run.json  metrics.jsonl  metrics_schema.json  trajectories/  events/  checkpoints/  rewards.jsonl
     scores.jsonl  log.txt  reward.log  report.html, experience.jsonl of an asynchronous run, profiles/ if requested,
     environments-RANK.log of environments that print, and recoveries.jsonl after a failure, warnings.jsonl after a
-    warning of guard's watches, costs.jsonl of a run that balances by costs
+    warning of guard's watches, costs.jsonl of a run that balances by costs, loaders.jsonl of one with data.loaders
 
 One line of ``metrics.jsonl`` commits a step. Trajectories follow in files of several steps, at the latest with the next
 checkpoint (``flush``). On resume ``rewind(step)`` drops everything after the checkpoint's step, except the journal of

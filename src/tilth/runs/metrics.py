@@ -139,6 +139,7 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("balance/spread", "1", "mean", "greatest planned cost of a rank in an update less the least, over their mean"),
     ("balance/idle", "share", "mean", "time of passes in which ranks wait for the busiest; measured, not on a GPU"),
     ("padding", "share", "mean", "empty places if in each round all ranks had the tokens of the fullest one"),
+    ("loader/stall", "s", "sum", "time in which the step waited for the loader: without data.loaders all of the load"),
     ("value/grad_norm", "1", "mean", "global gradient norm of the critic before clipping"),
     ("value/lr", "1", "mean", "learning rate of the critic"),
     ("value/skipped", "steps", "sum", "optimizer steps of the critic left out, as in steps/skipped"),
@@ -268,6 +269,7 @@ class Metrics:
         step = totals["step"].seconds if "step" in totals else inside
         self.add(f"time/{OTHER}", max(step - inside, 0.0))
         self.add("time/step", max(step, inside))
+        self.add("loader/stall", totals["load"].seconds if "load" in totals else 0.0)
 
     def merge(self, other: "Metrics") -> None:
         """Add what another worker measured in the same step."""

@@ -1,6 +1,7 @@
 """How many workers a machine can take: refused before anything is started."""
 
 import errno
+import math
 import os
 import subprocess
 from types import SimpleNamespace
@@ -81,3 +82,11 @@ def test_workers_that_do_not_come_are_named_with_the_time_that_they_had(monkeypa
     with raises(WorkerLost, "cluster.start") as raised:
         open_cluster("local", 1)
     assert "within 0.003 s" in str(raised.value)
+
+
+@pytest.mark.parametrize("granted, count", [(math.inf, 3), (8.0, 3), (1.5, 2), (0.2, 1)])
+def test_cores_are_bounded_by_affinity_and_by_what_a_cgroup_grants(monkeypatch, granted, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 5})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(capacity, "core_limit", lambda: granted)
+    assert capacity.cores() == count

@@ -1,10 +1,11 @@
 """Limits of one machine: how many workers it can take, and how long they may take to start."""
 
 import errno
+import math
 import os
 
 from tilth.core.errors import RecipeError
-from tilth.core.memory import host_memory
+from tilth.core.memory import core_limit, host_memory
 
 PER_CORE = 8
 """Workers per CPU core that still make sense, to compare layouts on a small machine."""
@@ -20,8 +21,9 @@ def patience(seconds: float) -> float:
 
 
 def cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of CPU cores that this process may use: of its affinity, and of the time that its cgroup grants."""
+    able = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(able, core_limit())))
 
 
 def most_workers() -> int:

@@ -1,0 +1,193 @@
+"""Runs whose data come from loader processes: the bits, the order and the position of runs without."""
+
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.stand_ins import sampler
+from tests.flows.test_mixture import recipe, write
+from tilth.config.schema import MixtureSource
+from tilth.core.errors import DataError, RecipeError
+from tilth.core.random import stream
+from tilth.data.mixture import Mixture
+from tilth.roles.loader import PromptLoader
+from tilth.runs.loaders import read_plans
+from tilth.runs.readers import read_metrics
+from tilth.runs.signals import Interrupted
+
+LOADERS = {"loaders": 2}
+
+
+@pytest.fixture
+def parts(tmp_path):
+    few = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
+    more = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(2, 10)]
+    sources = {"few": write(tmp_path / "few.jsonl", few), "more": write(tmp_path / "more.jsonl", more)}
+    return [{"name": name, "source": source, "weight": w} for (name, source), w in zip(sources.items(), (1.0, 3.0))]
+
+
+@pytest.fixture
+def pair_parts(tmp_path):
+    chosen = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a)} for a in range(30)]
+    files = [write(tmp_path / "a.jsonl", chosen[:20]), write(tmp_path / "b.jsonl", chosen[20:])]
+    return [{"name": name, "source": file} for name, file in zip("ab", files)]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Indices of each call of the loader role that a step makes, in order."""
+    found = []
+    for name in ("examples", "pairs"):
+        method = getattr(PromptLoader, name)
+
+        def noted(self, indices, then=(), method=method):
+            found.append((np.asarray(indices).tolist(), np.asarray(then).tolist()))
+            return method(self, indices, then)
+
+        vars(noted).update(vars(method))
+        monkeypatch.setattr(PromptLoader, name, noted)
+    return found
+
+
+def loaders_here():
+    """Loader processes of this one."""
+    return [p for p in psutil.Process().children() if "tilth.roles.source_loader:main" in " ".join(p.cmdline())]
+
+
+SMALL = {"sft": {"supervised": {"steps": 4}}, "grpo": {"supervised": {"steps": 0}, "algorithm": {"steps": 2}}}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("flow", ["sft", "grpo"])
+def test_bits_are_those_of_a_run_without_loaders(tmp_path, parts, flow):
+    given = {"flow": flow, **SMALL[flow]}
+    runs = []
+    for number in (0, 2):
+        made = recipe(tmp_path / str(number), parts, **given, data={"loaders": number})
+        runs.append(tiny.run(made, reward=None if flow == "sft" else tiny.close_enough).directory)
+    plain, loaded = runs
+    assert tiny.weights(loaded) == tiny.weights(plain)
+    assert tiny.same(tiny.numbers(loaded), tiny.numbers(plain))
+    assert all(record["loader/stall"] > 0 for record in read_metrics(plain))
+    (plan,) = read_plans(loaded)
+    assert plan.step == 1 and plan.most == 2 and {name for own in plan.shares for name in own} == {"few", "more"}
+    assert not read_plans(plain) and not loaders_here()
+
+
+@pytest.mark.dist
+def test_pairs_and_what_comes_next(tmp_path, pair_parts, taken):
+    given = {"flow": "dpo", "supervised": {"steps": 3}}
+    plain = tiny.run(recipe(tmp_path / "0", pair_parts, **given), reward=None).directory
+    assert not any(then for _, then in taken)
+    taken.clear()
+    loaded = tiny.run(recipe(tmp_path / "1", pair_parts, **given, data=LOADERS), reward=None).directory
+    assert tiny.weights(loaded) == tiny.weights(plain)
+    steps = [one for one in taken if one[1]]
+    assert len(steps) == 3
+    assert [then for _, then in steps[:-1]] == [indices for indices, _ in steps[1:]]
+
+
+# ---- prefetch ----
+
+
+def test_a_look_ahead_moves_no_position(tmp_path):
+    plain, looking = sampler(tmp_path), sampler(tmp_path, data={"loaders": 1})
+    for _ in range(3):
+        drawn = [one.draw("examples", 4).tolist() for one in (plain, looking)]
+        assert drawn[0] == drawn[1] and plain.position() == looking.position()
+        then = looking.then()["then"].tolist()
+        assert looking.then() == plain.then() == {}
+        plain.commit(), looking.commit()
+        assert plain.state.drawn == looking.state.drawn
+        assert looking.draw("examples", 4).tolist() == then
+        looking.rollback()
+        assert looking.then() == {} and looking.position() == plain.position()
+
+
+def test_prompts_ahead_are_those_of_the_next_round_or_step(tmp_path):
+    one = sampler(tmp_path, data={"loaders": 1})
+    seen = []
+    one.roles["loader"].encode = lambda asked, then=(): seen.append(np.asarray(then).tolist()) or asked
+    one.sample(4)
+    one.commit()
+    assert len(seen) == 1 and one.draw("prompts", 6).tolist() == seen[0]
+    assert one.state.drawn["prompts"] == 6
+
+
+@pytest.mark.parametrize("at_end", ["stop", "leave", "repeat"])
+def test_a_look_over_the_end_of_a_mixture_is_no_error(tmp_path, at_end):
+    one = sampler(tmp_path, data={"loaders": 1})
+    one.train = Mixture((MixtureSource(name="few", at_end=at_end),), [np.arange(10)], 4)
+    drawn = [one.draw("examples", 4).tolist() for _ in range(2)]
+    then = one.then()
+    assert len({*drawn[0], *drawn[1]}) == 8 and one.position()["examples"] == 8
+    if at_end == "repeat":
+        assert len(then["then"]) == 4
+        return
+    assert then == {}
+    with pytest.raises(DataError):  # the step that needs them
+        one.draw("examples", 4)
+
+
+# ---- exactly once ----
+
+
+def order_of(made, steps):
+    """Indices of each step of an undisturbed run."""
+    from tilth.data.pairs import recipe_prompts
+    from tilth.launch.build import mixed
+
+    order = mixed(made, recipe_prompts(made).split(made.data.holdout)[0].parts, None)
+    return [order.take(stream(made.seed, "examples"), 16 * step, 16).tolist() for step in range(steps)]
+
+
+class Kill(tiny.Recorder):
+    """Kills loaders after some steps, and stops the run after another one."""
+
+    def __init__(self, kills, stop=None):
+        super().__init__()
+        self.kills, self.stop, self.killed = kills, stop, 0
+
+    def on_step_end(self, run, step, metrics):
+        if step in self.kills:
+            for process in loaders_here():
+                os.kill(process.pid, signal.SIGKILL)
+                self.killed += 1
+        if step == self.stop:
+            run.stop("the test")
+
+
+@pytest.mark.dist
+def test_each_sample_comes_once_through_kills_a_resume_and_another_number_of_loaders(tmp_path, parts, taken):
+    undisturbed = recipe(tmp_path / "a", parts)
+    whole = tiny.run(undisturbed, reward=None).directory
+    taken.clear()
+    kill = Kill({1, 3}, stop=4)
+    with raises(Interrupted, "stop"):
+        tiny.run(recipe(tmp_path / "b", parts, data=LOADERS), reward=None, name="cut", callbacks=[kill])
+    assert kill.killed == 4
+    again = Kill({6})
+    changed = recipe(tmp_path / "b", parts, data={"loaders": 1, "shadows": 1})
+    cut = tiny.run(changed, reward=None, name="cut", callbacks=[again], allow=["data.loaders", "data.shadows"])
+    assert again.killed == 2
+    wanted = order_of(undisturbed, 8)
+    steps = [indices for indices, _ in taken if indices in wanted]
+    assert steps == wanted
+    assert tiny.weights(cut.directory) == tiny.weights(whole)
+    assert tiny.same(tiny.numbers(cut.directory), tiny.numbers(whole))
+    assert [plan.most for plan in read_plans(cut.directory)] == [2, 1]
+
+
+# ---- refused by name ----
+
+
+def test_loaders_that_have_no_use(tmp_path, parts):
+    with raises(RecipeError, "data.loaders"):
+        tiny.recipe(tmp_path, flow="pretrain", data={"loaders": 1})
+    with raises(RecipeError, "data.shadows"):
+        recipe(tmp_path, parts, data={"shadows": 1})
