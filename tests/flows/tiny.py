@@ -23,17 +23,9 @@ from tilth.runs.state import RunState
 cloudpickle.register_pickle_by_value(tests.flows)  # the process of a reward does not import its test, and so no torch
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "ffn": 32}
 TIMES = (
-    "seconds",
-    "attempt",
-    "tokens_per_second/",
-    "time/",
-    "memory/",
-    "mfu",
-    "save/",
-    "bytes/",
-    "balance/idle",
-    "loader/",
-)
+    "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
+    "loader/stall",
+)  # fmt: skip
 
 
 def settings(folder: Path, **sections):

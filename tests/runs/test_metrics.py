@@ -150,7 +150,14 @@ def test_times_partition_the_step_and_rates_are_tokens_over_time():
     assert metrics.values() == {
         "time/generate": 4.0, "time/update": 5.0, "time/other": 1.0, "time/step": 10.0,
         "tokens_per_second/generate": 100.0, "tokens_per_second/train": 400.0,
+        "loader/stall": 0.0,
     }  # fmt: skip
+
+
+def test_the_stall_of_a_step_is_the_time_of_its_loads():
+    metrics = Metrics()
+    metrics.take_times({"step": total(10.0, phase=False), "load": total(0.5, phase=False)})
+    assert metrics.values()["loader/stall"] == 0.5
 
 
 def test_rates_of_several_parts_weigh_by_time():

@@ -36,7 +36,10 @@ from tilth.runs.readers import checkpoints_of, read_metrics, read_state
 from tilth.runs.signals import Interrupted
 from tilth.runs.trust import load_recipe_of
 
-TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle")
+TIMES = (
+    "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
+    "loader/stall",
+)  # fmt: skip
 """Beginnings of metrics that differ between equal runs."""
 LAYOUTS = tuple(f"{role}.layout" for role in ("policy", "critic", "reference", "rollout"))
 PLACES = tuple(f"data.{key}" for key in ("source", "mixture", "heldout", "template", "tokenizer"))
