@@ -227,7 +227,7 @@ def test_a_damaged_cache_is_told_and_built_anew(tmp_path, damage, said):
 
 
 def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, monkeypatch):
-    def killed(file: Path, to: Path) -> None:
+    def killed(file: Path, to: Path, *, durable: bool) -> None:
         if to.name == "about.json":
             raise KeyboardInterrupt
         os.replace(file, to)

@@ -17,7 +17,7 @@ from tests.memory import start_tracing
 from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data import index, sources
+from tilth.data import cache, index, sources
 from tilth.data.columns import Prompt
 from tilth.data.origin import Home
 from tilth.data.pairs import read_pairs
@@ -107,6 +107,24 @@ def test_a_worker_opens_the_entry_and_not_the_source(tmp_path, monkeypatch):
         pickle.loads(sent)
 
 
+def test_a_process_that_gets_a_source_reads_neither_its_whole_file_nor_its_index(tmp_path, monkeypatch):
+    prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts] * 20), home=Home(str(tmp_path)))
+    sent, whole_before = pickle.dumps(prompts), whole(prompts)
+    monkeypatch.setattr(cache, "_checksum", None)
+    monkeypatch.setattr(index.Stored, "columns", None)
+    assert whole(pickle.loads(sent)) == whole_before
+
+
+def test_a_file_of_the_cache_that_was_written_since_is_checked_again(tmp_path):
+    prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts] * 20), home=Home(str(tmp_path)))
+    sent, whole_before = pickle.dumps(prompts), whole(prompts)
+    (file,) = tmp_path.glob(".cache/records-*/records.arrow")
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-9] + bytes(9))
+    assert whole(pickle.loads(sent)) == whole_before and file.read_bytes() != content[:-9] + bytes(9)
+
+
 def test_a_worker_reads_pairs_again_as_pairs(tmp_path, monkeypatch):
     monkeypatch.undo()
     prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_pairs]), {}, read_pairs)
@@ -124,6 +142,26 @@ def test_few_records_stay_in_memory(tmp_path, monkeypatch):
     monkeypatch.undo()
     prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts]), home=Home(str(tmp_path)))
     assert not prompts.source.on_demand and not (tmp_path / ".cache").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sources_of_a_mixture_share_what_may_stay_in_memory(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(index, "IN_MEMORY", 200)
+    record = {"prompt": "x" * 39, "answer": "y"}
+    files = [str(write(tmp_path / f"{n}.jsonl", [record] * 2).source) for n in range(count)]
+    parts = [{"name": f"s{n}", "source": file} for n, file in enumerate(files)]
+    made = from_dict({"data": {"mixture": parts}, "reward": {"function": "exact"}}).data
+    found = load_source(made, home=Home(str(tmp_path))).source
+    stored = [part.on_demand for part in (found.parts if count > 1 else [found])]
+    assert stored == [200 // count < 80] * count
+
+
+@given(st.lists(st.text(max_size=20)))
+def test_the_alphabet_is_that_of_all_texts(texts):
+    indexer = index.Indexer()
+    for i, text in enumerate(texts):
+        indexer.add(Prompt(i, text, text[::-1] + "z"))
+    assert indexer.done().alphabet == "".join(sorted({sign for text in texts for sign in text + "z"}))
 
 
 def test_memory_is_not_that_of_the_records(tmp_path, monkeypatch):

@@ -4,8 +4,9 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,12 +16,13 @@ import pyarrow as pa
 
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
-from tilth.data.cache import CacheEntry
+from tilth.data.cache import CacheEntry, FileState
 from tilth.data.columns import Pair, Prompt, plain, record_key
 from tilth.data.computed import mixed
 
 IN_MEMORY = 1 << 24
-"""Bytes of items up to which they stay in memory: to read them again takes no longer than to check a file."""
+"""Bytes of items of all sources up to which they stay in memory: to read them again takes no longer than to check a
+file."""
 _BATCH = 1 << 20
 _SCHEMA = pa.schema(
     [("item", pa.binary()), ("hash", pa.uint32()), ("size", pa.int64()), ("whole", pa.int64()), ("digest", pa.uint64())]
@@ -37,20 +39,38 @@ IndexColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class Index:
     """Columns and figures of a source that split, order and check it without its items."""
 
-    hashes: np.ndarray
-    """uint32 [n]: ``computed.text_hashes`` of keys."""
-    sizes: np.ndarray
-    """int64 [n]: bytes of each prompt's text."""
-    wholes: np.ndarray
-    """int64 [n]: bytes of the text with its answer."""
-    digests: np.ndarray
-    """uint64 [n], ``sample_digest`` of each; [0] if nobody asked for them."""
+    read: Callable[[], IndexColumns]
+    """Makes the columns when the first of them is asked for: who reads items alone needs none."""
     alphabet: str
     fingerprint: str
     left: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of records left out for it."""
     media: bool = False
     """True if a prompt has media."""
+
+    @cached_property
+    def _columns(self) -> IndexColumns:
+        return self.read()
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """uint32 [n]: ``computed.text_hashes`` of keys."""
+        return self._columns[0]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [n]: bytes of each prompt's text."""
+        return self._columns[1]
+
+    @property
+    def wholes(self) -> np.ndarray:
+        """int64 [n]: bytes of the text with its answer."""
+        return self._columns[2]
+
+    @property
+    def digests(self) -> np.ndarray:
+        """uint64 [n], ``sample_digest`` of each; [0] if nobody asked for them."""
+        return self._columns[3]
 
 
 class Indexer:
@@ -101,7 +121,7 @@ class Indexer:
         self._spell()
         columns = self.columns(0, len(self._crcs))
         content, alphabet = f"pairs {found}" if self._pairs else found, "".join(sorted(self._alphabet))
-        return Index(*columns, alphabet, content, dict(left or {}), self._media)
+        return Index(lambda: columns, alphabet, content, dict(left or {}), self._media)
 
     def columns(self, start: int, stop: int) -> IndexColumns:
         """Return the columns of some of the prompts, as the file has them."""
@@ -160,8 +180,10 @@ class Prompts(Protocol):
 class Stored:
     """Prompts in a memory-mapped Arrow file, read on demand."""
 
-    def __init__(self, file: Path) -> None:
-        reader = pa.ipc.open_file(pa.memory_map(str(file)))
+    def __init__(self, entry: CacheEntry, state: FileState) -> None:
+        """state: of the file when it was found intact."""
+        self.state = state
+        reader = pa.ipc.open_file(pa.memory_map(str(entry.file)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
@@ -186,22 +208,30 @@ class Stored:
 
 
 def keep(
-    prompts: Iterable[Prompt], entry: CacheEntry | None, left: Mapping[str, int], *, digests: bool = False
+    prompts: Iterable[Prompt],
+    entry: CacheEntry | None,
+    left: Mapping[str, int],
+    *,
+    sources: int = 1,
+    intact: FileState = (),
+    digests: bool = False,
 ) -> tuple[Prompts, Index]:
     """Return prompts as they come and their index: in memory, or in the entry's file if they are many.
 
     An intact entry is read instead; it has digests if it was made with them. left: ``Index.left``, read at the end.
-    Raises ``StorageError``.
+    sources: among which ``IN_MEMORY`` is divided. intact: as of ``CacheEntry.damage``. Raises ``StorageError``.
     """
-    if entry is not None and entry.damage() == "":
-        about, stored = entry.about(), Stored(entry.file)
-        return stored, Index(*stored.columns(), about["alphabet"], about["fingerprint"], about["left"])
+    if entry is not None and entry.place.exists():
+        state = entry.state()
+        if entry.damage(intact) == "":
+            about, stored = entry.about(), Stored(entry, state)
+            return stored, Index(stored.columns, about["alphabet"], about["fingerprint"], about["left"])
     indexer, held, size = Indexer(digests=digests), list[Prompt](), 0
     coming = map(indexer.add, prompts)
     for prompt in coming:
         held.append(prompt)
         size += len(prompt.document)
-        if entry is not None and size > IN_MEMORY:
+        if entry is not None and size > IN_MEMORY // sources:
             break
     else:
         return held, indexer.done(left)
@@ -209,7 +239,7 @@ def keep(
         _write(file, chain(held, coming), indexer)
         found = indexer.done(left)
         about |= {"alphabet": found.alphabet, "fingerprint": found.fingerprint, "left": found.left}
-    return Stored(entry.file), found
+    return Stored(entry, entry.state()), found
 
 
 def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:

@@ -13,7 +13,7 @@ from tilth.core.errors import DataError
 from tilth.data.columns import Columns, Prompt, plain, to_document, to_prompt
 from tilth.data.computed import Computed, Source, has_media
 from tilth.data.given import Given, RandomAccess, place_of, read_at
-from tilth.data.index import Index, Indexer, Prompts, keep, sample_digest
+from tilth.data.index import Index, Indexer, Prompts, Stored, keep, sample_digest
 from tilth.data.origin import Make, Material, RecordOrigin
 from tilth.data.template import transcript
 
@@ -50,7 +50,8 @@ class Records(Computed):
         read, origin = self._again
         rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
         data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
-        return _reopened, (read, replace(origin, part=rooted, data=data), self.fingerprint())
+        intact = self._prompts.state if isinstance(self._prompts, Stored) else ()
+        return _reopened, (read, replace(origin, part=rooted, data=data, intact=intact), self.fingerprint())
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -173,7 +174,8 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         prompts: Prompts = OnDemand(material.random, origin, make, material.samples, material.name)
         found = Records(prompts, indexer.done(material.left))
     elif files:
-        prompts, index = keep(coming, origin.entry(read.__name__), material.left, digests=digests)
+        how: dict[str, Any] = {"sources": len(origin.data.sources), "intact": origin.intact, "digests": digests}
+        prompts, index = keep(coming, origin.entry(read.__name__), material.left, **how)
         found = Records(prompts, index, (read, origin))
     else:
         held = list(coming)
