@@ -1,0 +1,91 @@
+"""Speculation: a pass computes some guessed tokens behind a row's newest, and keeps those that the row would have said.
+
+Token t of a completion is chosen by random number t of its stream, so a pass chooses at every guessed position with the
+number of that position, and a guess stands if it is the token chosen before it (sample and match). A completion then
+has the tokens of plain decoding, whatever was guessed, up to ties within rounding of a pass of another shape; in parity
+mode passes of all shapes have the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tilth.core.errors import TilthError
+
+NONE = -1
+"""No token, in an array of drafts or of tokens to stop at."""
+HOLE = -2
+"""No token, in an array of chosen tokens."""
+FREE = {("cpu", torch.float32): 8, ("cpu", torch.bfloat16): 32, ("cuda", torch.bfloat16): 256}
+"""Positions that a pass computes in the time that it takes whatever they are (reading weights, starting kernels)."""
+
+
+class DraftError(TilthError):
+    """A draft was asked for, or judged, in a way that would change completions: a bug in Tilth or in a drafter."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of completions in flight, which are named by their requests.
+
+    Guesses depend on calls alone, by no clock: ranks of one engine guess alike, and a run replays.
+    """
+
+    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
+        """Take a row into flight with all that it has said; of a row in flight, take what it has said beside drafts.
+
+        prompt and completion: int64 [n].
+        """
+
+    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[list[int]]:
+        """Return a draft of each row, a chain of at most ``budget`` tokens of which each has at least this chance to be
+        said. A row without a guess has an empty draft. Raises DraftError if a row's last draft has no verdict yet."""
+
+    def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
+        """Take the verdicts: tokens that rows have said, int64 [at least 1] each, those of the draft that stand and one
+        more."""
+
+    def forget(self, row: int) -> None:
+        """Take a row out of flight, if it is there; what it said may lead later drafts."""
+
+
+def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the chance from which on a guessed token pays in a pass of so many rows.
+
+    A pass of n positions takes n + FREE units of time, and n rows gain n tokens by it. One more position with chance a
+    raises tokens per time if a > n / (n + FREE). Counts alone decide, so a run replays.
+    """
+    free = FREE.get((device.type, dtype), FREE["cpu", torch.float32])
+    return rows / (rows + free)
+
+
+def padded(drafts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return drafts as one array, int64 [rows, longest], NONE behind each."""
+    found = np.full((len(drafts), max(map(len, drafts), default=0)), NONE, np.int64)
+    for row, draft in enumerate(drafts):
+        found[row, : len(draft)] = draft
+    return found
+
+
+def said_counts(chosen: np.ndarray, drafts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the number of tokens that each row says in a pass, int64 [rows].
+
+    chosen: int64 [rows, 1 + longest draft], the token chosen at each position, HOLE where none was computed; drafts:
+    int64 [rows, longest], NONE behind a draft; stops: int64 [rows, n], at which a row ends.
+    """
+    stand = 1 + (chosen[:, :-1] == drafts).cumprod(1).sum(1)
+    ends = (chosen[:, :, None] == stops[:, None, :]).any(2)
+    return np.where(ends.any(1), np.minimum(stand, ends.argmax(1) + 1), stand)
+
+
+def check_said(chosen: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> None:
+    """Raise DraftError if a row said a token that was computed behind another token than its own."""
+    behind = np.arange(drafts.shape[1]) < counts[:, None] - 1
+    if (wrong := behind & (chosen[:, :-1] != drafts)).any():
+        row, place = np.argwhere(wrong)[0].tolist()
+        raise DraftError(
+            f"row {row} says {counts[row]} tokens of a pass, but was computed with {drafts[row, place]} where it chose "
+            f"{chosen[row, place]}; only guesses that were chosen may stand",
+            key="draft.verdict",
+        )

@@ -1,0 +1,248 @@
+"""Drafts of completions from what was said before: by earlier completions of a prompt, its group and the row itself.
+
+A draft follows the most frequent continuation of the longest run of newest tokens that occurred before (SuffixDecoding,
+arXiv 2411.04975; SRT, arXiv 2601.09083). A tree holds the runs of one prompt while rows of it are in flight; at rest,
+completions of earlier steps take four bytes for each token.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from tilth.engines.draft import DraftError
+
+HISTORY = 1 << 24
+"""Most tokens of completions at rest, over all prompts; the oldest completions go first."""
+KEPT = 1 << 13
+"""Tokens of completions of a prompt, the newest, of which a tree is made."""
+PROMPT = 1 << 10
+"""Tokens of a prompt, the last, that are in its tree."""
+PAUSE = 16
+"""Most tokens that a row says without a look at its tree, after drafts that were not worth it."""
+_WIDTH = 4
+"""Bytes of a token in a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Most frequent token behind a run of ``length`` tokens: ``count`` of ``total`` times."""
+
+    token: int
+    length: int
+    count: int
+    total: int
+
+
+class SuffixTree:
+    """Counts of the tokens that followed each run of 1, 2, 4 .. ``depth`` tokens in some texts.
+
+    These runs are the levels of the tree of all suffixes that are looked at: a token costs an entry for each level,
+    instead of one for each depth. A text is a sequence of int32 tokens, as bytes.
+    """
+
+    def __init__(self, depth: int) -> None:
+        """depth: longest run in tokens."""
+        self.lengths = sorted({depth, *(1 << i for i in range(depth.bit_length()))}, reverse=True)
+        self.tokens = 0
+        """Tokens that were counted."""
+        self._behind: dict[bytes, int | dict[int, int]] = {}
+        """Run -> the only token behind it, which came once, or the counts of all."""
+
+    def add(self, text: bytes | bytearray, start: int) -> None:
+        """Count the tokens of a text from number ``start`` on, each behind the runs before it."""
+        first = max(0, start - self.lengths[0])
+        raw, behind = bytes(text[first * _WIDTH :]), self._behind
+        for at, token in enumerate(np.frombuffer(raw, np.int32)[start - first :].tolist(), start - first):
+            self.tokens += 1
+            for length in self.lengths:
+                if length > at:
+                    continue
+                run = raw[(at - length) * _WIDTH : at * _WIDTH]
+                known = behind.get(run)
+                if known is None:
+                    behind[run] = token
+                elif isinstance(known, dict):
+                    known[token] = known.get(token, 0) + 1
+                else:
+                    behind[run] = {known: 2} if known == token else {known: 1, token: 1}
+
+    def counts(self, run: bytes) -> dict[int, int]:
+        """Return how often each token came behind a run."""
+        known = self._behind.get(run, {})
+        return known if isinstance(known, dict) else {known: 1}
+
+    def follow(self, context: bytes) -> Iterator[Continuation]:
+        """Yield continuations of a text, each of the text with those before it, until nothing is known."""
+        while True:
+            for length in self.lengths:
+                if length * _WIDTH <= len(context) and context[-length * _WIDTH :] in self._behind:
+                    break
+            else:
+                return
+            counts = self.counts(context[-length * _WIDTH :])
+            token = max(counts, key=counts.__getitem__)  # of equal ones the first that came
+            yield Continuation(token, length, counts[token], sum(counts.values()))
+            context = context[-self.lengths[0] * _WIDTH :] + token.to_bytes(_WIDTH, "little")
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Drafted tokens that were compared with what the target said. prior: share of hits that two tries stand for."""
+
+    hits: float
+    tries: float = 2.0
+
+    def note(self, hit: bool, most: int = 256) -> None:
+        """Count one; older ones count half whenever there are ``most``."""
+        self.hits, self.tries = self.hits + hit, self.tries + 1
+        if self.tries >= most:
+            self.hits, self.tries = self.hits / 2, self.tries / 2
+
+
+@dataclass(slots=True)
+class _Row:
+    """A completion in flight, behind the last tokens of its prompt."""
+
+    prompt: bytes
+    text: bytearray
+    start: int
+    """Number of its first token in the text."""
+    counted: int
+    """Tokens of the text that are in the tree, or need not be."""
+    fortune: _Tally = field(default_factory=lambda: _Tally(4.0, 4.0))
+    """Hits of its drafts, against the number that was expected."""
+    drafted: list[tuple[int, _Tally]] | None = None
+    """Draft without a verdict, each token with the tally of its like; None: there is none."""
+    pause: int = 0
+    left: int = 0
+    """Tokens that it says before it looks at its tree again, of ``pause``."""
+
+
+class SuffixDrafter:
+    """A ``Drafter`` by trees of suffixes.
+
+    Each continuation has a chance: the measured share of hits among continuations of its kind (length of the run, share
+    of the token behind it), over all rows; times how the row's own drafts fared against that, lately. The first token
+    of a draft is compared with what the target says even if no pass verifies it, so the shares stay measured where
+    drafts do not pay.
+    """
+
+    def __init__(self, depth: int, history: int = HISTORY, kept: int = KEPT) -> None:
+        """depth: longest run that is looked up, in tokens; history and kept: see HISTORY and KEPT."""
+        self.depth, self._most, self._kept = depth, history, kept
+        self._rows: dict[int, _Row] = {}
+        self._trees: dict[bytes, SuffixTree] = {}
+        """Of prompts with rows in flight."""
+        self._said: dict[bytes, deque[bytes]] = {}
+        """Texts of earlier completions by prompt, the newest last."""
+        self._order: deque[bytes] = deque()
+        """Prompts of all texts at rest, the oldest first."""
+        self.tokens = 0
+        """Tokens of texts at rest."""
+        self._tallies: dict[tuple[int, int], _Tally] = {}
+
+    def begin(self, row: int, prompt: np.ndarray, completion: np.ndarray) -> None:
+        """Take a row into flight, or what a row in flight has said without a draft. See ``Drafter``."""
+        if (known := self._rows.get(row)) is not None:
+            said = len(known.text) // _WIDTH - known.start
+            known.text += completion[said:].astype(np.int32).tobytes()
+            return
+        last = prompt[-self.depth :].astype(np.int32)
+        text = bytearray(last.tobytes() + completion.astype(np.int32).tobytes())
+        digest = blake2b(np.ascontiguousarray(prompt, np.int64).tobytes(), digest_size=16).digest()
+        self._rows[row] = _Row(digest, text, len(last), len(last))
+        tree = self._trees.get(digest)
+        if tree is None or tree.tokens > 4 * self._kept + PROMPT:
+            self._trees[digest] = self._planted(digest, prompt)
+
+    def _planted(self, digest: bytes, prompt: np.ndarray) -> SuffixTree:
+        """Return the tree of a prompt and of what was said to it; rows in flight are counted anew."""
+        tree, some, room = SuffixTree(self.depth), list[bytes](), self._kept
+        tree.add(prompt[-PROMPT:].astype(np.int32).tobytes(), 1)
+        start = min(len(prompt), self.depth)
+        for text in reversed(self._said.get(digest, ())):
+            some.append(text)
+            room -= len(text) // _WIDTH - start
+            if room <= 0:
+                break
+        for text in reversed(some):
+            tree.add(text, start)
+        for row in self._rows.values():
+            if row.prompt == digest:
+                row.counted = row.start
+        return tree
+
+    def propose(self, rows: Sequence[int], budget: Sequence[int], least: float) -> list[list[int]]:
+        return [self._propose(self._rows[row], most, least) for row, most in zip(rows, budget, strict=True)]
+
+    def _propose(self, row: _Row, most: int, least: float) -> list[int]:
+        if row.drafted is not None:
+            raise DraftError(
+                "a row's last draft has no verdict yet; accept() comes between two drafts", key="draft.open"
+            )
+        row.drafted = []
+        if row.left:
+            row.left -= 1
+            return []
+        tree, chance, tokens = self._count(row), 1.0, list[int]()
+        luck = row.fortune.hits / row.fortune.tries
+        for found in tree.follow(bytes(row.text[-self.depth * _WIDTH :])):
+            tally = self._tally(found)
+            row.drafted.append((found.token, tally))
+            chance *= min(1.0, luck * tally.hits / tally.tries)
+            if chance < least or len(tokens) == most:
+                break
+            tokens.append(found.token)
+        row.pause = 0 if tokens else min(2 * row.pause + 1, PAUSE)
+        row.left = row.pause
+        return tokens
+
+    def _count(self, row: _Row) -> SuffixTree:
+        """Return the tree of a row, with all that the row has said."""
+        tree = self._trees[row.prompt]
+        if row.counted * _WIDTH < len(row.text):
+            tree.add(row.text, row.counted)
+            row.counted = len(row.text) // _WIDTH
+        return tree
+
+    def _tally(self, found: Continuation) -> _Tally:
+        kind = found.length, 4 * found.count // found.total + (1 < found.count == found.total)
+        if kind not in self._tallies:
+            self._tallies[kind] = _Tally(found.count / found.total)
+        return self._tallies[kind]
+
+    def accept(self, rows: Sequence[int], said: Sequence[np.ndarray]) -> None:
+        for number, tokens in zip(rows, said, strict=True):
+            row = self._rows[number]
+            for (token, tally), right in zip(row.drafted or (), tokens.tolist()):
+                hit = token == right
+                row.fortune.hits += hit
+                row.fortune.tries += tally.hits / tally.tries
+                tally.note(hit)
+                if not hit:
+                    break
+            if row.fortune.tries > 32:
+                row.fortune = _Tally(row.fortune.hits / 2, row.fortune.tries / 2)
+            row.drafted = None
+            row.text += tokens.astype(np.int32).tobytes()
+
+    def forget(self, row: int) -> None:
+        if (gone := self._rows.pop(row, None)) is None:
+            return
+        text = bytes(gone.text)
+        self._said.setdefault(gone.prompt, deque()).append(text)
+        self._order.append(gone.prompt)
+        self.tokens += len(text) // _WIDTH
+        if any(other.prompt == gone.prompt for other in self._rows.values()):
+            self._count(gone)
+        else:
+            del self._trees[gone.prompt]
+        while self.tokens > self._most:
+            oldest = self._order.popleft()
+            texts = self._said[oldest]
+            self.tokens -= len(texts.popleft()) // _WIDTH
+            if not texts:
+                del self._said[oldest]
