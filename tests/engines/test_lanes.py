@@ -51,7 +51,9 @@ def step(lane):
     for tensor in [*lane.slab.keys, *lane.slab.values]:
         for row in np.flatnonzero(lane.columns.live[:rows]):
             tensor[row, :, at[row]] = lane.answer(row).request.id * 1000.0 + at[row]
-    return lane.advance(at + 1, -at.astype(np.float32), None)
+    return lane.advance(
+        at[:, None] + 1, -at[:, None].astype(np.float32), None, lane.columns.live[: len(at)].astype(int)
+    )
 
 
 def verify(lane):

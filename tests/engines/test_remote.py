@@ -219,6 +219,7 @@ def test_an_interpreter_without_the_engine_is_named_before_the_run(tmp_path):
         ({"rollout": {"python": "python3"}}, "rollout.python.engine"),
         ({"rollout": {"options": {"a": 1}}}, "rollout.options"),
         ({"rollout": {"engine": "vllm"}, "train": {"parity": True}}, "train.parity.engine"),
+        ({"rollout": {"engine": "vllm", "speculate": "suffix"}}, "rollout.speculate.engine"),
     ],
 )
 def test_keys_that_an_engine_does_not_have_are_refused(tmp_path, sections, key):

@@ -153,6 +153,8 @@ def _engine(recipe: Recipe) -> Refusals:
         yield f"rollout.{filters[0]}.engine", why
     if served and r.tool_schemas:
         yield "rollout.tool_schemas.engine", f": rollout.engine = {r.engine} draws no calls by a schema; use native"
+    if r.speculate != "off" and r.engine != "native":
+        yield "rollout.speculate.engine", f": rollout.engine = {r.engine} takes no drafts of Tilth; use native, or off"
     if served and recipe.train.parity:
         yield "train.parity.engine", f": rollout.engine = {r.engine} rounds in its own kernels; use native"
 

@@ -2,7 +2,7 @@
 
 from tilth.config.keys import Key, entries_of, keys, sections
 from tilth.config.load import SHIPPED, dump_value, names
-from tilth.config.schema import LayoutConfig, LoraConfig, MixtureSource
+from tilth.config.schema import DraftConfig, LayoutConfig, LoraConfig, MixtureSource
 
 INTRODUCTION = """\
 # Recipes
@@ -33,6 +33,8 @@ low-rank change of each matrix (LoRA, arXiv 2106.09685), under any layout; a lea
 weights is usual. Engines and all readers of the run get merged weights. `tilth export RUN OUT --adapter` writes the
 adapters for PEFT; `model.adapter=OUT` begins with them."""
 
+DRAFTS = """\
+Entries of `rollout.draft`, where `rollout.speculate=suffix`: [more](packages/engines.md#speculation)."""
 
 MIXTURE = """\
 Entries of a table of `[[data.mixture]]`. Which sample stands at a position of a run is a pure function of seed and
@@ -50,6 +52,7 @@ def reference() -> str:
     parts.append(_section("Sources of a mixture", MIXTURE, entries_of(MixtureSource)))
     parts.append(_section("Layouts", LAYOUTS, entries_of(LayoutConfig)))
     parts.append(_section("Adapters", ADAPTERS, entries_of(LoraConfig)))
+    parts.append(_section("Drafts", DRAFTS, entries_of(DraftConfig)))
     return "\n".join(parts)
 
 

@@ -183,6 +183,13 @@ class SupervisedConfig(Section):
     lr: Rate = Field(2e-3, description="peak learning rate of this phase")
 
 
+class DraftConfig(Section):
+    """Drafts of completions, which passes of the engine verify."""
+
+    tokens: Positive = Field(8, description="most tokens of a draft")
+    depth: Positive = Field(8, description="longest run of newest tokens that is looked up in earlier completions")
+
+
 class RolloutConfig(RoleSection):
     """Generation of experience."""
 
@@ -220,6 +227,12 @@ class RolloutConfig(RoleSection):
     kv_tokens: Count = Field(0, description="KV cache in tokens; 0: max_rows times the context")
     step_tokens: Positive = Field(8192, description="token budget of an engine step: decode first, then prefill chunks")
     compile: bool = Field(False, description="torch.compile the decode step (CUDA graphs on a GPU)")
+    speculate: Literal["off", "suffix"] = Field(
+        "off",
+        description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
+        "group or its own text suggest them; a completion's tokens stay those of plain decoding",
+    )
+    draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(
         "native", description="generation engine; plugins can add others"
     )

@@ -126,6 +126,12 @@ class BlockManager:
         table.blocks.extend(self._fresh() for _ in range(need))
         return True
 
+    def trim(self, table: BlockTable, tokens: int) -> None:
+        """Free the blocks behind this many tokens, which are of this table alone."""
+        need = self.blocks_for(tokens)
+        self.close(BlockTable(table.blocks[need:]))
+        del table.blocks[need:]
+
     def register(self, table: BlockTable, tokens: np.ndarray, computed: int, salt: int) -> list[tuple[int, int]]:
         """Register the full blocks of the first ``computed`` tokens, whose KV must exist already.
 

@@ -224,6 +224,7 @@ class CachedContext:
     start: int64 [B], position of each row's first new token. length: slots that are read, above every new position.
     parity: use shapes that agree bit for bit with ``PackedContext(parity=True)``: ``positions`` is then longer than the
     tokens, and length must be a multiple of 16. fused: for compiled code of width 1. padded: as ``Engine`` says.
+    picked: int64 [T], those of the B * width tokens that there are, in order, if rows have fewer; None: all.
     """
 
     dropout = None
@@ -238,20 +239,32 @@ class CachedContext:
         fused: bool = False,
         padded: bool = True,
         experts: ExpertContext | None = None,
+        picked: Tensor | None = None,
     ) -> None:
         self.experts = experts or (ExpertContext(parity=True) if parity else None)
         self._slab, self._rows, self._width, self._length = slab, start.shape[0], width, length
-        self._parity, self._fused = parity, fused
+        self._parity, self._fused, self._picked = parity, fused, picked
         self._place = start[:, None] + torch.arange(width, device=start.device)
-        self._tokens = self._rows * width
-        multiple = TAIL if parity else ROWS if padded and width == 1 else 1
+        places = self._pick(self._place.flatten())
+        self._tokens = len(places)
+        multiple = TAIL if parity else ROWS if padded and (width == 1 or picked is not None) else 1
         self.spare = -self._tokens % multiple
         """Rows of padding behind the tokens, which attention leaves out."""
-        self.positions = F.pad(self._place.flatten(), (0, self.spare)) if self.spare else self._place.flatten()
+        self.positions = F.pad(places, (0, self.spare)) if self.spare else places
         self._masks: dict[int | None, Tensor] = {}
         _, heads, capacity, _ = slab.keys[0].shape
         row = torch.arange(self._rows * heads, device=start.device).view(-1, 1, heads) * capacity
-        self._slots = (row + self._place[:, :, None]).flatten()
+        self._slots = self._pick((row + self._place[:, :, None]).flatten(0, 1)).flatten()
+
+    def _pick(self, every: Tensor) -> Tensor:
+        """Return those of B * width values that belong to a token, [T, ...]."""
+        return every if self._picked is None else every[self._picked]
+
+    def _spread(self, some: Tensor) -> Tensor:
+        """Return values of tokens [T, ...] at their places among B * width, with zeros where there is none."""
+        if self._picked is None:
+            return some
+        return some.new_zeros(self._rows * self._width, *some.shape[1:]).index_copy_(0, self._picked, some)
 
     def keep_routing(self) -> None:
         """Write the experts that the pass has noted to the cache."""
@@ -259,7 +272,7 @@ class CachedContext:
         (routing,), chosen = self._slab.routing, self.experts.chosen
         slots = torch.arange(self._rows, device=routing.device)[:, None] * routing.shape[2] + self._place
         found = torch.cat([chosen[layer] for layer in sorted(chosen)], 1)[: self._tokens].to(routing.dtype)
-        routing.view(-1, routing.shape[3]).index_copy_(0, slots.flatten(), found)
+        routing.view(-1, routing.shape[3]).index_copy_(0, self._pick(slots.flatten()), found)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
@@ -272,9 +285,9 @@ class CachedContext:
         for cached, new in ((keys, k), (values, v))[: 1 if self._slab.shared else 2]:
             cached.view(-1, new.shape[2]).index_copy_(0, self._slots, new.reshape(-1, new.shape[2]))
         seen_keys, seen_values = keys[:rows, :, : self._length], values[:rows, :, : self._length]
-        queries = q.view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)
+        queries = self._spread(q).view(rows, width, kv_heads, -1, k.shape[2]).permute(0, 2, 3, 1, 4)
         out = self._mix(queries, seen_keys, seen_values, self._mask(window, q.dtype), sinks)
-        out = out.permute(0, 3, 1, 2, 4).reshape(*q.shape[:2], -1)
+        out = self._pick(out.permute(0, 3, 1, 2, 4).reshape(rows * width, q.shape[1], -1))
         return F.pad(out, (0, 0, 0, 0, 0, self.spare)) if self.spare else out
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:

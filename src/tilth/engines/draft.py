@@ -6,13 +6,16 @@ has the tokens of plain decoding, whatever was guessed, up to ties within roundi
 mode passes of all shapes have the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from tilth.core.errors import TilthError
+from tilth.engines.blocks import BlockManager
+from tilth.engines.lanes import LengthBucket
+from tilth.engines.request import SequenceState
 
 NONE = -1
 """No token, in an array of drafts or of tokens to stop at."""
@@ -89,3 +92,48 @@ def check_said(chosen: np.ndarray, drafts: np.ndarray, counts: np.ndarray) -> No
             f"{chosen[row, place]}; only guesses that were chosen may stand",
             key="draft.verdict",
         )
+
+
+class Speculation:
+    """Drafts of the rows of an engine's lanes, cut to what pays and to the room that there is."""
+
+    def __init__(self, drafter: Drafter, tokens: int, most: int, blocks: BlockManager, least: Callable[[int], float]):
+        """tokens: most of a draft; most: positions of a pass; least: see ``price``, by rows of a pass."""
+        self._drafter, self._tokens, self._most, self._blocks, self._least = drafter, tokens, most, blocks, least
+
+    def begin(self, answer: SequenceState) -> None:
+        """Take a sequence that is placed in a row."""
+        if answer.drafted:
+            self._drafter.begin(answer.request.id, np.asarray(answer.request.prompt), answer.completion)
+
+    def forget(self, id: int) -> None:
+        """Take a request out of flight."""
+        self._drafter.forget(id)
+
+    def drafts(self, lane: LengthBucket, rows: int) -> np.ndarray:
+        """Return drafts of the first ``rows`` rows, int64 [rows, longest], NONE behind each; their blocks are taken."""
+        found: list[list[int]] = [[] for _ in range(rows)]
+        live, own = lane.rows, self._drafted(lane)
+        if not own:
+            return padded(found)
+        c = lane.columns
+        room = np.minimum(c.end, lane.limit)[own] - c.position[own] - 2  # a token behind the draft has its place too
+        budget = room.clip(0, max(0, min(self._tokens, self._most // len(live) - 1)))
+        ids = [lane.answer(row).request.id for row in own]
+        for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(len(live)))):
+            until = int(c.position[row]) + 1 + len(draft)
+            if draft and self._blocks.extend(lane.answer(row).table, until):  # a draft preempts nobody
+                found[row] = draft
+        return padded(found)
+
+    def _drafted(self, lane: LengthBucket) -> list[int]:
+        return [row for row in lane.rows.tolist() if lane.answer(row).drafted]
+
+    def accept(self, lane: LengthBucket, chosen: np.ndarray, counts: np.ndarray) -> None:
+        """Tell what rows of a lane have said, and free the blocks behind.
+
+        chosen: int64 [rows, width]; counts: of the first of them."""
+        own = self._drafted(lane)
+        self._drafter.accept([lane.answer(row).request.id for row in own], [chosen[row, : counts[row]] for row in own])
+        for row in own:
+            self._blocks.trim(lane.answer(row).table, int(lane.columns.position[row]))

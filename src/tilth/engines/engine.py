@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilth.config.schema import LoraConfig
+from tilth.config.schema import DraftConfig, LoraConfig
 from tilth.core.checksum import checksum
 from tilth.core.errors import DataError, ModelError, NonFiniteError, RecipeError
 from tilth.core.layout import Box
@@ -16,6 +16,7 @@ from tilth.core.trajectory import Finish, Trajectory
 from tilth.engines.adapters import AdapterBank, salt_of
 from tilth.engines.blocks import BlockManager
 from tilth.engines.cache import KeptTail, KVCache, PrefixStore
+from tilth.engines.draft import HOLE, NONE, Speculation, check_said, price, said_counts
 from tilth.engines.grammar import Grammars
 from tilth.engines.lanes import LengthBucket, logit_changes
 from tilth.engines.lockstep import LockStep, check_divided, part_of
@@ -28,6 +29,7 @@ from tilth.engines.sampling import Rules, choose, choose_from, draws, log_softma
 from tilth.engines.scheduler import Scheduler
 from tilth.engines.score import embedded, scored
 from tilth.engines.stats import Stats
+from tilth.engines.suffix import SuffixDrafter
 from tilth.models.config import DecoderConfig
 from tilth.models.converters import LowRank, frozen
 from tilth.models.decoder import Decoder, not_finite
@@ -81,6 +83,7 @@ class Engine(GenerationEngine):
         self.reports = not dims.coordinate("ep") and not dims.coordinate("tp")
         if not parity:  # fused, the end of a row rounds differently if the inner width is no multiple of 32
             self.model.fuse()
+        self._draft = options.draft
         self._parity, self._routing = parity, options.routing and bool(config.num_experts)
         if options.compile and config.num_experts:
             message = f"rollout.compile does not work with the experts of family {config.family}; leave it out"
@@ -101,6 +104,12 @@ class Engine(GenerationEngine):
         self._store, self._staging = self._new_store(), self._new_slab()
         self._tails: dict[int, KeptTail] = {}
         self._known: set[int] = set()
+        self._speculation = None if self._draft is None else self._new_speculation(self._draft)
+
+    def _new_speculation(self, draft: DraftConfig) -> Speculation:
+        most = max(self._max_rows, min(self.step_tokens, CHOICE_ELEMENTS // self.config.vocab_size))
+        least = partial(price, device=self.device, dtype=self.dtype)
+        return Speculation(SuffixDrafter(draft.depth), draft.tokens, most, self._blocks, least)
 
     # Weights
 
@@ -253,7 +262,8 @@ class Engine(GenerationEngine):
 
     @torch.inference_mode()
     def poll(self) -> list[Trajectory]:
-        """Decode a token of every running sequence, then prefill within the budget; return finished trajectories."""
+        """Decode a token of every running sequence, or several by a draft, then prefill within the budget; return what
+        has finished."""
         if self._released:
             raise EngineError("the KV cache is released; call wake_up() before poll()", key="poll")
         self._lock.check()
@@ -278,48 +288,88 @@ class Engine(GenerationEngine):
         return sum(int(lane.columns.live.sum()) for lane in self._lanes.values())
 
     def _decode(self, done: list[Trajectory]) -> int:
-        """Decode a token of every row; return the number of rows."""
+        """Decode a token of every row, or more by drafts; return the number of positions computed."""
         self._secure_blocks()
         self._promote()
         total = 0
         for lane in list(self._lanes.values()):
             rows = lane.compact()
             if rows:
-                total += int(lane.columns.live.sum())
-                self._decode_lane(lane, rows, done)
+                total += self._decode_lane(lane, rows, done)
         return total
 
-    def _decode_lane(self, lane: LengthBucket, rows: int, done: list[Trajectory]) -> None:
-        c, every = lane.columns, np.arange(rows)
-        at, live = c.position[:rows], c.live[:rows].copy()
-        seen = at[live]
+    def _decode_lane(self, lane: LengthBucket, rows: int, done: list[Trajectory]) -> int:
+        c, live = lane.columns, lane.columns.live[:rows].copy()
+        drafts = np.zeros((rows, 0), np.int64)
+        if self._speculation is not None:
+            drafts = self._speculation.drafts(lane, rows)
+            self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in lane.rows.tolist())
+        given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts], 1)
+        there = (given != NONE) & (live[:, None] if drafts.size else True)
+        row, place = np.nonzero(there)
+        seen = (c.position[row] + place)[live[row]]
         with span("decode", tokens=len(seen), squares=int(2 * seen.sum()) + len(seen)) as decoding:
-            rules, ids = lane.rules(rows, self.device), self._tensor(c.tokens[every, at])
-            inputs = (lane.slab, ids, self._tensor(at), lane.slots)
-            with self._adapters.serving(lane.adapters(rows), 1) as eager:
-                logp, mass = self._runner.decode(*inputs, rules.temperature, rules.unit, eager)
-        with span("sample", tokens=decoding.tokens) as sampling:
-            uniform = self._tensor(c.uniform[every, at + 1])
-            change = logit_changes(lane.answers[:rows], logp.shape[1], self.device)
+            rules = lane.rules(rows, self.device)
+            rules = rules.at(self._tensor(row)) if drafts.size else rules
+            logp, mass = self._decode_pass(lane, given, there, rules)
+        with span("sample", tokens=len(seen)) as sampling:
+            uniform = self._tensor(c.uniform[row, c.position[row] + 1 + place])
+            answers = [lane.answers[r] if p == 0 else None for r, p in zip(row.tolist(), place.tolist())]
+            change = logit_changes(answers, logp.shape[1], self.device)
             tokens, logprobs, filtered = choose_from(logp, mass, uniform, rules, change).on_host()
-            self._check_finite(logprobs[live])
-            self._lock.note(tokens[live])
-            ended = lane.advance(tokens, logprobs, filtered)
-            lane.note(logp)
-        self._stats.decoded(rows, decoding.tokens, decoding.seconds, sampling.seconds)
-        self._end_rows(lane, ended.tolist(), tokens, done)
+            self._check_finite(logprobs[live[row]])
+            self._lock.note(tokens[live[row]])
+            chosen = _spread(tokens, there, HOLE)
+            counts = said_counts(chosen, drafts, c.stops[:rows]) * live
+            matched = set()
+            for r in lane.watched:
+                if (count := lane.watch(r, chosen[r, : counts[r]].tolist())) is not None:
+                    matched.add(r)
+                    counts[r] = count
+            check_said(chosen, drafts, counts)
+            sampled = None if filtered is None else _spread(filtered, there, 0)
+            ended = lane.advance(chosen, _spread(logprobs, there, 0), sampled, counts)
+            lane.note(logp, np.searchsorted(row, np.arange(rows)), counts)
+            if self._speculation is not None:
+                self._speculation.accept(lane, chosen, counts)
+        said = int(counts.sum())
+        self._stats.drafted(len(seen) - int(live.sum()), said - int(live.sum()))
+        self._stats.decoded(len(row), said, decoding.seconds, sampling.seconds)
+        self._end_rows(lane, {*ended.tolist(), *matched}, matched, done)
+        return len(seen)
 
-    def _end_rows(self, lane: LengthBucket, ended: list[int], tokens: np.ndarray, done: list[Trajectory]) -> None:
-        """Remove finished rows; only these, and rows with stop strings, are visited one by one."""
-        matched = {row for row in lane.watched if lane.watch(row, int(tokens[row]))}
-        for row in sorted({*ended, *matched}):
+    def _decode_pass(
+        self, lane: LengthBucket, given: np.ndarray, there: np.ndarray, rules: Rules
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs float32 [T, V] after the tokens of rows that are ``there``, bool [rows, width], and their
+        ``group_mass`` if the pass computes it. given: int64 [rows, width]."""
+        (rows, width), adapters = given.shape, lane.adapters(len(given))
+        start = self._tensor(lane.columns.position[:rows])
+        if width == 1:
+            inputs = (lane.slab, self._tensor(given[:, 0]), start, lane.slots())
+            with self._adapters.serving(adapters, 1) as eager:
+                return self._runner.decode(*inputs, rules.temperature, rules.unit, eager)
+        until = int((lane.columns.position[:rows] + there.sum(1)).max())
+        lane.fit(until)
+        picked = self._tensor(np.flatnonzero(there))
+        temperature = None if rules.unit else rules.temperature
+        with self._adapters.serving([adapters[row] for row in np.nonzero(there)[0].tolist()], 1):
+            ids = self._tensor(np.where(there, given, 0))
+            return self._runner.verify(lane.slab, ids, start, lane.slots(until), picked, temperature), None
+
+    def _end_rows(self, lane: LengthBucket, rows: Set[int], matched: Set[int], done: list[Trajectory]) -> None:
+        """Remove finished rows. matched: those that end by their text."""
+        for row in sorted(rows):
+            token = int(lane.columns.tokens[row, lane.columns.position[row]])
             answer = self._vacate(lane, row) if lane.answer(row).request.keeps else lane.take(row)
             self._blocks.close(answer.table)
-            stopped = row in matched or int(tokens[row]) in answer.request.params.stop_tokens
+            stopped = row in matched or token in answer.request.params.stop_tokens
             done.append(self._finish(answer, "stop" if stopped else "length"))
 
     def _finish(self, answer: SequenceState, reason: Finish) -> Trajectory:
         self._known.discard(answer.request.id)
+        if self._speculation is not None:
+            self._speculation.forget(answer.request.id)
         self._stats.finished += 1
         return answer.finish(reason, self.tokenizer)
 
@@ -406,6 +456,8 @@ class Engine(GenerationEngine):
                     self._blocks.close(answer.table)
                     done.append(self._finish(answer, reason))
                     continue
+                if self._speculation is not None:
+                    self._speculation.begin(answer)
                 going.setdefault(limit_for(len(answer.tokens), self.max_length), []).append((prompt, answer))
             for limit, pairs in going.items():
                 self._lane(limit).place([a for _, a in pairs], self._staging, [p.row for p, _ in pairs], self._draw)
@@ -541,3 +593,10 @@ class Engine(GenerationEngine):
             why = f": of the weights {wrong} is not finite" if wrong else ""
             what = f"the engine's logits are not finite under weights of version {self.version}{why}"
             raise NonFiniteError(f"{what}; requests in flight are dropped", key="logits")
+
+
+def _spread(values: np.ndarray, there: np.ndarray, other: int) -> np.ndarray:
+    """Return values [T] at the places of a table that are ``there``, and another one elsewhere."""
+    found = np.full(there.shape, other, values.dtype)
+    found[there] = values
+    return found

@@ -93,12 +93,11 @@ class LengthBucket:
         """Indices of live rows."""
         return np.flatnonzero(self.columns.live)
 
-    @property
-    def slots(self) -> int:
-        """Number of slots that attention reads."""
+    def slots(self, tokens: int = 0) -> int:
+        """Return the number of slots that attention reads in a pass, ``tokens`` at least."""
         if not self._fixed:
             return self.slab.capacity  # a slice would be copied, see KVCache
-        return min(self.slab.capacity, round_up(int(self.columns.position.max()) + 1, KEYS))
+        return min(self.slab.capacity, round_up(max(tokens, int(self.columns.position.max()) + 1), KEYS))
 
     def reserve(self, rows: int, stops: int) -> None:
         """Allocate this many rows and stop tokens."""
@@ -204,14 +203,18 @@ class LengthBucket:
         """Return the adapters of the first ``rows`` rows."""
         return [answer.adapter if answer is not None else None for answer in self.answers[:rows]]
 
-    def note(self, logp: Tensor) -> None:
-        """Keep the alternatives of the newest token of rows that ask for them. logp: float32 [rows, V]."""
+    def note(self, logp: Tensor, first: np.ndarray, counts: np.ndarray) -> None:
+        """Keep the alternatives of the newest tokens of rows that ask for them. logp: float32 [T, V]; first: the index
+        of a row's first one in it; counts: their number."""
         for row in self.noted:
-            self.answer(row).note(logp[row])
+            for at in range(first[row], first[row] + counts[row]):
+                self.answer(row).note(logp[at])
 
-    def watch(self, row: int, token: int) -> bool:
-        """Return True if a live row's text now contains one of its stop strings, or its schema allows nothing more."""
-        return self.answer(row).watch(token)
+    def watch(self, row: int, tokens: Sequence[int]) -> int | None:
+        """Return the number of new tokens of a live row with which its text contains one of its stop strings, or its
+        schema allows nothing more; None if it goes on."""
+        answer = self.answer(row)
+        return next((count for count, token in enumerate(tokens, 1) if answer.watch(token)), None)
 
     def outgrown(self) -> np.ndarray:
         """Return the rows whose next token has no column here."""
@@ -273,15 +276,20 @@ class LengthBucket:
             all_greedy=bool((greedy | ~c.live[:rows]).all()),
         )  # fmt: skip
 
-    def advance(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None) -> np.ndarray:
-        """Store the next token of each decoded row; return the rows that end with it."""
+    def advance(
+        self, tokens: np.ndarray, logprobs: np.ndarray, sampling: np.ndarray | None, counts: np.ndarray
+    ) -> np.ndarray:
+        """Store the next tokens of each decoded row, the first ``counts`` of [rows, width]; return the rows that end
+        with them."""
         n, c = len(tokens), self.columns
-        every, at = np.arange(n), c.position[:n] + 1
-        c.tokens[every, at], c.logprobs[every, at] = tokens, logprobs
+        row, place = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        at = c.position[row] + 1 + place
+        c.tokens[row, at], c.logprobs[row, at] = tokens[row, place], logprobs[row, place]
         if sampling is not None:
-            c.sampling[every, at] = sampling
-        c.position[:n] += c.live[:n]
-        ended = (c.stops[:n] == tokens[:, None]).any(1) | (at + 1 >= c.end[:n])
+            c.sampling[row, at] = sampling[row, place]
+        c.position[:n] += counts
+        newest = c.tokens[np.arange(n), c.position[:n]]
+        ended = (c.stops[:n] == newest[:, None]).any(1) | (c.position[:n] + 1 >= c.end[:n])
         return np.flatnonzero(ended & c.live[:n])
 
 

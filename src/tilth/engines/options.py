@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilth.config.schema import LoraConfig
+from tilth.config.schema import DraftConfig, LoraConfig
 from tilth.engines.stops import Decodes
 from tilth.parallel.dims import ParallelDims
 from tilth.plan.kernels import BLOCK
@@ -45,6 +45,8 @@ class EngineOptions:
     dims: ParallelDims | None = None
     """Ranks along "ep" and "tp" are one engine, which divides experts along "ep"; heads, widths of MLPs and vocabulary
     along "tp", where each holds the KV of its own heads. All get the same calls and return the same trajectories."""
+    draft: DraftConfig | None = None
+    """Speculate by suffixes (native engine); None: a pass computes one token of a row."""
     lora: LoraConfig | None = None
     """Adapters among the weights (``GenerationEngine.syncs_adapters``)."""
     python: str = ""

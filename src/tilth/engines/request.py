@@ -257,6 +257,11 @@ class SequenceState:
         return any([watching.push([token]) for watching in self.watching])
 
     @property
+    def drafted(self) -> bool:
+        """True if drafts may lead it: what it may say does not depend on the tokens before, beyond the model."""
+        return self.grammar is None and self.bias is None
+
+    @property
     def watching(self) -> list[StopStrings | Grammar | LogitBias]:
         """Watchers of its tokens."""
         return [one for one in (self.stops, self.grammar, self.bias) if one is not None]

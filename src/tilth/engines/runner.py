@@ -40,15 +40,25 @@ class Runner:
         """True if decode is one compiled graph for many numbers of rows, of which 1 would be another."""
         return self._compiled is not None
 
-    def forward_rows(self, slab: KVCache | KVCacheView, given: ModelInput, start: Tensor, length: int) -> Tensor:
+    def forward_rows(
+        self,
+        slab: KVCache | KVCacheView,
+        given: ModelInput,
+        start: Tensor,
+        length: int,
+        picked: Tensor | None = None,
+    ) -> Tensor:
         """Return hidden [B * C, hidden] of new tokens, ids int64 [B, C], in the first B rows, from positions start [B].
 
-        length: slots of the cache to read. A row with fewer than C tokens is padded at its end.
+        length: slots of the cache to read. A row with fewer than C tokens is padded at its end. picked: int64 [T], the
+        tokens of the B * C that are computed; the result is then [T, hidden].
         """
         records = isinstance(slab, KVCache) and bool(slab.routing)
         experts = ExpertContext(parity=self._parity, record=True) if records else None
-        ctx = CachedContext(slab, start, given.ids.shape[1], length, self._parity, padded=self._padded, experts=experts)
-        hidden: Tensor = self.model(given._replace(ids=given.ids.flatten()), ctx)
+        sizes = (given.ids.shape[1], length, self._parity)
+        ctx = CachedContext(slab, start, *sizes, padded=self._padded, experts=experts, picked=picked)
+        ids = given.ids.flatten()
+        hidden: Tensor = self.model(given._replace(ids=ids if picked is None else ids[picked]), ctx)
         if records:
             ctx.keep_routing()
         return hidden
@@ -79,6 +89,14 @@ class Runner:
         else:
             logits = self.model.logits(self.forward_rows(slab, ModelInput(ids[:, None]), start, length))
         return log_softmax(logits, None if unit else temperature), None
+
+    def verify(
+        self, slab: KVCache, ids: Tensor, start: Tensor, length: int, picked: Tensor, temperature: Tensor | None
+    ) -> Tensor:
+        """Return log-probs float32 [T, V] after the tokens at flat indices ``picked`` [T] of ids int64 [B, C], from
+        positions start [B]. temperature: float32 [T]; None: all are 1."""
+        hidden = self.forward_rows(slab, ModelInput(ids), start, length, picked)
+        return log_softmax(self.model.logits(hidden), temperature)
 
     def warm_up(self, slab: KVCache) -> None:
         """Compile decode, with the help of an empty cache."""

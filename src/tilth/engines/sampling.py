@@ -6,7 +6,7 @@ neither ties nor the largest ``top_k`` of the batch change it; the inverse CDF f
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,6 +76,11 @@ class Rules:
             unit=all(p.temperature in (0.0, 1.0) for p in params),
             filtered=any(p.filtered for p in params), any_greedy=any(greedy), all_greedy=all(greedy),
         )  # fmt: skip
+
+    def at(self, rows: Tensor) -> "Rules":
+        """Return the rules of some rows, int64 [n], each as often as it is there."""
+        columns = {name: getattr(self, name)[rows] for name in ("temperature", "greedy", "top_k", "top_p", "min_p")}
+        return replace(self, **columns)
 
 
 @dataclass

@@ -20,7 +20,14 @@ class Stats:
     decode_rows: int = 0
     """Rows computed by decode passes, holes and padding included."""
     useful_rows: int = 0
-    """Of these, rows of live sequences."""
+    """Of these, rows whose token a sequence took."""
+    drafted_tokens: int = 0
+    """Tokens of drafts that decode passes computed."""
+    accepted_tokens: int = 0
+    """Of these, tokens that their sequence said."""
+    undrafted_rows: int = 0
+    """Rows of sequences that have no drafts, since what they may say depends on each token before it: those with a
+    schema or changed logits."""
     preemptions: int = 0
     moved_rows: int = 0
     """Rows that went to a larger lane."""
@@ -44,11 +51,27 @@ class Stats:
         self.decode_seconds += decode_seconds
         self.sample_seconds += sample_seconds
 
+    def drafted(self, tokens: int, accepted: int) -> None:
+        """Count the drafts of a decode pass."""
+        self.drafted_tokens += tokens
+        self.accepted_tokens += accepted
+
     @property
     def occupancy(self) -> float:
-        """Share of decoded rows that were live."""
+        """Share of decoded rows that were useful."""
         return self.useful_rows / self.decode_rows if self.decode_rows else 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were accepted; 0 without drafts."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def passes_per_token(self) -> float:
+        """Passes that a sequence took part in, for each token that it drew in them."""
+        return 1 - self.accepted_tokens / self.useful_rows if self.useful_rows else 1.0
 
     def dump(self) -> dict[str, float]:
         """All of them by name."""
-        return {**asdict(self), "occupancy": self.occupancy}
+        derived = {name: getattr(self, name) for name in ("occupancy", "acceptance", "passes_per_token")}
+        return {**asdict(self), **derived}

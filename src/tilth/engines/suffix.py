@@ -27,7 +27,7 @@ _WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class Guess:
     """Most frequent token behind a run of ``length`` tokens: ``count`` of ``total`` times."""
 
     token: int
@@ -74,7 +74,7 @@ class SuffixTree:
         known = self._behind.get(run, {})
         return known if isinstance(known, dict) else {known: 1}
 
-    def follow(self, context: bytes) -> Iterator[Continuation]:
+    def follow(self, context: bytes) -> Iterator[Guess]:
         """Yield continuations of a text, each of the text with those before it, until nothing is known."""
         while True:
             for length in self.lengths:
@@ -84,7 +84,7 @@ class SuffixTree:
                 return
             counts = self.counts(context[-length * _WIDTH :])
             token = max(counts, key=counts.__getitem__)  # of equal ones the first that came
-            yield Continuation(token, length, counts[token], sum(counts.values()))
+            yield Guess(token, length, counts[token], sum(counts.values()))
             context = context[-self.lengths[0] * _WIDTH :] + token.to_bytes(_WIDTH, "little")
 
 
@@ -208,7 +208,7 @@ class SuffixDrafter:
             row.counted = len(row.text) // _WIDTH
         return tree
 
-    def _tally(self, found: Continuation) -> _Tally:
+    def _tally(self, found: Guess) -> _Tally:
         kind = found.length, 4 * found.count // found.total + (1 < found.count == found.total)
         if kind not in self._tallies:
             self._tallies[kind] = _Tally(found.count / found.total)

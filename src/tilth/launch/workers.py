@@ -135,6 +135,8 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
         more["routing"] = True
     if r.adapters == "adapter":
         more["lora"] = recipe.policy.lora
+    if r.speculate != "off":
+        more["draft"] = r.draft
     engine = _engine(context, recipe, config, tokenizer, **more)
     goes_on = "staleness" if r.staleness else "partial" if r.partial and not r.environment else ""
     if goes_on and not hasattr(engine, "resume"):

@@ -1,0 +1,303 @@
+"""Speculation changes when tokens are computed, never which."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.reference import (
+    LORAS,
+    check_blocks,
+    halves,
+    make_engine,
+    make_model,
+    make_requests,
+    naive,
+)
+from tests.engines.test_engine import check, tables
+from tests.engines.test_routing import MOE
+from tests.errors import raises
+from tilth.config.schema import DraftConfig
+from tilth.engines import draft as drafting
+from tilth.engines.blocks import BlockManager
+from tilth.engines.draft import HOLE, NONE, DraftError, check_said, price, said_counts
+from tilth.engines.request import Request, SamplingParams
+from tilth.models.config import DecoderConfig
+
+MODEL = make_model()
+DRAFT = DraftConfig(tokens=6, depth=4)
+REQUESTS = make_requests(24)
+WAYS = {
+    "plain": {},
+    "few-rows": {"max_rows": 5},
+    "preemption": {"max_rows": 16, "kv_tokens": 320},
+    "small-chunks": {"step_tokens": 23, "max_rows": 9},
+    "other-blocks": {"block_size": 8, "max_rows": 7},
+    "parity": {"parity": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Guesses pay from a small chance on, so that many are wrong."""
+    monkeypatch.setattr(drafting, "FREE", {("cpu", torch.float32): 1000, ("cpu", torch.bfloat16): 1000})
+
+
+@functools.cache
+def naively():
+    return {r.id: naive(MODEL, r) for r in REQUESTS}
+
+
+def again(requests, engine):
+    """Results of the same requests one and two times later: the same random numbers say the same again."""
+    engine.generate(requests)
+    engine.stats(reset=True)
+    return engine.generate(requests)
+
+
+def same(found, wanted):
+    """Bits of every column."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish and a.versions == b.versions
+        assert np.array_equal(a.logprobs, b.logprobs)
+        assert (a.sampling_logprobs is None) == (b.sampling_logprobs is None)
+        assert a.sampling_logprobs is None or np.array_equal(a.sampling_logprobs, b.sampling_logprobs)
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_same_tokens_as_a_naive_generator(options):
+    """Filters, temperatures, stops; tokens that are guessed right and wrong."""
+    engine = make_engine(MODEL, draft=DRAFT, **options)
+    check(engine.generate(REQUESTS), REQUESTS, naively())
+    engine.stats(reset=True)
+    check(engine.generate(REQUESTS), REQUESTS, naively())
+    stats = engine.stats()
+    assert stats.accepted_tokens > 50 and stats.passes_per_token < 0.8
+    assert 0 < stats.acceptance < 1 and stats.drafted_tokens > stats.accepted_tokens
+    assert stats.undrafted_rows == 0
+    assert not check_blocks(engine._blocks, [])
+    assert not engine._speculation._drafter._rows and not engine._speculation._drafter._trees
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_parity_has_the_bits_of_plain_decoding(dtype):
+    model = make_model(dtype=dtype)
+    plain = make_engine(model, parity=True).generate(REQUESTS)
+    engine = make_engine(model, parity=True, draft=DRAFT)
+    same(engine.generate(REQUESTS), plain)
+    same(engine.generate(REQUESTS), plain)
+    assert engine.stats().accepted_tokens > 100
+
+
+def caches(engine):
+    """KV of the tokens of every row that a plain engine has computed."""
+    found = {}
+    for lane in engine._lanes.values():
+        for row in lane.rows.tolist():
+            done = int(lane.columns.position[row])
+            kept = [tensor[row, :, :done].clone() for tensor in lane.slab.tensors]
+            found[lane.answer(row).request.id, done] = (kept, len(lane.answer(row).table.blocks))
+    return found
+
+
+def test_the_cache_and_its_blocks_are_those_of_plain_decoding():
+    plain, engine = make_engine(MODEL, parity=True), make_engine(MODEL, parity=True, draft=DRAFT)
+    engine.generate(REQUESTS)
+    engine.reset_prefix_cache()
+    plain.submit(REQUESTS)
+    engine.submit(REQUESTS)
+    held, compared = {}, 0
+    while plain.pending:
+        plain.poll()
+        held |= caches(plain)
+    while engine.pending:
+        engine.poll()
+        assert not check_blocks(engine._blocks, tables(engine))
+        for key, (kept, blocks) in caches(engine).items():
+            wanted, number = held[key]
+            assert blocks == number
+            assert all(map(torch.equal, kept, wanted))
+            compared += 1
+    assert compared > 100 and engine.stats().accepted_tokens > 100
+
+
+def test_abort_resume_and_new_weights_between_polls():
+    """Rows stop half-way and go on in an engine of the other kind; weights change under both alike."""
+    other, rng = make_model(seed=1), np.random.default_rng(0)
+    engines = [make_engine(MODEL, parity=True, draft=one, max_rows=6) for one in (None, DRAFT)]
+    engines[1].generate(REQUESTS)
+    for r in REQUESTS[:12]:
+        for engine in engines:
+            engine.submit([r])
+    cut = []
+    for engine in engines:
+        while sum(len(lane.rows) for lane in engine._lanes.values()) < 6:
+            engine.poll()
+        for _ in range(3):
+            engine.poll()
+        id = engine._rows()[0][0].answer(engine._rows()[0][1]).request.id
+        cut.append(engine.abort(id))
+    params = {r.id: r.params for r in REQUESTS}
+    for engine, t in zip(engines, reversed(cut)):
+        engine.resume(t, params[t.id]) if t.id not in engine._known else None
+    ended = [dict(), dict()]
+    for engine, found in zip(engines, ended):
+        while engine.pending:
+            found |= {t.id: t for t in engine.poll()}
+            assert not check_blocks(engine._blocks, tables(engine))
+    for id in ended[0].keys() & ended[1].keys():
+        same([ended[1][id]], [ended[0][id]])
+    for engine in engines:
+        engine.update_weights(other.named_parameters(), version=2)
+    some = [REQUESTS[i] for i in rng.permutation(len(REQUESTS))]
+    same(engines[1].generate(some), engines[0].generate(some))
+
+
+def test_new_weights_amid_a_completion():
+    """Tokens behind an update are of the new weights, with their version, where drafts are of the old ones."""
+    requests, other = [Request(0, [3, 4, 5], SamplingParams(60, temperature=0.3))], make_model(seed=1)
+    engine = make_engine(MODEL, parity=True, draft=DRAFT)
+    engine.generate(requests)
+    engine.submit(requests)
+    while not engine.progress({0: 0}) or len(engine.progress({0: 0})[0].tokens) < 20:
+        engine.poll()
+    engine.update_weights(other.named_parameters(), version=2)
+    (t,) = [t for _ in range(80) for t in engine.poll()]
+    (_, _), (at, version) = t.versions
+    assert version == 2 and 20 <= at - 3 < 40
+    plain = make_engine(MODEL, parity=True)
+    plain.submit(requests)
+    while not plain.progress({0: 0}) or len(plain.progress({0: 0})[0].tokens) < at - 3:
+        plain.poll()
+    plain.update_weights(other.named_parameters(), version=2)
+    same([t], [t for _ in range(80) for t in plain.poll()])
+
+
+def test_alternatives_adapters_and_kept_rows():
+    requests = [
+        Request(i, [7, i // 2, 9], SamplingParams(30, temperature=0.5), adapter=("", "a", "b")[i % 3], likeliest=3,
+                keeps=i % 2 == 0)
+        for i in range(9)
+    ]  # fmt: skip
+    found = []
+    for one in (None, DRAFT):
+        engine = make_engine(MODEL, parity=True, draft=one)
+        for name in ("a", "b"):
+            engine.load_adapter(name, LORAS[name], halves(name))
+        found.append(again(requests, engine))
+    assert engine.stats().accepted_tokens > 50
+    same(found[1], found[0])
+    for a, b in zip(*found):
+        assert np.array_equal(a.likeliest.ids, b.likeliest.ids)
+        assert np.array_equal(a.likeliest.logprobs, b.likeliest.logprobs)
+
+
+def test_experts_of_tokens_are_recorded():
+    model, requests = make_model(MOE), make_requests(8, longest=9)
+    plain = again(requests, make_engine(model, parity=True, routing=True, max_length=128))
+    engine = make_engine(model, parity=True, routing=True, max_length=128, draft=DRAFT)
+    found = again(requests, engine)
+    assert engine.stats().accepted_tokens > 20
+    same(found, plain)
+    assert all(np.array_equal(a.routing, b.routing) for a, b in zip(found, plain))
+
+
+def test_rows_with_changed_logits_have_no_drafts():
+    biased = SamplingParams(20, temperature=0.5, presence_penalty=1.0)
+    requests = [Request(i, [5, 6], biased if i % 2 else SamplingParams(20, temperature=0.5)) for i in range(6)]
+    plain = again(requests, make_engine(MODEL, parity=True))
+    engine = make_engine(MODEL, parity=True, draft=DRAFT)
+    same(again(requests, engine), plain)
+    assert engine.stats().undrafted_rows == 3 * 19 and engine.stats().accepted_tokens > 20
+
+
+def test_a_pass_keeps_to_the_budget_of_a_step():
+    engine = make_engine(MODEL, draft=DRAFT, step_tokens=12, max_rows=4)
+    engine.generate(REQUESTS)
+    before = engine.stats().decode_rows
+    engine.submit(REQUESTS[:6])
+    while engine.pending:
+        engine.poll()
+        assert engine.stats().decode_rows - before <= 12
+        before = engine.stats().decode_rows
+
+
+# The distribution
+
+
+FIVE = DecoderConfig(vocab_size=5, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, max_positions=32)
+WORDS = 3
+
+
+@functools.cache
+def exact():
+    """Probability of every completion of WORDS tokens, by a forward pass over each."""
+    model, every = make_model(FIVE), [np.array([1, 2, *words]) for words in itertools.product(range(5), repeat=WORDS)]
+    scores = make_engine(model, max_length=32).score(every)
+    return np.exp([score.logprobs[-WORDS:].astype(float).sum() for score in scores])
+
+
+def chi_square(counts):
+    wanted = exact() * counts.sum()
+    some = wanted >= 5
+    parts = [((counts[some] - wanted[some]) ** 2 / wanted[some]).sum()]
+    if (~some).any():
+        rest, few = counts[~some].sum(), wanted[~some].sum()
+        parts.append((rest - few) ** 2 / few)
+    return sum(parts), some.sum() + (~some).any() - 1
+
+
+def completions(engine, count):
+    requests = [Request(i, [1, 2], SamplingParams(WORDS + 1)) for i in range(count)]
+    words = np.array([t.tokens[2 : 2 + WORDS] for t in engine.generate(requests)])
+    return np.bincount(words @ np.array([25, 5, 1]), minlength=5**WORDS)
+
+
+def test_completions_have_the_exact_distribution():
+    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+    value, degrees = chi_square(completions(engine, 4000))
+    assert engine.stats().accepted_tokens > 500
+    assert value < degrees + 4 * np.sqrt(2 * degrees)
+
+
+def test_a_verifier_that_lets_wrong_guesses_stand_is_seen(monkeypatch):
+    """Such a verifier is refused by name; without the check its distribution is wrong."""
+    monkeypatch.setattr("tilth.engines.engine.said_counts", lambda chosen, drafts, stops: (chosen != HOLE).sum(1))
+    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+    with raises(DraftError, "draft.verdict"):
+        completions(engine, 300)
+    monkeypatch.setattr("tilth.engines.engine.check_said", lambda *_: None)
+    engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
+    value, degrees = chi_square(completions(engine, 4000))
+    assert value > degrees + 20 * np.sqrt(2 * degrees)
+
+
+# Parts
+
+
+def test_what_stands_of_a_draft():
+    chosen = np.array([[5, 6, 7], [5, 6, HOLE], [5, 9, 7], [5, HOLE, HOLE], [2, 6, 7]])
+    drafts = np.array([[5, 6], [5, NONE], [5, 6], [NONE, NONE], [2, 6]])
+    stops = np.array([[NONE], [NONE], [7], [NONE], [2]])
+    assert said_counts(chosen, drafts, stops).tolist() == [3, 2, 2, 1, 1]
+    check_said(chosen, drafts, np.array([3, 2, 2, 1, 1]))
+    with raises(DraftError, "draft.verdict"):
+        check_said(chosen, drafts, np.array([3, 2, 3, 1, 1]))
+
+
+def test_a_guess_costs_more_the_more_rows_there_are():
+    prices = [price(rows, torch.device("cpu"), torch.float32) for rows in (1, 4, 16, 64)]
+    assert prices == sorted(prices) and prices[-1] < 1
+    assert price(4, torch.device("cpu"), torch.float64) == prices[1]
+
+
+def test_blocks_behind_a_row_are_free_again():
+    blocks = BlockManager(8, 4)
+    table = blocks.open(np.arange(9), 0)
+    assert blocks.extend(table, 20) and blocks.free == 3
+    blocks.trim(table, 12)
+    assert blocks.free == 5 and len(table.blocks) == 3
+    blocks.trim(table, 12)
+    assert not check_blocks(blocks, [table])
