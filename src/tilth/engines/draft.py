@@ -21,8 +21,11 @@ NONE = -1
 """No token, in an array of drafts or of tokens to stop at."""
 HOLE = -2
 """No token, in an array of chosen tokens."""
-FREE = {("cpu", torch.float32): 8, ("cpu", torch.bfloat16): 32, ("cuda", torch.bfloat16): 256}
-"""Positions that a pass computes in the time that it takes whatever they are (reading weights, starting kernels)."""
+FREE = {("cpu", torch.float32): 32, ("cpu", torch.bfloat16): 4}
+"""Positions that a pass computes in the time that it takes whatever they are (reading weights, starting kernels):
+measured on an EPYC with AVX2, which has no products in bf16."""
+FREE_ELSEWHERE = 256
+"""The same of a GPU, not measured: about the tokens at which products stop waiting for memory."""
 
 
 class DraftError(TilthError):
@@ -59,7 +62,7 @@ def price(rows: int, device: torch.device, dtype: torch.dtype) -> float:
     A pass of n positions takes n + FREE units of time, and n rows gain n tokens by it. One more position with chance a
     raises tokens per time if a > n / (n + FREE). Counts alone decide, so a run replays.
     """
-    free = FREE.get((device.type, dtype), FREE["cpu", torch.float32])
+    free = FREE.get((device.type, dtype), FREE_ELSEWHERE)
     return rows / (rows + free)
 
 

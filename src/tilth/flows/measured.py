@@ -1,7 +1,7 @@
 """Metrics that follow from the rows of a batch alone."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,15 @@ def measure_rows(metrics: Metrics, batch: Batch) -> None:
     metrics.add("length/max", float(batch["completion"].max()))
     metrics.add("length/cut", float((batch["finish"] == CUT).mean()), len(batch))
     metrics.add("tokens/generated", float(batch["completion"].sum()))
+
+
+def measure_drafts(metrics: Metrics, counts: Sequence[tuple[int, int, int]]) -> None:
+    """Add what drafts saved. counts: of each engine, ``RolloutWorker.drafts``."""
+    said, drafted, accepted = (sum(count[i] for count in counts) for i in range(3))
+    if drafted:
+        metrics.add("draft/acceptance", accepted / drafted, drafted)
+    if said:
+        metrics.add("draft/passes", 1 - accepted / said, said)
 
 
 def measure_parts(metrics: Metrics, batch: Batch, prefix: str) -> None:

@@ -18,7 +18,7 @@ from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.flows.generation import Generation, Scorers, apart
 from tilth.flows.group_filters import Keep, first_groups, missing_prompts
-from tilth.flows.measured import is_graded, measure_groups, measure_rows
+from tilth.flows.measured import is_graded, measure_drafts, measure_groups, measure_rows
 from tilth.flows.reward_shaping import check_parts, check_turn_rewards
 from tilth.flows.roles import Roles
 from tilth.rewards.process_pool import Outcome, commonest
@@ -209,6 +209,9 @@ class Sampler:
             check_turn_rewards(self.algorithm, scored)
         else:
             scored, failures = self._answers(rollout, asked, call, greedy=greedy)
+        if self.recipe.rollout.speculate != "off":
+            drafts = rollout.drafts()
+            measure_drafts(self.metrics, [] if greedy else drafts)
         return self._completed(scored, failures, call, prefix or (REWARD if greedy else "reward"))
 
     def _engines(self) -> WorkerGroup:

@@ -100,6 +100,7 @@ class RolloutWorker:
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
+        self._drafts = (0, 0, 0)
 
     @control
     def status(self) -> dict[str, float]:
@@ -360,6 +361,15 @@ class RolloutWorker:
             stop=s.stop,
             stop_tokens=stops,
         )
+
+    @transfer(split="all", gather="all")
+    def drafts(self) -> tuple[int, int, int]:
+        """Return the tokens drawn in decode passes since the last call, those that drafts proposed, and those of them
+        that were said; 0 on ranks whose engine another rank reports."""
+        stats, before = self.engine.stats(), self._drafts
+        self._drafts = stats.useful_rows, stats.drafted_tokens, stats.accepted_tokens
+        said, drafted, accepted = (now - then for now, then in zip(self._drafts, before))
+        return (said, drafted, accepted) if self.engine.reports else (0, 0, 0)
 
     @transfer(split="all", gather="first")
     def compile_seconds(self) -> float:

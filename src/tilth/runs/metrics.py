@@ -84,6 +84,8 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("length/mean", "tokens", "mean", "length of a completion"),
     ("length/max", "tokens", "max", "longest completion"),
     ("length/cut", "share", "mean", "completions truncated at rollout.max_tokens"),
+    ("draft/acceptance", "share", "mean", "drafted tokens that completions said, of those that passes computed"),
+    ("draft/passes", "1", "mean", "passes that computed a completion, for each token drawn in them; 1 without drafts"),
     ("groups/flat", "share", "mean", "samples in groups of equal rewards: no gradient under a group baseline"),
     ("groups/gradient", "share", "mean", "groups whose rewards differ; not measured for groups of one"),
     ("samples", "samples", "sum", "completions generated for training"),
