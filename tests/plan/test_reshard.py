@@ -15,7 +15,7 @@ from tilth.core.errors import ArgumentError
 from tilth.core.layout import Box, Layout, Mesh, Shard
 from tilth.models.config import DecoderConfig
 from tilth.plan.layout import layouts
-from tilth.plan.reshard import ReshardPlan, generation_place, generation_ranks
+from tilth.plan.reshard import ReshardPlan, generation_place, generation_ranks, relay_pieces
 
 
 def mesh(p: int, t: int, d: int, fsdp: int = 1) -> Mesh:
@@ -204,3 +204,45 @@ def test_whole_copies_exchange_nothing():
     held = layouts(shape(), training)
     plan = ReshardPlan.of(2, training, held, Mesh(("dp",), (4,)), layouts(shape(), Mesh(("dp",), (4,))))
     assert plan.ranks == (2,) and not plan.hops() and all(Box.whole(m.box.size) == m.box for m in plan.kept(2))
+
+
+# ---- relays ----
+
+
+@settings(max_examples=examples(40))
+@given(st.sampled_from([1, 2]), powers, st.integers(1, 2), st.sampled_from([1, 2]), powers, st.integers(1, 3))
+def test_a_relay_holds_what_targets_want_once(p, t, d, fsdp, tg, engines):
+    """Element by element: each distinct box is tiled once, by boxes that their writers hold, of one replica."""
+    config, training = shape(num_layers=2), mesh(p, t, d, fsdp)
+    first = len(training)
+    generation = Mesh(("dp", "tp"), (engines, tg), tuple(range(first, first + engines * tg)))
+    held, wanted = layouts(config, training), layouts(config, generation)
+    pieces = relay_pieces(training, held, wanted)
+    for name, layout in wanted.items():
+        mine = [piece for piece in pieces if piece.name == name]
+        boxes = {box for rank in generation.ranks for box in layout.boxes(rank)}
+        counts = {box: np.zeros(layout.shape, int) for box in boxes}
+        for piece in mine:
+            (where,) = [box for box in boxes if box.contains(piece.box)]
+            counts[where][piece.box.slices] += 1
+            assert any(tile.contains(piece.box) for tile in held[name].boxes(piece.writer))
+        for box, count in counts.items():
+            assert (count[box.slices] == 1).all() and count.sum() == box.numel
+    assert len({piece.writer // (t * fsdp) % d for piece in pieces}) == 1, "one replica gives"
+
+
+def test_copies_take_turns_at_writing():
+    """Norms, which all ranks along tp hold, are not all written by the first."""
+    config, training = shape(num_layers=4), mesh(1, 4, 1)
+    generation = Mesh(("dp",), (1,), (4,))
+    pieces = relay_pieces(training, layouts(config, training), layouts(config, generation))
+    assert len({piece.writer for piece in pieces if "norm" in piece.name}) > 1
+
+
+def test_a_relay_without_a_holder_is_refused():
+    config, training = shape(), mesh(1, 1, 1)
+    held, wanted = layouts(config, training), layouts(config, Mesh(("dp",), (1,), (1,)))
+    name = next(iter(held))
+    half = Layout(Mesh(("tp",), (2,), (0, 9)), (Shard(0),), held[name].shape)
+    with raises(ArgumentError, name):
+        relay_pieces(training, held | {name: half}, wanted)

@@ -164,12 +164,18 @@ def _replicas(source: Mesh, target: Mesh) -> dict[int, _Replica]:
     return {rank: replica for replica in found for rank in (*replica.givers, *replica.takers)}
 
 
-def _moves(name: str, held: Layout, wanted: Layout, givers: Sequence[int], takers: Sequence[int]) -> Iterator[Move]:
-    """Yield the moves of one parameter within one replica of the source."""
+def _tiles(held: Layout, givers: Sequence[int]) -> dict[Box, list[int]]:
+    """Return box -> the ranks that hold it."""
     tiles: dict[Box, list[int]] = {}
     for giver in givers:
         for box in held.boxes(giver):
             tiles.setdefault(box, []).append(giver)
+    return tiles
+
+
+def _moves(name: str, held: Layout, wanted: Layout, givers: Sequence[int], takers: Sequence[int]) -> Iterator[Move]:
+    """Yield the moves of one parameter within one replica of the source."""
+    tiles = _tiles(held, givers)
     holders = len({giver for who in tiles.values() for giver in who})
     teams: dict[Box, list[int]] = {}
     for taker in takers:
@@ -209,3 +215,32 @@ def _component(rank: int, moves: Sequence[Move]) -> tuple[int, ...]:
         fresh = {other for one in fresh for other in near.get(one, ())} - found
         found |= fresh
     return tuple(sorted(found))
+
+
+# ---- relays ----
+
+
+class RelayPiece(NamedTuple):
+    """A box of a parameter, in its global index space, that one rank of the source writes into a relay."""
+
+    name: str
+    box: Box
+    writer: int
+
+
+def relay_pieces(source: Mesh, held: Mapping[str, Layout], wanted: Mapping[str, Layout]) -> tuple[RelayPiece, ...]:
+    """Return what a relay between these layouts holds: every box that some target wants once, cut as the ranks of the
+    first replica of the source hold it. These take turns where several have the same.
+
+    Targets then find each box that they want as pieces, none of which reaches beyond it. ArgumentError if no rank has
+    an element that is wanted.
+    """
+    givers = [rank for rank in source.ranks if source.index(rank, *source.copies) == 0]
+    found: list[RelayPiece] = []
+    for name, layout in wanted.items():
+        tiles = _tiles(held[name], givers)
+        boxes = dict.fromkeys(box for rank in layout.mesh.ranks for box in layout.boxes(rank) if box.numel)
+        for box in boxes:
+            moves = _taken(name, box, tiles, -1, len(found))
+            found += [RelayPiece(name, move.box, move.source) for move in moves]
+    return tuple(found)

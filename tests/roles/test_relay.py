@@ -1,0 +1,576 @@
+"""A relay shows complete versions alone, bit for bit, whoever dies, whatever changes, however often it is written."""
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.errors import raises
+from tests.examples import examples
+from tests.roles import small
+from tilth.cluster.backends.inline import InlineStore
+from tilth.cluster.backends.session_dir import SHARED_MEMORY, SessionDir
+from tilth.core.checksum import checksum
+from tilth.core.errors import ArgumentError, StorageError, WeightMismatch
+from tilth.core.layout import Layout, Mesh
+from tilth.parallel.reshard import parts_of
+from tilth.plan.layout import layouts
+from tilth.plan.reshard import relay_pieces
+from tilth.roles.relay import TRIES, Publication, Relay
+
+CONFIG = small.config(tie_embeddings=False)
+ONE = Mesh.of({})
+ENGINE = Mesh(("dp",), (1,), (9,))
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@dataclass
+class Holder:
+    """A receiver that keeps what it takes."""
+
+    tolerance: float | None = 0
+    version: int = -1
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def receive(self, weights, version):
+        self.held |= {name: tensor.clone() for name, tensor in weights}
+        self.version = version
+
+    def fingerprint(self):
+        return {name: checksum(tensor) for name, tensor in self.held.items() if tensor.numel()}
+
+
+def weights(seed, dtype=torch.float32, config=CONFIG):
+    """Whole parameters of a version."""
+    shapes = {name: layout.shape for name, layout in layouts(config, ONE).items()}
+    chance = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=chance).to(dtype) for name, shape in shapes.items()}
+
+
+class World:
+    """A source, a target and their relay. Each call opens it again, as another process does."""
+
+    def __init__(self, folder, source=ONE, target=ENGINE, dtype=torch.float32, config=CONFIG, name="relay"):
+        self.path, self.source, self.target, self.dtype = Path(folder) / name, source, target, dtype
+        self.held, self.wanted = layouts(config, source), layouts(config, target)
+        self.pieces = relay_pieces(source, self.held, self.wanted)
+
+    def open(self) -> Relay:
+        return Relay(self.path, self.pieces, self.dtype)
+
+    def publish(self, whole, number, version=None, ranks=None, **more):
+        relay = self.open()
+        for rank in relay.writers if ranks is None else ranks:
+            own = {n: t[self.held[n].boxes(rank)[0].slices] for n, t in whole.items() if self.held[n].boxes(rank)}
+            parts = parts_of(own, self.held, rank)
+            stream = ({name: part} for name, part in parts.items())
+            relay.publish(stream, Publication(number, number if version is None else version), rank, **more)
+        relay.close()
+
+    def pull(self, rank=None, have=None, into=None):
+        holder, relay = into or Holder(), self.open()
+        rank = self.target.ranks[0] if rank is None else rank
+        found = relay.pull(holder, self.wanted, rank, have)
+        relay.close()
+        return found, holder
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def world(folder):
+    return World(folder)
+
+
+def same(holder, whole):
+    assert holder.held.keys() == whole.keys()
+    assert all(torch.equal(holder.held[name], whole[name]) for name in whole)
+
+
+# ---- what is written is what is read ----
+
+sizes = st.sampled_from([1, 2])
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(sizes, sizes, sizes, sizes, st.integers(1, 2), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
+def test_every_rank_of_an_engine_gets_its_boxes_bit_for_bit(dp, fsdp, tp, engine_tp, engines, dtype, data):
+    source = Mesh(("dp", "fsdp", "tp"), (dp, fsdp, tp))
+    target = Mesh(("dp", "tp"), (engines, engine_tp), tuple(range(20, 20 + engines * engine_tp)))
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        world = World(folder, source, target, dtype)
+        for number in range(1, data.draw(st.integers(1, 3)) + 1):
+            whole = weights(number)
+            world.publish(whole, number, version=10 * number)
+            for rank in target.ranks:
+                found, holder = world.pull(rank)
+                assert found == Publication(number, 10 * number) and holder.version == 10 * number
+                same(holder, {n: t[world.wanted[n].boxes(rank)[0].slices].to(dtype) for n, t in whole.items()})
+
+
+def test_an_engine_generates_with_what_it_pulls(folder):
+    config = small.config()
+    world, policy = World(folder, config=config), small.policy()
+    whole = {name: tensor.detach() for name, tensor in policy.engine.sharded.parameters.items()}
+    world.publish(whole, 1, version=7)
+    pulled, plain = small.rollout(InlineStore()), small.rollout(InlineStore())
+    assert world.pull(into=pulled)[0] == Publication(1, 7)
+    plain.receive(policy.weights(), 7)
+    for worker in (pulled, plain):
+        found = small.generated(worker, small.asked(worker.store, [3, 8], 2, 0))
+        worker.said = found.read(worker.store, "tokens")["tokens"].values.tolist(), found["version"].tolist()
+    assert pulled.said == plain.said
+
+
+def test_nothing_is_there_before_the_first_version_and_nothing_is_pulled_twice(world):
+    assert world.pull() == (None, Holder())
+    world.publish(weights(1), 1)
+    first, _ = world.pull()
+    assert world.pull(have=first) == (first, Holder())
+    world.publish(weights(2), 2)
+    again, holder = world.pull(have=first)
+    assert again.number == 2
+    same(holder, weights(2))
+
+
+def test_a_version_that_is_written_again_is_another_publication(world):
+    """A run that goes back to a checkpoint has other weights of the same version."""
+    world.publish(weights(1), 1, version=5)
+    first, _ = world.pull()
+    world.publish(weights(2), 2, version=5)
+    second, holder = world.pull(have=first)
+    assert second == Publication(2, 5)
+    same(holder, weights(2))
+
+
+def test_a_version_is_there_once_all_have_written_it(folder):
+    world = World(folder, Mesh(("fsdp",), (2,)))
+    world.publish(weights(1), 1)
+    world.publish(weights(2), 2, ranks=[1])
+    found, holder = world.pull()
+    assert found.number == 1
+    same(holder, weights(1))
+    world.publish(weights(2), 2, ranks=[0])
+    assert world.pull()[0].number == 2
+
+
+def test_an_attempt_that_failed_does_not_count_for_the_next(folder):
+    """One writer has written version 2; both write other weights as version 2 in the next attempt."""
+    world = World(folder, Mesh(("fsdp",), (2,)))
+    world.publish(weights(1), 1, version=1)
+    world.publish(weights(8), 2, version=2, ranks=[1])
+    world.publish(weights(2), 3, version=2, ranks=[0])
+    assert world.pull()[0] == Publication(1, 1)
+    world.publish(weights(2), 3, version=2, ranks=[1])
+    found, holder = world.pull()
+    assert found == Publication(3, 2)
+    same(holder, weights(2))
+
+
+def test_names_that_are_kept_stay_and_others_must_come(world):
+    for number in (1, 2):
+        world.publish(weights(number), number)
+    some = {NAME: weights(3)[NAME]}
+    rest = weights(2).keys() - some.keys()
+    for number in (3, 4, 5):
+        world.publish(some, number, keeps=rest)
+        _, holder = world.pull()
+        same(holder, weights(2) | some)
+    with raises(ArgumentError, NAME):
+        world.publish({n: weights(6)[n] for n in rest}, 6)
+    same(world.pull()[1], weights(2) | some)
+
+
+def test_nothing_can_be_kept_before_the_first_version(world):
+    with raises(ArgumentError, NAME):
+        world.publish({n: t for n, t in weights(1).items() if n != NAME}, 1, keeps=[NAME])
+    assert world.pull()[0] is None
+
+
+def test_numbers_grow(world):
+    world.publish(weights(1), 4)
+    with raises(ArgumentError, "publication.number"):
+        world.publish(weights(2), 4)
+
+
+# ---- what goes wrong ----
+
+
+def test_a_changed_bit_is_named(world):
+    world.publish(weights(1), 1)
+    relay = world.open()
+    piece = next(i for i, piece in enumerate(relay.pieces) if piece.name == NAME)
+    relay._bytes(0, piece)[5] ^= 4
+    with raises(WeightMismatch, NAME):
+        world.pull()
+
+
+def test_changed_checksums_hide_a_version(world):
+    """The version before is still there for who has nothing, and who has the hidden one keeps it."""
+    for number in (1, 2):
+        world.publish(weights(number), number)
+    have, _ = world.pull()
+    relay = world.open()
+    relay._sums_of(1)[3] ^= np.uint64(1)
+    assert world.pull(have=have) == (have, Holder())
+    found, holder = world.pull()
+    assert found.number == 1
+    same(holder, weights(1))
+    world.publish(weights(3), 3)
+    assert world.pull(have=have)[0].number == 3
+
+
+def test_a_receiver_that_harms_a_tensor_is_named(world):
+    class Harms(Holder):
+        def receive(self, given, version):
+            super().receive(given, version)
+            self.held[NAME][0, 0] += 1e-6
+
+    world.publish(weights(1), 1)
+    with raises(WeightMismatch, NAME):
+        world.pull(into=Harms())
+
+
+class Overtaken(Holder):
+    """While it takes a version, newer ones are written."""
+
+    def __init__(self, world, times, **more):
+        super().__init__(**more)
+        self.world, self.times, self.number = world, times, world.open().newest.number
+
+    def receive(self, given, version):
+        def slow():
+            for place, (name, tensor) in enumerate(given):
+                yield name, tensor
+                if place == 2 and self.times:
+                    self.times -= 1
+                    for _ in range(2):
+                        self.number += 1
+                        self.world.publish(weights(self.number), self.number)
+
+        super().receive(slow(), version)
+
+
+@pytest.mark.parametrize("tolerance", [0, None])
+def test_a_reader_that_is_overtaken_takes_the_newer_version_whole(world, tolerance):
+    world.publish(weights(1), 1)
+    found, holder = world.pull(into=Overtaken(world, 2, tolerance=tolerance))
+    assert found.number == holder.version == 5
+    same(holder, weights(5))
+
+
+def test_a_reader_that_is_always_overtaken_gives_up_by_name(world):
+    world.publish(weights(1), 1)
+    holder = Overtaken(world, 10**9)
+    with raises(WeightMismatch, "relay.torn"):
+        world.pull(into=holder)
+    assert holder.number == 1 + 2 * TRIES
+
+
+def test_one_version_during_a_pull_does_not_disturb_it(world):
+    world.publish(weights(1), 1)
+
+    class Once(Overtaken):
+        def receive(self, given, version):
+            world.publish(weights(2), 2)
+            Holder.receive(self, given, version)
+
+    found, holder = world.pull(into=Once(world, 0))
+    assert found.number == 1
+    same(holder, weights(1))
+
+
+def test_a_removed_relay_is_an_error(world):
+    world.publish(weights(1), 1)
+    reader = world.open()
+    world.open().remove()
+    with raises(StorageError, "relay"):
+        reader.pull(Holder(), world.wanted, 9)
+    with raises(StorageError, "relay"):
+        list(reader.frames(None, 10))
+
+
+def test_a_relay_of_other_pieces_is_an_error(world):
+    world.publish(weights(1), 1)
+    with raises(WeightMismatch, "relay.pieces"):
+        Relay(world.path, world.pieces[1:], torch.float32)
+    with raises(WeightMismatch, "relay.pieces"):
+        Relay(world.path, world.pieces, torch.bfloat16)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(world, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with raises(StorageError, "relay"):
+        world.open()
+    assert not list(world.path.parent.iterdir())
+
+
+def test_its_memory_is_two_versions(world):
+    world.publish(weights(1), 1)
+    whole = sum(t.nbytes for t in weights(1).values())
+    assert world.open().nbytes == whole
+    assert 2 * whole <= world.path.stat().st_size <= 2 * whole + 2 * 64 * (len(world.pieces) + 3) + 64 + 16 * 99
+    assert world.path.stat().st_blocks * 512 >= 2 * whole
+
+
+# ---- deaths ----
+
+fork = multiprocessing.get_context("fork")
+
+
+def dies_writing(world, number, at):
+    """Kill this process before the given piece of a version."""
+    relay, parts = world.open(), parts_of(weights(number), world.held, 0)
+
+    def own():
+        for place, (name, part) in enumerate(parts.items()):
+            if place == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield {name: part}
+
+    relay.publish(own(), Publication(number, number), 0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_a_writer_that_is_killed_leaves_the_version_before(world, at):
+    for number in (1, 2):
+        world.publish(weights(number), number)
+    child = fork.Process(target=dies_writing, args=(world, 3, at))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    found, holder = world.pull()
+    assert found.number == 2
+    same(holder, weights(2))
+    world.publish(weights(3), 4, version=3)
+    found, holder = world.pull(have=found)
+    assert found == Publication(4, 3)
+    same(holder, weights(3))
+
+
+def dies_reading(world):
+    def killed(given, version):
+        next(iter(given))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    holder = Holder()
+    holder.receive = killed
+    world.pull(into=holder)
+
+
+@pytest.mark.dist
+def test_a_reader_that_is_killed_disturbs_nobody(world):
+    world.publish(weights(1), 1)
+    child = fork.Process(target=dies_reading, args=(world,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    for number in (2, 3):
+        world.publish(weights(number), number)
+        same(world.pull()[1], weights(number))
+
+
+SESSION = """
+import os, signal, sys, torch
+from pathlib import Path
+from tests.roles.test_relay import World, weights
+from tilth.cluster.backends.session_dir import SessionDir
+session = SessionDir.create()
+World(session.payload).publish(weights(1), 1)
+print(session.payload / "relay", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.dist
+def test_the_next_session_removes_the_relay_of_one_that_was_killed():
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
+    done = subprocess.run([sys.executable, "-c", SESSION], env=env, capture_output=True, text=True, timeout=100)
+    path = Path(done.stdout.strip())
+    assert done.returncode == -signal.SIGKILL and path.is_file(), done.stderr
+    SessionDir.create().remove()
+    assert not path.exists()
+
+
+def writes(world, count):
+    for number in range(1, count + 1):
+        world.publish({n: torch.full_like(t, number) for n, t in weights(0).items()}, number)
+
+
+@pytest.mark.dist
+def test_readers_beside_a_writer_see_whole_versions_in_order(world):
+    writer, wrong, seen = fork.Process(target=writes, args=(world, 60)), [], [[], []]
+
+    def reads(numbers):
+        have, relay = None, world.open()
+        while have is None or have.number < 60:
+            holder = Holder()
+            try:
+                have = relay.pull(holder, world.wanted, 9, have)
+            except WeightMismatch as error:  # versions come as fast as they can be written
+                if error.key != "relay.torn":
+                    wrong.append(error)
+                    return
+                continue
+            found = {float(value) for tensor in holder.held.values() for value in tensor.unique()}
+            if holder.held and found != {float(have.number)}:
+                wrong.append((have, found))
+            numbers += [have.number] if holder.held else []
+
+    writer.start()
+    readers = [threading.Thread(target=reads, args=(numbers,), daemon=True) for numbers in seen]
+    for reader in readers:
+        reader.start()
+    for one in (writer, *readers):
+        one.join(100)
+    assert not wrong and writer.exitcode == 0
+    assert all(numbers[-1] == 60 and numbers == sorted(set(numbers)) for numbers in seen)
+
+
+# ---- other machines ----
+
+
+def linked(folder, count, dtype=torch.bfloat16):
+    """Relays of a chain, each as on a machine of its own."""
+    return [World(folder, dtype=dtype, name=f"relay-{i}") for i in range(count)]
+
+
+def passed(frames, relays):
+    """Pass frames along a chain: each relay hands on what comes as it takes it."""
+    for relay in relays:
+        kept = []
+        coming = (kept.append(frame) or frame for frame in frames)
+        have = relay.take(coming)
+        frames = kept
+    return have, sum(map(len, frames))
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=6), st.integers(1, 4))
+def test_a_chain_holds_every_version_that_it_took_bit_for_bit(steps, whole_every):
+    """Some publications are never passed on; which are passed whole does not change a bit."""
+    chance, whole = np.random.default_rng(1), weights(0, torch.bfloat16)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        first, *others = worlds = linked(folder, 3)
+        relays = [world.open() for world in worlds]
+        for number, (part, passes) in enumerate(steps, 1):
+            whole = {n: changed(t, part, chance) for n, t in whole.items()}
+            first.publish(whole, number)
+            if passes:
+                frames = relays[0].frames(relays[1].newest, whole_every)
+                assert passed(frames, relays[1:])[0] == Publication(number, number)
+                for world in others:
+                    found, holder = world.pull()
+                    assert found.number == number
+                    same(holder, whole)
+
+
+def changed(tensor, part, chance):
+    """Some words of a tensor changed by a unit in the last place."""
+    words = tensor.view(torch.int16)
+    return (words + torch.from_numpy(chance.random(tensor.shape) < part)).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.fixture
+def chain(folder):
+    """Two relays with version 2 of which the second has version 1, and both worlds."""
+    worlds = linked(folder, 2)
+    first, second = (world.open() for world in worlds)
+    worlds[0].publish(weights(1), 1)
+    second.take(first.frames(None, 100))
+    worlds[0].publish(weights(1) | {NAME: weights(2)[NAME]}, 2)
+    return first, second, worlds
+
+
+def test_changes_are_sent_alone_but_for_each_whole_version(chain):
+    first, second, _ = chain
+    have = second.newest
+    little, whole = (sum(map(len, first.frames(have, every))) for every in (100, 2))
+    assert 5 * little < first.nbytes < whole
+    assert sum(map(len, first.frames(None, 100))) == whole
+    assert list(first.frames(first.newest, 100)) == []
+    assert second.take(first.frames(first.newest, 100)) == have
+
+
+def test_a_relay_that_is_two_versions_behind_gets_a_whole_one(chain):
+    first, second, worlds = chain
+    have = second.newest
+    worlds[0].publish(weights(3), 3)
+    assert json.loads(next(first.frames(have, 100)))["since"] is None
+    assert second.take(first.frames(have, 100)).number == 3
+    same(worlds[1].pull()[1], {n: t.bfloat16() for n, t in weights(3).items()})
+
+
+@pytest.mark.parametrize("cut", [1, 5, -1])
+def test_a_sender_that_is_lost_leaves_the_version_before(chain, cut):
+    first, second, worlds = chain
+    frames = list(first.frames(second.newest, 100))
+    assert second.take(frames[:cut]) == Publication(1, 1)
+    same(worlds[1].pull()[1], {n: t.bfloat16() for n, t in weights(1).items()})
+    assert second.take(frames).number == 2
+
+
+def test_what_changes_on_its_way_is_named(chain):
+    first, second, worlds = chain
+    place = next(i for i, piece in enumerate(first.pieces) if piece.name == NAME) + 1
+    for harm in (lambda f: f[:-1], lambda f: f[:-1] + bytes([f[-1] ^ 1]), lambda f: b""):
+        frames = list(first.frames(None, 100))
+        frames[place] = harm(frames[place])
+        with raises(WeightMismatch, NAME):
+            second.take(frames)
+        assert worlds[1].pull()[0].number == 1
+
+
+def test_changes_of_a_version_that_is_not_here_are_refused(chain):
+    first, second, worlds = chain
+    frames = list(first.frames(second.newest, 100))
+    other = World(worlds[0].path.parent, dtype=torch.bfloat16, name="other").open()
+    with raises(WeightMismatch, "relay.since"):
+        other.take(frames)
+    head = json.loads(frames[0])
+    with raises(WeightMismatch, "relay.since"):
+        second.take([json.dumps({**head, "sums": head["sums"][1:]}).encode(), *frames[1:]])
+
+
+def test_a_version_that_is_written_over_while_it_is_sent_is_not_taken(chain):
+    first, second, worlds = chain
+    frames = first.frames(second.newest, 100)
+    some = list(itertools.islice(frames, 3))
+    worlds[0].publish(weights(3), 3)
+    worlds[0].publish(weights(4), 4)
+    rest = list(frames)
+    assert b"" not in rest
+    assert second.take([*some, *rest]) == Publication(1, 1)
+    assert second.take(first.frames(second.newest, 100)).number == 4
+
+
+def test_wanted_layouts_may_be_some_of_the_parameters(world):
+    """As with adapters, whose base an engine takes once."""
+    world.publish(weights(1), 1)
+    world.wanted: dict[str, Layout] = {NAME: world.wanted[NAME]}
+    relay, holder = Relay(world.path, world.pieces, torch.float32), Holder(held=weights(1))
+    relay.pull(holder, world.wanted, 9)
+    same(holder, weights(1))
