@@ -199,6 +199,34 @@ def test_names_that_are_kept_stay_and_others_must_come(world):
     same(world.pull()[1], weights(2) | some)
 
 
+def test_a_name_that_is_kept_is_copied_over_what_a_lost_writer_left(world):
+    """It had set the checksum of a piece, and not copied its bits."""
+    for number in (1, 2):
+        world.publish(weights(number), number)
+    relay = world.open()
+    relay._set_stamp(0, 0, None)
+    relay._sums_of(0)[:] = relay._sums_of(1)
+    world.publish({NAME: weights(2)[NAME]}, 3, keeps=weights(2).keys())
+    found, holder = world.pull()
+    assert found.number == 3
+    same(holder, weights(2))
+
+
+def test_no_version_is_where_one_is_being_written(world):
+    """From before its first bit on."""
+    for number in (1, 2):
+        world.publish(weights(number), number)
+    relay, seen = world.open(), []
+
+    def own():
+        for name, part in parts_of(weights(3), world.held, 0).items():
+            seen.append((relay._find(0), relay.newest.number))
+            yield {name: part}
+
+    relay.publish(own(), Publication(3, 3), 0)
+    assert set(seen) == {(None, 2)} and relay.newest.number == 3
+
+
 def test_nothing_can_be_kept_before_the_first_version(world):
     with raises(ArgumentError, NAME):
         world.publish({n: t for n, t in weights(1).items() if n != NAME}, 1, keeps=[NAME])
@@ -285,6 +313,25 @@ def test_a_reader_that_is_always_overtaken_gives_up_by_name(world):
     assert holder.number == 1 + 2 * TRIES
 
 
+def test_a_reader_of_a_version_that_is_lost_meanwhile_takes_the_one_before_whole(world):
+    """It has taken a part of the version that is lost over the one that it had."""
+    world.publish(weights(1), 1)
+    have, holder = world.pull()
+    world.publish(weights(2), 2)
+
+    def receive(given, version):
+        for place, (name, tensor) in enumerate(given):
+            holder.held[name] = tensor
+            if place == 2:
+                relay = world.open()
+                relay._sums_of(1)[:] = 0
+                relay._data[relay._starts[5] + 64 + relay._slot :] = 0
+
+    holder.receive = receive
+    assert world.pull(have=have, into=holder)[0] == have
+    same(holder, weights(1))
+
+
 def test_one_version_during_a_pull_does_not_disturb_it(world):
     world.publish(weights(1), 1)
 
@@ -324,6 +371,18 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(world, monkeypatch):
     with raises(StorageError, "relay"):
         world.open()
     assert not list(world.path.parent.iterdir())
+
+
+def test_any_number_may_open_it_at_once(folder):
+    for turn in range(10):
+        world, found = World(folder, name=f"relay-{turn}"), []
+        threads = [threading.Thread(target=lambda w=world: found.append(w.open())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len({os.fstat(relay._file).st_ino for relay in found}) == 1 and len(found) == 8
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 def test_its_memory_is_two_versions(world):

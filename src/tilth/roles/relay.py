@@ -20,7 +20,9 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import numpy as np
@@ -100,18 +102,14 @@ class Relay:
 
     def _opened(self) -> int:
         """Open the file, and make it first if there is none: whole, with memory reserved, or not at all."""
-        made = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with writing(self.path):
             if not self.path.exists():
-                try:
-                    with open(made, "x+b") as file:
-                        os.posix_fallocate(file.fileno(), 0, ALIGNED + SLOTS * self._slot)
-                        file.write(self._table)
-                    os.link(made, self.path)
-                except FileExistsError:  # another process was first
-                    pass
-                finally:
-                    made.unlink(missing_ok=True)
+                with NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}-") as file:
+                    os.posix_fallocate(file.fileno(), 0, ALIGNED + SLOTS * self._slot)
+                    file.write(self._table)
+                    file.flush()
+                    with suppress(FileExistsError):  # another process was first
+                        os.link(file.name, self.path)
             return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
