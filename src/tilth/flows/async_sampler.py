@@ -157,8 +157,9 @@ class AsyncSampler(Sampler):
             for i in range(group.first, group.stop if not again else group.first):
                 self.events.append("admit", id=i, group=number, prompt=group.prompt)
             lease = self._leases[group.first] = self.store.lease(f"group {number}")
+            row = ask([group.prompt], group.size, group.first)
             with self.store.under(lease):
-                asked = resolved(self.roles["loader"].encode(ask([group.prompt], group.size, group.first)))
+                asked = resolved(self.roles["loader"].encode(row, **(self.then() if group is groups[-1] else {})))
             replicas.submit(Flight(group.first, asked, lease))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:
@@ -302,6 +303,7 @@ class AsyncSampler(Sampler):
         add("fully_async/trainer/idle_ratio", min(1.0, self._waited / max(now - self._since, 1e-9)))
         add("fully_async/trainer/idle_seconds", self._waited)
         add("fully_async/rollouter/idle_ratio", replicas.idle_share())
+        self._measure_drafts(replicas.rollout)
         self._waited, self._since = 0.0, now
 
 

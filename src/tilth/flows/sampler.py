@@ -209,10 +209,14 @@ class Sampler:
             check_turn_rewards(self.algorithm, scored)
         else:
             scored, failures = self._answers(rollout, asked, call, greedy=greedy)
+        self._measure_drafts(rollout, counted=not greedy)
+        return self._completed(scored, failures, call, prefix or (REWARD if greedy else "reward"))
+
+    def _measure_drafts(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
+        """Add what drafts saved since the last call, if it is to be counted."""
         if self.recipe.rollout.speculate != "off":
             drafts = rollout.drafts()
-            measure_drafts(self.metrics, [] if greedy else drafts)
-        return self._completed(scored, failures, call, prefix or (REWARD if greedy else "reward"))
+            measure_drafts(self.metrics, drafts if counted else [])
 
     def _engines(self) -> WorkerGroup:
         """Return the rollout role. RecipeError without one."""

@@ -362,7 +362,7 @@ class RolloutWorker:
             stop_tokens=stops,
         )
 
-    @transfer(split="all", gather="all")
+    @control
     def drafts(self) -> tuple[int, int, int]:
         """Return the tokens drawn in decode passes since the last call, those that drafts proposed, and those of them
         that were said; 0 on ranks whose engine another rank reports."""
