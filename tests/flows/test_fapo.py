@@ -15,6 +15,7 @@ from tilth.core.errors import ModelError, RecipeError, RewardError
 from tilth.data.prompts import PromptSet
 from tilth.engines.rounds import RoundLimits
 from tilth.flows import sampler
+from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.group_filters import can_differ
 from tilth.launch import life as launch
 from tilth.rewards.judging import question
@@ -309,6 +310,23 @@ def test_a_judge_grades_in_a_flow_without_steps(tmp_path, judge, monkeypatch):
         assert {part["judge"] for part in parts} <= {0.0, 1.0, 2.0}
         found.append((tiny.numbers(result.directory), tiny.weights(result.directory)))
     assert tiny.same(found[0][0], found[2][0]) and found[0][1] == found[2][1]
+
+
+@pytest.mark.slow
+def test_a_judge_grades_samples_that_are_behind_as_at_their_end(tmp_path, judge, monkeypatch):
+    """Under weights that stay, each sample has the score that it has in a synchronous run; none is kept for good."""
+    monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
+    monkeypatch.setattr(sampler, "apart", lambda *groups: True)  # as in pools of their own
+    how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}, "optimizer": {"lr": 0.0}}
+    found, held = {}, []
+    left = AsyncSampler.leave
+    monkeypatch.setattr(AsyncSampler, "leave", lambda self: (held.append(len(self._known_grades)), left(self)))
+    for name, staleness in (("behind", 2), ("exact", 0)):
+        made = tiny.recipe(tmp_path, rollout={"staleness": staleness}, train={"parity": True}, **how)
+        rows = read_trajectories(tiny.run(made, reward=odd, name=name).directory).to_pylist()
+        found[name] = {row["id"]: (row["reward"], dict(row["parts"])) for row in rows}
+    assert found["behind"] == found["exact"] and len(found["exact"]) == 144
+    assert max(held) == 0
 
 
 def test_a_judge_that_never_gives_a_score_ends_the_run(tmp_path, judge):

@@ -95,6 +95,13 @@ def test_what_cannot_be_replayed_is_refused(poisoned, tmp_path):
     assert refused.exit_code == 2 and "--ranks" in refused.output
 
 
+def test_a_run_that_follows_clocks_is_refused(tmp_path):
+    few = {"supervised": {"steps": 0}, "algorithm": {"steps": 1}, "run": {"eval_prompts": 1}}
+    run = tiny.run(tiny.recipe(tmp_path, rollout={"staleness": 1}, **few)).directory
+    with raises(DataError, "rollout.staleness"):
+        replay(run, 1, run_recipe)
+
+
 def test_a_smaller_layout_keeps_what_holds_a_model_together():
     made = tiny.settings(".", cluster={"backend": "local", "workers": 8})
     made |= {"policy": {"layout": {"fsdp": 4, "tp": 2}}, "rollout": {**made["rollout"], "layout": {"tp": 2}}}

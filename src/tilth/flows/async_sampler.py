@@ -83,7 +83,10 @@ class AsyncSampler(Sampler):
         failures: dict[int, dict[str, Any]] = {}
         if reward is not None:
             batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)), self._call)
-        return self._completed(batch, failures, self._call, "reward")
+        scored = self._completed(batch, failures, self._call, "reward")
+        ids = set(batch["id"].tolist())
+        self._known_grades = {one: found for one, found in self._known_grades.items() if one[0] not in ids}
+        return scored
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         kept = super()._filter(batch, keep)

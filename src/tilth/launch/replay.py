@@ -110,6 +110,12 @@ def _recipe(run: Path) -> Recipe:
             "and inline can be replayed",
             key="cluster.backend",
         )
+    if recipe.rollout.staleness:
+        raise DataError(
+            f"{run}: with rollout.staleness = {recipe.rollout.staleness} clocks have chosen what a step learned from; "
+            "tilth run RECIPE --replay RUN repeats it by its log",
+            key="rollout.staleness",
+        )
     if len(pools(recipe)) > 1:
         raise DataError(f"{run} has pools {', '.join(pools(recipe))}: a replay needs all in one", key="cluster.pools")
     if is_url(checkpoints_of(run)):

@@ -57,7 +57,7 @@ class JudgeWorker:
         self._asked: dict[int, tuple[int, int]] = {}
         self._scores: dict[tuple[int, int], Outcome] = {}
         self._told: list[tuple[int, int]] = []
-        """Scores that ``settle`` has returned, which nobody asks for again once ``advance`` goes on."""
+        """Scores that ``settle`` has returned, which nobody asks for again."""
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
@@ -87,9 +87,7 @@ class JudgeWorker:
             self._call, self._scores, self._asked = call, {}, {}
             self.engine.reset_prefix_cache()  # as in ``verdicts``
         number, count = self.share
-        for sample in self._told:
-            self._scores.pop(sample, None)
-        self._told = []
+        self._forget_told()
         mine = {i: one for i, one in samples.items() if i % count == number}
         known = {i: self.prompts[one.prompt] for i, one in mine.items()}
         items = [(i, known[i].text, one.text, known[i].info) for i, one in mine.items()]
@@ -107,10 +105,16 @@ class JudgeWorker:
         if self._call != call:
             self.rounds.drop()
             return {}
+        self._forget_told()
         with span("judge"):
             self._take(self.rounds.drain())
         self._told = list(self._scores)
-        return self._scores
+        return dict(self._scores)
+
+    def _forget_told(self) -> None:
+        for sample in self._told:
+            self._scores.pop(sample, None)
+        self._told = []
 
     def _take(self, finished: Iterable[Trajectory]) -> None:
         self._scores |= {self._asked.pop(t.id): _graded(t.text) for t in finished}
