@@ -188,3 +188,21 @@ def test_the_log_has_what_became_of_each_sample(tmp_path):
     assert len(parts) > len(found)
     kinds = Counter(event.kind for event in read_events(result.directory / EVENTS))
     assert kinds["admit"] == kinds["consume"] == 72 <= kinds["finish"] and not kinds["drop"] and kinds["publish"] >= 6
+
+
+def ones(prompt, completion, info):
+    """A reward that anybody can learn."""
+    return completion.count("1") / 8
+
+
+@pytest.mark.slow
+def test_samples_that_are_behind_teach_what_others_teach(tmp_path):
+    """At equal samples, with the default correction."""
+    how = {"optimizer": {"lr": 2e-2}, "algorithm": {"steps": 25}, "run": {"eval_every": 0}}
+    ends = {}
+    for staleness in (0, 1, 4, "free"):
+        made = recipe(tmp_path, staleness, rollout={"max_tokens": 24, "group": 4}, **how)
+        rewards = [record["reward/mean"] for record in read_metrics(tiny.run(made, reward=ones).directory)]
+        ends[staleness] = sum(rewards[-5:]) / 5
+        assert ends[staleness] > 5 * rewards[0]
+    assert all(abs(end - ends[0]) < 0.2 * ends[0] for end in ends.values()), ends
