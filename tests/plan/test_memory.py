@@ -152,6 +152,16 @@ def test_an_engine_has_no_more_rows_than_it_is_asked_for():
     assert item(predicted(*small[:1]), "KV cache") == item(predicted(), "KV cache")  # an evaluation's 512
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [(["rollout.staleness=1"], 2), (["rollout.staleness=3"], 4), (["rollout.staleness=free", "rollout.buffer=3"], 3)],
+)
+def test_samples_of_several_steps_are_in_flight_where_they_may_be_behind(overrides, steps):
+    small = ["run.eval_prompts=8", "rollout.max_rows=4096"]
+    several = item(predicted(*small, "rollout.prompts=8", *overrides), "KV cache")
+    assert several == item(predicted(*small, f"rollout.prompts={8 * steps}"), "KV cache")
+
+
 def test_activations_follow_the_micro_batch():
     """16 384 tokens are an upper bound: a step has no more than 64 groups, whose prompts are computed once."""
     budgets = [item(predicted(f"train.micro_tokens={n}"), "activations") for n in (512, 1024, 2048, 8192, 1 << 20)]

@@ -136,7 +136,8 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     r, context, ranks = recipe.rollout, recipe.model.context, cut.ranks
     evaluated = -(-recipe.run.eval_prompts // ranks)
     group = 1 if r.environment else r.group  # episodes of a prompt differ from their first turn on
-    wanted = [(evaluated, 1)] + ([(-(-r.prompts * r.group // ranks), group)] if recipe.flow_spec.samples else [])
+    steps = r.buffer if r.staleness == "free" else r.staleness + 1  # whose samples may be in flight
+    wanted = [(evaluated, 1)] + ([(-(-steps * r.prompts * r.group // ranks), group)] * recipe.flow_spec.samples)
     most = [_asked(recipe, rows, group, longest, r.max_tokens, context, kv_tokens(recipe)) for rows, group in wanted]
     if shares_memory(recipe):
         cut = cut._replace(elements=cut.elements - _shared(cut, recipe.policy.layout.tp // r.layout.tp))
