@@ -70,8 +70,8 @@ def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
     ("flow", "more"),
     [
         ("dapo", {"algorithm": {"advantage": "grpo", "refill": 4}, "rollout": {"order": "fresh"}, "seed": 4}),
-        ("remax", {"algorithm": {"advantage": "remax"}}),
-        ("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}),
+        pytest.param("remax", {"algorithm": {"advantage": "remax"}}, marks=pytest.mark.slow),
+        pytest.param("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}, marks=pytest.mark.slow),
     ],
 )
 def test_other_flows_are_repeated(tmp_path, flow, more):
@@ -83,6 +83,7 @@ def test_other_flows_are_repeated(tmp_path, flow, more):
     assert flow != "dapo" or ids != sorted(ids)  # the second round took older ones
 
 
+@pytest.mark.slow
 def test_a_run_that_fell_is_repeated_by_a_replay_that_falls(tmp_path):
     made = recipe(tmp_path, 2, run={"save_every": 2}, algorithm={"steps": 8})
     with pytest.raises(PluginError):
