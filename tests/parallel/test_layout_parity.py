@@ -33,6 +33,8 @@ GOOD = {
     },
 }
 
+OF_HDP = {"bytes_by_axes": {"hdp": {"bytes": 1.0, "formula": 1.0}}}
+
 
 def benchmark():
     return script(FILE.name)
@@ -52,6 +54,7 @@ def with_bytes(**changes):
         ({"first_relative": 2e-5}, "first_relative 2.0e-05 > 1e-05"),
         ({"last_relative": float("nan")}, "last_relative nan"),
         ({"double_relative": 1e-9}, "double_relative"),
+        ({"last_relative": 2e-5, "axes": {"hdp": 2}, **OF_HDP}, "last_relative 2.0e-05 > 1e-05"),
         ({"axes": {"fsdp": 2, "ep": 2, "tp": 2}}, "tp moved no byte"),
         ({"axes": {"dp": 2}, "bytes_by_axes": {}}, "dp moved no byte"),
         (with_bytes(ep={"bytes": 42.0}), "ep moved 0.84 of its formula"),

@@ -129,7 +129,7 @@ def check_double(pool, case):
     assert np.abs(one["after"] - one["before"]).max() > 1e-3
 
 
-def check_floats(pool, case):
+def check_floats(pool, case, within=1e-4):
     """Twenty steps in fp32 begin with the bits of one process and stay close. Returns what the ranks found."""
     one, found = train(0, case.alone, steps=20, init=True), pool.run(case.ranks, TRAIN, case=case, steps=20, init=True)
     for got in found:
@@ -137,7 +137,7 @@ def check_floats(pool, case):
         first, last = got["results"][0], got["results"][-1]
         assert first.loss == pytest.approx(one["results"][0].loss, rel=1e-5)
         assert first.grad_norm == pytest.approx(one["results"][0].grad_norm, rel=1e-5)
-        assert last.loss == pytest.approx(one["results"][-1].loss, rel=1e-4)
+        assert last.loss == pytest.approx(one["results"][-1].loss, rel=within)
         assert last.loss < first.loss - 0.01
     return found
 
