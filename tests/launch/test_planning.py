@@ -1,5 +1,6 @@
 """``cluster.search``: a run takes the pools and layouts that the search finds, and goes on with them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.launch import planning
 from tilth.launch.build import prompt_checks
+from tilth.plan.devices import DEVICES
+from tilth.plan.search import policy_options
 
 SMALL = {
     "flow": "sft",
@@ -35,6 +38,20 @@ def test_a_run_records_what_the_search_found_and_the_same_command_finds_the_same
     assert note.startswith("cluster.search: ") and not recipe.cluster.search
     assert planning.with_found_layouts(recipe_in(tmp_path, backend="local", workers=2, search=True))[0] == recipe
     assert sum(recipe.cluster.pools.values()) in (0, 2) and recipe.cluster.workers == 2
+
+
+def test_the_search_knows_the_lengths_of_given_answers_and_divides_the_longest(tmp_path):
+    rows = [{"prompt": "a", "answer": "b" * (3900 if i % 8 == 0 else 15)} for i in range(64)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, train = {"source": str(tmp_path / "long.jsonl")}, {**SMALL["train"], "micro_tokens": 2048}
+    given = {**SMALL, "data": data, "train": train, "model": {**SMALL["model"], "context": 4096}}
+    recipe = from_dict({**given, "cluster": {"backend": "local", "workers": 2, "search": True}})
+    lengths = planning.example_lengths(recipe)
+    assert len(lengths) == 64 and (lengths > 3900).sum() == 8
+    found = planning.searched(recipe, DEVICES["cpu"], 2, whole=True).given
+    assert any(option.layout.hdp == 2 for option in policy_options(found))
+    for other in ({"flow": "grpo"}, {"data": {**data, "tokenizer": "bpe:300"}}):
+        assert planning.example_lengths(from_dict({**given, **other})) is None
 
 
 def test_a_run_with_the_search(tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -15,15 +15,17 @@ from tilth.launch.balance_costs import CACHED, cached
 from tilth.launch.fitting import resolved
 from tilth.launch.planning import published
 from tilth.models.config import DecoderConfig
-from tilth.plan.batch import MicroBatchLimits, PlannedMicroBatch, RankLoad, RowCosts, RowTable, plan_batch, token_costs
+from tilth.plan.batch import RankLoad, RowCosts
 from tilth.plan.costs import Costs, load_costs
 from tilth.plan.flops import token_flops
 from tilth.plan.mapping import Option
 from tilth.plan.schedule import Balance
 from tilth.plan.search import STAGES, SearchInput, policy_options
+from tilth.plan.uneven import StepCosts
 
 BEST = 4
 """Other layouts that are shown, the fastest ones."""
+BALANCES: tuple[Balance, ...] = get_args(Balance)
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,31 @@ def balance_report(recipe: Recipe, config: DecoderConfig, steps: Sequence[np.nda
     recipe = resolved(recipe)
     source, costs = known_costs(recipe, config)
     every = np.concatenate(steps)
-    mean = max(1, round(float(every.mean())))
     of_rows = costs.rows(ROLE) if costs is not None else flop_seconds(recipe, config)
     error = max(c.error.median for c in costs.learning(ROLE)) if costs is not None else None
     workers = pools(recipe)[pool_of(recipe, ROLE)]
     own = recipe.policy.layout.sizes(workers)
-    kept = recipe.replaced("policy", pool="").replaced("algorithm", steps=0)
-    given = SearchInput(kept, config, mean, published(recipe, workers), workers, generates=False, costs=costs)
-    free = replace(given, recipe=kept.replaced("policy", layout=LayoutConfig()))
-    measure = Measured(recipe, steps, of_rows, mean, workers, costs.ring if costs is not None else 0.0)
-    here = [option for option in policy_options(given) if option.layout.sizes(workers) == own]
-    others = [option for option in policy_options(free) if option.layout.sizes(workers) != own]
-    rows = [fastest(measure.of(option, by, here=True) for option in here) for by in get_args(Balance)]
+    free = SearchInput(
+        recipe.replaced("policy", pool="", layout=LayoutConfig()).replaced("algorithm", steps=0),
+        config, int(every.max()), published(recipe, workers), workers, generates=False, costs=costs, lengths=every,
+        tried=lambda layout: layout.sizes(workers) != own,
+    )  # fmt: skip
+    measure = Measured(steps, of_rows, recipe.train.micro_tokens, costs.ring if costs is not None else 0.0, workers)
+
+    def here(by: Balance) -> SearchInput:
+        placed = _by(free.recipe, by).replaced("policy", layout=recipe.policy.layout)
+        return replace(free, recipe=placed, tried=lambda layout: layout.sizes(workers) == own, shares={})
+
+    rows = [fastest(measure.of(option, by, here=True) for option in policy_options(here(by))) for by in BALANCES]
+    others = policy_options(replace(free, recipe=_by(free.recipe, recipe.balance)))
     rows += [fastest(measure.of(option, recipe.balance, here=False) for option in others)]
     layouts = [row for found in rows for row in found[:BEST]]
     return BalanceReport(source, error, buckets(every, of_rows), layouts)
+
+
+def _by(recipe: Recipe, balance: Balance) -> Recipe:
+    """Return the recipe with this balance; a file of costs would imply one."""
+    return recipe.replaced("cluster", costs="").replaced("train", balance=balance)
 
 
 def fastest(found: Iterable[LayoutBalance]) -> list[LayoutBalance]:
@@ -124,47 +136,25 @@ def buckets(lengths: np.ndarray, costs: RowCosts) -> list[LengthShare]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Plans of some steps under layouts, by the function that plans a run's calls. mean: tokens of a sequence; workers:
-    of the policy's pool; ring: ``Costs.ring``."""
+    """Plans of some steps under layouts, by the function that plans a run's calls. ring: ``Costs.ring``; workers: of
+    the policy's pool."""
 
-    recipe: Recipe
     steps: Sequence[np.ndarray]
     costs: RowCosts
-    mean: int
-    workers: int
+    micro_tokens: int
     ring: float
+    workers: int
 
     def of(self, option: Option, by: Balance, *, here: bool) -> LayoutBalance:
-        """Return the balance under a layout; the update of its option has sequences of the mean length alone."""
+        """Return the balance under a layout; its option has the time of an update."""
         mesh = Mesh.of(option.layout.sizes(self.workers), tuple(range(self.workers)))
-        sizes, ranks = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}, mesh.count("rows")
-        loads = [self._loads(lengths, mesh, by) for lengths in self.steps]
+        sizes = {name: mesh.size(name) for name in mesh.names if mesh.size(name) > 1}
+        planned = StepCosts(self.costs, by, self.micro_tokens, self.ring)
+        loads = [planned.loads(lengths, mesh) for lengths in self.steps]
         costs = np.array([[load.cost.sum() for load in of_step] for of_step in loads])
-        one = float(self.costs(np.array([self.mean]))[0])
-        even = one * np.array([-(-len(lengths) // ranks) for lengths in self.steps])
-        update = option.seconds[STAGES.index("train")]
-        seconds = float(np.mean(update * costs.max(1) / even))
+        seconds = option.seconds[STAGES.index("train")]
         idle = float(np.mean(1 - costs.mean(1) / costs.max(1)))
         return LayoutBalance(sizes, by, here, _mean(spread, loads), idle, _mean(padding, loads), seconds)
-
-    def _loads(self, lengths: np.ndarray, mesh: Mesh, by: Balance) -> list[RankLoad]:
-        """Plan a step by tokens, costs or in order; each rank's work in predicted seconds."""
-        table = RowTable(lengths, *np.zeros((2, len(lengths)), np.int64))
-        limits, costs = MicroBatchLimits(self.recipe.train.micro_tokens), self.costs if by == "cost" else token_costs
-        how: dict[str, Any] = {"costs": costs, "balance": by, "units": mesh.units, "stages": mesh.count("layers")}
-        how |= {"ring": self.ring if by == "cost" else 0.0}
-        plan = plan_batch(table, None, mesh.count("rows"), limits, **how)
-        found = []
-        for rows, part in zip(plan.rows, plan.ranks):
-            load = RankLoad.of(part.learn, table.take(rows))
-            found.append(load._replace(cost=np.array([self._cost(micro, lengths[rows]) for micro in part.learn])))
-        return found
-
-    def _cost(self, micro: PlannedMicroBatch, lengths: np.ndarray) -> float:
-        """Return the predicted seconds of one rank in a micro-batch of its rows, which have these lengths."""
-        own = micro.lengths if micro.several else lengths[micro.rows]
-        computed = float(self.costs(own.astype(np.float64)).sum()) / max(1, len(micro.ranks))
-        return max(computed, self.ring * float(own.sum())) if micro.several else computed
 
 
 def _mean(figure: Callable[[Sequence[RankLoad]], float], steps: Sequence[Sequence[RankLoad]]) -> float:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,6 +35,8 @@ from tilth.runs.models import LoadedModel, choose_tokenizer, load_model, load_of
 from tilth.training.rate import measured_flops
 
 MOST = 20_000  # most prompts that are tokenised to find the longest, spread evenly over a larger source
+SAMPLED = 2048
+"""Most examples whose lengths the search knows."""
 _PATIENCE = timedelta(minutes=1)
 HERE = "here"
 """Device type of this machine, measured."""
@@ -104,9 +107,21 @@ def searched(
     shape, longest, _ = described(recipe, given)
     loaded: dict[str, DecoderShape] = dict(described_models(recipe))
     costs = load_costs(recipe.cluster.costs) if recipe.cluster.costs else None
-    return find_mapping(
-        SearchInput(recipe, shape, longest, kind, devices, generating(recipe), loaded, whole, costs=costs)
-    )
+    how: dict[str, Any] = {"costs": costs, "lengths": example_lengths(recipe, given)}
+    return find_mapping(SearchInput(recipe, shape, longest, kind, devices, generating(recipe), loaded, whole, **how))
+
+
+def example_lengths(recipe: Recipe, given: Dataset | None = None) -> np.ndarray | None:
+    """Return the tokens of some examples that a flow learns from, int64 [n]; None if it learns from anything else than
+    given answers, or the run trains its tokenizer: then nobody knows. Raises ``DataError`` for a prompt that makes no
+    example."""
+    if recipe.flow_spec.learns != "answers" or (recipe.data.tokenizer.startswith("bpe:") and not recipe.model.path):
+        return None
+    prompts = given if isinstance(given, PromptSet) else recipe_prompts(recipe)
+    loaded = described_model(recipe.model.path) if recipe.model.path else None
+    template = data_template(recipe.data, choose_tokenizer(recipe, prompts, loaded), (), prompts.starts)
+    some = [p for p in prompts.spread(SAMPLED) if p.answer is not None]
+    return np.array([len(example.tokens) for example in template.examples(some)], np.int64) if some else None
 
 
 def with_found_layouts(recipe: Recipe, given: Dataset | None = None) -> tuple[Recipe, str]:

@@ -8,7 +8,7 @@ that whatever is found can run. Axes that divide neither rows nor layers stay wi
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
@@ -19,8 +19,9 @@ from tilth.config.checks import check_cluster
 from tilth.config.errors import RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
 from tilth.config.schema import LayoutConfig, Recipe, RolloutConfig
-from tilth.core.errors import ScheduleError
+from tilth.core.errors import PlanError, ScheduleError
 from tilth.core.layout import Mesh
+from tilth.plan.batch import RowCosts
 from tilth.plan.costs import Costs
 from tilth.plan.devices import DeviceType
 from tilth.plan.flops import token_flops
@@ -41,6 +42,7 @@ from tilth.plan.step_time import (
     uneven,
 )
 from tilth.plan.traffic import GroupTraffic, inside, work
+from tilth.plan.uneven import StepCosts, StepShare
 from tilth.plan.working import ShardFactors, element_of, total
 
 STAGES = ("generate", "prepare", "train", "sync")
@@ -53,7 +55,9 @@ class SearchInput:
 
     longest: tokens of the longest sequence. loaded: role -> shape of its model if that is not the policy's. generates:
     True if the run has engines. whole: no device may be left over. tried: False for a layout to leave out. costs:
-    measured of the policy on one device, in place of the type's rate.
+    measured of the policy on one device, in place of the type's rate. lengths: tokens of some of the sequences that
+    roles learn from, int64 [n], in the order of their data: times are those of steps of such sequences, and layouts
+    with hdp are tried too; None: all sequences are at their longest.
     """
 
     recipe: Recipe
@@ -66,6 +70,8 @@ class SearchInput:
     whole: bool = False
     tried: Callable[[LayoutConfig], bool] = lambda layout: True
     costs: Costs | None = None
+    lengths: np.ndarray | None = None
+    shares: dict[Any, StepShare] = field(default_factory=dict, compare=False, repr=False)
     parts: dict[Any, ShardFactors] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -156,7 +162,8 @@ def _simple(given: SearchInput, options: Options) -> Options:
 
 
 def _shards_only(layout: LayoutConfig) -> bool:
-    return all("rows" in axis.splits or getattr(layout, name) == 1 for name, axis in AXES.items())
+    splits = {name: {*axis.splits} for name, axis in AXES.items()}
+    return all(getattr(layout, name) == 1 or ("rows" in of and "tokens" not in of) for name, of in splits.items())
 
 
 def _nothing(given: SearchInput) -> str:
@@ -217,7 +224,8 @@ def _options(given: SearchInput, role: str, devices: int, beside: frozenset[str]
             check_cluster(recipe)
             check_shape(recipe, given.shape, given.loaded)
             part = _part(given, recipe, role, placed, shape)
-        except (RecipeError, ScheduleError):  # this layout cannot run
+            share_of(given, recipe, role, placed, shape)
+        except (RecipeError, ScheduleError, PlanError):  # this layout cannot run
             continue
         talks = inside(recipe, role, placed, shape, given.longest, part) if spec.mesh == "layout" else []
         if spec.mesh == "layout" and not _known(placed.mesh, talks):
@@ -292,7 +300,8 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
         if math.prod(sizes.values()) == devices and all(sizes.values()):
             yield own.model_copy(update=sizes)
         return
-    tried = tuple(name for name, axis in AXES.items() if not {"rows", "tokens"} <= {*axis.splits})  # lengths decide
+    uneven = given.lengths is not None and int(given.lengths.max()) > given.recipe.train.micro_tokens
+    tried = tuple(name for name in AXES if uneven or name not in _UNITS)
     for sizes in _products(tried, devices, given.device.per_node):
         if _pruned(given, sizes):
             continue
@@ -304,13 +313,15 @@ def _layouts(given: SearchInput, spec: RoleSpec, devices: int) -> Iterator[Layou
             yield LayoutConfig(**sizes, **dict(zip(modes, chosen)))
 
 
+_UNITS = [name for name, axis in AXES.items() if {"rows", "tokens"} <= {*axis.splits}]
+"""Axes along which the lengths of sequences decide who has a row."""
 LEAST_TOKENS = 1024
 """Tokens of a sequence on each rank below which no axis divides them."""
 
 
 def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
     """True for layouts that are not tried: short pieces of sequences; stages of unequal numbers of layers; shards
-    beside replicas that fill no whole node.
+    beside replicas that fill no whole node; units of ranks beside replicas, or ranks that divide all sequences.
 
     Ranks along tp divide the tokens of norms too (``sp``), which costs no time and less memory.
     """
@@ -318,7 +329,10 @@ def _pruned(given: SearchInput, sizes: dict[str, int]) -> bool:
     inner = math.prod(n for name, n in sizes.items() if AXES[name].splits not in outer)
     ragged = inner > given.device.per_node and inner % given.device.per_node > 0
     unequal = given.shape.num_layers % _along(sizes, "layers") > 0
-    short = _along(sizes, "tokens") > 1 and given.longest < LEAST_TOKENS * _along(sizes, "tokens")
+    pieces, units = sizes["cp"], math.prod(sizes.get(name, 1) for name in _UNITS)
+    short = pieces > 1 and given.longest < LEAST_TOKENS * pieces
+    if units > 1 and max(sizes["dp"], pieces) > 1:
+        return True
     if _along(sizes, "experts") > 1 and not given.shape.expert_layers:
         return True
     return short or unequal or (min(sizes["dp"], sizes["fsdp"]) > 1 and ragged)
@@ -408,16 +422,18 @@ def passes(
     """Return the times of updates and of scoring of a role whose model a layout divides. talks: traffic of a step."""
     did, mesh, spec = work(recipe, role, placed.data_ranks, given.longest), placed.mesh, ROLES[role]
     layout, again = spec.placed_by(recipe).layout, bool(recipe.train.checkpointing)
+    share = share_of(given, recipe, role, placed, shape)
     values = spec.values or recipe.flow_spec.value
     one = token_flops(shape, (given.longest + 1) / 2, not values)
     parts = mesh.size(*(name for name in mesh.over("parameters", "layers") if name not in mesh.shards))
     parts *= mesh.pieces
     slowest = uneven(shape, mesh.count("layers"), layout.pp_schedule, values) / parts
     flops = {
-        "train": did.tokens * (one.both + again * one.forward) * slowest,
-        "prepare": did.scored * one.forward * slowest,
+        "train": did.tokens * (one.both + again * one.forward) * slowest * share.busiest,
+        "prepare": did.scored * one.forward * slowest * share.busiest,
     }
-    loads = {"train": (did.micros, 3 + again, did.updates), "prepare": (did.scored_micros, 1, 0)}
+    micros = [math.ceil(count * share.tokens) for count in (did.micros, did.scored_micros)]
+    loads = {"train": (micros[0], 3 + again, did.updates), "prepare": (micros[1], 1, 0)}
     rate, whole = given.device.rate(recipe.train.precision, recipe.train.matmul), sum(flops.values())
     if given.costs is not None:
         rate = (
@@ -427,19 +443,43 @@ def passes(
         )
     hidden = mesh.shards if given.device.overlaps and layout.zero == 3 else ()
     found = {}
-    for name, (micros, times, updates) in loads.items():
+    for name, (count, times, updates) in loads.items():
         if not flops[name]:
             continue
-        own = micros * shape.num_layers / mesh.count("layers")
+        own = count * shape.num_layers / mesh.count("layers")
         compute = pass_seconds(given.device, rate, flops[name], own * (3 if updates else 1))
-        load = StageLoad(flops[name] / whole, micros, own, times, updates)
-        moved = [_exchange(given.device, mesh, layout, talk, load, hidden) for talk in talks]
-        schedule, each = layout.pp_schedule, max(1, micros // max(1, updates))
+        load = StageLoad(flops[name] / whole, count, own, times, updates)
+        moved = [_exchange(given.device, mesh, layout, talk, load, hidden, share) for talk in talks]
+        schedule, each = layout.pp_schedule, max(1, count // max(1, updates))
         pipe = chunks_of(schedule), schedule
         idle = compute * bubble_share(mesh.count("layers"), each, *pipe, again=again, learns=bool(updates))
         written = updates * optimizer_seconds(given.device, part.elements * part.updated // max(1, part.learned))
         found[name] = stage(compute + written, idle, moved)
     return found
+
+
+def share_of(given: SearchInput, recipe: Recipe, role: str, placed: Placed, shape: DecoderShape) -> StepShare:
+    """Return a step of the sample's lengths over one at the longest. PlanError: a sequence is longer than the ranks
+    hold."""
+    mesh = placed.mesh
+    if given.lengths is None or ROLES[role].mesh != "layout":
+        return StepShare()
+    rows, balance = work(recipe, role, placed.data_ranks, given.longest).rows, recipe.balance
+    key = id(shape), rows, mesh.count("rows"), mesh.units, mesh.count("layers"), balance
+    if key not in given.shares:
+        of_rows: RowCosts = partial(_flops, shape)
+        ring = 0.0
+        if given.costs is not None:
+            of_rows, ring = given.costs.rows("policy"), given.costs.ring
+        costs = StepCosts(of_rows, balance, recipe.train.micro_tokens, ring)
+        given.shares[key] = StepShare.of(given.lengths, rows, given.longest, mesh, costs)
+    return given.shares[key]
+
+
+def _flops(shape: DecoderShape, lengths: np.ndarray) -> np.ndarray:
+    """Return the FLOPs of both passes over each sequence, float64 [n]."""
+    first, second = (token_flops(shape, seen).both for seen in (1.0, 2.0))
+    return lengths * (first + (second - first) * (lengths - 1) / 2)
 
 
 class StageLoad(NamedTuple):
@@ -462,14 +502,18 @@ def _exchange(
     talk: GroupTraffic,
     load: StageLoad,
     hidden: tuple[str, ...],
+    of_longest: StepShare,
 ) -> AxisTime:
     """Return the exchange of one stage: gradients that copies add up are those of updates, all else goes by FLOPs.
 
-    hidden: axes whose communication proceeds beside compute.
+    hidden: axes whose communication proceeds beside compute. of_longest: tokens that are there, and on several ranks.
     """
     names, group = talk.axis.split(", "), talk.groups[0]
     around = device.latency(group)
     share = float(bool(load.updates)) if talk.updates else load.share
+    units = set(names) <= set(_UNITS)
+    if not talk.updates and not set(names) <= set(mesh.shards):
+        share *= of_longest.divided if units else of_longest.tokens
     if talk.updates:
         messages = 2.0 * load.updates
     elif "pp" in names:  # neighbours, in both directions where there are gradients
@@ -478,6 +522,7 @@ def _exchange(
         messages = load.layer_passes * min(load.times, 3)
     else:  # gathered and scattered around two blocks of a layer, and back
         messages = 4 * load.layer_passes * max(1, load.times - 1)
+        messages *= of_longest.divided / of_longest.tokens if units else 1.0  # of those on one rank there are none
     seconds = share * talk.bytes / device.bandwidth(group) + messages * around
     return AxisTime(talk.axis, seconds, set(names) <= set(hidden))
 
