@@ -1,14 +1,20 @@
 """Runs whose data come from loader processes: the bits, the order and the position of runs without."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.errors import raises
-from tests.flows import tiny
+from tests.flows import killed_loaders, tiny
 from tests.flows.stand_ins import sampler
 from tests.flows.test_mixture import recipe, write
 from tilth.config.schema import MixtureSource
@@ -21,6 +27,7 @@ from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 
 LOADERS = {"loaders": 2}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -191,3 +198,30 @@ def test_loaders_that_have_no_use(tmp_path, parts):
         tiny.recipe(tmp_path, flow="pretrain", data={"loaders": 1})
     with raises(RecipeError, "data.shadows"):
         recipe(tmp_path, parts, data={"shadows": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("seed", [2, 11])
+def test_each_sample_comes_once_whatever_is_killed(tmp_path, parts, seed):
+    """Loaders, workers and the controller, at random, each new controller with another number of loaders."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "parts.json").write_text(json.dumps(parts))
+    command = [sys.executable, "-m", "tests.flows.killed_loaders", str(folder), str(seed)]
+    for attempt in range(killed_loaders.STEPS):
+        how = [str(1 + attempt % 3), str(attempt % 2)]
+        ended = subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True, timeout=600)
+        if ended.returncode != -signal.SIGKILL:
+            break
+    assert ended.returncode == 0, ended.stderr
+    killed = Counter(one["what"] for one in killed_loaders.noted(folder / "killed.jsonl"))
+    assert sum(killed.values()) >= 20 and min(killed[what] for what in ("loader", "worker", "controller")) >= 1
+    wanted = order_of(killed_loaders.made(folder), killed_loaders.STEPS)
+    consumed = killed_loaders.noted(folder / "consumed.jsonl")
+    assert {one["step"] for one in consumed} == set(range(1, killed_loaders.STEPS + 1))
+    assert all(one["ids"] == wanted[one["step"] - 1] for one in consumed)
+    shutil.move(folder / "parts.json", tmp_path)
+    undisturbed = tiny.run(killed_loaders.made(tmp_path), reward=None).directory
+    assert tiny.weights(folder / "tiny-001") == tiny.weights(undisturbed)
+    assert tiny.same(tiny.numbers(folder / "tiny-001"), tiny.numbers(undisturbed))

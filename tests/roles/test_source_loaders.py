@@ -223,6 +223,28 @@ def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
     assert len(killed) == 4
 
 
+def test_losses_with_samples_in_between_are_not_in_a_row(loaders, data, whole, tokenizer):
+    """Also where the shadow has not opened its sources before it takes over."""
+    made = loaders([{"few": 1.0}], shadows=1)
+    for index in range(6):
+        same(made.take("examples", [index]), here("examples", data, whole, tokenizer, [index]))
+        kill(made.pids()[0])
+
+
+def test_a_shadow_that_is_lost_again_and_again_is_named(loaders):
+    made = loaders([{"few": 1.0}], shadows=1)
+    made.take("examples", [0])
+    killed = set()
+    while len(killed) < 4:
+        for pid in set(made.pids()[1:]) - killed:
+            kill(pid)
+            killed.add(pid)
+        time.sleep(0.005)
+    until(lambda: made._pump._failed is not None)
+    with raises(DataError, "data.loaders.lost"):
+        made.take("examples", [1])
+
+
 def test_loaders_end_with_their_owner(data, whole, tokenizer):
     made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), [{"few": 1.0}])
     made.take("examples", [0])

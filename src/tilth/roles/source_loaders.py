@@ -91,8 +91,8 @@ class _Place:
     waiting: deque[_LoadRequest] = field(default_factory=deque)
     team: list[LoaderProcess] = field(default_factory=list)
     """The loader, and those that have the same sources open to take over."""
-    lost: int = 0
-    """Losses in a row."""
+    lost: Counter[bool] = field(default_factory=Counter)
+    """Losses of the loader in a row without a sample in between (True), and of others before they were ready."""
 
     @property
     def pending(self) -> Iterator[_LoadRequest]:
@@ -337,8 +337,8 @@ class _Pump:
                 child.opening -= 1
             else:
                 self._add(child.flying.popleft(), *given)
-                if not any(one.opening for one in place.team):
-                    place.lost = 0
+            if what == "loaded" or child is not place.team[0]:
+                place.lost[what == "loaded"] = 0
         return alive
 
     def _add(self, request: _LoadRequest, found: Sequence[LoadedSample | TilthError], seconds: float) -> None:
@@ -351,12 +351,12 @@ class _Pump:
     def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
         """Ask another one for what a loader has not made. Raises ``DataError`` if one is lost too often."""
         place.waiting.extendleft(reversed(child.flying))
+        place.lost[loads := child is place.team[0]] += 1
         place.team.remove(child)
         self._pool.children.remove(child)
-        place.lost += 1
-        if not RESTARTS.again(fruitless=place.lost):
+        if not RESTARTS.again(fruitless=(times := place.lost[loads])):
             names = ", ".join(self._names[number] for number in sorted(place.wanted))
-            message = f"a loader of {names} is lost {place.lost} times in a row without a sample in between: {why}"
+            message = f"a loader of {names} is lost {times} times in a row without a sample in between: {why}"
             raise DataError(f"{message}; data.loaders = 0 shows where", key="data.loaders.lost")
 
     def _staff(self, place: _Place) -> None:
