@@ -1,0 +1,206 @@
+"""Rollouts with suffix drafts beside plain ones: passes for each token, and tokens per second of processor time.
+
+    python benchmarks/speculate.py [--quick] [--json PATH]
+
+Case "grpo": a small model learns to sort lists (supervised), then a GRPO run of two epochs over the same prompts gives
+the policies of its first and its second epoch. An engine generates with the first one, then takes the second one's
+weights and generates for the same prompts anew, with other random numbers: this second epoch is timed, plain and with
+drafts (``rollout.speculate = suffix``), by rows at once and in fp32 and bf16. Case "again": a random model of 13M
+parameters generates the same twice, so that every draft is right: a bound. Case "random": its first and only epoch at
+temperature 1, where nothing repeats: what drafts cost if they do not pay.
+
+Checked first: in parity mode the completions of the second epoch, their log-probs included, are those of plain decoding
+bit for bit (10,240 of them; fewer with --quick). Contenders of a ratio generate equal numbers of tokens within 2 %:
+outside parity mode passes of other shapes round otherwise, so a few completions part. One thread; contenders alternate;
+seconds are of the processor, the least of two rounds.
+"""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from driver import benchmark_parser, write_rows
+from machine import DTYPES, config_of, random_model
+from torch import Tensor
+from work import same_work
+
+import tilth
+from tilth.config.schema import DraftConfig
+from tilth.core.trajectory import Trajectory
+from tilth.engines.engine import Engine
+from tilth.engines.options import EngineOptions
+from tilth.engines.request import Request, SamplingParams
+from tilth.models.config import DecoderConfig
+from tilth.runs.models import load_model
+
+CONTEXT, LENGTH, GROUP = 64, 7, 8
+Weights = dict[str, Tensor]
+Row = dict[str, Any]
+
+
+def close(prompt: str, completion: str, info: dict[str, Any]) -> float:
+    """Share of the numbers that are in their place."""
+    right = info["answer"].split(",")
+    return sum(a == b for a, b in zip(completion.split(","), right)) / len(right)
+
+
+def records(count: int) -> list[dict[str, str]]:
+    """Lists to sort, each with its answer."""
+    lists = np.random.default_rng(1).integers(0, 100, (count, LENGTH)).tolist()
+    return [{"prompt": ",".join(map(str, n)) + "=", "answer": ",".join(map(str, sorted(n)))} for n in lists]
+
+
+def policies(folder: Path, quick: bool) -> tuple[DecoderConfig, list[Weights], list[list[int]], int]:
+    """Train, and return the policies after the first and the second epoch, the prompts, and the end token."""
+    prompts, steps = (8, 2) if quick else (16, 4)
+    more = {"live": False, "train": {"threads": 1}, "optimizer": {"name": "muon", "lr": 3e-4}}
+    shape = {"family": "qwen3", "hidden": 96, "layers": 3, "heads": 4, "context": CONTEXT}
+    base = tilth.train(
+        "sorting", flow="sft", name="sft", model=shape, keys={"data.digits": 2, "data.length": LENGTH},
+        supervised={"steps": 20 if quick else 250, "batch": 64, "lr": 2e-3, "check_every": 1000},
+        run={"dir": str(folder), "eval_prompts": 8}, rollout={"max_tokens": 24}, **more,
+    )  # fmt: skip
+    given = records(prompts * steps)
+    found = tilth.train(
+        given, close, flow="grpo", name="grpo", model={"path": str(base.directory), "context": CONTEXT},
+        rollout={"prompts": prompts, "group": GROUP, "max_tokens": 24}, algorithm={"steps": 2 * steps},
+        run={"dir": str(folder), "eval_every": 1000, "eval_prompts": 8, "save_every": steps, "keep_every": steps},
+        keys={"data.holdout": 0.0}, **more,
+    )  # fmt: skip
+    models = [load_model(f"{found.directory}@{step}") for step in (steps, 2 * steps)]
+    tokenizer = models[0].tokenizer
+    assert tokenizer is not None
+    texts = [tokenizer.encode(record["prompt"]) for record in given]
+    weights = [{name: model.tensors[name].float() for name in model.tensors} for model in models]
+    return models[0].config, weights, texts, tokenizer.eos_id
+
+
+def requests(prompts: Sequence[Sequence[int]], epoch: int, params: SamplingParams) -> list[Request]:
+    """Samples of an epoch, in groups."""
+    first = epoch * len(prompts) * GROUP
+    return [Request(first + i, prompts[i // GROUP], params) for i in range(len(prompts) * GROUP)]
+
+
+def engine(config: DecoderConfig, rows: int, dtype: torch.dtype, drafts: bool, parity: bool = False) -> Engine:
+    """An engine, plain or with drafts."""
+    draft = DraftConfig() if drafts else None
+    return Engine(config, EngineOptions(max_rows=rows, dtype=dtype, draft=draft, parity=parity, max_length=CONTEXT * 4))
+
+
+def timed(made: Callable[[bool], tuple[Engine, list[Request]]], rounds: int) -> dict[str, Any]:
+    """Figures of plain generation and of that with drafts, for engines that stand before the timed requests."""
+    best: dict[bool, float] = {False: np.inf, True: np.inf}
+    said: dict[bool, list[Trajectory]] = {}
+    stats = {}
+    for _ in range(rounds):
+        for drafts in best:
+            one, asked = made(drafts)
+            one.stats(reset=True)
+            begin = time.process_time()
+            said[drafts] = one.generate(asked)
+            best[drafts] = min(best[drafts], time.process_time() - begin)
+            stats[drafts] = one.stats()
+    tokens = {drafts: sum(t.completion_length for t in found) for drafts, found in said.items()}
+    same_work({str(drafts): {"generated_tokens": count} for drafts, count in tokens.items()}, within=0.02)
+    equal = np.mean([np.array_equal(a.tokens, b.tokens) for a, b in zip(said[False], said[True])])
+    rates = {drafts: tokens[drafts] / best[drafts] for drafts in best}
+    return {
+        "tokens": tokens[True],
+        "equal_completions_share": float(equal),
+        "passes_per_token": stats[True].passes_per_token,
+        "acceptance_share": stats[True].acceptance,
+        "drafted_tokens": stats[True].drafted_tokens,
+        "plain_tokens_per_second": rates[False],
+        "suffix_tokens_per_second": rates[True],
+        "suffix_over_plain": rates[True] / rates[False],
+    }
+
+
+def check_parity(
+    config: DecoderConfig,
+    weights: Sequence[Weights],
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    least: int,
+) -> Row:
+    """Compare bits of later epochs, ``least`` completions at least."""
+    pair = [engine(config, 64, torch.float32, drafts, parity=True) for drafts in (False, True)]
+    count = epoch = 0
+    while count < least:
+        for one in pair:
+            one.update_weights(weights[min(epoch, 1)], version=epoch)
+        plain, drafted = (one.generate(requests(prompts, epoch, params)) for one in pair)
+        for a, b in zip(plain, drafted):
+            if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)):
+                raise AssertionError(f"completion {a.id} of epoch {epoch} differs with drafts")
+        count, epoch = count + len(plain), epoch + 1
+    stats = pair[1].stats()
+    return {
+        "case": "parity", "equal_completions": count, "accepted_tokens": stats.accepted_tokens,
+        "passes_per_token": stats.passes_per_token,
+    }  # fmt: skip
+
+
+def grpo(folder: Path, quick: bool) -> list[Row]:
+    """Rows of the case "grpo", after the check of parity."""
+    config, weights, prompts, end = policies(folder, quick)
+    params = SamplingParams(max_tokens=24, stop_tokens=(end,))
+    rows = [check_parity(config, weights, prompts, params, 256 if quick else 10_240)]
+    print(rows[0], flush=True)
+    for name, dtype in DTYPES.items():
+        for width in (8,) if quick else (8, 64):
+
+            def made(drafts: bool, width: int = width, dtype: torch.dtype = dtype) -> tuple[Engine, list[Request]]:
+                one = engine(config, width, dtype, drafts)
+                if drafts:  # a plain engine keeps nothing of an epoch
+                    one.update_weights(weights[0], version=0)
+                    one.generate(requests(prompts, 0, params))
+                one.update_weights(weights[1], version=1)
+                return one, requests(prompts, 1, params)
+
+            rows.append({"case": "grpo", "dtype": name, "rows": width, **timed(made, 1 if quick else 2)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def bounds(quick: bool) -> list[Row]:
+    """Rows of the cases "again" and "random"."""
+    config, rows = config_of("6M" if quick else "13M"), []
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (4, 16)).tolist()
+    params = SamplingParams(max_tokens=24 if quick else 96)
+    for name, dtype in DTYPES.items():
+        weights = dict(random_model(config, dtype, "cpu").named_parameters())
+        for case in ("again", "random"):
+
+            def made(drafts: bool, case: str = case, dtype: torch.dtype = dtype, weights: Any = weights) -> Any:
+                one = engine(config, 8, dtype, drafts)
+                one.update_weights(weights, version=0)
+                if drafts and case == "again":
+                    one.generate(requests(prompts, 0, params))
+                return one, requests(prompts, 0, params)
+
+            rows.append({"case": case, "dtype": name, "rows": 8, **timed(made, 1 if quick else 2)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    options = benchmark_parser(__doc__, "two steps an epoch, few completions, one round").parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = grpo(Path(folder), options.quick)
+    write_rows(options.json, rows)
+    rows += bounds(options.quick)
+    write_rows(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()
