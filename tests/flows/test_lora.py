@@ -159,6 +159,17 @@ def test_layouts_send_adapters_alike(tmp_path, base, whole, layout):
     np.testing.assert_allclose(synced(run, "loss")[:6], synced(whole, "loss")[:6], rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.dist
+def test_a_relay_brings_engines_a_and_b_alone(tmp_path, base, whole):
+    """Where they generate beside the policy; each version is compared with what they hold."""
+    cluster = {"backend": "local", "pools": {"train": 1, "rollout": 1}}
+    rollout = {"adapters": "adapter", "staleness": 1, "pool": "rollout"}
+    run = adapted(tmp_path, base, rollout=rollout, cluster=cluster)
+    small = sum(t.nbytes for name, t in stored(run)[0].items() if is_adapter(name))
+    assert set(synced(run, "sync/bytes")) == {small} and max(synced(run, "staleness/max")) <= 1
+    assert max(synced(run, "time/pull")) > 0
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, base, whole):
     adapted(tmp_path, base, stop=5)
     assert benchmark().differences(adapted(tmp_path, base), whole) == []

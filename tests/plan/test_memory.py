@@ -64,6 +64,22 @@ def test_an_average_and_the_noise_of_gradients_need_copies():
     assert more.peak == plain.peak + 12 * COUNT  # and the average's copy that is saved
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_a_relay_holds_two_versions_of_the_weights_for_all_engines(dp, tp):
+    """In host memory, in the engine's dtype, once on the machine however many engines take from it."""
+    name, pools = "relay's two versions of the weights", f"cluster.pools={{train = 1, rollout = {dp * tp}}}"
+    keys = ["cluster.backend=local", pools, "rollout.pool=rollout", "rollout.staleness=2", "train.precision=bf16"]
+    keys += [f"rollout.layout.dp={dp}", f"rollout.layout.tp={tp}"]
+    recipe = load_recipe("addition-grpo", keys)
+    shape = new_config(recipe.model, 14)
+    found = [item(worker.memory, name) for worker in per_rank(recipe, shape, 16)]
+    copies = [item(worker.memory, "engine's copy of the weights") for worker in per_rank(recipe, shape, 16)]
+    assert found[0] == 0 and sum(found) == 2 * sum(copies) / dp
+    assert all(i.host for worker in per_rank(recipe, shape, 16) for i in worker.memory.held if i.name == name)
+    recipe = load_recipe("addition-grpo", [key for key in keys if "staleness" not in key])
+    assert not any(item(worker.memory, name) for worker in per_rank(recipe, shape, 16))
+
+
 def test_what_is_certain_are_weights_gradients_and_optimizer_state():
     kl = ["optimizer.name=adamw", "algorithm.kl_coef=0.1"]
     memory = predicted(*kl)

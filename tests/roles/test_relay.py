@@ -26,7 +26,7 @@ from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.backends.session_dir import SHARED_MEMORY, SessionDir
 from tilth.core.checksum import checksum
 from tilth.core.errors import ArgumentError, StorageError, WeightMismatch
-from tilth.core.layout import Layout, Mesh
+from tilth.core.layout import Mesh
 from tilth.parallel.reshard import parts_of
 from tilth.plan.layout import layouts
 from tilth.plan.reshard import relay_pieces
@@ -626,10 +626,23 @@ def test_a_version_that_is_written_over_while_it_is_sent_is_not_taken(chain):
     assert second.take(first.frames(second.newest, 100)).number == 4
 
 
-def test_wanted_layouts_may_be_some_of_the_parameters(world):
+def test_weights_that_a_receiver_has_for_good_are_compared_and_not_taken(world):
     """As with adapters, whose base an engine takes once."""
     world.publish(weights(1), 1)
-    world.wanted: dict[str, Layout] = {NAME: world.wanted[NAME]}
-    relay, holder = Relay(world.path, world.pieces, torch.float32), Holder(held=weights(1))
-    relay.pull(holder, world.wanted, 9)
-    same(holder, weights(1))
+    relay, taken, leaves = world.open(), [], weights(1).keys() - {NAME}
+    have, holder = world.pull()
+    receive = holder.receive
+
+    def counted(given, version):
+        receive(((taken.append(n) or n, t) for n, t in given), version)
+
+    holder.receive = counted
+    world.publish(weights(1) | {NAME: weights(2)[NAME]}, 2)
+    have = relay.pull(holder, world.wanted, 9, have, leaves=leaves)
+    assert have.number == 2 and taken == [NAME]
+    same(holder, weights(1) | {NAME: weights(2)[NAME]})
+    name = min(leaves)
+    holder.held[name].view(-1)[0] += 1
+    world.publish(weights(1), 3)
+    with raises(WeightMismatch, name):
+        relay.pull(holder, world.wanted, 9, have, leaves=leaves)

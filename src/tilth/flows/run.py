@@ -32,8 +32,9 @@ from tilth.flows.roles import Roles
 from tilth.flows.sampler import Sampler, Split
 from tilth.flows.saving import Saving
 from tilth.flows.step_log import StepLog
-from tilth.flows.weight_sync import SyncBounds
+from tilth.flows.weight_sync import Publisher, SyncBounds
 from tilth.guard.snapshots import Snapshots
+from tilth.plan.memory import has_relay
 from tilth.rl.algorithm import Algorithm
 from tilth.rl.metrics import Metric
 from tilth.runs.directory import REWARD_LOG, RunDir
@@ -96,6 +97,9 @@ class Run:
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
+        self._publisher: Publisher | None = None
+        if roles.weight_sync is not None and roles.rollout is not None and has_relay(recipe):
+            self._publisher = Publisher(roles.weight_sync, roles.policy.mesh, roles.rollout.mesh, store)
         self._syncs = self._empty = 0
         self._base = pinned(recipe.model.path) if recipe.policy.lora.rank else None
         if self._base is not None:
@@ -182,6 +186,8 @@ class Run:
             self.say(f"{steps} of {self.state.phase} had no sample left to learn from; see groups/flat")
         self._empty = 0
         self.sampler.leave()
+        if self._publisher is not None:
+            self._publisher.wait()
         self.save()
 
     # ---- streams ----
@@ -291,6 +297,11 @@ class Run:
                 f"flow={self.recipe.flow} has no {target} that could receive weights", key=f"roles.{target}"
             )
         self.roles[target].changed_by.add("receive")  # weight_sync changes its state
+        if target == "rollout" and self._publisher is not None:
+            written = self._publisher.publish(self.state.version)
+            if self.recipe.policy.lora.rank:
+                self.metrics.add("sync/bytes", float(written))
+            return False
         found = self.roles.weight_sync.sync(target, self.state.version)
         if self.recipe.policy.lora.rank:
             self.metrics.add("sync/bytes", float(sum(delivery.taken for delivery in found)))

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 
+from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
 from tilth.config.schema import LoraConfig, OptimizerConfig, Recipe
@@ -33,6 +34,7 @@ from tilth.parallel.sharded import ShardedModel, shard
 from tilth.plan.flops import layer_seconds
 from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
+from tilth.plan.memory import has_relay
 from tilth.plan.offload import OffloadLimits
 from tilth.plan.working import LargestMicroBatch, ShardFactors, layer_bytes
 from tilth.rewards.process_pool import RewardPool
@@ -42,6 +44,7 @@ from tilth.roles.loader import DocumentLoader, PromptLoader
 from tilth.roles.pairs import PairPolicyWorker, RatingWorker, RewardModelWorker
 from tilth.roles.policy import PolicyWorker
 from tilth.roles.reference import ReferenceWorker
+from tilth.roles.relay_sync import RelaySyncWorker
 from tilth.roles.reward import RewardWorker
 from tilth.roles.rollout import COUNTED, DIVIDED, RolloutWorker
 from tilth.roles.trajectory_writer import TrajectoryWriter
@@ -241,12 +244,18 @@ def plugin_role(context: Context, recipe: Recipe, given: Mapping[str, Any]) -> A
 def weight_sync(
     context: Context, recipe: Recipe, config: DecoderConfig, source: Mesh, targets: dict[str, Mesh]
 ) -> WeightSyncWorker:
-    """Make the role that copies the policy's weights: to engines in their dtype, to other roles in fp32."""
+    """Make the role that copies the policy's weights: to engines in their dtype, by a relay where they generate beside
+    it, to other roles in fp32."""
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh in ("copies", "engines") else torch.float32 for name in targets}
     held = policy_layouts(recipe, config, source, schedule=recipe.policy.layout.pp_schedule)
     wanted = {name: _wanted(recipe, config, name, mesh) for name, mesh in targets.items()}
-    return WeightSyncWorker(context, held, wanted, dtypes, source, targets, device=device)
+    given = context, held, wanted, dtypes, source, targets
+    if not has_relay(recipe) or "rollout" not in targets:
+        return WeightSyncWorker(*given, device=device)
+    assert isinstance(context.store, FolderStore)  # of a cluster on one machine
+    relays = {"rollout": context.store.folder.parent / "relay"}
+    return RelaySyncWorker(*given, device=device, relays=relays)
 
 
 def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:

@@ -144,7 +144,23 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
     names = "engine's copy of the weights", "KV cache"
     records = recipe.train.routing != "own" and recipe.flow_spec.samples
     needs = [_engine_need(recipe, cut, r.layout.tp, asked, names, routing=records) for asked in most]
-    return max(needs, key=lambda need: total((*need.held, *need.generation)))
+    need = max(needs, key=lambda need: total((*need.held, *need.generation)))
+    return need._replace(held=(*need.held, *_relay(recipe, cut)))
+
+
+def has_relay(recipe: Recipe) -> bool:
+    """True if engines take the policy's weights from memory that they share with it (``roles.relay``): where they
+    generate beside it, on one machine."""
+    r = recipe.rollout
+    return bool(r.staleness) and recipe.cluster.backend == "local" and r.engine == "native"
+
+
+def _relay(recipe: Recipe, cut: ShardFactors) -> tuple[Item, ...]:
+    """Return this rank's share of a relay, which holds two versions of the weights of one engine for all engines."""
+    if not has_relay(recipe):
+        return ()
+    size = 2 * (cut.elements + cut.adapters) * element_of(recipe)
+    return (Item("relay's two versions of the weights", size // cut.ranks, host=True),)
 
 
 def shares_memory(recipe: Recipe) -> bool:

@@ -217,11 +217,13 @@ class Relay:
         rank: int,
         have: Publication | None = None,
         *,
+        leaves: Container[str] = (),
         device: torch.device | str = "cpu",
     ) -> Publication | None:
         """Let a receiver take the newest complete version, unless it has that; return what it then has.
 
-        wanted: its layouts of the parameters to take, in its order; rank: of its part; device: that it computes on.
+        wanted: its layouts of the parameters, in its order; rank: of its part; leaves: those that it has for good,
+        which are compared only; device: that it computes on.
         Ranks of one engine may find different versions: whoever calls them compares, and calls again.
 
         WeightMismatch names a tensor whose bits are not those that were written, here or then in the receiver's live
@@ -233,12 +235,12 @@ class Relay:
                 return have
             have, expected = None, dict[str, int]()  # from here on it holds neither
             try:
-                into.receive(self._stream(found, wanted, rank, device, expected), found.publication.version)
+                stream = self._stream(found, wanted, rank, device, expected)
+                into.receive(((n, t) for n, t in stream if n not in leaves), found.publication.version)
             except _TornRead:
                 continue
             if into.tolerance == 0:
-                held = into.fingerprint()
-                verify_weights(expected, {name: held[name] for name in held if name in wanted})
+                verify_weights(expected, into.fingerprint())
             return found.publication
         message = f"the relay {self.path.name} was written over {TRIES} times while it was read"
         raise WeightMismatch(f"{message}; update the policy less often, or use a smaller bucket", key="relay.torn")

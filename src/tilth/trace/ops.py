@@ -35,6 +35,7 @@ _DECLARED = (
     Op("critic", "phase", "the critic is updated"),
     Op("update", "phase", "the policy is updated"),
     Op("publish", "phase", "weights go from the policy to its copies"),
+    Op("pull", "phase", "an engine takes the weights that were published last, and compares them"),
     Op("verify", "phase", "the copies are compared with the policy"),
     Op("evaluate", "phase", "held-out data is evaluated"),
     Op("save", "phase", "the part of a checkpoint that blocks the run"),

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -87,11 +87,13 @@ class WorkerGroup:
 
     def parts(self, axis: str) -> list["WorkerGroup"]:
         """Return a group for each coordinate along an axis: its ranks alone, of the role as it is made now."""
-        shared = self._dispatch, self._divide, self._balance
-        meshes = [self.mesh.only(axis, [place]) for place in range(self.mesh.size(axis))]
-        found = [WorkerGroup(self.role, self.factory, self.kwargs, mesh, *shared) for mesh in meshes]
-        for part in found:
-            part.generation, part.methods, part.changed_by = self.generation, self.methods, self.changed_by
+        return [self.part(axis, [place]) for place in range(self.mesh.size(axis))]
+
+    def part(self, axis: str, places: Sequence[int]) -> "WorkerGroup":
+        """Return a group of the ranks with these coordinates along an axis, of the role as it is made now."""
+        mesh, shared = self.mesh.only(axis, places), (self._dispatch, self._divide, self._balance)
+        found = WorkerGroup(self.role, self.factory, self.kwargs, mesh, *shared)
+        found.generation, found.methods, found.changed_by = self.generation, self.methods, self.changed_by
         return found
 
     def mark(self, step: int | None) -> None:

@@ -1,0 +1,74 @@
+"""Weight sync in two halves that do not wait for each other: the policy publishes to a relay, engines take from it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilth.cluster.protocol import transfer
+from tilth.core.errors import WeightMismatch
+from tilth.parallel.sharded import buckets
+from tilth.plan.lora import is_adapter
+from tilth.plan.reshard import relay_pieces
+from tilth.roles.relay import Publication, Relay
+from tilth.roles.weight_sync import Delivery, Layouts, Receiver, WeightSyncWorker
+from tilth.trace.spans import span
+
+
+class RelaySyncWorker(WeightSyncWorker):
+    """Weight sync that reaches some targets by relays; ``sync`` is for the others."""
+
+    def __init__(self, *given: Any, relays: Mapping[str, Path], **more: Any) -> None:
+        """given, more: as of ``WeightSyncWorker``; relays: target -> file of its relay on this machine."""
+        super().__init__(*given, **more)
+        self.relays = {target: self._relay(target, path) for target, path in relays.items()}
+        self._published = set[str]()
+        self._have: dict[str, Publication] = {}
+
+    def _relay(self, target: str, path: Path) -> Relay:
+        route = self.routes[target]
+        return Relay(path, relay_pieces(self.source, self.held, route.wanted), route.dtype)
+
+    @transfer(split="all", gather="all")
+    def publish(self, target: str, publication: Publication) -> int:
+        """Write this rank's boxes of the policy's weights into a relay, of adapters that the target takes A and B alone
+        after the first time; return their bytes, but for a base that is sent once. A call of all ranks of the policy."""
+        relay, names = self.relays[target], self._names(target, whole=target not in self._published)
+        shapes = {name: self.held[name].shape for name in names}
+        apart, rank = self.routes[target].adapters, self.context.rank
+        with span("publish") as sent:
+            own = (self._own(some, apart=apart) for some in buckets(shapes, self.bucket))
+            if rank in relay.writers:
+                relay.publish(own, publication, rank, keeps=self.routes[target].wanted.keys() - names.keys())
+            for _ in own:  # what a rank that writes nothing has to add
+                pass
+            counted = self._names(target, whole=False)
+            size = sum(p.box.numel for p in relay.pieces if p.writer == rank and p.name in counted)
+            sent.set(bytes=size * relay.dtype.itemsize)
+        self._published.add(target)
+        return size * relay.dtype.itemsize
+
+    @transfer(split="all", gather="merge")
+    def pull(self, target: str, publication: Publication) -> dict[int, Delivery]:
+        """Let this rank's receiver take what was published, or what came after it.
+
+        WeightMismatch as of ``Relay.pull``, and where the relay does not have it.
+        """
+        receiver: Receiver = self.context.roles[target]  # type: ignore[assignment]
+        relay, have, rank = self.relays[target], self._have.get(target), self.context.rank
+        wanted, names = self.routes[target].wanted, self._names(target, whole=have is None)
+        with span("pull") as taken:
+            leaves = wanted.keys() - names.keys()
+            found = relay.pull(receiver, wanted, rank, have, leaves=leaves, device=self.device)
+            counted = self._names(target, whole=False)
+            size = sum(box.numel for layout in counted.values() for box in layout.boxes(rank)) * relay.dtype.itemsize
+            taken.set(bytes=size)
+        if found is None or found.number < publication.number:
+            message = f"version {publication.version} of the weights was published, and the relay {relay.path} lacks it"
+            raise WeightMismatch(message, key="relay.missing")
+        self._have[target] = found
+        return {rank: Delivery(rank, len(names), size, False, taken=size)}
+
+    def _names(self, target: str, *, whole: bool) -> Layouts:
+        """Return the parameters that travel, with the target's layouts."""
+        route = self.routes[target]
+        return {n: layout for n, layout in route.wanted.items() if whole or not route.adapters or is_adapter(n)}
