@@ -31,7 +31,10 @@ class RelaySyncWorker(WeightSyncWorker):
     @transfer(split="all", gather="all")
     def publish(self, target: str, publication: Publication) -> int:
         """Write this rank's boxes of the policy's weights into a relay, of adapters that the target takes A and B alone
-        after the first time; return their bytes, but for a base that is sent once. A call of all ranks of the policy."""
+        after the first time; return their bytes, but for a base that is sent once.
+
+        A call of all ranks of the policy.
+        """
         relay, names = self.relays[target], self._names(target, whole=target not in self._published)
         shapes = {name: self.held[name].shape for name in names}
         apart, rank = self.routes[target].adapters, self.context.rank
