@@ -587,6 +587,33 @@ class DoctorCommand(NamedTuple):
     as_json: JsonOption = False
 
 
+simulation = group("simulate", "Predict by simulation.")
+
+
+@command("rollout", "simulate:rollout", simulation)
+class SimulateRolloutCommand(NamedTuple):
+    """Compare synchronous and asynchronous rollouts of a recipe: speed, staleness, idle time.
+
+    As in: tilth simulate rollout addition-grpo --gpus 64 --device-type h100 --lengths runs/addition-grpo-001
+
+    Lengths of completions are drawn from the run or file with the recipe's seed. generate: devices with replicas, the
+    fastest of several divisions. Keys of --json: mode, generating, samples_per_minute, tokens_per_second, replica_idle,
+    trainer_idle, kv_use, staleness (updates -> share), load_wait, moves, seconds, lengths (mean tokens admitted and
+    trained).
+    """
+
+    name: RecipeArgument
+    gpus: Annotated[int, Option(min=2, help="devices in all")]
+    lengths: Annotated[
+        Path, Option(metavar="FILE|RUN", help="lengths in tokens, one a line or a JSON list; or a run that has sampled")
+    ]
+    overrides: OverridesArgument = None
+    device_type: Annotated[
+        str, Option(metavar="TYPE", help="a100-80g, h100, ..., a file TYPE.toml, or this machine: here")
+    ] = "here"
+    as_json: JsonOption = False
+
+
 guard = group("guard", "Find who stopped, slowed or falsified a job.")
 
 

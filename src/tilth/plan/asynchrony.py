@@ -229,7 +229,7 @@ class SimulatedReplica:
         self.peak = self.tokens
 
     def admit(self) -> None:
-        """Admit waiting rows as long as there is room, and compute their prefixes; of a group's prompt once."""
+        """Admit waiting rows while there is room, and compute prefixes; a group shares the cost of its prompt."""
         job = self.job
         while self.waiting:
             row = self.waiting[0]
@@ -403,8 +403,8 @@ class AsyncSimulation:
     def feed(self, index: int, time: float) -> None:
         """Give a replica rows: as many as it decodes at once, or, once it is empty, new weights and its share."""
         replica, partial = self.replicas[index], self.mode.staleness is not None
-        share = min(-(-self.job.ahead * self.job.samples // self.job.replicas), self.job.limits.rows)
-        wanted = share - replica.rows if partial else share * (not replica.rows)
+        share = -(-self.job.ahead * self.job.samples // self.job.replicas)
+        wanted = min(share, self.job.limits.rows) - replica.rows if partial else share * (not replica.rows)
         count = min(wanted, self.allowed())
         if count <= 0:
             return
