@@ -61,7 +61,7 @@ def records(count: int) -> list[dict[str, str]]:
 def policies(folder: Path, quick: bool) -> tuple[DecoderConfig, list[Weights], list[list[int]], int]:
     """Train, and return the policies after the first and the second epoch, the prompts, and the end token."""
     prompts, steps = (8, 2) if quick else (16, 4)
-    more = {"live": False, "train": {"threads": 1}, "optimizer": {"name": "muon", "lr": 3e-4}}
+    more: dict[str, Any] = {"live": False, "train": {"threads": 1}, "optimizer": {"name": "muon", "lr": 3e-4}}
     shape = {"family": "qwen3", "hidden": 96, "layers": 3, "heads": 4, "context": CONTEXT}
     base = tilth.train(
         "sorting", flow="sft", name="sft", model=shape, keys={"data.digits": 2, "data.length": LENGTH},
