@@ -20,7 +20,7 @@ from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
 from tilth.engines.protocol import EngineError
 from tilth.flows.group_filters import Keep
-from tilth.flows.ledger import Group, Ledger
+from tilth.flows.ledger import Ledger, SampleGroup
 from tilth.flows.replicas import Flight, Replicas
 from tilth.flows.sampler import Sampler, StepSamples
 from tilth.rewards.process_pool import Outcome
@@ -94,7 +94,7 @@ class AsyncSampler(Sampler):
             self._drop(_unkept(self.ledger.taken, batch, kept), "filter")
         return kept
 
-    def _consume(self, ledger: Ledger) -> list[tuple[Group, Flight]]:
+    def _consume(self, ledger: Ledger) -> list[tuple[SampleGroup, Flight]]:
         """Log what the step learns from, in the order of its rows; return it."""
         found = [(one, self._flights.pop(one.first)) for one in ledger.taken]
         for group, flight in found:
@@ -152,7 +152,7 @@ class AsyncSampler(Sampler):
         first = self._advance("samples", count * group)
         self._send(ledger.begin(indices.tolist(), first, group, self._published))
 
-    def _send(self, groups: Sequence[Group], *, again: bool = False) -> None:
+    def _send(self, groups: Sequence[SampleGroup], *, again: bool = False) -> None:
         """Hand groups to the replicas, each with a lease of its own. again: the log has their begin."""
         replicas = self._replicas()
         for group in groups:
@@ -282,7 +282,7 @@ class AsyncSampler(Sampler):
 
     # ---- metrics ----
 
-    def _measure(self, ledger: Ledger, replicas: Replicas, taken: Sequence[tuple[Group, Flight]]) -> None:
+    def _measure(self, ledger: Ledger, replicas: Replicas, taken: Sequence[tuple[SampleGroup, Flight]]) -> None:
         """Add how far the step's samples are behind, and who has waited."""
         add, now = self.metrics.add, time.monotonic()
         tokens, spans, behind = Counter[int](), list[int](), list[int]()
@@ -310,7 +310,7 @@ class AsyncSampler(Sampler):
         self._waited, self._since = 0.0, now
 
 
-def _unkept(groups: Iterable[Group], drawn: Batch, kept: Batch) -> list[int]:
+def _unkept(groups: Iterable[SampleGroup], drawn: Batch, kept: Batch) -> list[int]:
     """Return the first ids of groups among the drawn ones of which no sample is kept."""
     all_of_them, left = set(drawn["id"].tolist()), set(kept["id"].tolist())
     return [g.first for g in groups if g.first in all_of_them and left.isdisjoint(range(g.first, g.stop))]

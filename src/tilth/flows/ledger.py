@@ -16,7 +16,7 @@ from tilth.runs.state import RunState
 
 
 @dataclass(eq=False)
-class Group:
+class SampleGroup:
     """Samples of one prompt: ``size`` ids that count up from ``first``. version: of the policy when it was begun;
     place: in the order in which groups have ended, -1: in flight."""
 
@@ -43,9 +43,9 @@ class Ledger:
         state: what is committed."""
         self.bound, self.batch, self.fresh = bound, batch, fresh
         self.most = (buffer if bound is None else bound + 1) * batch
-        self.open: dict[int, Group] = {}
+        self.open: dict[int, SampleGroup] = {}
         """Groups that are in flight or wait, by their first id."""
-        self.taken: list[Group] = []
+        self.taken: list[SampleGroup] = []
         """Those of the step under way."""
         self.wanted = self.later = 0
         """Groups that this step still takes, and later ones of the phase."""
@@ -102,14 +102,14 @@ class Ledger:
 
     def begin(
         self, prompts: Sequence[int], first: int, size: int, version: int | None = None, *, again: bool = False
-    ) -> list[Group]:
+    ) -> list[SampleGroup]:
         """Begin a group of each prompt, ids from ``first`` on. version: of the engines, default: of the policy; again:
         of those that a resume asks for once more.
 
         DataError [experience.capacity] beyond the bound: nothing may begin that a step could not take in time.
         """
         version = self.version if version is None else version
-        made = [Group(first + i * size, size, prompt, version) for i, prompt in enumerate(prompts)]
+        made = [SampleGroup(first + i * size, size, prompt, version) for i, prompt in enumerate(prompts)]
         self.begun += len(made)
         if self.bound is not None and self.begun - self.lost > (self.steps + self.bound + 1) * self.batch:
             raise DataError(
@@ -124,16 +124,16 @@ class Ledger:
             self.open[group.first] = group
         return made
 
-    def end(self, first: int) -> Group:
+    def end(self, first: int) -> SampleGroup:
         """Note that all samples of a group have ended."""
         group = self.open[first]
         group.place, self._ended = self._ended, self._ended + 1
         self.ended.add(group.first, group.stop)
         return group
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[SampleGroup]:
         """Return groups for the step, in the order of their ids; none while it has to wait for some."""
-        count, chosen = min(self.wanted, len(self.open)), list[Group]()
+        count, chosen = min(self.wanted, len(self.open)), list[SampleGroup]()
         ready = [group for group in self.open.values() if group.place >= 0]
         ready.sort(key=lambda g: (-g.version, -g.first) if self.fresh else (g.place, 0))
         left = {g.first: self.bound - self.age(g.version) for g in self.open.values()} if self.bound is not None else {}
@@ -154,9 +154,9 @@ class Ledger:
         self.wanted = 0
         return chosen
 
-    def drop(self, firsts: Iterable[int]) -> list[Group]:
+    def drop(self, firsts: Iterable[int]) -> list[SampleGroup]:
         """Drop groups that are open or taken; they count no more."""
-        wanted, found = set(firsts), list[Group]()
+        wanted, found = set(firsts), list[SampleGroup]()
         found += [group for first, group in self.open.items() if first in wanted]
         found += [group for group in self.taken if group.first in wanted]
         self.taken = [group for group in self.taken if group.first not in wanted]
@@ -167,7 +167,7 @@ class Ledger:
         self.lost += len(found)
         return found
 
-    def done(self) -> list[Group]:
+    def done(self) -> list[SampleGroup]:
         """Note that the step has learned from what it has taken; return that."""
         taken, self.taken = self.taken, []
         for group in taken:
@@ -176,7 +176,7 @@ class Ledger:
         self.steps += bool(taken)
         return taken
 
-    def _once(self, group: Group) -> None:
+    def _once(self, group: SampleGroup) -> None:
         """Raise DataError [experience.once] for a group that was consumed or dropped before."""
         if group.first in self.consumed or group.first in self.dropped:
             raise DataError(

@@ -56,7 +56,7 @@ class Ended(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """What ``RolloutWorker.set_aside`` keeps: samples in flight, samples that have ended, and how both are drawn."""
+    """Samples in flight, and others that have ended, of ``RolloutWorker.set_aside``, and how both are drawn."""
 
     flying: list[Trajectory]
     ended: dict[int, Played]
