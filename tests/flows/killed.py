@@ -31,7 +31,13 @@ EPISODES = {
     "train": {"parity": True},
 }  # fmt: skip
 """Parity: an answer may come sooner or later, and no number may depend on it."""
-FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES}
+BEHIND = {
+    "supervised": {"steps": 0},
+    "model": {"context": 48},
+    "rollout": {"staleness": 2, "max_tokens": 40, "group": 2, "max_rows": 16},
+    "run": {"save_every": 2},
+}
+FLOWS = {"grpo": {}, "ppo": PPO, "episodes": EPISODES, "behind": BEHIND}
 POINTS = {
     "generating": (Engine, "poll"),
     "training": (Optimizers, "step"),

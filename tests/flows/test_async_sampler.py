@@ -2,12 +2,14 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_episodes import Falls
+from tests.flows.test_resume import kill_and_resume
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.core.errors import PluginError, RecipeError
 from tilth.data.trajectories import read_trajectories
@@ -206,3 +208,20 @@ def test_samples_that_are_behind_teach_what_others_teach(tmp_path):
         ends[staleness] = sum(rewards[-5:]) / 5
         assert ends[staleness] > 5 * rewards[0]
     assert all(abs(end - ends[0]) < 0.2 * ends[0] for end in ends.values()), ends
+
+
+STRIKES = [("generating", 60), ("training", 4), ("publishing", 5), ("committing", 4), ("flushing", 3), ("renaming", 2)]
+
+
+@pytest.mark.parametrize(
+    ("point", "call"), [STRIKES[2], *(pytest.param(*s, marks=pytest.mark.slow) for s in STRIKES if s != STRIKES[2])]
+)
+def test_a_run_that_is_killed_consumes_each_sample_once(tmp_path, point, call):
+    """Wherever it is killed: between the log, the books and the checkpoint too."""
+    kill_and_resume(tmp_path, point, call, "behind")
+    result = SimpleNamespace(directory=tmp_path / "tiny-001")
+    check_once(result, 6)
+    log = RunReplay(result.directory / EVENTS)
+    consumed = [one.id for step in range(1, 7) for one in log.batch(step)]
+    assert sorted(consumed) == sorted(rows(result)) and len(set(consumed)) == len(consumed)
+    assert max(record["staleness/max"] for record in read_metrics(result.directory)) <= 2
