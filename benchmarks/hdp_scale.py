@@ -32,7 +32,7 @@ import numpy as np
 from driver import benchmark_parser, write_rows
 
 from tilth.plan.devices import DEVICES
-from tilth.plan.offload import OffloadLimits
+from tilth.plan.offload import HostRates, OffloadLimits
 from tilth.plan.packing import micro_batches
 from tilth.plan.schedule import Rounds, Unit, loads, schedule
 
@@ -238,9 +238,8 @@ def planned(job: Job, lengths: np.ndarray, how: str) -> Rounds:
     limits = OffloadLimits(
         layers=int(job.stage),
         per_token=ACTIVATIONS * job.model.hidden / job.model.tp,
-        bandwidth=job.machine.host,
-        host=job.machine.host_memory,
-        seconds=lambda n: attention(job, n) / (1 + BACKWARD) + products(job, n) / 3,
+        work=lambda n: attention(job, n) / (1 + BACKWARD) + products(job, n) / 3,
+        rates=HostRates(job.machine.host, job.machine.host_memory, 1.0),  # work is in seconds
     )
     return schedule(
         lengths,

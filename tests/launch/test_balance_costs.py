@@ -11,13 +11,15 @@ from tests.errors import raises
 from tests.flows import tiny
 from tests.launch.laws import costs_of, times_of
 from tilth.cluster.controller.balance import RowBalance
+from tilth.cluster.protocol import Transfer
 from tilth.core.errors import DataError, StorageError
 from tilth.launch import balance_costs
 from tilth.launch.balance_costs import ENOUGH, OWN, PROFILE, CostFits, better, cached, fitted, micro_batches
 from tilth.models.family import new_config
-from tilth.plan.batch import MicroBatchLimits, RowTable
+from tilth.plan.batch import MicroBatchLimits, RowTable, plan_batch
 from tilth.plan.costs import load_costs, save_costs
-from tilth.runs.costs import COSTS, read_costs
+from tilth.plan.offload import HostRates, OffloadLimits
+from tilth.runs.costs import COSTS, OFFLOAD, read_costs, read_rates
 from tilth.runs.readers import read_metrics
 
 LAW = (2e-6, 3e-9, 1e-3)
@@ -203,6 +205,37 @@ def test_a_profile_takes_the_shortest_of_its_tries_and_ends_in_time(tmp_path, mo
     ranks = dict(found.ranks)
     assert ranks[1] / ranks[0] == pytest.approx(2, rel=1e-6)
     assert clock[0] < 20 and max(calls) < 50_000
+
+
+def test_rates_of_offloading_are_recorded_once_and_all_roles_follow_them(tmp_path):
+    """Another rate, of another role or after a resume, would place rows on other ranks; without units it may."""
+    many, few = (OffloadLimits(8, 1.0, np.square, HostRates(1.0, 1e9, flops)) for flops in (1.0, 1e9))
+    placed = {"cluster": {"backend": "local", "workers": 4}, "train": {"offload": "auto", "device": "cuda"}}
+
+    def resumed(folder, measured, **layout):
+        fits, balance, run = begun(folder, **placed, policy={"layout": layout})
+        planned = Transfer("plan", "merge", limits=MicroBatchLimits(50, offload=measured))
+        fits._parts.roles.policy = SimpleNamespace(methods={"save": Transfer("all", "all"), "learn": planned})
+        fits.on_run_start(run)
+        return balance.planner(1)
+
+    def ranks(plan, own):
+        table = RowTable(np.full(4, 200), *np.zeros((2, 4), np.int64))
+        found = plan(table, None, 4, MicroBatchLimits(50, offload=own), units=4).ranks[0].learn[0].ranks
+        return len(found) or 1
+
+    for name, first, wide in (("many", many, 1), ("few", few, 4)):
+        (tmp_path / name).mkdir()
+        plans = [resumed(tmp_path / name, each, hdp=4) for each in (first, many, few)]
+        assert {ranks(plan, own) for plan in plans for own in (many, few, 0.0)} == {wide}
+        assert read_rates(tmp_path / name) == first.rates
+    assert ranks(plan_batch, many) == 1 and ranks(plan_batch, few) == 4
+    (tmp_path / "none").mkdir()
+    resumed(tmp_path / "none", many, dp=4)
+    assert read_rates(tmp_path / "none") is None
+    (tmp_path / "few" / OFFLOAD).write_text('{"bandwidth": 1, "host": 0, "flops": 1}')
+    with raises(DataError, OFFLOAD):
+        resumed(tmp_path / "few", many, hdp=4)
 
 
 def test_the_ring_of_units_is_measured_followed_and_kept(tmp_path, monkeypatch):

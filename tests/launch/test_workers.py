@@ -84,10 +84,10 @@ def test_what_moves_to_the_host_is_decided_by_sizes_rates_and_memory(monkeypatch
     sharded = ShardedModel.alone(Decoder(config))
     engine = workers.train_engine(recipe, sharded, recipe.optimizer)
     limits = pickle.loads(pickle.dumps(engine.limits)).offload
-    assert (limits.layers, limits.bandwidth) == (5, 1e6) and 0 < limits.host < psutil.virtual_memory().total
+    assert (limits.layers, limits.rates.bandwidth) == (5, 1e6) and 0 < limits.rates.host < psutil.virtual_memory().total
     lengths = np.array([10, 500])
     whole = [sequence_flops(config, n).forward - 2 * n * 8 * 8 for n in lengths]  # without the head
-    assert limits.seconds(lengths) == pytest.approx(np.array(whole) / 5 / 1e9)
+    assert limits.work(lengths) == pytest.approx(np.array(whole) / 5) and limits.rates.flops == 1e9
     assert 8 * 4 * 2 < limits.per_token < 8 * 4 * 100 and sharded.model.offload is not None
     assert [engine.limits.moved(n) for n in (1000, 2000)] == [0.0, pytest.approx(5 / 6)]
     plain = workers.train_engine(

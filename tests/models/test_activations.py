@@ -207,12 +207,22 @@ def test_a_value_model_takes_the_policy_of_its_decoder():
     assert ValueModel(decoder).checkpointing == "selective"
 
 
+UNLIKE = [
+    "flow=ppo",
+    "cluster.backend=local",
+    "cluster.workers=4",
+    "policy.layout={hdp = 2, pp = 2}",
+    "critic.layout.hdp=4",
+]
+"""A critic with all layers on a rank, beside a policy with half of them."""
+
+
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
         (["train.offload=1", "train.device=cpu"], "train.offload.device"),
         (["train.offload=auto", "train.device=cpu"], "train.offload.device"),
-        (["train.offload=auto", "train.device=cuda", "policy.layout.hdp=2"], "train.offload.auto"),
+        (["train.offload=auto", "train.device=cuda", *UNLIKE], "train.offload.auto"),
         (["train.offload=0.5", "train.checkpointing=true"], "train.offload"),
         (["train.offload=1.5"], "train.offload"),
         (["train.offload=most"], "train.offload"),

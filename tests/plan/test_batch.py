@@ -21,10 +21,10 @@ from tilth.plan.batch import (
     plan_batch,
     plan_rows,
 )
-from tilth.plan.offload import OffloadLimits
+from tilth.plan.offload import HostRates, OffloadLimits
 from tilth.plan.packing import divide, micro_batches
 
-HOST = OffloadLimits(6, 1.0, 1.0, 1e9, np.zeros_like)
+HOST = OffloadLimits(6, 1.0, np.zeros_like, HostRates(1.0, 1e9, 1.0))
 PROMPTS = [[1], [1, 2], [1, 2, 3, 4, 5, 6, 7, 8], [9] * 12]
 SAMPLES = st.lists(
     st.tuples(st.sampled_from(PROMPTS), st.integers(0, 9), st.integers(0, 3)), max_size=24

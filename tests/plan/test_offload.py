@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilth.plan.offload import OffloadLimits, fewest_ranks, ranks_needed, ratios
+from tilth.plan.offload import HostRates, OffloadLimits, fewest_ranks, ranks_needed, ratios
 
 CAPACITY = 64
 
 
 def limits_of(layers=8, bandwidth=40.0, host=np.inf):
     """A layer of 2 bytes for a token, whose seconds grow with the square of the length."""
-    return OffloadLimits(layers, 2.0, bandwidth, host, lambda n: 0.01 * n + n**2 / 4096)
+    return OffloadLimits(layers, 2.0, lambda n: 0.04 * n + n**2 / 1024, HostRates(bandwidth, host, 4.0))
 
 
 def searched(length, limits):
@@ -21,9 +21,10 @@ def searched(length, limits):
     needed = ranks_needed(np.full(len(shares), length), CAPACITY, limits, shares)
     moved = shares * (limits.layers - 2) * limits.per_token * length / needed
     hidden = (
-        shares * limits.per_token * length / limits.bandwidth <= limits.seconds(np.array([float(length)]))[0] + 1e-9
+        shares * limits.per_token * length / limits.rates.bandwidth
+        <= limits.work(np.array([float(length)]))[0] / limits.rates.flops + 1e-9
     )
-    allowed = hidden & (moved <= limits.host + 1e-6)
+    allowed = hidden & (moved <= limits.rates.host + 1e-6)
     best = needed[allowed].min()
     return best, shares[allowed & (needed == best)].min()
 
@@ -56,7 +57,7 @@ def test_ranks_do_not_grow_with_the_share(length, shares):
 
 def test_a_longer_sequence_may_need_fewer_ranks():
     """The example of the paper's constants: half of 128K rows move, and all of 256K."""
-    limits = OffloadLimits(32, 1.0, 1.0, np.inf, lambda n: n * np.where(n > 200_000, 1.0, 0.5))
+    limits = OffloadLimits(32, 1.0, lambda n: n * np.where(n > 200_000, 1.0, 0.5), HostRates(1.0, np.inf, 1.0))
     assert fewest_ranks(np.array([131_072, 262_144]), 8192, limits).tolist() == [9, 2]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.work import work_of
 from tilth.core.errors import PlanError
-from tilth.plan.offload import OffloadLimits
+from tilth.plan.offload import HostRates, OffloadLimits
 from tilth.plan.schedule import loads, schedule
 
 CAPACITY = 16
@@ -24,7 +24,7 @@ def seconds(lengths):
 
 
 def limits_of(host=np.inf):
-    return OffloadLimits(8, 1.0, 0.5, host, seconds)
+    return OffloadLimits(8, 1.0, seconds, HostRates(0.5, host, 1.0))
 
 
 @st.composite

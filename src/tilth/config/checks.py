@@ -167,11 +167,11 @@ def _parity(recipe: Recipe) -> Refusals:
         yield "train.offload.device", "moves activations to host memory, where train.device = cpu has them; set it to 0"
     if recipe.cluster.costs and t.balance == "none":
         yield "cluster.costs", "has costs that train.balance = none leaves out; leave one of them out"
-    if t.offload == "auto" and (hdp := recipe.policy.layout.hdp) > 1:
-        yield (
-            "train.offload.auto",
-            f"decides by measured rates on how many of layout.hdp = {hdp} ranks a row is; use a share",
-        )
+    for role, layout in learners(recipe).items() if t.offload == "auto" else ():
+        if layout.hdp > 1 and layout.pp != recipe.policy.layout.pp:
+            here, there = f"{ROLES[role].key}.layout.pp = {layout.pp}", f"policy.layout.pp = {recipe.policy.layout.pp}"
+            why = f"places rows by the layers of the policy's ranks, {there}, and {here}; use one number, or a share"
+            yield "train.offload.auto", why
     if t.offload and t.checkpointing:
         yield "train.offload", f"with train.checkpointing = {t.checkpointing}: choose one of them"
     if not t.parity:

@@ -16,6 +16,7 @@ import numpy as np
 from tilth.cluster.controller.balance import ROLE, PassTime
 from tilth.cluster.controller.cluster import Cluster
 from tilth.cluster.controller.group import WorkerGroup
+from tilth.config.checks import learners
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, StorageError
 from tilth.core.files import make_folder, writing
@@ -25,7 +26,8 @@ from tilth.launch.fitting import resolved
 from tilth.models.config import DecoderConfig
 from tilth.plan.cost_fit import error, fit_compute
 from tilth.plan.costs import LEARN, Compute, Costs, Error, as_dict, load_costs, save_costs
-from tilth.runs.costs import COSTS, CostFit, read_costs, record_costs
+from tilth.plan.offload import OffloadLimits
+from tilth.runs.costs import COSTS, CostFit, read_costs, read_rates, record_costs, record_rates
 from tilth.runs.environment import environment
 from tilth.runs.files import to_json
 
@@ -51,6 +53,7 @@ class CostFits(Callback):
     def on_run_start(self, run: RunView) -> None:
         """Follow the costs on record; without any those of a file, the cache or a profile. DataError: a file lacks the
         policy's passes."""
+        self._follow_rates(run)
         if self._balance.by != "cost":
             return
         recipe, folder = self._parts.recipe, run.directory.path
@@ -69,6 +72,19 @@ class CostFits(Callback):
                 self._balance.use(fit.step, fit.costs)
         run.say(described(fits[-1]))
         self._balance.collects = not recipe.cluster.costs and all(fit.source != OWN for fit in fits)
+
+    def _follow_rates(self, run: RunView) -> None:
+        """Place rows of all roles by one set of rates: those on record, else those that the policy has measured."""
+        recipe, folder = self._parts.recipe, run.directory.path
+        if recipe.train.offload != "auto" or all(layout.hdp == 1 for layout in learners(recipe).values()):
+            return
+        limits = next(how.limits for how in self._parts.roles.policy.methods.values() if how.limits is not None)
+        assert isinstance(limits.offload, OffloadLimits)  # train.offload is auto
+        rates = read_rates(folder)
+        if rates is None:
+            rates = limits.offload.rates
+            record_rates(folder, rates)
+        self._balance.offload = limits.offload._replace(rates=rates)
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Fit the costs on the steps so far, if they are enough; keep those before if these predict no better."""

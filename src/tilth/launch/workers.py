@@ -31,11 +31,11 @@ from tilth.models.value import HEAD
 from tilth.parallel.dims import ParallelDims, join
 from tilth.parallel.reshard import whole_layout
 from tilth.parallel.sharded import ShardedModel, shard
-from tilth.plan.flops import layer_seconds
+from tilth.plan.flops import layer_flops
 from tilth.plan.layout import layouts, policy_layouts, tp_part
 from tilth.plan.lora import is_adapter
 from tilth.plan.memory import has_relay
-from tilth.plan.offload import OffloadLimits
+from tilth.plan.offload import HostRates, OffloadLimits
 from tilth.plan.working import LargestMicroBatch, ShardFactors, layer_bytes
 from tilth.rewards.process_pool import RewardPool
 from tilth.roles.critic import CriticWorker
@@ -372,5 +372,5 @@ def offload_limits(recipe: Recipe, sharded: ShardedModel) -> OffloadLimits:
     micro = LargestMicroBatch(t.micro_tokens, t.micro_tokens, t.micro_tokens, False, 1.0)
     size = layer_bytes(recipe, ShardFactors(0, 0, shape, 0, sharded.spread), t.micro_tokens, micro) / t.micro_tokens
     host = HOST_PART * psutil.virtual_memory().available / max(1, torch.cuda.device_count())
-    seconds = partial(layer_seconds, shape, measured_flops(device, DTYPES[t.precision]))
-    return OffloadLimits(layers, size, host_bandwidth(device), host, seconds)
+    rates = HostRates(host_bandwidth(device), host, measured_flops(device, DTYPES[t.precision]))
+    return OffloadLimits(layers, size, partial(layer_flops, shape), rates)

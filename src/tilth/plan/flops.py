@@ -47,10 +47,10 @@ def pass_flops(shape: DecoderShape, tokens: int, pairs: int, head: bool = True, 
     return Flops(tokens * one.forward, tokens * one.backward)
 
 
-def layer_seconds(shape: DecoderShape, rate: float, lengths: np.ndarray) -> np.ndarray:
-    """Return the seconds of one layer's forward pass over each sequence at ``rate`` FLOP/s: float64 [n]."""
+def layer_flops(shape: DecoderShape, lengths: np.ndarray) -> np.ndarray:
+    """Return the FLOPs of one layer's forward pass over each sequence: float64 [n]."""
     passes = [pass_flops(shape, n, n * (n + 1) // 2, head=False).forward for n in np.asarray(lengths).tolist()]
-    return np.array(passes, np.float64) / (shape.num_layers * rate)
+    return np.array(passes, np.float64) / shape.num_layers
 
 
 def attended(lengths: np.ndarray, window: int | None = None) -> int:

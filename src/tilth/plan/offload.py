@@ -6,14 +6,27 @@ moves.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 RESIDENT = 2
 """Layers whose activations stay on the device."""
+Positive = Annotated[float, Field(gt=0)]
 NEARLY = 1e-9
 """Part of a rank by which rounding may exceed a whole number of ranks."""
+
+
+class HostRates(NamedTuple):
+    """Measured of one rank's device and its host."""
+
+    bandwidth: Positive
+    """Bytes a second to the host and back, the slower of both."""
+    host: Positive
+    """Bytes of host memory for one rank."""
+    flops: Positive
+    """Matrix products, FLOP/s."""
 
 
 class OffloadLimits(NamedTuple):
@@ -23,12 +36,9 @@ class OffloadLimits(NamedTuple):
     """Layers of the rank."""
     per_token: float
     """Bytes of one layer's activations for each token; what is constant is on every rank alike."""
-    bandwidth: float
-    """Bytes a second to the host and back, the slower of both."""
-    host: float
-    """Bytes of host memory for one rank."""
-    seconds: Callable[[np.ndarray], np.ndarray]
-    """Lengths [n] -> seconds of one layer's forward pass over each sequence on one rank."""
+    work: Callable[[np.ndarray], np.ndarray]
+    """Lengths [n] -> FLOPs of one layer's forward pass over each sequence on one rank."""
+    rates: HostRates
 
     def movable(self, lengths: np.ndarray) -> np.ndarray:
         """Return the greatest share of the rows that can move while a layer computes, float64 [n].
@@ -36,7 +46,8 @@ class OffloadLimits(NamedTuple):
         Compute and bytes of a rank are both the part of a sequence that it has, so the share is that of any number of
         ranks.
         """
-        return np.minimum(1.0, self.seconds(lengths) * self.bandwidth / (self.per_token * np.maximum(lengths, 1)))
+        seconds = self.work(lengths) / self.rates.flops
+        return np.minimum(1.0, seconds * self.rates.bandwidth / (self.per_token * np.maximum(lengths, 1)))
 
 
 def ranks_needed(lengths: np.ndarray, capacity: int, limits: OffloadLimits, ratio: np.ndarray | float) -> np.ndarray:
@@ -54,7 +65,7 @@ def fewest_ranks(lengths: np.ndarray, capacity: int, limits: OffloadLimits | Non
     if limits is None or limits.layers <= RESIDENT:
         return alone
     spared = ranks_needed(lengths, capacity, limits, limits.movable(lengths))
-    held = _ceil(lengths / (capacity + limits.host / (limits.layers * limits.per_token)))
+    held = _ceil(lengths / (capacity + limits.rates.host / (limits.layers * limits.per_token)))
     return np.where(lengths > capacity, np.minimum(alone, np.maximum(spared, held)), alone)
 
 

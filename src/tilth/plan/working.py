@@ -29,7 +29,7 @@ from tilth.plan.kernels import (
     round_up,
     slots_for,
 )
-from tilth.plan.offload import OffloadLimits, ratios
+from tilth.plan.offload import HostRates, OffloadLimits, ratios
 from tilth.plan.shape import DecoderShape, cached_widths, kv_bytes, layer_width, matrices, routing_bytes
 
 FP32 = 4
@@ -327,7 +327,7 @@ def _moved(recipe: Recipe, cut: ShardFactors, micro: LargestMicroBatch) -> float
     """Return the share of the activations' rows that moves to the host."""
     if recipe.train.offload != "auto":
         return recipe.train.offload
-    limits = OffloadLimits(cut.layers, 1.0, math.inf, math.inf, np.zeros_like)
+    limits = OffloadLimits(cut.layers, 1.0, np.zeros_like, HostRates(math.inf, math.inf, math.inf))
     return float(ratios(np.array([micro.computed * cut.tokens]), 1, recipe.train.micro_tokens, limits)[0])
 
 

@@ -1,18 +1,24 @@
 """Record of the costs that a run balances rows by, so that a resume places rows as the run did.
 
 costs.jsonl   one line for each change: the first step that follows it, where the costs come from, and the costs
+offload.json  rates by which train.offload = auto decides on how many ranks a row is
 """
 
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from tilth.core.errors import DataError
+from tilth.core.files import atomic_write
 from tilth.core.lines import Lines, read_lines
 from tilth.plan.costs import Costs, as_dict, parse_costs
+from tilth.plan.offload import HostRates
 from tilth.runs.files import to_json
 
 COSTS = "costs.jsonl"
+OFFLOAD = "offload.json"
 
 
 class CostFit(NamedTuple):
@@ -40,3 +46,21 @@ def read_costs(run: Path) -> list[CostFit]:
             raise DataError(message, key=f"{COSTS}.{number}")
         found.append(CostFit(step, source, parse_costs(line.get("costs"), run / COSTS, f".{number}")))
     return found
+
+
+def record_rates(run: Path, rates: HostRates) -> None:
+    """Write the rates of a run, before a step follows them. StorageError."""
+    with atomic_write(run / OFFLOAD) as temporary:
+        temporary.write_text(to_json(rates._asdict()))
+
+
+def read_rates(run: Path) -> HostRates | None:
+    """Return the rates of a run; None before they are recorded. DataError for a damaged record."""
+    path = run / OFFLOAD
+    if not path.exists():
+        return None
+    try:
+        return TypeAdapter(HostRates).validate_json(path.read_bytes())
+    except ValidationError as error:
+        message = f"{path} is damaged: {error.errors()[0]['msg']}; without it no step can be placed again"
+        raise DataError(message, key=OFFLOAD) from error

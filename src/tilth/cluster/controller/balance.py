@@ -6,15 +6,17 @@ its rows on the same ranks.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilth.core.errors import DataError
-from tilth.plan.batch import BatchPlan, RankLoad, plan_batch
+from tilth.plan.batch import BatchPlan, MicroBatchLimits, RankLoad, RowTable, plan_batch
 from tilth.plan.costs import Costs
+from tilth.plan.offload import OffloadLimits
 from tilth.plan.schedule import Balance
 
 ROLE = "policy"
@@ -50,6 +52,8 @@ class RowBalance:
         self.by, self.measures, self.collects = by, measures, False
         self.times: list[PassTime] = []
         """Times of calls, while ``collects``."""
+        self.offload: OffloadLimits | None = None
+        """What decides on how many ranks a row is, in calls of all roles whose ranks make units; None: each role's."""
         self._fits: list[tuple[int, Costs]] = []
         self._figures: list[tuple[str, float]] = []
 
@@ -60,13 +64,14 @@ class RowBalance:
 
     def planner(self, step: int) -> Callable[..., BatchPlan]:
         """Return ``plan_batch`` by what holds at a step. Raises DataError if there are no costs yet."""
+        plan = plan_batch if self.offload is None else partial(_plan_alike, self.offload)
         if self.by != "cost":
-            return partial(plan_batch, balance=self.by)
+            return partial(plan, balance=self.by)
         if not self._fits:
             message = "train.balance = 'cost' has no costs yet: a plan was asked for before the run began"
             raise DataError(message, key="train.balance.early")
         costs = [costs for first, costs in self._fits if first <= step or first == self._fits[0][0]][-1]
-        return partial(plan_batch, balance=self.by, costs=costs.rows(ROLE), ring=costs.ring)
+        return partial(plan, balance=self.by, costs=costs.rows(ROLE), ring=costs.ring)
 
     def note(self, role: str, step: int, loads: Sequence[RankLoad], sums: Sequence[dict[str, list[float]]]) -> None:
         """Add a call that has learned: the planned work of its ranks, and the sums of their spans."""
@@ -86,6 +91,13 @@ class RowBalance:
         with self._lock:
             found, self._figures = self._figures, []
         return found
+
+
+def _plan_alike(
+    offload: OffloadLimits, table: RowTable, groups: np.ndarray | None, ranks: int, limits: MicroBatchLimits, **how: Any
+) -> BatchPlan:
+    """Plan a call; units of ranks by ``offload`` in place of the role's own."""
+    return plan_batch(table, groups, ranks, replace(limits, offload=offload) if how["units"] > 1 else limits, **how)
 
 
 def spread(loads: Sequence[RankLoad]) -> float:
