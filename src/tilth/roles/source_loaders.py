@@ -320,6 +320,7 @@ class _Pump:
                     self._lose(place, child, f"it {what} for {OPENING if child.opening else self._silence:g} s")
             for place in self._places:
                 self._staff(place)
+            for place in self._places:
                 self._feed(place)
             self._places = [place for place in self._places if place.wanted or place.team]
             self._changed.notify_all()
@@ -350,7 +351,9 @@ class _Pump:
 
     def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
         """Ask another one for what a loader has not made. Raises ``DataError`` if one is lost too often."""
-        place.waiting.extendleft(reversed(child.flying))
+        for request in reversed(child.flying):  # also of sources that are not loaded here any more
+            able = place if request.source in place.wanted else self._place_of(request.source)
+            able.waiting.appendleft(request)
         place.lost[loads := child is place.team[0]] += 1
         place.team.remove(child)
         self._pool.children.remove(child)
