@@ -33,16 +33,23 @@ def made(rank: int, tp: int, changes: dict[str, Any], seed: int = 0, ep: int = 1
     return engine
 
 
+def generated(engine: Engine, requests: int, again: bool) -> list[Trajectory]:
+    """What an engine says; again: the second time, led by drafts of the first."""
+    asked = make_requests(requests, vocab=engine.config.vocab_size)
+    found = engine.generate(asked)
+    return engine.generate(asked) if again else found
+
+
 def spoken(rank: int, tp: int, changes: dict[str, Any], requests: int, **options: Any) -> dict[str, Any]:
     """What the ranks of one engine say, and what each holds."""
     engine = made(rank, tp, changes, **options)
-    found = engine.generate(make_requests(requests, vocab=engine.config.vocab_size))
+    found = generated(engine, requests, again="draft" in options)
     parameters = dict(engine.named_parameters())
     return {
         "said": found,
         "heads": engine._staging.keys[0].shape[1],
         "elements": sum(p.numel() for p in parameters.values()),
-        "stats": (engine.stats().decoded_tokens, engine.stats().preemptions),
+        "stats": (engine.stats().decoded_tokens, engine.stats().preemptions, engine.stats().accepted_tokens),
     }
 
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from tests.engines.divided import config_of
-from tests.engines.reference import CONFIG, make_engine, make_model, make_requests
+from tests.engines.divided import config_of, generated
+from tests.engines.reference import CONFIG, make_engine, make_model
 from tests.errors import raises
+from tilth.config.schema import DraftConfig
 from tilth.core.errors import ModelError
 from tilth.core.layout import Mesh
 from tilth.engines.engine import Engine, EngineError
@@ -19,6 +20,7 @@ CASES = {
     "preemption": (2, {}, {"max_rows": 16, "kv_tokens": 320, "step_tokens": 40}),
     "one key head": (2, {"num_kv_heads": 1}, {}),
     "experts": (2, EXPERTS, {}),
+    "drafts": (2, {}, {"draft": DraftConfig()}),
     "odd vocabulary, untied": (2, {"vocab_size": 97, "tie_embeddings": False}, {}),
 }
 FOUR = {
@@ -43,7 +45,7 @@ def compare(pool, tp, changes, options, requests=16, ep=1):
     config = config_of(changes)
     model = make_model(config)
     alone = make_engine(model, **options)
-    wanted = alone.generate(make_requests(requests, vocab=config.vocab_size))
+    wanted = generated(alone, requests, again="draft" in options)
     for rank in found:
         for mine, first, other in zip(rank["said"], found[0]["said"], wanted, strict=True):
             assert mine.tokens.tolist() == first.tokens.tolist() == other.tokens.tolist()
@@ -51,7 +53,9 @@ def compare(pool, tp, changes, options, requests=16, ep=1):
             assert np.array_equal(mine.logprobs, first.logprobs), "bits differ between ranks"
             np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=3e-5)
         assert rank["heads"] == (1 if config.latents else max(1, config.num_kv_heads // tp))
-        assert rank["stats"] == (alone.stats().decoded_tokens, alone.stats().preemptions)
+        counts = alone.stats()
+        assert rank["stats"] == (counts.decoded_tokens, counts.preemptions, counts.accepted_tokens)
+        assert ("draft" in options) == (counts.accepted_tokens > 0)
     held, whole = [rank["elements"] for rank in found], sum(p.numel() for p in model.parameters())
     assert max(held) < whole and sum(held) >= whole
 
