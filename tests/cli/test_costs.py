@@ -59,7 +59,7 @@ def test_json_and_file_say_the_same(run, tmp_path):
     result = call(run, "--save", path, "--json")
     assert result.exit_code == 0
     said = json.loads(result.stdout)
-    assert list(said) == ["format", "version", "about", "compute", "links", "left"]
+    assert list(said) == ["format", "version", "about", "compute", "links", "left", "ring"]
     assert said == json.loads(path.read_text())
     assert [(c["role"], c["op"], c["count"]) for c in said["compute"]] == [
         ("policy", "forward", 40), ("policy", "optimizer", 20),

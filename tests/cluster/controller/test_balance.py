@@ -1,5 +1,7 @@
 """Balance of a run's calls: which costs hold at which step, and figures beside their definitions."""
 
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from tests.errors import raises
 from tests.launch.laws import costs_of
 from tilth.cluster.controller.balance import FEW, RowBalance, idle, padding, spread
 from tilth.core.errors import DataError
-from tilth.plan.batch import RankLoad, token_costs
+from tilth.plan.batch import RankLoad, plan_batch, token_costs
 
 LOADS = st.lists(st.lists(st.integers(1, 50), max_size=4), min_size=1, max_size=5).filter(any)
 
@@ -43,16 +45,23 @@ def test_nothing_to_do_is_even():
     assert spread([load()]) == padding([load(), load()]) == idle(np.zeros(3)) == 0
 
 
+def followed(balance, step):
+    """The costs by which calls of a step are planned."""
+    plan = balance.planner(step)
+    assert plan.func is plan_batch
+    return plan.keywords.get("costs", inspect.signature(plan_batch).parameters["costs"].default)
+
+
 def test_costs_hold_from_their_step_on_whatever_the_order_of_their_arrival():
     balance, lengths = RowBalance("cost"), np.array([1.0, 10.0])
     with raises(DataError, "train.balance.early"):
-        balance.costs(1)
+        balance.planner(1)
     balance.use(51, costs_of(3e-6))
     balance.use(1, costs_of(1e-6))
-    found = {step: balance.costs(step)(lengths)[0] * 1e6 for step in (-1, 1, 50, 51, 900)}
+    found = {step: followed(balance, step)(lengths)[0] * 1e6 for step in (-1, 1, 50, 51, 900)}
     assert found == pytest.approx({-1: 1, 1: 1, 50: 1, 51: 3, 900: 3})
     balance.use(51, costs_of(5e-6))
-    assert balance.costs(60)(lengths)[0] == pytest.approx(5e-6)
+    assert followed(balance, 60)(lengths)[0] == pytest.approx(5e-6)
     with raises(DataError, "policy.forward"):
         balance.use(70, costs_of(1e-6, role="critic"))
 
@@ -61,7 +70,7 @@ def test_costs_hold_from_their_step_on_whatever_the_order_of_their_arrival():
 def test_tokens_count_where_costs_are_not_asked_for(by):
     balance = RowBalance(by)
     balance.use(1, costs_of(1e-6))
-    assert balance.costs(5) is token_costs
+    assert followed(balance, 5) is token_costs and balance.planner(5).keywords == {"balance": by}
 
 
 def test_a_call_leaves_its_figures_once():
