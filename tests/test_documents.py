@@ -144,7 +144,8 @@ def fewer(word: str) -> str:
 def scaled(words: list[str]) -> list[str]:
     """A command with the small keys right behind its recipe, where those of the page come after them."""
     words = [fewer("addition-grpo" if word == "RECIPE" else word) for word in words]
-    run = 1 if words[0] in ("run", "layout") else 2 if words[:2] == ["data", "show"] else 0
+    two = words[:2] in (["data", "show"], ["simulate", "rollout"])
+    run = 1 if words[0] in ("run", "layout") else 2 if two else 0
     if not run:
         return words
     begun = any(re.match(r"model\.path=.", word) for word in words)
