@@ -62,8 +62,17 @@ def taken(monkeypatch):
 
 
 def loaders_here():
-    """Loader processes of this one."""
-    return [p for p in psutil.Process().children() if "tilth.roles.source_loader:main" in " ".join(p.cmdline())]
+    """Loader processes of this one that run."""
+    running = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
+    return [p for p in running if "tilth.roles.source_loader:main" in " ".join(commands_of(p))]
+
+
+def commands_of(process):
+    """Command line of a process; none of one that has just ended."""
+    try:
+        return process.cmdline()
+    except (psutil.ZombieProcess, psutil.NoSuchProcess):
+        return []
 
 
 SMALL = {"sft": {"supervised": {"steps": 4}}, "grpo": {"supervised": {"steps": 0}, "algorithm": {"steps": 2}}}
