@@ -12,7 +12,7 @@ from tilth.cluster.backends.base import Call, Failure, PickledKwargs, Probe, Rep
 from tilth.cluster.backends.inline import InlineStore
 from tilth.cluster.controller import dispatch
 from tilth.cluster.controller.cluster import Cluster
-from tilth.cluster.controller.dispatch import Dispatch
+from tilth.cluster.controller.dispatch import KEEP, Dispatch
 from tilth.cluster.controller.totals import Totals, together
 from tilth.cluster.protocol import Transfer
 from tilth.cluster.worker.executor import failure
@@ -217,6 +217,34 @@ def test_a_failure_elsewhere_ends_a_wait(fleet):
     later(0.05, fleet.sent[0].set_exception, DataError("of the critic", key="data.source"))
     with raises(DataError, "data.source"):
         calls.wait([mine])
+
+
+def test_a_failure_is_raised_by_each_thread_that_waits_for_its_call(monkeypatch):
+    """And the thread that waits for another call goes on, if somebody else has raised it."""
+    monkeypatch.setattr(dispatch, "GRACE", 0.02)
+    fleet, found = ByHand(3), {}
+    calls = Dispatch(fleet, 5, KEEP)
+    flights = [calls.submit(rank, CALL) for rank in range(3)]
+
+    def wait(name, *some):
+        try:
+            found[name] = calls.wait(some)
+        except TilthError as error:
+            found[name] = error
+
+    waits = [(name, *flights[:2]) for name in "abcd"] + [("other", flights[2])]
+    threads = [threading.Thread(target=wait, args=given) for given in waits]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    fleet.sent[0].set_exception(DataError("of rank 0", key="data.source"))
+    time.sleep(0.2)
+    fleet.sent[2].set_result(Reply("there", {}))
+    for thread in threads:
+        thread.join(1)
+    assert all(isinstance(found.get(name), DataError) for name in "abcd")
+    other = found["other"]
+    assert isinstance(other, DataError) or other[0].value == "there"
 
 
 def test_a_call_that_exceeds_its_limit_tells_what_every_rank_does(fleet, monkeypatch):

@@ -205,7 +205,7 @@ class Dispatch:
         if self.failed is not None:
             raise self.failed
         with self._awaiting(flights) as left:
-            while not self._failures and left:
+            while not self._failures and left and _own_failure(flights) is None:
                 if not self._arrived.wait(self._until_look()):
                     self._look()
                     if self._limit() > time.monotonic():
@@ -214,11 +214,13 @@ class Dispatch:
                     self._look()
                     if self._limit() <= time.monotonic() and not self._failures:
                         break
-            first = self._first_failure()
+            first = self._first_failure() or _own_failure(flights)
         if self._waited and _of_a_collective(first):
             first = self._absence() or first
         if first is None and left:
-            first = self._timeout_error(self._overdue())
+            if not (late := self._overdue()):  # another thread has raised what failed, which was none of these
+                return self.wait(flights)
+            first = self._timeout_error(late)
         if first is not None:
             self._give_up(first)
         return [flight.future.result() for flight in flights]
@@ -396,6 +398,11 @@ class Dispatch:
             self._failures.clear()
             self._waited.clear()
         raise error
+
+
+def _own_failure(flights: Iterable[PendingCall]) -> BaseException | None:
+    """Return the failure of one of these calls, which another thread may have raised. (Called with the lock.)"""
+    return next(filter(None, (flight.future.exception() for flight in flights if flight.landed)), None)
 
 
 def _of_a_collective(error: BaseException | None) -> bool:
