@@ -140,6 +140,25 @@ def test_a_sample_is_begun_once_and_consumed_or_dropped_once():
         ledger.drop([0])
 
 
+@given(bound=st.integers(1, 4), batch=st.integers(1, 4), syncs=st.integers(2, 3), orders=ORDERS)
+def test_versions_between_two_steps_make_no_more_room_than_the_bound_allows(bound, batch, syncs, orders):
+    ledger, source, first, version = books(bound, batch), iter(orders * 1000), 0, 0
+    for step in range(8):
+        ledger.want(batch, 7 - step)
+        for _ in range(syncs):
+            ledger.drop(ledger.stale())
+            first += SIZE * len(ledger.begin(range(ledger.room()), first, SIZE))
+            version += 1
+            ledger.at(version)
+        ledger.drop(ledger.stale())
+        first += SIZE * len(ledger.begin(range(ledger.room()), first, SIZE))
+        while not ledger.take():
+            flying = [group for group in ledger.open.values() if group.place < 0]
+            ledger.end(flying[next(source) % len(flying)].first)
+        ledger.done()
+    assert ledger.steps == 8
+
+
 @pytest.mark.parametrize(("bound", "stale"), [(1, [0]), (2, [])])
 def test_a_loop_that_syncs_twice_in_a_step_leaves_some_behind(bound, stale):
     ledger = books(bound, 1)

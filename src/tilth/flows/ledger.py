@@ -98,6 +98,7 @@ class Ledger:
             now = self.wanted if self.wanted or self.taken else self.batch
             before = sum(self.bound - self.age(group.version) <= slack for group in self.open.values())
             free = min(free, now + slack * self.batch - before)
+            free = min(free, (self.steps + self.bound + 1) * self.batch - (self.begun - self.lost))
         return max(0, free)
 
     def begin(
