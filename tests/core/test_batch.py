@@ -30,7 +30,7 @@ class DictStore:
     def get(self, handle):
         return self.columns[handle]
 
-    def release(self, lease):
+    def release(self, *leases):
         self.columns.clear()
 
 

@@ -66,8 +66,8 @@ class Store(Protocol):
     def get(self, handle: Handle) -> Jagged:
         """Return a column; KeyError if its lease was released."""
 
-    def release(self, lease: str) -> None:
-        """Free all columns that any process has put under a lease."""
+    def release(self, *leases: str) -> None:
+        """Free all columns that any process has put under these leases."""
 
     def held(self) -> dict[str, int]:
         """Return key -> bytes of all stored columns."""

@@ -252,8 +252,8 @@ class AsyncSampler(Sampler):
 
     def _free(self) -> None:
         freed, self._freed = self._freed, []
-        for lease in freed:
-            lease.release()
+        if freed:
+            self.store.release(*freed)
 
     def leave(self) -> None:
         """Drop what is in flight, at the end of a phase."""

@@ -58,6 +58,15 @@ def test_a_view_stays_valid_when_the_column_is_freed(tmp_path):
         store.get(handle)
 
 
+def test_many_leases_are_released_in_one_look_at_the_folder(tmp_path, monkeypatch):
+    store, looks, listed = FolderStore(tmp_path, "0"), [], os.listdir
+    for store.lease in map(str, range(12)):
+        store.put("x~1", ragged(1, 2, 3))
+    monkeypatch.setattr(os, "listdir", lambda path: looks.append(path) or listed(path))
+    store.release(*map(str, range(1, 11)))
+    assert [key.partition("~")[0] for key in sorted(store.held())] == ["0", "11"] and len(looks) == 1
+
+
 def test_writers_of_one_folder_do_not_collide(tmp_path):
     stores = [FolderStore(tmp_path, str(rank)) for rank in range(3)]
     handles = [store.put("tokens", ragged(i)) for i in range(4) for store in stores]

@@ -32,8 +32,8 @@ class InlineStore:
     def get(self, handle: Handle) -> Jagged:
         return self._columns[handle.key]
 
-    def release(self, lease: str) -> None:
-        for key in [key for key in self._columns if key.startswith(f"{lease}~")]:
+    def release(self, *leases: str) -> None:
+        for key in [key for key in self._columns if key.partition("~")[0] in leases]:
             del self._columns[key]
 
     def held(self) -> dict[str, int]:

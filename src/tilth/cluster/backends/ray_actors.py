@@ -89,9 +89,9 @@ class NodeAgent:
         with self._lock:
             return [self._columns[key][0]] if key in self._columns else []
 
-    def release(self, prefix: str) -> None:
+    def release(self, prefixes: tuple[str, ...]) -> None:
         with self._lock:
-            self._columns = {k: column for k, column in self._columns.items() if not k.startswith(prefix)}
+            self._columns = {k: column for k, column in self._columns.items() if not k.startswith(prefixes)}
 
     def held(self) -> dict[str, int]:
         with self._lock:
@@ -295,8 +295,8 @@ class RayStore:
             column: Jagged = _resolved(found[0], handle.key)
             return Jagged(column.values.copy(), column.offsets.copy())
 
-    def release(self, lease: str) -> None:
-        self._all("release", lambda home: (f"{home}/{lease}~",))
+    def release(self, *leases: str) -> None:
+        self._all("release", lambda home: (tuple(f"{home}/{lease}~" for lease in leases),))
 
     def held(self) -> dict[str, int]:
         tables = self._all("held", lambda home: ())

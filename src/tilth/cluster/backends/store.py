@@ -5,6 +5,7 @@ The files belong to no process, so a column outlives the rank that put it. In /d
 
 import itertools
 import mmap
+import os
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -77,9 +78,10 @@ class FolderStore:
             raise ReplicaMismatch(message, key=column)
         return Jagged(values, offsets)
 
-    def release(self, lease: str) -> None:
-        for key in self.held():
-            if key.startswith(f"{lease}~"):
+    def release(self, *leases: str) -> None:
+        gone = set(leases)
+        for key in os.listdir(self.folder) if self.folder.is_dir() else ():
+            if key.partition("~")[0] in gone:
                 (self.folder / key).unlink(missing_ok=True)
 
     def held(self) -> dict[str, int]:
