@@ -121,10 +121,10 @@ def test_other_flows_learn_from_samples_that_are_behind(tmp_path, flow, more):
         assert not dropped
 
 
-def loop(run, sync=True, rounds=None):
+def loop(run, sync=True, rounds=None, group=2):
     """A loop of a user's own. rounds: a count of them: the engines generate in a block around the update."""
     seen = []
-    for batch in run.experience(group=2):
+    for batch in run.experience(group=group):
         batch = run.policy.advantages(run.logprobs(batch), run.algo)
         with run.generating() if rounds is not None else nullcontext():
             seen.append(0 if rounds is None else rounds())
@@ -156,6 +156,12 @@ def test_a_loop_may_hold_generation_to_a_block(tmp_path, own_loop, monkeypatch, 
     assert len(seen) == 12 and not any(done)
     assert all(inside == after for inside, after in zip(seen[::2], seen[1::2]))
     assert (seen[-1] > seen[0] > 0) if staleness else not done
+
+
+def test_a_loop_may_ask_for_groups_of_another_size_than_the_recipe_s(tmp_path, own_loop):
+    own_loop(lambda run: loop(run, group=3))
+    result = tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}, algorithm={"steps": 3}))
+    check_once(result, 3, group=3)
 
 
 def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):

@@ -40,6 +40,8 @@ class AsyncSampler(Sampler):
         self.ledger: Ledger | None = None
         self.replicas: Replicas | None = None
         self._call = -1
+        self._group = self.recipe.rollout.group
+        """Samples of a group, as the loop asks for them."""
         self._flights: dict[int, Flight] = {}
         """Groups that have ended and wait for a step, by first id."""
         self._leases: dict[int, Lease] = {}
@@ -68,14 +70,14 @@ class AsyncSampler(Sampler):
         """Return ``count`` groups that have ended, scored; wait for those that this step has to take."""
         ledger, replicas = self._books(group), self._replicas()
         ledger.want(count, self.left - 1)
-        self._begin(ledger, group)
+        self._begin(ledger)
         began = time.monotonic()
         with span("stall"):
             while not (taken := ledger.take()):
                 self.progress.at("generating", len(self._flights), count)
                 replicas.wait()
                 self._note_ended(ledger, replicas)
-                self._begin(ledger, group)
+                self._begin(ledger)
         self._waited += time.monotonic() - began
         batch = concat([resolved(self._flights[one.first].rows) for one in taken])
         self.progress.at("scoring", 0, len(batch))
@@ -115,6 +117,7 @@ class AsyncSampler(Sampler):
 
     def _books(self, group: int) -> Ledger:
         """Open the books, with what was begun before and not consumed."""
+        self._group = group
         if self.ledger is None:
             r, state = self.recipe.rollout, self.state
             bound, fresh = None if r.staleness == "free" else int(r.staleness), r.order == "fresh"
@@ -128,7 +131,7 @@ class AsyncSampler(Sampler):
     def _begin_again(self, ledger: Ledger) -> None:
         """Ask again for the groups of the committed state, as far as the recipe still has room for them."""
         for first, size, prompt, _ in self.state.flying:
-            fits = ledger.room() > 0 and size == self.recipe.rollout.group
+            fits = ledger.room() > 0 and size == self._group
             if fits:
                 self._send(ledger.begin([prompt], first, size, self._published, again=True), again=True)
                 continue
@@ -136,7 +139,7 @@ class AsyncSampler(Sampler):
                 self.events.append("drop", id=i, reason="recipe")
             ledger.dropped.add(first, first + size)
 
-    def _begin(self, ledger: Ledger, group: int) -> None:
+    def _begin(self, ledger: Ledger) -> None:
         """Begin as many groups as the books have room for."""
         self._drop(ledger.stale(), "stale")
         if self._published is not None and ledger.too_old(self._published):
@@ -149,8 +152,8 @@ class AsyncSampler(Sampler):
         if not count:
             return
         indices = self.draw("prompts", count)
-        first = self._advance("samples", count * group)
-        self._send(ledger.begin(indices.tolist(), first, group, self._published))
+        first = self._advance("samples", count * self._group)
+        self._send(ledger.begin(indices.tolist(), first, self._group, self._published))
 
     def _send(self, groups: Sequence[SampleGroup], *, again: bool = False) -> None:
         """Hand groups to the replicas, each with a lease of its own. again: the log has their begin."""
@@ -205,7 +208,7 @@ class AsyncSampler(Sampler):
         """Start the rounds of the engines."""
         if self.replicas is None:
             rollout, self._call = self._engines(), next(self._calls)
-            most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self.recipe.rollout.group) // 2)
+            most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self._group) // 2)
             scorers = self._scorers(rollout, self.roles.reward, self._call, most)
             threaded, room = self.recipe.cluster.backend != "inline", self.recipe.rollout.max_rows
             self.replicas = Replicas(rollout, self.store, room, scorers, threaded=threaded)
@@ -235,7 +238,7 @@ class AsyncSampler(Sampler):
         self._published = version
         if self.ledger is not None and self.ledger.taken:
             self._trained(self.ledger)
-            self._begin(self.ledger, self.recipe.rollout.group)
+            self._begin(self.ledger)
 
     def _trained(self, ledger: Ledger) -> None:
         ledger.done()
@@ -302,7 +305,7 @@ class AsyncSampler(Sampler):
             add("fully_async/count/stale_trajectory_processed", float(sum(age > 0 for age in behind)))
             add("fully_async/partial/partial_ratio", float(np.mean([n > 1 for n in spans])), len(spans))
             add("fully_async/partial/max_partial_span", float(max(spans) - 1))
-        add("samples/begun", float(ledger.begun * self.recipe.rollout.group))
+        add("samples/begun", float(ledger.begun * self._group))
         add("fully_async/trainer/idle_ratio", min(1.0, self._waited / max(now - self._since, 1e-9)))
         add("fully_async/trainer/idle_seconds", self._waited)
         add("fully_async/rollouter/idle_ratio", replicas.idle_share())
