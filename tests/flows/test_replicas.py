@@ -75,9 +75,9 @@ def made():
     """Makes replicas, and stops them."""
     found = []
 
-    def make(count=2, room=4, threaded=True):
+    def make(count=2, room=4, threaded=True, scorers=None):
         rollout = Rollout(count)
-        found.append(Replicas(rollout, Store(), room, None, threaded=threaded))
+        found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded))
         return rollout, found[-1]
 
     yield make
@@ -106,6 +106,22 @@ def test_each_group_is_generated_whole_by_one_replica_with_room(made, threaded):
         assert one.ended.keys() == {first, first + 1} == set(one.rows["id"].tolist()) and one.since > 0
     assert sorted(i for part in rollout.each for ids in part.seen for i in ids) == list(range(40))
     assert min(len(part.seen) for part in rollout.each) >= 5
+
+
+def test_samples_are_with_the_scorers_before_the_loop_may_take_their_group(made):
+    class Slow:
+        def __init__(self):
+            self.seen = set()
+
+        def take(self, ended):
+            time.sleep(0.05)
+            self.seen.update(ended)
+
+    scorers = Slow()
+    _, replicas = made(count=1, scorers=scorers)
+    replicas.submit(flight(0))
+    waited(replicas, 1)
+    assert scorers.seen == {0, 1}
 
 
 def test_no_replica_gets_more_than_it_has_room_for(made):

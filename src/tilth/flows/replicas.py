@@ -182,7 +182,9 @@ class Replicas:
             flying.update((i, flight) for i in flight.asked["id"].tolist())
 
     def _take(self, place: int, ended: Mapping[int, Ended]) -> None:
-        """Take samples that have ended; collect the groups that are whole, and let the others be scored meanwhile."""
+        """Take samples that have ended, for the scorers first; collect the groups that are whole."""
+        if self.scorers is not None and ended:
+            self.scorers.take(ended)
         for i, one in ended.items():
             flight = self._flying[place].pop(i)
             flight.ended[i] = one
@@ -193,5 +195,3 @@ class Replicas:
                 with self._changed:
                     self._whole.append(flight)
                     self._changed.notify_all()
-        if self.scorers is not None and ended:
-            self.scorers.take(ended)
