@@ -164,6 +164,24 @@ def test_a_loop_may_ask_for_groups_of_another_size_than_the_recipe_s(tmp_path, o
     check_once(result, 3, group=3)
 
 
+def test_a_group_that_was_dropped_in_flight_leaves_no_payload(tmp_path, own_loop):
+    def drops(run):
+        for batch in run.experience(group=2):
+            run.log_update(run.policy.update(run.policy.advantages(run.logprobs(batch), run.algo), run.algo))
+            run.sync_weights(run.policy)
+            sampler = run.sampler
+            flying = [first for first in sampler.ledger.open if first not in sampler._flights]
+            leases = {sampler._leases[first].key for first in flying}
+            sampler._drop(flying, "stale")
+            sampler.leave()
+            assert leases and leases.isdisjoint(run.store._open)
+            raise PluginError("seen", key="seen")
+
+    own_loop(drops)
+    with raises(PluginError, "seen"):
+        tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}))
+
+
 def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):
     own_loop(lambda run: loop(run, sync=False))
     with raises(EngineError, "rollout.staleness.sync"):

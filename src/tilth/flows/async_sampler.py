@@ -172,7 +172,7 @@ class AsyncSampler(Sampler):
         """Enter the groups that have ended in the books."""
         for flight in replicas.whole():
             if flight.first not in ledger.open:  # it was dropped meanwhile
-                self._freed.append(flight.lease)
+                self._freed.append(self._leases.pop(flight.first))
                 continue
             for i, one in sorted(flight.ended.items()):
                 facts = {"versions": list(one.versions), "length": one.length, "checksum": one.checksum}
@@ -193,12 +193,12 @@ class AsyncSampler(Sampler):
             for i in range(group.first, group.stop):
                 self.events.append("drop", id=i, reason=reason)
         for group in self.ledger.drop(firsts):
-            flight, lease = self._flights.pop(group.first, None), self._leases.pop(group.first)
+            flight = self._flights.pop(group.first, None)
             self.metrics.add("samples/dropped", float(group.size))
             if reason == "stale":
                 self.metrics.add("fully_async/count/dropped_stale_samples", float(group.size))
-            if flight is not None:  # else its replica has it, and it is freed when it ends
-                self._freed.append(lease)
+            if flight is not None:  # else its replica has it, and it is freed when it ends, or with the replicas
+                self._freed.append(self._leases.pop(group.first))
                 for one in flight.ended.values():
                     self.metrics.add("length/dropped", float(one.length - one.start))
 
