@@ -102,6 +102,21 @@ def test_a_run_that_follows_clocks_is_refused(tmp_path):
         replay(run, 1, run_recipe)
 
 
+def test_drafts_are_no_fault_and_without_parity_their_run_is_refused(tmp_path):
+    few = {"supervised": {"steps": 0}, "algorithm": {"steps": 2}, "run": {"eval_prompts": 1, "save_every": 1}}
+    drafts = {"speculate": "suffix", "max_tokens": 8, "temperature": 0.3, "prompts": 2}
+    made = tiny.recipe(tmp_path, model={"context": 20}, train={"parity": True}, rollout=drafts, **few)
+    run = tiny.run(made, reward=None).directory
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[1]["draft/passes"] = 0.25  # a history that the copy does not have
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay(run, 2, run_recipe).verdict is None
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace("parity = true", "parity = false"))
+    with raises(DataError, "rollout.speculate"):
+        replay(run, 2, run_recipe)
+
+
 def test_a_smaller_layout_keeps_what_holds_a_model_together():
     made = tiny.settings(".", cluster={"backend": "local", "workers": 8})
     made |= {"policy": {"layout": {"fsdp": 4, "tp": 2}}, "rollout": {**made["rollout"], "layout": {"tp": 2}}}

@@ -38,9 +38,9 @@ from tilth.runs.trust import load_recipe_of
 
 TIMES = (
     "seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/", "balance/idle",
-    "loader/stall",
+    "loader/stall", "draft/",
 )  # fmt: skip
-"""Beginnings of metrics that differ between equal runs."""
+"""Beginnings of metrics that differ between equal runs; drafts follow a history that a resume begins anew."""
 LAYOUTS = tuple(f"{role}.layout" for role in ("policy", "critic", "reference", "rollout"))
 PLACES = tuple(f"data.{key}" for key in ("source", "mixture", "heldout", "template", "tokenizer"))
 """Keys that name files, which a replay finds where the run began; their content stays compared."""
@@ -115,6 +115,12 @@ def _recipe(run: Path) -> Recipe:
             f"{run}: with rollout.staleness = {recipe.rollout.staleness} clocks have chosen what a step learned from; "
             "tilth run RECIPE --replay RUN repeats it by its log",
             key="rollout.staleness",
+        )
+    if recipe.rollout.speculate != "off" and not recipe.train.parity:
+        raise DataError(
+            f"{run}: with rollout.speculate = {recipe.rollout.speculate} earlier steps chose the shapes of passes, "
+            "which round by them; only runs with train.parity = true, or without drafts, can be replayed",
+            key="rollout.speculate",
         )
     if len(pools(recipe)) > 1:
         raise DataError(f"{run} has pools {', '.join(pools(recipe))}: a replay needs all in one", key="cluster.pools")
