@@ -15,7 +15,9 @@ from tilth.config.load import from_dict
 from tilth.core.errors import DataError
 from tilth.flows.callbacks import Callback
 from tilth.guard.inject import inject
-from tilth.launch.replay import replay, shrunk
+from tilth.launch.replay import _copied, replay, shrunk
+from tilth.runs.costs import COSTS, OFFLOAD
+from tilth.runs.loaders import LOADERS
 from tilth.training.engine import TrainEngine
 
 POISON = """
@@ -100,6 +102,13 @@ def test_a_run_that_follows_clocks_is_refused(tmp_path):
     run = tiny.run(tiny.recipe(tmp_path, rollout={"staleness": 1}, **few)).directory
     with raises(DataError, "rollout.staleness"):
         replay(run, 1, run_recipe)
+
+
+@pytest.mark.parametrize("record", [COSTS, OFFLOAD, LOADERS])
+def test_a_copy_has_what_the_run_placed_rows_and_sources_by(poisoned, tmp_path, record):
+    shutil.copytree(poisoned, tmp_path / "run")
+    (tmp_path / "run" / record).write_text("{}\n")
+    assert (_copied(tmp_path / "run", tmp_path / "copy", 2) / record).read_text() == "{}\n"
 
 
 def test_drafts_are_no_fault_and_without_parity_their_run_is_refused(tmp_path):

@@ -29,7 +29,7 @@ from tilth.core.errors import DataError, NonFiniteError, TilthError
 from tilth.flows.callbacks import Callback, RunView
 from tilth.guard.replay import DualPhase, GroupResult, judge
 from tilth.guard.verdict import Verdict
-from tilth.runs.costs import COSTS
+from tilth.runs.costs import COSTS, OFFLOAD
 from tilth.runs.loaders import LOADERS
 from tilth.runs.models import MODEL_FOLDER
 from tilth.runs.readers import checkpoints_of, read_metrics, read_state
@@ -215,7 +215,7 @@ def _copied(run: Path, to: Path, step: int) -> Path:
     name = next(Path(str(path)) for path in complete(checkpoints_of(run)) if step_of(path) == step)
     shutil.copytree(run / MODEL_FOLDER, to / MODEL_FOLDER)
     shutil.copytree(name, to / "checkpoints" / name.name, copy_function=_linked)
-    for file in ("recipe.toml", "metrics.jsonl", "scores.jsonl", COSTS, LOADERS):
+    for file in ("recipe.toml", "metrics.jsonl", "scores.jsonl", COSTS, OFFLOAD, LOADERS):
         with suppress(FileNotFoundError):
             shutil.copy(run / file, to / file)
     state = {**read_state(run), "state": "interrupted", "checkpoints": "", "saved": step, "best": None, "warnings": []}
