@@ -318,6 +318,14 @@ def test_another_recipe_does_not_replay_it(tmp_path, run, sections):
         RunReplay.of(run, Identity(tiny.recipe(tmp_path), {"data": "data2"}))
 
 
+def test_drafts_that_round_by_their_timing_are_not_replayed(tmp_path, run):
+    drafts = {"rollout": {"speculate": "suffix"}}
+    with raises(DataError, "rollout.speculate"):
+        RunReplay.of(run, identity(tmp_path, **drafts))
+    with raises(DataError, "events.recipe"):  # in parity they change no bit
+        RunReplay.of(run, identity(tmp_path, **drafts, train={"parity": True}))
+
+
 def test_a_run_with_two_recipes_is_not_replayed(tmp_path, run):
     state = read_state(run)
     (run / "run.json").write_text(json.dumps({**state, "digests": ["other", *state["digests"]]}))

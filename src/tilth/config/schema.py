@@ -230,7 +230,8 @@ class RolloutConfig(RoleSection):
     speculate: Literal["off", "suffix"] = Field(
         "off",
         description="compute several tokens of a completion in one pass where earlier completions of the prompt, its "
-        "group or its own text suggest them; a completion's tokens stay those of plain decoding",
+        "group or its own text suggest them; tokens stay those of plain decoding, but only with train.parity has a "
+        "resume the same bits",
     )
     draft: DraftConfig = Field(DraftConfig(), description="drafts where rollout.speculate is on")
     engine: Annotated[str, OneOf(lambda: [*ENGINES, *declared("engine")], "engine")] = Field(

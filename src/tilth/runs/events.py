@@ -250,9 +250,15 @@ class RunReplay:
     def of(cls, run: Path, who: Identity) -> "RunReplay":
         """Open the log of a run for another one, which repeats it on any workers.
 
-        DataError for a run without a log [--replay], with a damaged one, or that ``who`` does not repeat
-        [events.recipe].
+        DataError for a run without a log [--replay], with a damaged one, that ``who`` does not repeat [events.recipe],
+        or whose drafts rounded by their timing [rollout.speculate].
         """
+        if who.recipe.rollout.speculate != "off" and not who.recipe.train.parity:
+            raise DataError(
+                f"--replay {run}: with rollout.speculate = {who.recipe.rollout.speculate} passes have shapes, by which "
+                "they round, that depend on what had ended; with train.parity = true, or no drafts, it repeats",
+                key="rollout.speculate",
+            )
         state = read_state(run)
         if not (path := run / EVENTS).exists():
             raise DataError(
