@@ -12,6 +12,7 @@ from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.documents import Corpus
 from tilth.data.prompts import PromptSet, load_source
+from tilth.data.samples import tokenised
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.experience import check_identity, texts
 from tilth.roles.rollout import ask
@@ -64,6 +65,28 @@ def test_texts_are_those_of_the_prompt_and_its_answer(store):
     assert texts(read["prompt_text"]) == [p.text for p in prompts] and texts(read["answer"]) == [
         p.answer for p in prompts
     ]
+
+
+class Asked:
+    """Loaders that note what they are asked to begin with."""
+
+    def __init__(self):
+        self.ahead = []
+
+    def take(self, kind, indices):
+        return tokenised(kind, small.PROMPTS, indices, small.TEMPLATE, small.CONTEXT)
+
+    def ask(self, kind, indices):
+        self.ahead.append((kind, indices))
+
+
+def test_a_call_without_a_next_step_forgets_nothing_that_is_ahead(store):
+    loader = small.loader(store)
+    loader.loaders = Asked()
+    loader.examples(np.array([3]), np.array([4, 5]))
+    loader.examples(np.array([9]), np.array([], np.int64))
+    loader.encode(ask([41], 1, 0))
+    assert loader.loaders.ahead == [("examples", [4, 5])]
 
 
 # ---- what travels ----

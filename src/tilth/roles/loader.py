@@ -96,7 +96,8 @@ class PromptLoader:
                 found = tokenised(kind, self.prompts, wanted, self.template, self.context)
             else:
                 found = self.loaders.take(kind, wanted)
-                self.loaders.ask(kind, [int(i) for i in then])
+                if len(then):  # a look at samples in between forgets nothing
+                    self.loaders.ask(kind, [int(i) for i in then])
             spent.set(tokens=0 if kind == "episodes" else sum(one.tokens for one in found))
         return found
 
