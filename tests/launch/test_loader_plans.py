@@ -102,6 +102,13 @@ def test_a_resume_follows_the_plan_on_record_unless_it_is_for_others(tmp_path):
     assert not follow_recorded(loader, DataConfig(loaders="auto"), tmp_path)
 
 
+def test_a_plan_of_a_source_that_has_gone_gives_way_to_a_new_one(tmp_path):
+    record_plan(tmp_path, LoaderPlan(11, 4, [{"few": 1.0}, {"gone": 1.0}]))
+    plans, loader, run = begun(tmp_path, {}, step=20)
+    plans.on_run_start(run)
+    assert not loader.followed and read_plans(tmp_path)[-1] == LoaderPlan(21, 4, loader.plan)
+
+
 def test_a_look_ahead_ends_with_the_data():
     parts = (MixtureSource(name="few", at_end="stop"),)
     train, order = Mixture(parts, [np.arange(10)], 4), stream(0, "examples")

@@ -63,6 +63,8 @@ def follow_recorded(loader: WorkerGroup, data: DataConfig, run: Path) -> bool:
     found = read_plans(run)
     if not found or found[-1].most != processes(data, loader.loading()["cores"]):
         return False
+    if set().union(*found[-1].shares) - {part.name for part in data.sources}:  # the mixture has changed, as allowed
+        return False
     loader.follow(found[-1].shares)
     return True
 
