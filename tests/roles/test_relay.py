@@ -1,8 +1,6 @@
 """A relay shows complete versions alone, bit for bit, whoever dies, whatever changes, however often it is written."""
 
 import errno
-import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -351,8 +349,6 @@ def test_a_removed_relay_is_an_error(world):
     world.open().remove()
     with raises(StorageError, "relay"):
         reader.pull(Holder(), world.wanted, 9)
-    with raises(StorageError, "relay"):
-        list(reader.frames(None, 10))
 
 
 def test_a_relay_of_other_pieces_is_an_error(world):
@@ -507,123 +503,6 @@ def test_readers_beside_a_writer_see_whole_versions_in_order(world):
         one.join(100)
     assert not wrong and writer.exitcode == 0
     assert all(numbers[-1] == 60 and numbers == sorted(set(numbers)) for numbers in seen)
-
-
-# ---- other machines ----
-
-
-def linked(folder, count, dtype=torch.bfloat16):
-    """Relays of a chain, each as on a machine of its own."""
-    return [World(folder, dtype=dtype, name=f"relay-{i}") for i in range(count)]
-
-
-def passed(frames, relays):
-    """Pass frames along a chain: each relay hands on what comes as it takes it."""
-    for relay in relays:
-        kept = []
-        coming = (kept.append(frame) or frame for frame in frames)
-        have = relay.take(coming)
-        frames = kept
-    return have, sum(map(len, frames))
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=6), st.integers(1, 4))
-def test_a_chain_holds_every_version_that_it_took_bit_for_bit(steps, whole_every):
-    """Some publications are never passed on; which are passed whole does not change a bit."""
-    chance, whole = np.random.default_rng(1), weights(0, torch.bfloat16)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        first, *others = worlds = linked(folder, 3)
-        relays = [world.open() for world in worlds]
-        for number, (part, passes) in enumerate(steps, 1):
-            whole = {n: changed(t, part, chance) for n, t in whole.items()}
-            first.publish(whole, number)
-            if passes:
-                frames = relays[0].frames(relays[1].newest, whole_every)
-                assert passed(frames, relays[1:])[0] == Publication(number, number)
-                for world in others:
-                    found, holder = world.pull()
-                    assert found.number == number
-                    same(holder, whole)
-
-
-def changed(tensor, part, chance):
-    """Some words of a tensor changed by a unit in the last place."""
-    words = tensor.view(torch.int16)
-    return (words + torch.from_numpy(chance.random(tensor.shape) < part)).to(torch.int16).view(torch.bfloat16)
-
-
-@pytest.fixture
-def chain(folder):
-    """Two relays with version 2 of which the second has version 1, and both worlds."""
-    worlds = linked(folder, 2)
-    first, second = (world.open() for world in worlds)
-    worlds[0].publish(weights(1), 1)
-    second.take(first.frames(None, 100))
-    worlds[0].publish(weights(1) | {NAME: weights(2)[NAME]}, 2)
-    return first, second, worlds
-
-
-def test_changes_are_sent_alone_but_for_each_whole_version(chain):
-    first, second, _ = chain
-    have = second.newest
-    little, whole = (sum(map(len, first.frames(have, every))) for every in (100, 2))
-    assert 5 * little < first.nbytes < whole
-    assert sum(map(len, first.frames(None, 100))) == whole
-    assert list(first.frames(first.newest, 100)) == []
-    assert second.take(first.frames(first.newest, 100)) == have
-
-
-def test_a_relay_that_is_two_versions_behind_gets_a_whole_one(chain):
-    first, second, worlds = chain
-    have = second.newest
-    worlds[0].publish(weights(3), 3)
-    assert json.loads(next(first.frames(have, 100)))["since"] is None
-    assert second.take(first.frames(have, 100)).number == 3
-    same(worlds[1].pull()[1], {n: t.bfloat16() for n, t in weights(3).items()})
-
-
-@pytest.mark.parametrize("cut", [1, 5, -1])
-def test_a_sender_that_is_lost_leaves_the_version_before(chain, cut):
-    first, second, worlds = chain
-    frames = list(first.frames(second.newest, 100))
-    assert second.take(frames[:cut]) == Publication(1, 1)
-    same(worlds[1].pull()[1], {n: t.bfloat16() for n, t in weights(1).items()})
-    assert second.take(frames).number == 2
-
-
-def test_what_changes_on_its_way_is_named(chain):
-    first, second, worlds = chain
-    place = next(i for i, piece in enumerate(first.pieces) if piece.name == NAME) + 1
-    for harm in (lambda f: f[:-1], lambda f: f[:-1] + bytes([f[-1] ^ 1]), lambda f: b""):
-        frames = list(first.frames(None, 100))
-        frames[place] = harm(frames[place])
-        with raises(WeightMismatch, NAME):
-            second.take(frames)
-        assert worlds[1].pull()[0].number == 1
-
-
-def test_changes_of_a_version_that_is_not_here_are_refused(chain):
-    first, second, worlds = chain
-    frames = list(first.frames(second.newest, 100))
-    other = World(worlds[0].path.parent, dtype=torch.bfloat16, name="other").open()
-    with raises(WeightMismatch, "relay.since"):
-        other.take(frames)
-    head = json.loads(frames[0])
-    with raises(WeightMismatch, "relay.since"):
-        second.take([json.dumps({**head, "sums": head["sums"][1:]}).encode(), *frames[1:]])
-
-
-def test_a_version_that_is_written_over_while_it_is_sent_is_not_taken(chain):
-    first, second, worlds = chain
-    frames = first.frames(second.newest, 100)
-    some = list(itertools.islice(frames, 3))
-    worlds[0].publish(weights(3), 3)
-    worlds[0].publish(weights(4), 4)
-    rest = list(frames)
-    assert b"" not in rest
-    assert second.take([*some, *rest]) == Publication(1, 1)
-    assert second.take(first.frames(second.newest, 100)).number == 4
 
 
 def test_weights_that_a_receiver_has_for_good_are_compared_and_not_taken(world):

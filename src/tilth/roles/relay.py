@@ -7,9 +7,6 @@ step to read the newer one. Each writer voids its stamp of a slot, writes, sets 
 stamp last: a version is there once all its stamps are. A stamp covers the checksums, and these the bits, so what is
 read while it is written over, or was changed by anything else, never passes for weights, whatever the order in which a
 processor shows writes to others.
-
-Relays of other machines follow the first one by frames (``Relay.frames``, ``Relay.take``), which bring what has changed
-since the version before (``core.delta``).
 """
 
 import hashlib
@@ -31,7 +28,6 @@ import xxhash
 from torch import Tensor
 
 from tilth.core.checksum import checksum
-from tilth.core.delta import apply_delta, encode_delta, whole_delta
 from tilth.core.errors import ArgumentError, StorageError, WeightMismatch
 from tilth.core.files import writing
 from tilth.core.layout import Layout
@@ -45,7 +41,6 @@ TRIES = 4
 ALIGNED = 64
 _STAMP = struct.Struct("<qqQ")
 """Number of the publication (0: void), version, hash of both and of the checksums that the writer set."""
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Publication(NamedTuple):
@@ -169,9 +164,6 @@ class Relay:
     def _values(self, slot: int, piece: int) -> Tensor:
         return self._bytes(slot, piece).view(self.dtype).view(self.pieces[piece].box.size)
 
-    def _words(self, slot: int, piece: int) -> np.ndarray:
-        return self._bytes(slot, piece).numpy().view(_WORDS[self.dtype.itemsize])
-
     # ---- the policy's side ----
 
     @torch.no_grad()
@@ -289,72 +281,6 @@ class Relay:
         name, number = self.pieces[piece].name, found.publication.version
         message = f"{name} in the relay {self.path} has other bits than version {number} was written with"
         return WeightMismatch(message, key=name)
-
-    # ---- other machines ----
-
-    def frames(self, have: Publication | None, whole_every: int) -> Iterator[bytes]:
-        """Yield the newest version for a relay that has ``have``: the changes if that is the version before it, but for
-        one in ``whole_every``, and whole otherwise. Yields nothing if it has the newest.
-
-        The first frame tells publication, what it changes, and checksums; then there is one for each piece, and at last
-        an empty one. It is missing if the version was written over meanwhile.
-        """
-        found = self._there()
-        if found is None or found.publication == have:
-            return
-        base = self._find(1 - found.slot)
-        if base is None or base.publication != have or found.publication.number % whole_every == 0:
-            base = None
-        head = {"publication": found.publication, "since": base and base.publication, "sums": found.sums}
-        yield json.dumps(head).encode()
-        for i in range(len(self.pieces)):
-            now = self._words(found.slot, i)
-            frame = whole_delta(now) if base is None else encode_delta(self._words(base.slot, i), now)
-            if any(one is not None and self._find(one.slot) != one for one in (found, base)):
-                return
-            yield frame
-        yield b""
-
-    def take(self, frames: Iterable[bytes]) -> Publication | None:
-        """Write the version that frames of another relay bring; return what this one then has.
-
-        What breaks off in the middle leaves the version before. WeightMismatch names a piece that did not arrive as it
-        was sent, or says that the frames change a version which is not here.
-        """
-        coming, newest = iter(frames), self._newest()
-        have = None if newest is None else newest.publication
-        head = next(coming, None)
-        if head is None:
-            return have
-        told = json.loads(head)
-        publication, since = Publication(*told["publication"]), told["since"] and Publication(*told["since"])
-        if len(told["sums"]) != len(self.pieces) or since not in (None, have):
-            message = f"publication {publication.number} of another relay has other pieces, or changes {since}"
-            raise WeightMismatch(f"{message}; here is {have}", key="relay.since")
-        slot = 0 if newest is None else 1 - newest.slot
-        for writer in self.writers:
-            self._set_stamp(slot, writer, None)
-        self._sums_of(slot)[:] = told["sums"]
-        count = 0
-        for i, frame in zip(range(len(self.pieces)), coming):
-            self._apply(frame, None if since is None or newest is None else newest.slot, slot, i)
-            count += 1
-        if count == len(self.pieces) and next(coming, None) == b"":
-            for writer in self.writers:
-                self._set_stamp(slot, writer, publication)
-            return publication
-        return have
-
-    def _apply(self, frame: bytes, base: int | None, slot: int, piece: int) -> None:
-        """Write a piece that another relay has sent; WeightMismatch names one that is not what was sent."""
-        try:
-            apply_delta(frame, None if base is None else self._words(base, piece), self._words(slot, piece))
-            right = checksum(self._values(slot, piece)) == int(self._sums_of(slot)[piece])
-        except ArgumentError:
-            right = False
-        if not right:
-            name = self.pieces[piece].name
-            raise WeightMismatch(f"{name} did not arrive in the relay {self.path} as it was sent", key=name)
 
 
 def _aligned(size: int) -> int:
