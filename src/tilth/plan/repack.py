@@ -21,7 +21,7 @@ class ReplicaLimits(NamedTuple):
     """Rows up to which a decode step takes no longer than that of one: the roofline's bound."""
 
     def hold(self, tokens: int, rows: int) -> bool:
-        """Return True if a replica can hold so many; the executor of a move checks it again with what is true then."""
+        """Return True if a replica can hold so many."""
         return tokens <= self.tokens and rows <= self.rows
 
 

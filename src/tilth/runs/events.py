@@ -11,7 +11,7 @@ log adds is all that clocks decide: who was sampled under which weights, and wha
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tilth.core import lines
 from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
 from tilth.core.lines import Lines
-from tilth.core.write_queue import PATIENCE, WriteQueue, lost, settle
+from tilth.core.write_queue import PATIENCE, WriteQueue, lost
 from tilth.runs.files import to_json
 from tilth.runs.identity import Identity
 from tilth.runs.intervals import Intervals
@@ -34,8 +34,6 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "admit": ("id", "group", "prompt"),
     "finish": ("id", "versions", "length", "checksum"),
     "publish": ("version",),
-    "pull": ("replica", "version"),
-    "move": ("id", "source", "target", "length"),
     "consume": ("id", "batch", "checksum"),
     "drop": ("id", "reason"),
 }
@@ -45,8 +43,6 @@ PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
 """Input of a run that repeats another one: its name."""
-KEPT = ("admit", "move", "finish")
-"""Kinds of events that outlive a step which was not committed, together with their trajectory."""
 _ENDS = ("consume", "drop")
 _BEGIN, _COMMIT = "begin", "commit"
 _SUM = b', "sum": '
@@ -129,14 +125,8 @@ class AsyncLog:
             self.number += 1
             return self.number
 
-    def since(self, number: int) -> list[Event]:
-        """Return the events behind this one. DataError [events.cut] if the log is damaged up to there."""
-        settle(self.path)
-        return [e for e in read_events(self.path, self._recipes, number) if e.number > number and e.kind in KINDS]
-
-    def cut(self, number: int, kept: Container[int] = ()) -> None:
-        """Return to the commit with this number, 0: to the beginning. Events behind it are void, but those of ``KEPT``
-        of trajectories that are ``kept``, in the pool, follow it under new numbers.
+    def cut(self, number: int) -> None:
+        """Return to the commit with this number, 0: to the beginning. Events behind it are void.
 
         DataError [events.cut] if the log ends or is damaged before this number; what is behind it may be torn.
         """
@@ -144,9 +134,8 @@ class AsyncLog:
             raise lost(trouble, f"the events up to {number} cannot be read")
         found = [*read_events(self.path, self._recipes, number)] if self.path.exists() else []
         begin = Event(0, _BEGIN, {"format": FORMAT, "recipe": self._recipes[-1]})
-        standing = [e for e in found[number + 1 :] if e.kind in KEPT and e.fields["id"] in kept]
-        events = [*(found[: number + 1] or [begin]), *standing]
-        text = "".join(f"{_line(event._replace(number=place))}\n" for place, event in enumerate(events))
+        events = found[: number + 1] or [begin]
+        text = "".join(f"{_line(event)}\n" for event in events)
         lines.replace(self.path, text.encode())
         self.close()
         self._lines = Lines(self.path, self._queue)

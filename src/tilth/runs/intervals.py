@@ -1,7 +1,7 @@
 """Sets of ids that mostly follow one another, as intervals."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -36,20 +36,6 @@ class Intervals(list[tuple[int, int]]):
         """Return True if an id is in the set."""
         before = bisect_right(self, id, key=_start)
         return before > 0 and id < self[before - 1][1]
-
-    def union(self, other: Iterable[Sequence[int]]) -> "Intervals":
-        """Return the ids of either set."""
-        return Intervals([*self, *other])
-
-    def ids(self) -> Iterator[int]:
-        """Yield the ids in ascending order."""
-        for start, stop in self:
-            yield from range(start, stop)
-
-    @property
-    def size(self) -> int:
-        """Number of ids."""
-        return sum(stop - start for start, stop in self)
 
 
 def _start(pair: tuple[int, int]) -> int:
