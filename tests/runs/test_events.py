@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +17,7 @@ from tilth.core.errors import ArgumentError, DataError, StorageError, TokenCount
 from tilth.core.trajectory import Trajectory
 from tilth.core.write_queue import WriteQueue, settle
 from tilth.runs.directory import RunDir
-from tilth.runs.events import EVENTS, KINDS, AsyncLog, Event, RunReplay, read_events
+from tilth.runs.events import EVENTS, KINDS, AsyncLog, Event, RunReplay, _line, read_events
 from tilth.runs.identity import Identity
 from tilth.runs.readers import read_state
 
@@ -132,6 +133,41 @@ def test_a_cut_leaves_what_was_committed(tmp_path_factory, before, after, seed):
     assert told(since(again)) == first
     assert again.append("publish", version=5) == number + 1
     assert [one.number for one in read_events(log.path)] == [*range(number + 2)]
+
+
+def test_a_cut_of_a_long_log_holds_little_of_it_and_writes_none_of_it_again(tmp_path):
+    log = log_at(tmp_path)
+    number = 8000
+    with log.path.open("a") as file:
+        for i in range(1, number):
+            file.write(_line(Event(i, "consume", {"id": i, "batch": 1, "checksum": i})) + "\n")
+    tail = [Event(number, "commit", {"step": 1}), Event(number + 1, "publish", {"version": 1})]
+    with log.path.open("a") as file:
+        file.writelines(_line(one) + "\n" for one in tail)
+    before, size = log.path.stat(), log.path.stat().st_size
+    again = log_at(tmp_path)
+    tracemalloc.start()
+    again.cut(number)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    after = log.path.stat()
+    assert peak < size / 3 and after.st_ino == before.st_ino and after.st_size == size - len(_line(tail[1])) - 1
+    with raises(TokenCountError, "events.twice"):
+        again.append("drop", id=number - 1, reason="stale")
+    assert again.append("publish", version=1) == number + 1
+
+
+def test_a_cut_that_the_disk_refuses_leaves_the_log(tmp_path, monkeypatch):
+    log = log_at(tmp_path)
+    number = log.sync(1)
+    fill(log, 3)
+    data, again = log.path.read_bytes(), log_at(tmp_path)
+    with monkeypatch.context() as patch, raises(StorageError, "log.jsonl"):
+        patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        again.cut(number)
+    assert data.startswith(log.path.read_bytes())
+    again.cut(number)
+    assert since(again) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tilth.core.errors import DataError
 from tilth.core.files import atomic_write, sync, writing
 from tilth.core.write_queue import WriteQueue, settle
+
+_BLOCK = 1 << 16
 
 
 def replace(path: Path, data: bytes, queue: WriteQueue | None = None) -> None:
@@ -36,13 +38,13 @@ class Lines:
         self.path, self._queue = path, queue
         self.dropped = b""
         if there := path.exists():
-            found = path.read_bytes()
-            end = found.rfind(b"\n") + 1
-            while not text and end and not _is_object(found[(start := found.rfind(b"\n", 0, end - 1) + 1) : end]):
-                end = start
-            self.dropped = found[end:]
-            if self.dropped:
-                replace(path, found[:end])
+            with open(path, "rb") as file:
+                end = _whole_end(file, text)
+                file.seek(end)
+                self.dropped = file.read()
+                if self.dropped:
+                    file.seek(0)
+                    replace(path, file.read(end))
         with writing(path):
             self._open(os.O_CREAT)
             if not there:
@@ -136,6 +138,29 @@ class Lines:
         self._open()
         self._torn, self._end = self._end > end, end
         self._durable = 0
+
+
+def _whole_end(file: BinaryIO, text: bool) -> int:
+    """Return where the last line ends that is complete and, unless ``text``, an object. Reads from the end."""
+    end = _behind_newline(file, file.seek(0, os.SEEK_END))
+    while not text and end:
+        start = _behind_newline(file, end - 1)
+        file.seek(start)
+        if _is_object(file.read(end - start)):
+            break
+        end = start
+    return end
+
+
+def _behind_newline(file: BinaryIO, stop: int) -> int:
+    """Return the place behind the last line feed before ``stop``; 0: there is none."""
+    while stop > 0:
+        start = max(0, stop - _BLOCK)
+        file.seek(start)
+        if place := file.read(stop - start).rfind(b"\n") + 1:
+            return start + place
+        stop = start
+    return 0
 
 
 def _is_object(line: bytes) -> bool:

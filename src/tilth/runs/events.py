@@ -9,6 +9,7 @@ log adds is all that clocks decide: who was sampled under which weights, and wha
 """
 
 import json
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tilth.core import lines
 from tilth.core.errors import ArgumentError, DataError, TokenCountError, TokenIdentityError
+from tilth.core.files import writing
 from tilth.core.lines import Lines
 from tilth.core.write_queue import PATIENCE, WriteQueue, lost
 from tilth.runs.files import to_json
@@ -103,13 +105,10 @@ class AsyncLog:
         if kind == "consume" and self._replay is not None:
             self._replay.check(fields["batch"], self._consumed, fields["id"], fields["checksum"])
         number = self._append(kind, fields)
-        self._count(kind, fields)
-        return number
-
-    def _count(self, kind: str, fields: Mapping[str, Any]) -> None:
         if kind in _ENDS:
             self._done.add(fields["id"])
             self._consumed += kind == "consume"
+        return number
 
     def sync(self, step: int) -> int:
         """Commit what came since the last commit as this step, durably; return the number of the commit."""
@@ -132,17 +131,23 @@ class AsyncLog:
         """
         if self._queue is not None and (trouble := self._queue.settle(PATIENCE)):
             raise lost(trouble, f"the events up to {number} cannot be read")
-        found = [*read_events(self.path, self._recipes, number)] if self.path.exists() else []
-        begin = Event(0, _BEGIN, {"format": FORMAT, "recipe": self._recipes[-1]})
-        events = found[: number + 1] or [begin]
-        text = "".join(f"{_line(event)}\n" for event in events)
-        lines.replace(self.path, text.encode())
+        done, found = Intervals(), -1
+        if self.path.exists():
+            with writing(self.path), open(self.path, "r+b") as file:
+                for event in _read(file, self.path, self._recipes, number):
+                    found = event.number
+                    if event.kind in _ENDS:
+                        done.add(event.fields["id"])
+                    if found == number:
+                        file.truncate(file.tell())
+                        os.fsync(file.fileno())
+                        break
+        if found < 0:
+            begin = Event(0, _BEGIN, {"format": FORMAT, "recipe": self._recipes[-1]})
+            lines.replace(self.path, f"{_line(begin)}\n".encode())
         self.close()
         self._lines = Lines(self.path, self._queue)
-        self.number, self._done = len(events) - 1, Intervals()
-        for event in events:
-            self._count(event.kind, event.fields)
-        self._consumed = 0
+        self.number, self._done, self._consumed = number, done, 0
 
     def close(self) -> None:
         """Close the file."""
@@ -172,17 +177,22 @@ def read_events(path: Path, recipes: Sequence[str] = (), needed: int | None = No
     DataError for another format [events.format] or recipe [events.recipe], and [events.cut] if a line up to ``needed``
     is torn or missing.
     """
-    number, torn = -1, False
     with open(path, "rb") as file:
-        for line in file:
-            event = _parsed(line, number + 1)
-            if event is None:
-                torn = needed is None and any(map(_is_commit, file))
-                break
-            if not event.number:
-                _check_begin(path, event, recipes)
-            number = event.number
-            yield event
+        yield from _read(file, path, recipes, needed)
+
+
+def _read(file: BinaryIO, path: Path, recipes: Sequence[str], needed: int | None) -> Iterator[Event]:
+    """Yield the events of an open log; the file is then at the end of their line."""
+    number, torn = -1, False
+    for line in file:
+        event = _parsed(line, number + 1)
+        if event is None:
+            torn = needed is None and any(map(_is_commit, file))
+            break
+        if not event.number:
+            _check_begin(path, event, recipes)
+        number = event.number
+        yield event
     if torn or number < (0 if needed is None else needed or -1):
         least = "it is not behind the last commit" if needed is None else f"the run needs those up to {needed}"
         raise DataError(
