@@ -22,7 +22,7 @@ from tilth.engines.protocol import EngineError
 from tilth.flows.group_filters import Keep
 from tilth.flows.ledger import Ledger, SampleGroup
 from tilth.flows.replicas import Flight, Replicas
-from tilth.flows.sampler import Sampler, StepSamples
+from tilth.flows.sampler import Sampler, StepSamples, generation_numbers
 from tilth.rewards.process_pool import Outcome
 from tilth.roles.rollout import Ended, ask
 from tilth.runs.events import AsyncLog
@@ -207,7 +207,7 @@ class AsyncSampler(Sampler):
     def _replicas(self) -> Replicas:
         """Start the rounds of the engines."""
         if self.replicas is None:
-            rollout, self._call = self._engines(), next(self._calls)
+            rollout, self._call = self._engines(), next(generation_numbers)
             most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self._group) // 2)
             scorers = self._scorers(rollout, self.roles.reward, self._call, most)
             threaded, room = self.recipe.cluster.backend != "inline", self.recipe.rollout.max_rows

@@ -15,7 +15,7 @@ from tilth.core.batch import Batch
 from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.generation import Generation
 from tilth.flows.group_filters import Keep
-from tilth.flows.sampler import Sampler, StepSamples
+from tilth.flows.sampler import Sampler, StepSamples, generation_numbers
 from tilth.roles.rollout import SINCE, STOP
 from tilth.runs.events import AsyncLog, DrawnPart, RunReplay
 
@@ -34,7 +34,7 @@ class ReplaySampler(AsyncSampler):
 
     def _next(self, count: int, group: int) -> Batch:
         """Return the samples that the step had, scored; log them as consumed."""
-        step, call = self.state.step + 1, next(self._calls)
+        step, call = self.state.step + 1, next(generation_numbers)
         parts, reward = self.replay.batch(step), self.roles.reward
         self.progress.at("generating", 0, len(parts))
         generation = self._draw_parts(parts, [part.version for part in parts])

@@ -32,6 +32,10 @@ from tilth.runs.progress import StepProgress
 from tilth.runs.readers import REWARD
 from tilth.runs.state import RunState
 
+generation_numbers = count()
+"""Of this controller, whatever run is made again meanwhile: a judge or a reward that is kept tells by them what is
+new."""
+
 
 class Split(Protocol):
     """One side of the data, train or held out: prompts or pieces of documents, drawn by position."""
@@ -78,7 +82,6 @@ class Sampler:
         self._drawn: dict[str, int] = {}
         self._then = np.zeros(0, np.int64)
         self._carried: list[tuple[int, int, int]] | None = None
-        self._calls = count()
         self.left = 0
         """Steps of the phase that are not done, with the one under way."""
         self._reward_worked = False
@@ -199,7 +202,7 @@ class Sampler:
         Rewards are written to the journal, or taken from it when the step runs again. prefix: of the metric that counts
         missing rewards; default: ``reward/heldout`` for greedy answers, else ``reward``.
         """
-        rollout, call = self._engines(), next(self._calls)
+        rollout, call = self._engines(), next(generation_numbers)
         self.progress.at("evaluating" if greedy and not prefix else "generating", 0, len(asked))
         if self.recipe.rollout.environment:
             scored = self._generated(rollout, asked, None, call, len(asked), greedy=greedy)
