@@ -15,6 +15,7 @@ from tilth.core.errors import PluginError, RecipeError
 from tilth.data.trajectories import read_trajectories
 from tilth.engines.protocol import EngineError
 from tilth.flows.replicas import Replicas
+from tilth.launch.life import _roll_back
 from tilth.runs.events import EVENTS, RunReplay, read_events
 from tilth.runs.readers import read_metrics
 from tilth.runs.state import RunState
@@ -101,6 +102,41 @@ def test_a_run_that_falls_asks_again_for_what_was_in_flight(tmp_path):
     result = tiny.run(made, name="run")
     check_once(result, 8)
     assert max(record["staleness/max"] for record in read_metrics(result.directory)) <= 2
+
+
+def fallen(folder):
+    """Let a run fall after step 5; return the groups that its checkpoint has in flight."""
+    made = recipe(folder, 2, run={"save_every": 2})
+    with pytest.raises(PluginError):
+        tiny.run(made, name="run", callbacks=[Falls(5)])
+    (found,) = (path.parent for path in folder.rglob("metrics.jsonl"))
+    return state(SimpleNamespace(directory=found)).flying
+
+
+def left_out(result, flying):
+    """Reasons for which the samples of these groups were dropped."""
+    ids = {i for first, size, *_ in flying for i in range(first, first + size)}
+    assert ids and ids.isdisjoint(rows(result)) and ids <= set(Intervals(state(result).dropped).ids())
+    return {e.fields["reason"] for e in read_events(result.directory / EVENTS) if e.kind == "drop"}
+
+
+def test_what_was_in_flight_over_data_that_changed_is_dropped(tmp_path):
+    flying = fallen(tmp_path)
+    made = recipe(tmp_path, 2, run={"save_every": 2}, data={"holdout": 0.3})
+    result = tiny.run(made, name="run", allow=["data.holdout"])
+    check_once(result, 6)
+    assert left_out(result, flying) == {"recipe"}
+
+
+def test_a_run_that_goes_back_drops_what_was_in_flight_then(tmp_path):
+    class Back(tiny.Recorder):
+        def on_run_start(self, run):
+            _roll_back(run, run.sampler.position(), lambda: None)
+
+    flying = fallen(tmp_path)
+    result = tiny.run(recipe(tmp_path, 2, run={"save_every": 2}), name="run", callbacks=[Back()])
+    check_once(result, 6)
+    assert left_out(result, flying) == {"rollback"}
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,15 @@ class AsyncSampler(Sampler):
         super().commit()
         self._free()
 
+    def leave_out(self, reason: str) -> None:
+        """Drop what the committed state has in flight, before it is asked for again."""
+        super().leave_out(reason)
+        for first, size, *_ in self.state.flying:
+            for i in range(first, first + size):
+                self.events.append("drop", id=i, reason=reason)
+            self.state.dropped.add(first, first + size)
+        self.state.flying = []
+
     def _free(self) -> None:
         freed, self._freed = self._freed, []
         if freed:

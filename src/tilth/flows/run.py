@@ -475,3 +475,4 @@ class Run:
         changed = self.directory.changes.keys() - {"data.loaders", "data.shadows"}
         if any(key.partition(".")[0] == "data" for key in changed):  # indices name other prompts now
             self.state.outcomes_first = {}
+            self.sampler.leave_out("recipe")

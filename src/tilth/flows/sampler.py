@@ -135,6 +135,10 @@ class Sampler:
         """Return to the committed position."""
         self._drawn, self._carried, self._then = {}, None, self._then[:0]
 
+    def leave_out(self, reason: str) -> None:
+        """Forget the samples that the committed state would go on with."""
+        self.state.carried = []
+
     # ---- samples ----
 
     def sample(self, group: int, keep: Keep | None = None, rounds: int = 0) -> StepSamples:

@@ -359,6 +359,7 @@ def _roll_back(run: Run, drawn: Mapping[str, int], remake: Callable[[], None]) -
         run.snapshots.clear()
     _leave_none(run, remake)
     _restore_from_disk(run, fallback=False)
+    run.sampler.leave_out("rollback")
     left = {name: now - run.state.drawn.get(name, 0) for name, now in drawn.items()}
     run.state.drawn |= drawn
     what = ", ".join(f"{count} {name}" for name, count in left.items() if count)
