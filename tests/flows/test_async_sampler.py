@@ -11,9 +11,12 @@ from tests.flows import tiny
 from tests.flows.test_episodes import Falls
 from tests.flows.test_resume import kill_and_resume
 from tilth.checkpoint import latest, open_checkpoint
+from tilth.cluster.controller.lazy import LazyBatch
 from tilth.core.errors import PluginError, RecipeError
 from tilth.data.trajectories import read_trajectories
 from tilth.engines.protocol import EngineError
+from tilth.flows.async_sampler import AsyncSampler
+from tilth.flows.ledger import SampleGroup
 from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
 from tilth.runs.events import EVENTS, RunReplay, read_events
@@ -219,6 +222,26 @@ def test_a_group_that_was_dropped_in_flight_leaves_no_payload(tmp_path, own_loop
     own_loop(drops)
     with raises(PluginError, "seen"):
         tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}))
+
+
+def test_prompts_of_all_groups_are_sent_before_one_is_waited_for():
+    seen, flights = [], []
+
+    def encode(row, **then):
+        first = int(row["id"][0])
+        seen.append(("sent", first, *then))
+        return LazyBatch(lambda: seen.append(("waited", first)) or row)
+
+    given = {
+        "events": SimpleNamespace(append=lambda *_, **__: None),
+        "store": SimpleNamespace(lease=str, under=lambda lease: nullcontext()),
+        "roles": {"loader": SimpleNamespace(encode=encode)},
+        "then": lambda: {"then": [7]},
+    }
+    one = SimpleNamespace(_leases={}, _replicas=lambda: SimpleNamespace(submit=flights.append), **given)
+    AsyncSampler._send(one, [SampleGroup(first, 2, 5, 0) for first in (0, 2, 4)])
+    assert seen == [("sent", 0), ("sent", 2), ("sent", 4, "then"), ("waited", 0), ("waited", 2), ("waited", 4)]
+    assert [(one.first, one.lease) for one in flights] == [(0, "group 0"), (2, "group 1"), (4, "group 2")]
 
 
 def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):

@@ -157,7 +157,7 @@ class AsyncSampler(Sampler):
 
     def _send(self, groups: Sequence[SampleGroup], *, again: bool = False) -> None:
         """Hand groups to the replicas, each with a lease of its own. again: the log has their begin."""
-        replicas = self._replicas()
+        replicas, sent = self._replicas(), list[tuple[SampleGroup, Batch]]()
         for group in groups:
             number = group.first // group.size
             for i in range(group.first, group.stop if not again else group.first):
@@ -165,8 +165,10 @@ class AsyncSampler(Sampler):
             lease = self._leases[group.first] = self.store.lease(f"group {number}")
             row = ask([group.prompt], group.size, group.first)
             with self.store.under(lease):
-                asked = resolved(self.roles["loader"].encode(row, **(self.then() if group is groups[-1] else {})))
-            replicas.submit(Flight(group.first, asked, lease))
+                then = self.then() if group is groups[-1] else {}
+                sent.append((group, self.roles["loader"].encode(row, **then)))
+        for group, asked in sent:  # all are sent before the first is waited for
+            replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first]))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:
         """Enter the groups that have ended in the books."""
