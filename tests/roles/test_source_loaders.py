@@ -204,6 +204,25 @@ def test_a_silent_loader_is_lost(loaders, data, whole, tokenizer):
     assert pid not in made.pids()
 
 
+class Slow(Joined):
+    """A source that takes its time for each sample."""
+
+    def prompt(self, index):
+        time.sleep(0.25)
+        return super().prompt(index)
+
+
+def test_a_slow_loader_that_goes_on_is_not_lost(tmp_path):
+    data = DataConfig(source=write(tmp_path / "a.jsonl", sums(0, 8)))
+    slow = Slow((load_source(data).source,), held=False)
+    made = SourceLoaders({"source": slow}, LoaderSettings(data, TOKENIZER, 50), [{"source": 1.0}], silence=1.0)
+    made.ask("examples", range(8))
+    until(made.pids)
+    before = made.pids()
+    assert len(made.take("examples", range(8))) == 8 and made.pids() == before
+    made.close()
+
+
 def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
     made = loaders([{"few": 1.0}])
     killed = set()

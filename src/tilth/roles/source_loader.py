@@ -5,7 +5,7 @@ Messages are pickled; both ends are this program, and only they have the pipes.
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -22,6 +22,9 @@ from tilth.data.sources import Joined
 from tilth.data.template import Template, Tools, data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.frames import frame, read_frame
+
+SIGN = 0.1
+"""Seconds between two signs of life at least: more would wake the process of the role for nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ class Places:
 class OpenSources(Joined):
     """Sources that this process has opened, at the indices that they have among all sources."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, alive: Callable[[], None]) -> None:
+        """alive: sends a sign of life, before a sample is read."""
         self.starts, self.held, self.opened = places.starts, False, dict[int, Source]()
-        self._media = places.media
+        self._media, self._alive, self._signed = places.media, alive, time.monotonic()
 
     @property
     def media(self) -> bool:
@@ -66,6 +70,9 @@ class OpenSources(Joined):
             self.opened[number] = pickle.loads(wanted[number])
 
     def part(self, number: int) -> Source:
+        if time.monotonic() > self._signed + SIGN:
+            self._alive()
+            self._signed = time.monotonic()
         return self.opened[number]
 
 
@@ -79,7 +86,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     try:
         with uncollected():
             settings, places = greeted(requests)
-            opened = OpenSources(places)
+            opened = OpenSources(places, lambda: reply("alive"))
             template = data_template(settings.data, settings.tokenizer, settings.tools, places.starts.tolist())
         while (body := read_frame(requests)) is not None:
             what, *given = pickle.loads(body)

@@ -34,7 +34,7 @@ from tilth.roles.source_loader import LoaderSettings, Places
 AHEAD = 8192
 """Samples that are asked for ahead of need at most, those that have come included."""
 SILENCE = 60.0
-"""Seconds in which a loader that was asked for samples makes some of them."""
+"""Seconds in which a loader that was asked for samples begins to read the next one, or makes some."""
 OPENING = 600.0
 """Seconds in which a loader opens its sources."""
 RESTARTS = RestartPolicy(fruitless=3)
@@ -334,6 +334,8 @@ class _Pump:
             what, *given = pickle.loads(body)
             if what == "failed":
                 raise given[0]
+            if what == "alive":
+                continue
             if what == "opened":
                 child.opening -= 1
             else:
