@@ -317,6 +317,19 @@ def test_choices_of_experts_are_replayed_only_in_a_flow_that_samples(flow):
     assert from_dict({"flow": "grpo", "train": {"routing": "replay"}}).train.routing == "replay"
 
 
+@pytest.mark.parametrize("flow", [n for n, flow in FLOWS.items() if flow.learns == "documents" or flow.value])
+def test_what_generates_nothing_takes_no_drafts(flow):
+    with raises(RecipeError, "rollout.speculate.unused"):
+        from_dict({"flow": flow, "supervised": {"steps": 1}, "rollout": {"speculate": "suffix"}})
+
+
+def test_keys_of_drafts_are_for_drafts_alone():
+    draft = {"draft": {"tokens": 4}}
+    with raises(RecipeError, "rollout.draft.unused"):
+        from_dict({"rollout": draft})
+    assert from_dict({"rollout": {**draft, "speculate": "suffix"}}).rollout.draft.tokens == 4
+
+
 @pytest.mark.parametrize("value", ["nan", "[1.0, nan]", "{a = nan}"])
 @pytest.mark.parametrize("table", ["algorithm.options", "data.options", "roles.mine.options"])
 def test_a_wrong_value_of_an_option_is_named_by_the_option_alone(table, value):

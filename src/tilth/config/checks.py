@@ -155,8 +155,18 @@ def _engine(recipe: Recipe) -> Refusals:
         yield "rollout.tool_schemas.engine", f": rollout.engine = {r.engine} draws no calls by a schema; use native"
     if r.speculate != "off" and r.engine != "native":
         yield "rollout.speculate.engine", f": rollout.engine = {r.engine} takes no drafts of Tilth; use native, or off"
+    yield from _drafts(recipe)
     if served and recipe.train.parity:
         yield "train.parity.engine", f": rollout.engine = {r.engine} rounds in its own kernels; use native"
+
+
+def _drafts(recipe: Recipe) -> Refusals:
+    """Check what drafts need, and keys that are for them alone."""
+    r = recipe.rollout
+    if r.speculate == "off" and r.draft != type(r.draft)():
+        yield "rollout.draft.unused", "has no use with rollout.speculate = off; leave it out, or use suffix"
+    if r.speculate != "off" and (recipe.flow_spec.learns == "documents" or recipe.flow_spec.value):
+        yield "rollout.speculate.unused", f"has no use in flow = {recipe.flow}, which generates nothing; set it to off"
 
 
 def _parity(recipe: Recipe) -> Refusals:
