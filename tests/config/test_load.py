@@ -323,6 +323,11 @@ def test_what_generates_nothing_takes_no_drafts(flow):
         from_dict({"flow": flow, "supervised": {"steps": 1}, "rollout": {"speculate": "suffix"}})
 
 
+def test_drafts_are_not_compiled():
+    with raises(RecipeError, "rollout.compile.speculate"):
+        from_dict({"rollout": {"compile": True, "speculate": "suffix"}})
+
+
 def test_keys_of_drafts_are_for_drafts_alone():
     draft = {"draft": {"tokens": 4}}
     with raises(RecipeError, "rollout.draft.unused"):

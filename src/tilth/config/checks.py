@@ -167,6 +167,9 @@ def _drafts(recipe: Recipe) -> Refusals:
         yield "rollout.draft.unused", "has no use with rollout.speculate = off; leave it out, or use suffix"
     if r.speculate != "off" and (recipe.flow_spec.learns == "documents" or recipe.flow_spec.value):
         yield "rollout.speculate.unused", f"has no use in flow = {recipe.flow}, which generates nothing; set it to off"
+    if r.speculate != "off" and r.compile:
+        why = "beside rollout.speculate: passes with drafts are not compiled, and their price knows no other; use one"
+        yield "rollout.compile.speculate", why
 
 
 def _parity(recipe: Recipe) -> Refusals:
