@@ -224,6 +224,24 @@ def test_a_pass_keeps_to_the_budget_of_a_step():
         before = engine.stats().decode_rows
 
 
+def test_prompts_that_wait_are_computed_beside_drafts():
+    """Without them, three rows would fill the step with drafts."""
+    engine = make_engine(MODEL, draft=DRAFT, step_tokens=12, max_rows=4)
+    rows = [Request(i, [5, 6], SamplingParams(60, temperature=0)) for i in range(3)]
+    engine.generate(rows)
+    engine.submit(rows)
+    while engine.running < 3:
+        engine.poll()
+    engine.stats(reset=True)
+    engine.poll()
+    assert engine.stats().drafted_tokens == 9
+    engine.submit([Request(3, range(12), SamplingParams(2))])
+    for prefilled in (6, 12):
+        engine.poll()
+        assert engine.stats().prefilled_tokens == prefilled
+    assert engine.stats().drafted_tokens == 9 + 2 * 3
+
+
 # The distribution
 
 

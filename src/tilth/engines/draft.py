@@ -113,15 +113,16 @@ class Speculation:
         """Take a request out of flight."""
         self._drafter.forget(id)
 
-    def drafts(self, lane: LengthBucket, rows: int) -> np.ndarray:
-        """Return drafts of the first ``rows`` rows, int64 [rows, longest], NONE behind each; their blocks are taken."""
+    def drafts(self, lane: LengthBucket, rows: int, most: int) -> np.ndarray:
+        """Return drafts of the first ``rows`` rows, int64 [rows, longest <= most], NONE behind each; their blocks are
+        taken."""
         found: list[list[int]] = [[] for _ in range(rows)]
         live, own = lane.rows, self._drafted(lane)
         if not own:
             return padded(found)
         c = lane.columns
         room = np.minimum(c.end, lane.limit)[own] - c.position[own] - 2  # a token behind the draft has its place too
-        budget = room.clip(0, max(0, min(self._tokens, self._most // len(live) - 1)))
+        budget = room.clip(0, max(0, min(self._tokens, most, self._most // len(live) - 1)))
         ids = [lane.answer(row).request.id for row in own]
         for row, draft in zip(own, self._drafter.propose(ids, budget.tolist(), self._least(len(live)))):
             until = int(c.position[row]) + 1 + len(draft)

@@ -291,18 +291,25 @@ class Engine(GenerationEngine):
         """Decode a token of every row, or more by drafts; return the number of positions computed."""
         self._secure_blocks()
         self._promote()
-        total = 0
+        total, most = 0, self._most_drafted()
         for lane in list(self._lanes.values()):
             rows = lane.compact()
             if rows:
-                total += self._decode_lane(lane, rows, done)
+                total += self._decode_lane(lane, rows, most, done)
         return total
 
-    def _decode_lane(self, lane: LengthBucket, rows: int, done: list[Trajectory]) -> int:
+    def _most_drafted(self) -> int:
+        """Return the tokens of a draft at most: prompts that wait have half of what plain decoding leaves of a step."""
+        running = self.running
+        if not self._scheduler.queued or not running:
+            return self.step_tokens
+        return (self.step_tokens - running) // 2 // running
+
+    def _decode_lane(self, lane: LengthBucket, rows: int, most: int, done: list[Trajectory]) -> int:
         c, live = lane.columns, lane.columns.live[:rows].copy()
         drafts = np.zeros((rows, 0), np.int64)
         if self._speculation is not None:
-            drafts = self._speculation.drafts(lane, rows)
+            drafts = self._speculation.drafts(lane, rows, most)
             self._stats.undrafted_rows += sum(not lane.answer(row).drafted for row in lane.rows.tolist())
         given = np.concatenate([c.tokens[np.arange(rows), c.position[:rows]][:, None], drafts], 1)
         there = (given != NONE) & (live[:, None] if drafts.size else True)
