@@ -45,9 +45,10 @@ class CacheEntry:
         if not self.place.exists():
             return None
         try:
+            checksum = self.about()["checksum"]
             if intact and self.state() == intact:
                 return ""
-            if _checksum(self.file) != self.about()["checksum"]:
+            if _checksum(self.file) != checksum:
                 return "its checksum differs"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return str(error) or type(error).__name__
