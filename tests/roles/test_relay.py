@@ -1,6 +1,7 @@
 """A relay shows complete versions alone, bit for bit, whoever dies, whatever changes, however often it is written."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -379,6 +381,33 @@ def test_any_number_may_open_it_at_once(folder):
             thread.join(60)
         assert len({os.fstat(relay._file).st_ino for relay in found}) == 1 and len(found) == 8
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_many_that_open_it_at_once_reserve_its_memory_once(world, monkeypatch):
+    reserve, reserved = os.posix_fallocate, []
+
+    def slow(file, *given):
+        reserved.append(given)
+        time.sleep(0.1)
+        reserve(file, *given)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    threads = [threading.Thread(target=world.open) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(reserved) == 1 and [path.name for path in world.path.parent.iterdir()] == ["relay"]
+
+
+def test_a_process_that_never_ends_making_it_is_an_error(world, monkeypatch):
+    monkeypatch.setattr("tilth.roles.relay.LIMIT", 0.05)
+    holder = os.open(world.path.parent, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with raises(StorageError, "relay"):
+        world.open()
+    os.close(holder)
+    world.open()
 
 
 def test_its_memory_is_two_versions(world):

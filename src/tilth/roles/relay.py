@@ -9,15 +9,17 @@ read while it is written over, or was changed by anything else, never passes for
 processor shows writes to others.
 """
 
+import fcntl
 import hashlib
 import itertools
 import json
 import mmap
 import os
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
@@ -38,6 +40,8 @@ from tilth.roles.weight_sync import Receiver, verify_weights
 SLOTS = 2
 TRIES = 4
 """Times that a reader begins again because two newer versions were written while it read."""
+LIMIT = 60.0
+"""Seconds that a process waits for another one that makes the file."""
 ALIGNED = 64
 _STAMP = struct.Struct("<qqQ")
 """Number of the publication (0: void), version, hash of both and of the checksums that the writer set."""
@@ -99,13 +103,19 @@ class Relay:
         """Open the file, and make it first if there is none: whole, with memory reserved, or not at all."""
         with writing(self.path):
             if not self.path.exists():
-                with NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}-") as file:
-                    os.posix_fallocate(file.fileno(), 0, ALIGNED + SLOTS * self._slot)
-                    file.write(self._table)
-                    file.flush()
-                    with suppress(FileExistsError):  # another process was first
-                        os.link(file.name, self.path)
+                with _locked(self.path.parent):
+                    self._make()
             return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _make(self) -> None:
+        """Make the file, unless another process was first; memory is reserved once."""
+        if self.path.exists():
+            return
+        with NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}-") as file:
+            os.posix_fallocate(file.fileno(), 0, ALIGNED + SLOTS * self._slot)
+            file.write(self._table)
+            file.flush()
+            os.link(file.name, self.path)
 
     def close(self) -> None:
         """Let go of the file; its memory stays mapped as long as tensors of it are in use."""
@@ -281,6 +291,25 @@ class Relay:
         name, number = self.pieces[piece].name, found.publication.version
         message = f"{name} in the relay {self.path} has other bits than version {number} was written with"
         return WeightMismatch(message, key=name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which also ends with this process. OSError if another one keeps it."""
+    place, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + LIMIT
+    try:
+        while True:
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another process has held the lock of {folder} for {LIMIT:g} s") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        fcntl.flock(place, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+        os.close(place)
 
 
 def _aligned(size: int) -> int:
