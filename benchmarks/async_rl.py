@@ -16,6 +16,7 @@ from typing import Any
 
 from async_lengths import length_of
 from driver import benchmark_parser, write_rows
+from work import same_work
 
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
@@ -91,8 +92,10 @@ def race(asked: Namespace, seed: int, *, paced: bool) -> list[dict[str, Any]]:
     names = ["sync", "one_step", "free"] if asked.quick else list(CONTENDERS)
     found = {name: raced(name, asked, seed, paced=paced) for name in (names if paced else names[:2])}
     rows, lengths = zip(*found.values())
+    same_work({name: {"samples": len(one)} for name, one in zip(found, lengths)})
     assert all(one.keys() == lengths[0].keys() for one in lengths), "contenders consumed other samples"
     if paced:
+        same_work({name: {"tokens": sum(one.values())} for name, one in zip(found, lengths)})
         assert all(one == {i: min(length_of(i), LONGEST) for i in one} for one in lengths), "lengths are not as given"
     for row in rows:
         row["over_sync"] = round(row["samples_per_minute"] / rows[0]["samples_per_minute"], 3)

@@ -120,7 +120,7 @@ def scale(name: str, gpus: int, **size: int) -> Iterator[dict[str, Any]]:
             **size, "tokens_per_second": outcome.tokens_per_second, "replica_idle_share": outcome.replica_idle,
             "trainer_idle_share": outcome.trainer_idle, "kv_use_share": outcome.kv_use, "moved_rows": outcome.moves,
             "weight_wait_seconds": outcome.load_wait, "staleness_mean": sum(a * s for a, s in ages.items()),
-            "staleness_max": max(ages), "trained_over_admitted_length": outcome.lengths[1] / outcome.lengths[0],
+            "staleness_max": max(ages), "trained_to_admitted_length": outcome.lengths[1] / outcome.lengths[0],
         })  # fmt: skip
     best = rows[-1]["tokens_per_second"]
     for row in rows:

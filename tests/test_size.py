@@ -3,7 +3,7 @@
 from tests.errors import SOURCE, packages
 
 BUDGETS = {
-    "config": (3_550, 2_600),
+    "config": (3_600, 2_600),
     "core": (2_200, 1_800),
     "trace": (1_500, 1_400),
     "plan": (6_500, 3_700),
@@ -22,7 +22,7 @@ BUDGETS = {
     "guard": (3_300, 2_700),
     "runs": (4_450, 2_650),
     "flows": (3_150, 1_850),
-    "launch": (5_350, 2_700),
+    "launch": (5_400, 2_700),
     "serve": (6_350, 4_200),
     "analysis": (3_800, 3_000),
     "ui cli api": (7_000, 6_100),

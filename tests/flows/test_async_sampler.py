@@ -118,8 +118,8 @@ def fallen(folder):
 
 def left_out(result, flying):
     """Reasons for which the samples of these groups were dropped."""
-    ids = {i for first, size, *_ in flying for i in range(first, first + size)}
-    assert ids and ids.isdisjoint(rows(result)) and ids <= set(Intervals(state(result).dropped).ids())
+    ids, dropped = {i for first, size, *_ in flying for i in range(first, first + size)}, state(result).dropped
+    assert ids and ids.isdisjoint(rows(result)) and all(i in Intervals(dropped) for i in ids)
     return {e.fields["reason"] for e in read_events(result.directory / EVENTS) if e.kind == "drop"}
 
 

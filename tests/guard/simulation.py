@@ -8,6 +8,7 @@ controller then is. ``Violation`` is a broken invariant.
 
 import heapq
 import random
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -312,7 +313,7 @@ class Machines:
 
     def __init__(self, world: World, scratch: Path) -> None:
         self.world, self.workers, self.scratch = world, WORKERS, str(scratch)
-        self.store = SimpleNamespace(lease="", release=lambda key: None, held=dict)
+        self.store = SimpleNamespace(lease="", release=lambda *keys: None, held=dict)
         self.processes = [Process(world, rank) for rank in range(WORKERS)]
         self._calls = 0
 
@@ -425,7 +426,8 @@ class Job:
         self.roles, self.callbacks, self.source = life.roles, (), "memory"
         self.state = SimpleNamespace(step=0, drawn={})
         self.saving = SimpleNamespace(give_up=lambda *seconds: None)
-        self.sampler = SimpleNamespace(position=lambda: {"train": self.state.step})
+        nothing = {"halt": lambda: None, "leave_out": lambda reason: None}
+        self.sampler = SimpleNamespace(position=lambda: {"train": self.state.step}, **nothing)
 
     def say(self, text: str) -> None: ...
 
@@ -491,7 +493,8 @@ class Controller:
 
     def run(self) -> None:
         guard = SimpleNamespace(restarts=8, on_nan="skip", hang_after=20.0)
-        recipe = SimpleNamespace(guard=guard, run=SimpleNamespace(grace=1.0, collect_every=0))
+        data = SimpleNamespace(loaders=0)
+        recipe = SimpleNamespace(guard=guard, data=data, run=SimpleNamespace(grace=1.0, collect_every=0))
         parts: Any = SimpleNamespace(recipe=recipe, roles=self.roles)
         launch._train(parts, self.cluster, self.folder, (), fallback=False)  # type: ignore[arg-type]
 
@@ -591,7 +594,7 @@ def simulate(seed: int, scratch: Path, world: World | None = None) -> World:
             return action
 
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
-    condition = SimpleNamespace(RLock=object, Condition=lambda lock: Waiting(world))
+    condition = SimpleNamespace(RLock=nullcontext, Condition=lambda lock: Waiting(world), local=threading.local)
     nothing = SimpleNamespace(conclude=lambda: None, start=lambda *given: None)
     stop = mock.MagicMock()
     patches = [

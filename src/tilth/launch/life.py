@@ -211,8 +211,8 @@ def _train(
         survival.trace()
         profiling = Profiling(cluster, parts.recipe, directory.path, directory.attempt, stop)
         updates = None if handed is None else HotUpdates(handed, directory, parts.recipe.plugins, cluster.has_room)
-        costs = CostFits(parts, cluster)
-        watches = [_Clocks(cluster), health, survival, costs, LoaderPlans(parts), *callbacks, profiling]
+        plans = [LoaderPlans(parts)] if parts.recipe.data.loaders else []
+        watches = [_Clocks(cluster), health, survival, CostFits(parts, cluster), *plans, *callbacks, profiling]
         make = partial(_run, parts, cluster, directory, watches, stop, say, survival.snapshots)
         life = LifeOfRun(lambda: _watched(make(), updates), survival, profiling, updates, handed)
         return life.live(fallback=fallback)

@@ -70,7 +70,7 @@ def follow_recorded(loader: WorkerGroup, data: DataConfig, run: Path) -> bool:
 
 
 class LoaderPlans(Callback):
-    """Plans the loaders of a run anew as it goes on, if it draws from several sources."""
+    """Plans the loaders of a run that has some: anew as it goes on, if it draws from several sources."""
 
     def __init__(self, parts: RunParts) -> None:
         self._recipe, self._train, self._loader = parts.recipe, parts.train, parts.roles["loader"]
@@ -78,13 +78,13 @@ class LoaderPlans(Callback):
     def on_run_start(self, run: RunView) -> None:
         """Follow the plan on record, or record the one that the loaders began with."""
         data, path = self._recipe.data, run.directory.path
-        if data.loaders and not follow_recorded(self._loader, data, path):
+        if not follow_recorded(self._loader, data, path):
             known = self._loader.loading()
             record_plan(path, LoaderPlan(run.state.step + 1, processes(data, known["cores"]), known["plan"]))
 
     def on_step_end(self, run: RunView, step: int, metrics: dict[str, Any]) -> None:
         """Follow another plan if one pays."""
-        if not self._recipe.data.loaders or not isinstance(self._train, Mixture) or step % EVERY:
+        if not isinstance(self._train, Mixture) or step % EVERY:
             return
         before = read_plans(run.directory.path)[-1]
         known, weights = self._loader.loading(), self._ahead(run.state.phase, run.state.drawn)
