@@ -20,6 +20,7 @@ from tilth.flows.ledger import SampleGroup
 from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
 from tilth.runs.events import EVENTS, RunReplay, read_events
+from tilth.runs.intervals import Intervals
 from tilth.runs.readers import read_metrics
 from tilth.runs.state import RunState
 
