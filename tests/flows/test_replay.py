@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.errors import raises
-from tests.flows import tiny
-from tests.flows.test_async_sampler import recipe, rows, state
+from tests.flows import test_async_sampler, tiny
+from tests.flows.test_async_sampler import rows, state
 from tests.flows.test_episodes import Falls
 from tilth.core.errors import DataError, PluginError, TokenIdentityError
 from tilth.core.lines import iterate_lines
@@ -23,6 +23,12 @@ COLUMNS = ("id", "step", "tokens", "logprobs", "mask", "reward", "finish", "text
 def consumed(directory):
     """What the steps learned from, in the log's order."""
     return [event.fields for event in read_events(directory / EVENTS) if event.kind == "consume"]
+
+
+def recipe(folder, staleness, **sections):
+    """A recipe whose bits do not depend on what is drawn side by side, which a replay changes."""
+    exact = {"parity": True, "threads": 1, **sections.pop("train", {})}
+    return test_async_sampler.recipe(folder, staleness, train=exact, **sections)
 
 
 def check_same(run, again, trajectories=True):

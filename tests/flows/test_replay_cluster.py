@@ -4,8 +4,7 @@ import pytest
 
 from tests.flows import tiny
 from tests.flows.test_async_cluster import PLACED, POOLS, Kills
-from tests.flows.test_async_sampler import recipe
-from tests.flows.test_replay import check_same
+from tests.flows.test_replay import check_same, recipe
 from tilth.runs.readers import read_metrics
 
 pytestmark = pytest.mark.dist
