@@ -303,7 +303,7 @@ def test_series_are_bounded_and_keep_their_mean(values):
         assert sum(series.values) / len(series.values) == pytest.approx(mean, abs=1e-6)
 
 
-def test_a_step_without_a_picture_costs_a_hundredth_of_one_and_no_more_than_the_first():
+def test_a_step_without_a_picture_costs_an_eightieth_of_one_and_no_more_than_the_first():
     live, _ = view()
 
     def price(step):
@@ -314,7 +314,7 @@ def test_a_step_without_a_picture_costs_a_hundredth_of_one_and_no_more_than_the_
     live._next = 0
     picture = price(400)
     live.stop()
-    assert late <= 2 * early and 100 * late < picture
+    assert late <= 2 * early and 80 * late < picture
 
 
 def test_supervised_flows_have_one_phase_of_as_many_steps_as_the_record_says():
