@@ -135,8 +135,7 @@ class AsyncSampler(Sampler):
             if fits:
                 self._send(ledger.begin([prompt], first, size, self._published, again=True), again=True)
                 continue
-            for i in range(first, first + size):
-                self.events.append("drop", id=i, reason="recipe")
+            self._log_drop(first, first + size, "recipe")
             ledger.dropped.add(first, first + size)
 
     def _begin(self, ledger: Ledger) -> None:
@@ -192,8 +191,7 @@ class AsyncSampler(Sampler):
         groups = {first: self.ledger.open.get(first) for first in firsts}
         groups |= {group.first: group for group in self.ledger.taken if group.first in groups}
         for group in filter(None, groups.values()):
-            for i in range(group.first, group.stop):
-                self.events.append("drop", id=i, reason=reason)
+            self._log_drop(group.first, group.stop, reason)
         for group in self.ledger.drop(firsts):
             flight = self._flights.pop(group.first, None)
             self.metrics.add("samples/dropped", float(group.size))
@@ -203,6 +201,11 @@ class AsyncSampler(Sampler):
                 self._freed.append(self._leases.pop(group.first))
                 for one in flight.ended.values():
                     self.metrics.add("length/dropped", float(one.length - one.start))
+
+    def _log_drop(self, first: int, stop: int, reason: str) -> None:
+        """Log that the samples of [first, stop) are dropped."""
+        for i in range(first, stop):
+            self.events.append("drop", id=i, reason=reason)
 
     # ---- engines ----
 
@@ -259,8 +262,7 @@ class AsyncSampler(Sampler):
         """Drop what the committed state has in flight, before it is asked for again."""
         super().leave_out(reason)
         for first, size, *_ in self.state.flying:
-            for i in range(first, first + size):
-                self.events.append("drop", id=i, reason=reason)
+            self._log_drop(first, first + size, reason)
             self.state.dropped.add(first, first + size)
         self.state.flying = []
 
