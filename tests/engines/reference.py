@@ -18,6 +18,15 @@ CONFIG = DecoderConfig(
     vocab_size=100, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True,
     max_positions=512,
 )  # fmt: skip
+WAYS = {
+    "plain": {},
+    "few-rows": {"max_rows": 5},
+    "preemption": {"max_rows": 16, "kv_tokens": 320},
+    "small-chunks": {"step_tokens": 23, "max_rows": 9},
+    "other-blocks": {"block_size": 8, "max_rows": 7},
+    "parity": {"parity": True},
+}
+"""Options of an engine by which a completion may not differ."""
 
 
 def make_model(config=CONFIG, seed=0, dtype=torch.float32, scale=8.0):

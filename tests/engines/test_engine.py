@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.reference import CONFIG, KINDS, check_blocks, make_engine, make_model, make_requests, naive
+from tests.engines.reference import CONFIG, KINDS, WAYS, check_blocks, make_engine, make_model, make_requests, naive
 from tests.errors import raises
 from tilth.core.errors import DataError, ModelError, NonFiniteError
 from tilth.engines.engine import EngineError
@@ -16,14 +16,6 @@ from tilth.models.config import DecoderConfig
 
 MODEL = make_model()
 REQUESTS = make_requests(40)
-WAYS = {
-    "plain": {},
-    "few-rows": {"max_rows": 5},
-    "preemption": {"max_rows": 16, "kv_tokens": 320},
-    "small-chunks": {"step_tokens": 23, "max_rows": 9},
-    "other-blocks": {"block_size": 8, "max_rows": 7},
-    "parity": {"parity": True},
-}
 
 
 @functools.cache

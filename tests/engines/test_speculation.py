@@ -9,6 +9,7 @@ import torch
 
 from tests.engines.reference import (
     LORAS,
+    WAYS,
     check_blocks,
     halves,
     make_engine,
@@ -29,14 +30,6 @@ from tilth.models.config import DecoderConfig
 MODEL = make_model()
 DRAFT = DraftConfig(tokens=6, depth=4)
 REQUESTS = make_requests(24)
-WAYS = {
-    "plain": {},
-    "few-rows": {"max_rows": 5},
-    "preemption": {"max_rows": 16, "kv_tokens": 320},
-    "small-chunks": {"step_tokens": 23, "max_rows": 9},
-    "other-blocks": {"block_size": 8, "max_rows": 7},
-    "parity": {"parity": True},
-}
 
 
 @pytest.fixture(autouse=True)

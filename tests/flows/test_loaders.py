@@ -16,7 +16,8 @@ import pytest
 from tests.errors import raises
 from tests.flows import killed_loaders, tiny
 from tests.flows.stand_ins import sampler
-from tests.flows.test_mixture import recipe, write
+from tests.flows.test_mixture import recipe
+from tests.flows.tiny import write
 from tilth.config.schema import MixtureSource
 from tilth.core.errors import DataError, RecipeError
 from tilth.core.random import stream
@@ -28,14 +29,6 @@ from tilth.runs.signals import Interrupted
 
 LOADERS = {"loaders": 2}
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def parts(tmp_path):
-    few = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
-    more = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(2, 10)]
-    sources = {"few": write(tmp_path / "few.jsonl", few), "more": write(tmp_path / "more.jsonl", more)}
-    return [{"name": name, "source": source, "weight": w} for (name, source), w in zip(sources.items(), (1.0, 3.0))]
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """A mixture in runs: samples by source, a resume by position, prompts, answers, pairs and documents alike."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.errors import raises
 from tests.flows import tiny
+from tests.flows.tiny import write
 from tilth.core.errors import DataError
 from tilth.core.random import stream
 from tilth.data.pairs import recipe_prompts
@@ -15,20 +14,6 @@ from tilth.launch.data_view import tokenise
 from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 from tilth.training import engine
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-@pytest.fixture
-def parts(tmp_path):
-    """Two sources of single-digit sums, small and large."""
-    few = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
-    more = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(2, 10)]
-    sources = {"few": write(tmp_path / "few.jsonl", few), "more": write(tmp_path / "more.jsonl", more)}
-    return [{"name": name, "source": source, "weight": w} for (name, source), w in zip(sources.items(), (1.0, 3.0))]
 
 
 def settings(mixture, **data):

@@ -98,6 +98,12 @@ def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None, r
         return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts, **how)
 
 
+def write(path, records):
+    """Write records as JSON lines, and return the path."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
 TEXTS = [f"{a} and {b} are {a + b}, and {b} and {a} are too" for a in range(12) for b in range(12)]
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
