@@ -141,7 +141,7 @@ def bytes_per_row(cluster: Cluster, group: WorkerGroup, tokens: int, rows: int =
         asked = made["loader"].encode(ask(range(rows), 1, 0))
         made["writer"].add(group.score(group.speak(asked, tokens)), 1)
         made["writer"].commit(1)
-        made["writer"].flush()
+        made["writer"].flush(60.0)
         counts = [int(row.values.to_numpy().sum()) for row in read_trajectories(folder)["mask"]]
         assert counts == [tokens] * rows, "the tokens did not arrive"
     return sum(cluster.traffic().values()) / rows

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import forked
+from tests.patience import patience
 from tilth.cli.main import app
 from tilth.cli.run import closing
 from tilth.cluster.controller import launcher
@@ -269,7 +270,7 @@ def test_sigterm_while_workers_start_leaves_none():
     with subprocess.Popen([*forked.python(), "-c", STARTING], **pipes) as process:
         started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=patience(30))
         assert len(started) == 3 and not any(worker.is_running() for worker in started)
     assert (process.returncode, told) == (143, "interrupted; whatever a run has saved is intact\n")
 

@@ -333,11 +333,12 @@ def test_a_worker_that_is_lost_while_a_controller_begins_is_a_death_of_its_own(t
     (tmp_path / supervisor.BEGUN).unlink()
     assert handed.fall(WorkerLost("rank 1 was killed\nthe same command continues", key="policy.import"))
     second = one._after(1).death
+    noted_by = time.monotonic()
     assert "rank 1 was killed" in second.evidence and "command" not in second.evidence
     assert (second.step, second.lost) == (4, 0.0)  # what was lost since the commit is counted once
     ((run, record),) = noted
     assert run == str(tmp_path) and record["evidence"] == first.evidence and record["action"] == "replace"
-    assert record["seconds"] == pytest.approx(second.at - first.at, abs=0.01)
+    assert second.at - first.at - 0.001 <= record["seconds"] <= noted_by - first.at + 0.001  # it is rounded
     with raises(WorkerLost, "guard.controller"):
         one._after(1)
     assert [record["action"] for _, record in noted] == ["replace", "replace", "stop"]

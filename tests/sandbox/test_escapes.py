@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tilth
+from tests.patience import patience
 from tests.sandbox.escapes import ESCAPES
 from tilth.sandbox.kernel import SandboxError
 from tilth.sandbox.run import Sandbox, SandboxLimits
@@ -79,11 +80,11 @@ def attempt(name, scene, shared):
     return program
 
 
-def outside(program, scene, folder, seconds=20):
+def outside(program, scene, folder):
     environment = {**os.environ, "TILTH_TOKEN": "secret"}
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds,
-        pass_fds=(scene["FD"],),
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True,
+        pass_fds=(scene["FD"],), timeout=patience(60),
     ).stdout  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import pytest
 from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
+from tests.patience import patience
 from tilth.cluster.backends.fork_server import StartedWorker, fork_server
 from tilth.cluster.backends.local import LocalBackend, _listen, environment
 from tilth.cluster.backends.probe import NodeProbe
@@ -452,7 +453,7 @@ def test_an_interrupted_controller_leaves_nothing(tmp_path, how, closed):
     processes = [psutil.Process(int(pid)) for pid in pids] + psutil.Process(forked.pid(controller)).children()
     time.sleep(0.3)
     controller.send_signal(signal.SIGINT)
-    _, told = controller.communicate(timeout=30)
+    _, told = controller.communicate(timeout=patience(30))
     gone(processes)
     assert told.strip().endswith("KeyboardInterrupt") and not Path(folder).exists()
     assert len(list(tmp_path.iterdir())) == closed
