@@ -156,15 +156,16 @@ def _is_own(spec: ModuleSpec) -> bool:
 
 
 def _is_installed(file: Path) -> bool:
-    return any(file.is_relative_to(folder) for folder in _installed())
+    return f"{file}{os.sep}".startswith(_installed())
 
 
 @functools.cache
-def _installed() -> list[Path]:
+def _installed() -> tuple[str, ...]:
+    """Return folders of installed modules, each with a separator at its end."""
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
     paths += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # of another Python
-    return [Path(path).resolve() for path in paths]
+    return tuple(f"{Path(path).resolve()}{os.sep}" for path in paths)
 
 
 # ---- values ----

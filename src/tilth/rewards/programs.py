@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilth.core.errors import RewardError
-from tilth.sandbox import apart
-from tilth.sandbox.run import Sandbox
+
+if TYPE_CHECKING:
+    from tilth.sandbox.run import Sandbox
 
 _CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 
@@ -88,15 +89,19 @@ _one_sandbox = Lock()
 
 @cache
 def _judge() -> str:
+    from tilth.sandbox import apart
+
     return f"{Path(apart.__file__).read_text()}\njudge()\nprint({PASSED.strip()!r})\n"
 
 
-def _sandbox() -> Sandbox:
+def _sandbox() -> "Sandbox":
     """Return the sandbox of this process. SandboxError if this machine allows none."""
     with _one_sandbox:  # a cache alone would make one for each of several threads, and drop all but one in use
         return _made_sandbox()
 
 
 @cache
-def _made_sandbox() -> Sandbox:
+def _made_sandbox() -> "Sandbox":
+    from tilth.sandbox.run import Sandbox  # most reward processes need none, and begin the sooner
+
     return Sandbox()
