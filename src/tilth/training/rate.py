@@ -7,13 +7,16 @@ from functools import cache, partial
 import torch
 
 SIZE = {"cpu": 768, "cuda": 8192}
+"""Rows of the largest square product by which a device is measured."""
+LONG = 2e-3
+"""Seconds of a product that is large enough: a CPU without units for a dtype would take seconds for larger ones."""
 COPIED = 1 << 26
 """Bytes of a copy whose time is measured."""
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the matmul rate of this machine in FLOP/s, as the base of MFU: the best of a few square products (about
-    50 ms, once for each setting of a process).
+    """Measure the matmul rate of this machine in FLOP/s, as the base of MFU: the best of a few square products (less
+    than 0.1 s, once for each setting of a process).
 
     Threads and fp32 precision are those set now.
     """
@@ -22,9 +25,13 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int, precision: str) -> float:
-    n = SIZE.get(device.type, SIZE["cuda"])
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    return 2.0 * n**3 / _least_seconds(lambda: torch.mm(a, a), device)
+    largest = SIZE.get(device.type, SIZE["cuda"])
+    for n in (largest // 4, largest // 2, largest):
+        a = torch.ones(n, n, device=device, dtype=dtype)
+        seconds = _least_seconds(partial(torch.mm, a, a), device)
+        if seconds > LONG:
+            break
+    return 2.0 * n**3 / seconds
 
 
 def host_bandwidth(device: torch.device) -> float:
