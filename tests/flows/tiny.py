@@ -2,7 +2,8 @@
 
 import json
 import math
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,11 +12,13 @@ import cloudpickle
 import numpy as np
 
 import tests.flows
+from tilth import api
 from tilth.api import run_recipe
 from tilth.cluster.controller.cluster import open_cluster
 from tilth.config.load import from_dict
 from tilth.data.prompts import PromptSet
 from tilth.flows.callbacks import Callback
+from tilth.rewards.process_pool import RewardPool
 from tilth.runs.progress import Doing
 from tilth.runs.readers import read_metrics
 from tilth.runs.state import RunState
@@ -92,9 +95,20 @@ def close_enough(prompt, completion, info):
     return sum(a == b for a, b in zip(completion, info["answer"])) / len(info["answer"]) + 0.1 * len(completion)
 
 
+@cache
+def _rewards():
+    """The reward process of all runs here that score with ``close_enough``: to start one is a third of a short run."""
+    return RewardPool(close_enough, wait=False)
+
+
 def run(made, *, reward=close_enough, callbacks=(), name="tiny", prompts=None, report=False, **how):
     """report: write report.html, a tenth of the time; how: of ``run_recipe``."""
-    with nullcontext() if report else patch("tilth.ui.report.write_report"):
+    shared = reward is close_enough and made.cluster.backend == "inline" and made.reward == type(made.reward)()
+    with ExitStack() as patches:
+        if not report:
+            patches.enter_context(patch("tilth.ui.report.write_report"))
+        if shared:
+            patches.enter_context(patch.object(api, "_pool", lambda _, function: nullcontext(function and _rewards())))
         return run_recipe(made, name=name, callbacks=list(callbacks), reward=reward, prompts=prompts, **how)
 
 
