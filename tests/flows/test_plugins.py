@@ -7,7 +7,6 @@ import pytest
 from tests.config.test_plugins import _nothing_left_behind, forget, write  # noqa: F401  (a fixture)
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.api import run_recipe
 from tilth.core.errors import PluginError, RecipeError, RewardError
 from tilth.runs.models import load_model
 from tilth.runs.signals import Interrupted
@@ -40,19 +39,21 @@ def my_flow(run):
         run.log_update(run.policy.update(batch, run.algo))
         run.sync_weights(run.policy)
 """
-OWN = {"flow": "my_flow", "reward": {"function": "my_reward"}}
-OWN |= {"algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False}}
-THEIRS = {"flow": "grpo", "algorithm": {"advantage": "rloo", "loss": "ppo_clip", "drop_flat": False}}
+WARM = {"supervised": {"steps": 2}}
+OWN = {**WARM, "flow": "my_flow", "reward": {"function": "my_reward"}}
+OWN |= {"algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False, "steps": 2}}
+THEIRS = {**WARM, "flow": "grpo"}
+THEIRS |= {"algorithm": {"advantage": "rloo", "loss": "ppo_clip", "drop_flat": False, "steps": 2}}
 
 
 def run(folder: Path, **sections):
-    return run_recipe(tiny.recipe(folder, **sections), name="mine")
+    return tiny.run(tiny.recipe(folder, **sections), name="mine", reward=None)
 
 
 def theirs(folder: Path, **sections):
     path = folder.parent / "mine.py"
     reward = {"reward": {"function": f"{path}:my_reward"}}
-    return run_recipe(tiny.recipe(folder, **THEIRS, **reward, **sections), name="theirs")
+    return tiny.run(tiny.recipe(folder, **THEIRS, **reward, **sections), name="theirs", reward=None)
 
 
 @pytest.fixture
@@ -76,14 +77,14 @@ def test_workers_import_the_plugins_of_the_recipe(tmp_path, plugin):
 def test_a_changed_plugin_is_refused_when_the_run_goes_on_and_can_be_allowed(tmp_path, plugin):
     named = {"run": {"name": "mine"}}
     run(tmp_path / "a", plugins=[plugin], **OWN, **named)
-    more = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 8}, **named}
+    more = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 3}, **named}
     Path(plugin).write_text(MINE.replace("0.1 *", "0.2 *"))
     forget()
     recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **more)
     with raises(RecipeError, "plugins"):
-        run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward"])
-    result = run_recipe(recipe, name="mine", allow=["algorithm.steps", "reward", "plugins"])
-    assert result.summary["steps"] == 6 + 8
+        tiny.run(recipe, name="mine", reward=None, allow=["algorithm.steps", "reward"])
+    result = tiny.run(recipe, name="mine", reward=None, allow=["algorithm.steps", "reward", "plugins"])
+    assert result.summary["steps"] == 2 + 3
 
 
 @pytest.mark.slow
@@ -92,11 +93,11 @@ def test_a_run_that_an_edited_plugin_does_not_resume_is_named(tmp_path, plugin):
     stop, watcher = tiny.Recorder(), tiny.Recorder()
     stop.on_step_end = lambda run, step, metrics: run.stop("enough")
     with raises(Interrupted, "stop"):
-        run_recipe(recipe, name="mine", callbacks=[stop])
+        tiny.run(recipe, name="mine", reward=None, callbacks=[stop])
     Path(plugin).write_text(MINE.replace("scale * (", "0.5 * scale * ("))
     forget()
     recipe = tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN)
-    result = run_recipe(recipe, name="mine", callbacks=[watcher])
+    result = tiny.run(recipe, name="mine", reward=None, callbacks=[watcher])
     (line,) = (text for text in watcher.messages if "not resumed" in text)
     assert result.directory.name == "mine-002" and "mine-001 is not finished and not resumed: " in line
     assert "a plugin, or a file that it imports, has changed" in line and "--allow plugins" in line
@@ -105,14 +106,10 @@ def test_a_run_that_an_edited_plugin_does_not_resume_is_named(tmp_path, plugin):
 def test_what_a_script_declares_works_here_and_is_refused_where_workers_could_not_import_it(tmp_path):
     space = {"__name__": "__main__"}
     exec(compile(MINE, "notebook", "exec"), space)
-    here = {"algorithm": {**OWN["algorithm"]}}
-    run_recipe(tiny.recipe(tmp_path / "a", **here), name="mine", reward=tiny.close_enough)
+    here = {**WARM, "algorithm": {**OWN["algorithm"]}}
+    tiny.run(tiny.recipe(tmp_path / "a", **here), name="mine")
     with raises(RecipeError, "algorithm.advantage"):
-        run_recipe(
-            tiny.recipe(tmp_path / "b", cluster={"backend": "local", "workers": 2}, **here),
-            name="mine",
-            reward=tiny.close_enough,
-        )
+        tiny.run(tiny.recipe(tmp_path / "b", cluster={"backend": "local", "workers": 2}, **here), name="mine")
 
 
 def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
@@ -134,11 +131,7 @@ def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
 def test_a_loop_that_fails_or_ends_early_is_named(tmp_path, body, key):
     text = f"import tilth\n@tilth.flow('my_flow')\ndef my_flow(run):\n    {body}\n"
     with raises(PluginError, key) as caught:
-        run_recipe(
-            tiny.recipe(tmp_path / "a", plugins=[str(write(tmp_path, text))], flow="my_flow"),
-            name="x",
-            reward=tiny.close_enough,
-        )
+        tiny.run(tiny.recipe(tmp_path / "a", plugins=[str(write(tmp_path, text))], flow="my_flow", **WARM), name="x")
     assert "mine.py:" in str(caught.value)
 
 
@@ -173,15 +166,15 @@ def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(t
 @pytest.mark.slow
 def test_a_run_goes_on_where_its_plugin_has_moved(tmp_path, plugin):
     named = {"run": {"name": "mine"}}
-    first = run_recipe(tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN, **named), name="x")
+    first = tiny.run(tiny.recipe(tmp_path / "a", plugins=[plugin], **OWN, **named), reward=None, name="x")
     moved = tmp_path / "elsewhere" / "mine.py"
     moved.parent.mkdir()
     Path(plugin).rename(moved)
     forget()
-    longer = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 8}}
+    longer = {**OWN, "algorithm": {**OWN["algorithm"], "steps": 4}}
     recipe = tiny.recipe(tmp_path / "a", plugins=[str(moved)], **longer, **named)
-    again = run_recipe(recipe, name="x", allow=["algorithm.steps"])
-    assert again.directory == first.directory and again.summary["steps"] == 14
+    again = tiny.run(recipe, name="x", reward=None, allow=["algorithm.steps"])
+    assert again.directory == first.directory and again.summary["steps"] == 6
 
 
 def test_a_reward_that_nothing_has_is_named_with_those_of_plugins(tmp_path, plugin):
@@ -218,10 +211,10 @@ def behind():
 @pytest.mark.dist
 def test_a_family_of_ones_own_is_trained_kept_and_read_again(tmp_path):
     path = str(write(tmp_path, FAMILY))
-    own = {"plugins": [path], "model": {"family": "behind"}}
-    here = run_recipe(tiny.recipe(tmp_path / "a", **own), name="mine", reward=tiny.close_enough)
+    own = {**WARM, "plugins": [path], "model": {"family": "behind"}, "algorithm": {"steps": 2}}
+    here = tiny.run(tiny.recipe(tmp_path / "a", **own), name="mine")
     local = {"cluster": {"backend": "local", "workers": 1}}
-    there = run_recipe(tiny.recipe(tmp_path / "b", **own, **local), name="mine", reward=tiny.close_enough)
+    there = tiny.run(tiny.recipe(tmp_path / "b", **own, **local), name="mine")
     assert tiny.weights(here.directory) == tiny.weights(there.directory)
     forget()
     loaded = load_model(here.directory)

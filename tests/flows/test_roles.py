@@ -9,7 +9,6 @@ import torch
 from tests.config.test_plugins import _nothing_left_behind, write  # noqa: F401  (a fixture)
 from tests.errors import raises
 from tests.flows import tiny
-from tilth.api import run_recipe
 from tilth.checkpoint import open_checkpoint
 from tilth.cli.layout import as_object, look
 from tilth.config.errors import PluginError, RecipeError
@@ -98,8 +97,9 @@ def taught(run):
 @pytest.fixture
 def teaching(tmp_path):
     path = str(write(tmp_path, TEACHING))
+    short = {"supervised": {"steps": 2}, "algorithm": {"steps": 3}}
     return lambda folder="a", **sections: tiny.recipe(
-        tmp_path / folder, **{"flow": "taught", "plugins": [path], "cluster": {}, **sections}
+        tmp_path / folder, **{"flow": "taught", "plugins": [path], "cluster": {}, **short, **sections}
     )
 
 
@@ -180,7 +180,7 @@ def test_a_flow_that_calls_what_nobody_declares_is_refused(tmp_path):
 
 def test_a_worker_that_asks_for_what_there_is_not_is_refused(tmp_path):
     text = TEACHING.replace("context, prompts, *", "context, corpus, *")
-    recipe = tiny.recipe(tmp_path / "a", flow="taught", plugins=[str(write(tmp_path, text))])
+    recipe = tiny.recipe(tmp_path / "a", flow="taught", plugins=[str(write(tmp_path, text))], supervised={"steps": 1})
     with raises(RecipeError, "roles.scorer.corpus"):
         tiny.run(recipe)
 
@@ -199,7 +199,7 @@ def test_an_invented_role_is_called_trained_kept_and_goes_on_bit_for_bit(teachin
     assert {"model", "student", "student_optimizer"} <= set(newest.groups)
     policy, student = load_model(whole.directory).tensors, student_of(whole.directory)
     assert policy.keys() == student.keys() and any(not torch.equal(policy[n], t) for n, t in student.items())
-    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 9 else None)
+    stop = tiny.Recorder(at_step=lambda r: signal.raise_signal(signal.SIGINT) if r["step"] == 4 else None)
     with pytest.raises(launch.Interrupted):
         tiny.run(teaching("part", roles=bonus), callbacks=[stop])
     again = tiny.run(teaching("part", roles=bonus))
@@ -208,9 +208,9 @@ def test_an_invented_role_is_called_trained_kept_and_goes_on_bit_for_bit(teachin
 
 def test_a_role_whose_options_have_changed_is_another_run(teaching):
     named = {"run": {"name": "mine"}}
-    run_recipe(teaching(**named), name="x", reward=tiny.close_enough)
+    tiny.run(teaching(**named), name="x")
     with raises(RecipeError, "roles.scorer.pool"):
-        run_recipe(teaching(roles={"scorer": {"options": {"bonus": 0.5}}}, **named), name="x", reward=tiny.close_enough)
+        tiny.run(teaching(roles={"scorer": {"options": {"bonus": 0.5}}}, **named), name="x")
 
 
 @pytest.mark.slow  # tests/tasks and tests/flows/test_plugins.py have what is invented on workers
