@@ -12,7 +12,7 @@ import torch
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_cluster import LOCAL, shared, workers
-from tilth.api import run_recipe, train
+from tilth.api import train
 from tilth.checkpoint import open_checkpoint, read_best
 from tilth.config.load import load_recipe, names
 from tilth.core.errors import DataError, ModelError, RecipeError
@@ -31,13 +31,14 @@ from tilth.runs.signals import Interrupted
 __all__ = ["shared", "workers"]
 pytestmark = pytest.mark.usefixtures("two_layers")
 FLOWS = ("dpo", "reward_model")
+SHORT = {"supervised": {"steps": 1}, "algorithm": {"steps": 2}}
 PAIRS = {"supervised": {"steps": 6, "batch": 8, "check_every": 3, "lr": 5e-3}}
 
 
 def learn(folder, flow, *, name="", callbacks=(), **sections):
     """One-digit addition in pairs."""
     recipe = tiny.recipe(folder, **{"flow": flow, **PAIRS, **sections})
-    return run_recipe(recipe, name=name or flow, callbacks=list(callbacks))
+    return tiny.run(recipe, name=name or flow, reward=None, callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,8 @@ def test_a_reward_model_is_no_policy_and_a_policy_no_reward_model(made, tmp_path
 
 
 def test_dpo_holds_the_policy_to_what_it_began_as(begun, tmp_path):
-    result = learn(tmp_path, "dpo", model={"path": str(begun), "context": 16}, supervised={**PAIRS["supervised"]})
+    short = {**PAIRS["supervised"], "steps": 2}
+    result = learn(tmp_path, "dpo", model={"path": str(begun), "context": 16}, supervised=short)
     newest = max((result.directory / "checkpoints").glob("step-*"))
     stored, start = open_checkpoint(newest), load_model(begun)
     for name in start.tensors:
@@ -144,13 +146,14 @@ def test_a_reward_model_begins_from_a_run_a_directory_or_a_reward_model(begun, m
 
 
 def test_simpo_keeps_no_reference(tmp_path):
-    result = learn(tmp_path, "dpo", preference={"loss": "simpo", "margin": 0.5})
+    short = {**PAIRS["supervised"], "steps": 1}
+    result = learn(tmp_path, "dpo", preference={"loss": "simpo", "margin": 0.5}, supervised=short)
     newest = max((result.directory / "checkpoints").glob("step-*"))
     assert "reference" not in open_checkpoint(newest).groups
     assert read_metrics(result.directory)[0]["rewards/margin"] != 0
 
 
-@pytest.mark.parametrize("loss", ["ipo", "hinge", "robust"])
+@pytest.mark.parametrize("loss", ["ipo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hinge", "robust"))])
 def test_other_losses_run(tmp_path, loss):
     short = {**PAIRS["supervised"], "steps": 2}
     records = read_metrics(learn(tmp_path, "dpo", preference={"loss": loss, "sft": 0.1}, supervised=short).directory)
@@ -164,7 +167,7 @@ def test_records_of_ones_own_and_several_pairs_of_a_prompt(tmp_path):
         for b in range(6)
         for gap in (1, 2)
     ]
-    settings = tiny.settings(tmp_path, **PAIRS)
+    settings = tiny.settings(tmp_path, supervised={**PAIRS["supervised"], "steps": 2})
     del settings["data"]
     result = train(data, flow="reward_model", live=False, keys={"data.holdout": 0.2}, **settings)
     records = read_metrics(result.directory)
@@ -176,7 +179,7 @@ def test_records_of_ones_own_and_several_pairs_of_a_prompt(tmp_path):
 
 def test_a_run_learns_from_a_reward_model_alone(made, tmp_path):
     model = f"{made['reward_model'].directory}@best"
-    result = tiny.run_recipe(tiny.recipe(tmp_path, reward={"model": model}), name="rated")
+    result = tiny.run(tiny.recipe(tmp_path, reward={"model": model}, **SHORT), reward=None, name="rated")
     records = [r for r in read_metrics(result.directory) if r["phase"] == "grpo"]
     assert all(r["reward/mean"] == pytest.approx(r["reward/part/model"], abs=1e-6) for r in records)
     table = read_trajectories(result.directory).to_pylist()
@@ -198,7 +201,9 @@ def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_p
     again, before = load_model(folder, "reward_model"), load_model(run, "reward_model")
     assert all(torch.equal(again.tensors[name], before.tensors[name]) for name in before.tensors)
     found = [
-        tiny.run_recipe(tiny.recipe(tmp_path / name, reward={"model": str(where)}, algorithm={"steps": 2}), name=name)
+        tiny.run(
+            tiny.recipe(tmp_path / name, reward={"model": str(where)}, **SHORT), reward=None, name=name
+        )
         for name, where in (("a", run), ("b", folder))
     ]
     assert tiny.same(*(tiny.numbers(result.directory) for result in found))
@@ -206,7 +211,7 @@ def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_p
 
 def test_a_reward_model_beside_a_function(made, tmp_path):
     reward = {"model": str(made["reward_model"].directory), "model_weight": 0.5}
-    result = tiny.run(tiny.recipe(tmp_path, reward=reward, algorithm={"steps": 2}))
+    result = tiny.run(tiny.recipe(tmp_path, reward=reward, **SHORT))
     for row in read_trajectories(result.directory).to_pylist():
         own = tiny.close_enough(row["prompt_text"], row["text"], {"answer": row["answer"]})
         assert row["reward"] == pytest.approx(own + 0.5 * dict(row["parts"])["model"], abs=1e-5)
@@ -236,7 +241,7 @@ def test_a_reward_model_of_other_tokens_is_refused(tmp_path, made):
 # ---- again, and elsewhere ----
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, made, flow):
     def interrupt(record):
         if record["step"] == 4:
@@ -281,10 +286,11 @@ def test_two_workers_learn_what_one_does(tmp_path, shared, made, flow, layout):
 @pytest.mark.slow
 def test_a_reward_model_in_a_pool_of_its_own(tmp_path, shared, made):
     reward = {"model": str(made["reward_model"].directory)}
-    alone = tiny.run_recipe(tiny.recipe(tmp_path / "one", reward=reward, algorithm={"steps": 2}), name="one")
+    short = {"reward": reward, "algorithm": {"steps": 2}}
+    alone = tiny.run(tiny.recipe(tmp_path / "one", **short), reward=None, name="one")
     pools = {"backend": "local", "pools": {"learn": 1, "speak": 1}}
     apart = {"cluster": pools, "rollout": {"pool": "speak"}, "reward_model": {"pool": "speak"}}
-    spread = tiny.run_recipe(tiny.recipe(tmp_path / "two", reward=reward, algorithm={"steps": 2}, **apart), name="two")
+    spread = tiny.run(tiny.recipe(tmp_path / "two", **short, **apart), reward=None, name="two")
     for a, b in zip(read_metrics(spread.directory), read_metrics(alone.directory), strict=True):
         assert a.get("reward/mean") == pytest.approx(b.get("reward/mean"), rel=1e-4) if "reward/mean" in b else True
 
