@@ -41,7 +41,9 @@ def my_flow(run):
 """
 WARM = {"supervised": {"steps": 2}}
 OWN = {**WARM, "flow": "my_flow", "reward": {"function": "my_reward"}}
-OWN |= {"algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False, "steps": 2}}
+OWN |= {
+    "algorithm": {"advantage": "my_rloo", "loss": "my_clip", "options": {"clip": 0.2}, "drop_flat": False, "steps": 2}
+}
 THEIRS = {**WARM, "flow": "grpo"}
 THEIRS |= {"algorithm": {"advantage": "rloo", "loss": "ppo_clip", "drop_flat": False, "steps": 2}}
 

@@ -32,7 +32,6 @@ from tilth.roles.policy import PolicyWorker
 from tilth.runs.readers import read_state, read_trajectories
 from tilth.runs.signals import Interrupted
 
-
 SHORT = {"supervised": {"steps": 1}, "algorithm": {"steps": 2}}
 
 
