@@ -101,7 +101,7 @@ class Fails(tilth.Callback):
         self._act("on_run_start")
 
     def on_step_end(self, run, step, metrics):
-        if step == 5:
+        if step == 2:
             self._act("on_step_end")
 
     def on_evaluation(self, run, step, metrics):
@@ -124,7 +124,7 @@ FAILURES += [pytest.param(event, KeyError("mine"), marks=pytest.mark.slow) for e
 
 @pytest.mark.parametrize(("event", "error"), FAILURES, ids=str)
 def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(tmp_path, event, error):
-    made = tiny.recipe(tmp_path, supervised={"steps": 4}, algorithm={"steps": 2})
+    made = tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 2})
     with raises(PluginError, f"Fails.{event}"):
         tiny.run(made, callbacks=[Fails(event, error)])
     (folder,) = tmp_path.glob("tiny-*")
@@ -132,7 +132,7 @@ def test_an_error_names_class_method_file_and_line_and_loses_nothing_committed(t
     again = tiny.run(made) if event != "on_run_end" else None
     if again:
         assert again.directory == folder
-    assert before <= {r["step"] for r in read_metrics(folder)} == set(range(1, 7))
+    assert before <= {r["step"] for r in read_metrics(folder)} == set(range(1, 4))
 
 
 def test_a_method_of_a_name_that_nothing_calls_is_refused():
@@ -163,10 +163,10 @@ class Stops(tilth.Callback):
 
 
 def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
-    made = tiny.recipe(tmp_path)
+    made = tiny.recipe(tmp_path, supervised={"steps": 2}, algorithm={"steps": 2})
     with raises(Interrupted, "stop"):
         tiny.run(made, callbacks=[Stops()])
-    assert tiny.run(made).summary["steps"] == 12
+    assert tiny.run(made).summary["steps"] == 4
 
 
 class Averages(tilth.Callback):
@@ -273,7 +273,7 @@ class Lines(tilth.Tracker):
 
 def test_a_tracker_of_ones_own_is_a_value_of_run_track(tmp_path):
     path = write(tmp_path, TRACKER)
-    own = {"plugins": [str(path)], "run": {"track": ["lines"]}}
+    own = {"plugins": [str(path)], "run": {"track": ["lines"]}, "supervised": {"steps": 2}, "algorithm": {"steps": 1}}
     directory = tiny.run(tiny.recipe(tmp_path / "a", **own)).directory
     told = [json.loads(line) for line in (directory / "lines.jsonl").read_text().splitlines()]
     assert told == [[row["step"], row["loss"]] for row in read_metrics(directory)]
@@ -284,7 +284,8 @@ def test_a_tracker_of_ones_own_is_a_value_of_run_track(tmp_path):
 def test_a_tracker_that_fails_is_told_and_the_run_goes_on(tmp_path):
     path = write(tmp_path, TRACKER.replace("json.dumps", "json.missing"))
     watcher = tiny.Recorder()
-    made = tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]})
+    short = {"supervised": {"steps": 1}, "algorithm": {"steps": 1}}
+    made = tiny.recipe(tmp_path / "a", plugins=[str(path)], run={"track": ["lines"]}, **short)
     assert tiny.run(made, callbacks=[watcher]).summary["state"] == "finished"
     (line,) = (text for text in watcher.messages if "Lines" in text)
     assert "write() of step 1 failed: AttributeError" in line and "mine.py:10" in line

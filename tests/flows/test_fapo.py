@@ -162,7 +162,8 @@ def test_a_penalty_changes_what_is_learned(tmp_path, whole, judge, monkeypatch):
 
 
 def test_a_judge_that_says_nothing_usable_lowers_no_reward_and_is_counted(tmp_path, judge, monkeypatch):
-    silent, seen = ruled(monkeypatch, tmp_path, judge, lambda ids: np.full(len(ids), np.nan, np.float32))
+    none = lambda ids: np.full(len(ids), np.nan, np.float32)  # noqa: E731
+    silent, seen = ruled(monkeypatch, tmp_path, judge, none, algorithm={"steps": 1})
     for batch in seen.learned:
         assert np.array_equal(batch["reward"], batch["part/correct"])
     for record in fapo_steps(silent):
@@ -175,7 +176,7 @@ def test_a_group_that_is_all_right_is_learned_from_where_its_steps_differ(tmp_pa
 
     with monkeypatch.context() as patch:
         seen = Ruled(patch, by_id)
-        tiny.run(recipe(tmp_path, judge), reward=always)
+        tiny.run(recipe(tmp_path, judge, algorithm={"steps": 1}), reward=always)
     assert all(len(batch) for batch in seen.learned)
 
 

@@ -112,15 +112,15 @@ def test_the_critic_begins_as_a_copy_of_the_warmed_up_policy_and_goes_on_from_va
 
     spy.__tilth_transfer__ = plain.__tilth_transfer__
     monkeypatch.setattr(CriticWorker, "begin", spy)
-    made = recipe(tmp_path, critic={"steps": steps}, algorithm={"steps": 1}, run={"save_every": 1, "keep": 100})
-    directory = tiny.run(made).directory
-    warm = checkpoint(directory, "model", 6)
+    short = {"supervised": {"steps": 1}, "critic": {"steps": steps}, "algorithm": {"steps": 1}}
+    directory = tiny.run(recipe(tmp_path, **short, run={"save_every": 1, "keep": 100})).directory
+    warm = checkpoint(directory, "model", 1)
     first = begun[0][2]
     assert all(torch.equal(first[name], tensor) for name, tensor in warm.items())
     assert not first["score.weight"].any() and not first["score.bias"].any()
     assert [b[:2] for b in begun] == ([(5e-3, 8), (5e-3, 4)] if steps else [(5e-3, 4)])
     if steps:
-        assert equal(begun[1][2], checkpoint(directory, "critic", 8)) and begun[1][2]["score.weight"].any()
+        assert equal(begun[1][2], checkpoint(directory, "critic", 3)) and begun[1][2]["score.weight"].any()
 
 
 def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatch):
@@ -153,8 +153,9 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
 
 def test_in_parity_nothing_moves_between_reading_values_and_the_first_update(tmp_path):
     one = {"steps": 2, "minibatches": 1, "epochs": 1}
-    made = recipe(tmp_path, algorithm=one, critic={"steps": 2, "clip": 1e-30}, train={"parity": True})
-    for r in read_metrics(tiny.run(made).directory)[6:]:
+    short = {"supervised": {"steps": 1}, "critic": {"steps": 2, "clip": 1e-30}}
+    made = recipe(tmp_path, algorithm=one, **short, train={"parity": True})
+    for r in read_metrics(tiny.run(made).directory)[1:]:
         assert r["value/clipped"] == 0 and r.get("mismatch/max", 0) == 0
 
 
