@@ -52,6 +52,7 @@ def recipe(folder, text=PLUGIN, **sections):
     folder.mkdir(exist_ok=True)
     rollout = {"environment": "echo", "turns": 4, "stop": ["0", "2", "4", "+", "="], **sections.pop("rollout", {})}
     plugins = [str(write(folder, text))]
+    sections = {"supervised": {"steps": 2}, "algorithm": {"steps": 3}, **sections}
     return tiny.recipe(folder, plugins=plugins, rollout=rollout, model={"context": 32}, **sections)
 
 
@@ -77,7 +78,7 @@ def test_episodes_are_trained_on(tmp_path, capfd):
 def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):
     whole = tiny.run(recipe(tmp_path), reward=None, name="whole")
     with pytest.raises(PluginError):
-        tiny.run(recipe(tmp_path), reward=None, name="again", callbacks=[Falls(9)])
+        tiny.run(recipe(tmp_path), reward=None, name="again", callbacks=[Falls(4)])
     again = tiny.run(recipe(tmp_path), reward=None, name="again")
     assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
     assert tiny.weights(whole.directory) == tiny.weights(again.directory)
@@ -136,7 +137,7 @@ PAYS = PLUGIN.replace(
     "how",
     [
         pytest.param({"flow": "ppo", "algorithm": {"advantage": "gae"}}, marks=pytest.mark.slow),
-        {"algorithm": {"advantage": "grpo_process"}},
+        {"algorithm": {"advantage": "grpo_process", "steps": 3}},
     ],
 )
 def test_rewards_of_turns_are_trained_on_and_written(tmp_path, how):
