@@ -131,8 +131,9 @@ def test_outcomes_of_another_generation_or_other_tokens_are_not_used(roles):
 
 def test_a_run_is_that_of_scoring_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(1))
-    soon = tiny.run(tiny.recipe(tmp_path), name="soon")
+    made = tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 3})
+    soon = tiny.run(made, name="soon")
     monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(10**6, early=10**6))
-    late = tiny.run(tiny.recipe(tmp_path), name="late")
+    late = tiny.run(made, name="late")
     assert tiny.same(tiny.numbers(soon.directory), tiny.numbers(late.directory))
     assert tiny.weights(soon.directory) == tiny.weights(late.directory)

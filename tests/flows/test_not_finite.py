@@ -53,8 +53,8 @@ class Break(tiny.Recorder):
 
 def recipe(folder, **sections):
     (folder / "mine.py").write_text(BREAKS)
-    keys = {"drop_flat": False}
-    return tiny.recipe(folder / "runs", plugins=[str(folder / "mine.py")], algorithm=keys, **sections)
+    keys = {"supervised": {"steps": 2}, "algorithm": {"drop_flat": False}}
+    return tiny.recipe(folder / "runs", plugins=[str(folder / "mine.py")], **keys, **sections)
 
 
 def directory(folder):
@@ -63,27 +63,27 @@ def directory(folder):
 
 
 def test_steps_are_left_out_counted_and_their_rows_are_logged(tmp_path):
-    seen = Break(tmp_path, 8, 2)
+    seen = Break(tmp_path, 4, 2)
     ours = tiny.run(recipe(tmp_path), callbacks=[seen])
     rows = {row["step"]: row for row in read_metrics(ours.directory)}
-    assert [step for step, row in rows.items() if row.get("steps/not_finite")] == [9, 10]
-    assert rows[10]["steps/skipped"] == 1
+    assert [step for step, row in rows.items() if row.get("steps/not_finite")] == [5, 6]
+    assert rows[6]["steps/skipped"] == 1
     warned = read_state(ours.directory)["warnings"]
-    assert [one["step"] for one in warned] == [9, 10]
+    assert [one["step"] for one in warned] == [5, 6]
     assert "24 rows may be the cause: prompt" in warned[0]["text"] and "trajectory" in warned[0]["text"]
     assert "left out" in (ours.directory / "log.txt").read_text()
 
 
 def test_where_nothing_can_go_back_the_third_in_a_row_ends_the_run(tmp_path):
     with raises(NonFiniteError, "loss"):
-        tiny.run(recipe(tmp_path), callbacks=[Break(tmp_path, 8)])
-    assert [row["step"] for row in read_metrics(directory(tmp_path))][-1] == 10
+        tiny.run(recipe(tmp_path), callbacks=[Break(tmp_path, 4)])
+    assert [row["step"] for row in read_metrics(directory(tmp_path))][-1] == 6
 
 
 def test_stop_ends_the_run_at_once(tmp_path):
     with raises(NonFiniteError, "loss"):
-        tiny.run(recipe(tmp_path, guard={"on_nan": "stop"}), callbacks=[Break(tmp_path, 8)])
-    assert [row["step"] for row in read_metrics(directory(tmp_path))][-1] == 8
+        tiny.run(recipe(tmp_path, guard={"on_nan": "stop"}), callbacks=[Break(tmp_path, 4)])
+    assert [row["step"] for row in read_metrics(directory(tmp_path))][-1] == 4
 
 
 LOCAL = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {"fsdp": 2}}}
@@ -92,22 +92,22 @@ LOCAL = {"cluster": {"backend": "local", "workers": 2}, "policy": {"layout": {"f
 @pytest.mark.dist
 @pytest.mark.parametrize("policy", ["rollback", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(tmp_path, policy):
-    seen = Break(tmp_path, 9)
+    seen = Break(tmp_path, 5)
     ours = tiny.run(recipe(tmp_path, guard={"on_nan": policy}, **LOCAL), callbacks=[seen])
-    failed = 9 if policy == "rollback" else 11
+    failed = 5 if policy == "rollback" else 7
     assert read_state(ours.directory)["state"] == "finished"
     (found,) = recoveries(ours.directory)
     assert (found["kind"], found["action"], found["step"]) == ("not-finite", "rollback", failed)
     assert "prompt" in found["evidence"] and not found["replaced"]
-    left = (failed + 1 - 8) * 6
-    assert any(f"back at step 8; what was drawn since is left out: {left} prompts" in text for text in seen.messages)
-    assert [row["step"] for row in read_metrics(ours.directory)] == list(range(1, 13))
+    left = (failed + 1 - 4) * 6
+    assert any(f"back at step 4; what was drawn since is left out: {left} prompts" in text for text in seen.messages)
+    assert [row["step"] for row in read_metrics(ours.directory)] == list(range(1, 9))
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_run_that_is_never_finite_goes_back_twice(tmp_path):
-    seen = Break(tmp_path, 9)
+    seen = Break(tmp_path, 5)
     seen.times = 100
     with raises(NonFiniteError, "loss"):
         tiny.run(recipe(tmp_path, guard={"on_nan": "rollback"}, **LOCAL), callbacks=[seen])

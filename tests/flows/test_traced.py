@@ -15,7 +15,7 @@ from tilth.trace import Recorder, recorder
 from tilth.trace.writer import PartWriter
 
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"}
-SECTIONS = {"algorithm": {"minibatches": 2, "kl_coef": 0.05}}
+SECTIONS = {"supervised": {"steps": 2}, "algorithm": {"minibatches": 2, "kl_coef": 0.05, "steps": 2}}
 THREE = {
     "cluster": {"backend": "local", "pools": {"learn": 2, "speak": 1}},
     "policy": {"pool": "learn", "layout": {"fsdp": 2}},
