@@ -57,14 +57,16 @@ def test_the_trainer_sees_how_far_the_engine_routes_otherwise(alone):
 
 
 def test_parity_holds_for_experts(tmp_path):
-    found = tiny.run(tiny.recipe(tmp_path, **{**GRPO, "algorithm": {"steps": 2}}, train=train(parity=True)))
+    short = {**GRPO, "supervised": {"steps": 1}, "algorithm": {"steps": 2}}
+    found = tiny.run(tiny.recipe(tmp_path, **short, train=train(parity=True)))
     assert [(m["mismatch/max"], m["experts/flips"]) for m in rl_steps(found)] == [(0.0, 0.0)] * 2
 
 
 def test_replayed_choices_train_as_well_and_own_choices_are_not_recorded(tmp_path, alone):
     replayed = tiny.run(tiny.recipe(tmp_path / "replay", **GRPO, train=train(routing="replay")))
     assert_near(replayed, alone, rel=2e-3, abs=2e-4)  # both route alike, but for a flip or two
-    own = tiny.run(tiny.recipe(tmp_path / "own", **GRPO, train=train(routing="own")))
+    short = {**GRPO, "supervised": {"steps": 1}, "algorithm": {"steps": 1}}
+    own = tiny.run(tiny.recipe(tmp_path / "own", **short, train=train(routing="own")))
     assert not any("experts/flips" in m for m in read_metrics(own.directory))
 
 

@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,18 @@ from tilth.runs.readers import read_metrics
 from tilth.runs.signals import Interrupted
 
 COLUMNS = ("id", "step", "tokens", "logprobs", "mask", "reward", "finish", "text", "version")
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory):
+    """A run of staleness 1."""
+    return tiny.run(recipe(tmp_path_factory.mktemp("behind"), 1), name="run").directory
+
+
+@pytest.fixture
+def copied(behind, tmp_path):
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(behind, tmp_path / behind.name))
 
 
 def consumed(directory):
@@ -122,31 +136,29 @@ def changed(directory, change):
     (directory / EVENTS).write_text("".join(f"{_line(event)}\n" for event in events))
 
 
-def test_a_replay_that_differs_ends_with_an_error(tmp_path):
-    run = tiny.run(recipe(tmp_path, 1), name="run")
-    target = consumed(run.directory)[30]
+def test_a_replay_that_differs_ends_with_an_error(tmp_path, copied):
+    target = consumed(copied)[30]
 
     def other(event):
         it = event.kind == "consume" and event.fields["id"] == target["id"]
         return event._replace(fields={**event.fields, "checksum": 5}) if it else event
 
-    changed(run.directory, other)
+    changed(copied, other)
     with raises(TokenIdentityError, "replay.trajectory"):
-        tiny.run(recipe(tmp_path, 1), name="again", replay=run.directory)
+        tiny.run(recipe(tmp_path, 1), name="again", replay=copied)
     assert [record["step"] for record in read_metrics(tmp_path / "again-001")] == [*range(1, target["batch"])]
 
 
-def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path):
-    run = tiny.run(recipe(tmp_path, 1), name="run")
+def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, copied):
     for more in ({"seed": 8}, {"optimizer": {"lr": 0.5}}, {"rollout": {"max_tokens": 39}}):
         with raises(DataError, "events.recipe"):
-            tiny.run(recipe(tmp_path, 1, **more), name="again", replay=run.directory)
-    exact = tiny.run(recipe(tmp_path, 0), name="exact")
+            tiny.run(recipe(tmp_path, 1, **more), name="again", replay=copied)
+    exact = tiny.run(recipe(tmp_path, 0, algorithm={"steps": 1}), name="exact")
     with raises(DataError, "--replay"):
-        tiny.run(recipe(tmp_path, 0), name="again", replay=exact.directory)
-    os.truncate(run.directory / EVENTS, (run.directory / EVENTS).stat().st_size // 2)
+        tiny.run(recipe(tmp_path, 0, algorithm={"steps": 1}), name="again", replay=exact.directory)
+    os.truncate(copied / EVENTS, (copied / EVENTS).stat().st_size // 2)
     with raises(DataError, "events.cut"):
-        tiny.run(recipe(tmp_path, 1), name="again", replay=run.directory)
+        tiny.run(recipe(tmp_path, 1), name="again", replay=copied)
     assert not (tmp_path / "again-001").exists()
 
 
