@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_resume_exact import benchmark
-from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.checkpoint.directory import HELD
 from tilth.core.errors import ModelError, RecipeError, ReplicaMismatch, WeightMismatch
@@ -38,7 +37,8 @@ LORA = {"rank": 4, "alpha": 8.0}
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A run that the others begin with."""
-    return tiny.run(tiny.recipe(tmp_path_factory.mktemp("base"))).directory
+    short = {"supervised": {"steps": 2}, "algorithm": {"steps": 1}}
+    return tiny.run(tiny.recipe(tmp_path_factory.mktemp("base"), **short)).directory
 
 
 def adapted(folder, base, *, name="lora", stop=0, **sections):
@@ -48,10 +48,11 @@ def adapted(folder, base, *, name="lora", stop=0, **sections):
         if record["step"] == stop:
             os.kill(os.getpid(), signal.SIGINT)
 
-    sections = {"model": {"path": str(base)}, "supervised": {"steps": 3}, "policy": {"lora": LORA}, **sections}
+    short = {"supervised": {"steps": 3}, "algorithm": {"steps": 3}}
+    sections = {"model": {"path": str(base)}, "policy": {"lora": LORA}, **short, **sections}
     made = tiny.recipe(folder, **sections)
     try:
-        return run_recipe(made, name=name, callbacks=[tiny.Recorder(interrupt)], reward=tiny.close_enough).directory
+        return tiny.run(made, name=name, callbacks=[tiny.Recorder(interrupt)]).directory
     except Interrupted:
         assert stop
         return folder / f"{name}-001"
@@ -60,6 +61,18 @@ def adapted(folder, base, *, name="lora", stop=0, **sections):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, base):
     return adapted(tmp_path_factory.mktemp("lora"), base)
+
+
+@pytest.fixture
+def again(tmp_path, stopped):
+    """A copy of a run that was interrupted in its fourth step, to go on with."""
+    shutil.copytree(stopped, tmp_path / stopped.name)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, base):
+    return adapted(tmp_path_factory.mktemp("stopped"), base, stop=4)
 
 
 def stored(run):
@@ -170,9 +183,8 @@ def test_a_relay_brings_engines_a_and_b_alone(tmp_path, base, whole):
     assert max(synced(run, "time/pull")) > 0
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, base, whole):
-    adapted(tmp_path, base, stop=5)
-    assert benchmark().differences(adapted(tmp_path, base), whole) == []
+def test_an_interrupted_run_goes_on_bit_for_bit(again, base, whole):
+    assert benchmark().differences(adapted(again, base), whole) == []
 
 
 def test_readers_see_merged_weights(base, whole):
@@ -222,7 +234,7 @@ def test_checkpoints_that_hold_the_base_too_are_read_and_resumed(tmp_path, base,
     assert all(torch.equal(found[name], tensor) for name, tensor in stored(whole)[0].items())
 
 
-def test_a_base_that_changes_in_memory_is_not_gone_on_with(tmp_path, base, monkeypatch):
+def test_a_base_that_changes_in_memory_is_not_gone_on_with(again, base, monkeypatch):
     read = state.read_state
 
     def damaged(path, groups, sharded, *whole):
@@ -230,10 +242,9 @@ def test_a_base_that_changes_in_memory_is_not_gone_on_with(tmp_path, base, monke
         sharded.parameters["model.layers.1.mlp.up_proj.weight"].data.view(-1)[3] += 1
         return found
 
-    adapted(tmp_path, base, stop=5)
     monkeypatch.setattr(state, "read_state", damaged)
     with raises(ReplicaMismatch, "base"):
-        adapted(tmp_path, base)
+        adapted(again, base)
 
 
 @pytest.mark.slow  # rows of tests/parallel/test_training.py have adapters
@@ -262,7 +273,7 @@ def test_value_models_learn_adapters_too(tmp_path, base, flow):
         assert not any(map(is_adapter, load_model(run, "critic").tensors))
         return
     made = {"flow": flow, "model": {"path": str(base)}, "policy": {"lora": LORA}}
-    run = run_recipe(tiny.recipe(tmp_path, **made), name=flow).directory
+    run = tiny.run(tiny.recipe(tmp_path, **made), name=flow, reward=None).directory
     names = open_checkpoint(latest(run / "checkpoints")).names("reward_model")
     assert any(map(is_adapter, names)) and set(names) == {n for n in names if is_adapter(n) or n.startswith("score.")}
     found = load_model(run, "reward_model").tensors
@@ -279,6 +290,7 @@ def exported(tmp_path_factory, whole):
     return folder
 
 
+@pytest.mark.slow  # peft and transformers take longer to import than all other tests here
 def test_peft_loads_it_and_has_the_logits(tmp_path, base, whole, exported):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers")
