@@ -145,6 +145,7 @@ def one(tmp_path_factory):
 
 
 SELDOM = (
+    "cp",
     "pp, zero-bubble",
     "dp",
     "dp, updates divided",

@@ -53,7 +53,7 @@ def check(ours, plain, seen, fault):
     assert not [text for text in log.splitlines() if "\0" in text]
 
 
-@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize("kind", ["full", pytest.param("vanished", marks=pytest.mark.slow)])
 def test_a_disk_that_fails_while_a_checkpoint_is_due_changes_no_bit(tmp_path, plain, kind):
     with storage.mounted(tmp_path / "disk") as disk:
         if disk is None:
