@@ -43,16 +43,17 @@ class Flip(tiny.Recorder):
 
 def test_a_flipped_bit_is_found_and_leaves_no_trace(tmp_path):
     (tmp_path / "mine.py").write_text(FLIPS)
-    sections = {"plugins": [str(tmp_path / "mine.py")], "cluster": LOCAL}
+    short = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}}
+    sections = {"plugins": [str(tmp_path / "mine.py")], "cluster": LOCAL, **short}
     plain = tiny.run(tiny.recipe(tmp_path / "plain", **sections))
-    ours = tiny.run(tiny.recipe(tmp_path / "ours", **sections), callbacks=[Flip(tmp_path, 4, 8)])
+    ours = tiny.run(tiny.recipe(tmp_path / "ours", **sections), callbacks=[Flip(tmp_path, 1, 3)])
     assert_same_run(ours, plain)
     found = recoveries(ours.directory)
     assert [(one["kind"], one["ranks"], one["action"]) for one in found] == [
         ("corruption", [0, 1], "retry"),
         ("corruption", [0, 1], "replace"),
     ]
-    assert "model.norm.weight" in found[0]["evidence"] and [one["step"] for one in found] == [5, 9]
+    assert "model.norm.weight" in found[0]["evidence"] and [one["step"] for one in found] == [2, 4]
 
 
 class Drill(tiny.Recorder):

@@ -12,7 +12,6 @@ import torch
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_resume_exact import benchmark
-from tilth.api import run_recipe
 from tilth.checkpoint import latest, open_checkpoint
 from tilth.core.errors import CheckpointError, PluginError, RecipeError
 from tilth.core.layout import Box
@@ -36,7 +35,7 @@ def go(folder, *, stop=0, allow=(), fallback=False, watcher=None, **sections):
     watcher = watcher or tiny.Recorder(at_step=interrupt)
     made = tiny.recipe(folder, **{"run": SAVING, **sections})
     try:
-        run_recipe(made, name="tiny", callbacks=[watcher], reward=tiny.close_enough, allow=allow, fallback=fallback)
+        tiny.run(made, callbacks=[watcher], allow=allow, fallback=fallback)
     except Interrupted:
         assert stop
     return folder / "tiny-001", watcher.messages
@@ -183,11 +182,12 @@ def test_what_is_watched_may_be_allowed_to_change(again):
 
 
 def test_a_finished_run_goes_on_longer(tmp_path, tmp_path_factory):
-    named, more = {"run": {**SAVING, "name": "tiny-001"}}, {"algorithm": {"steps": 8}}
+    named = {"run": {**SAVING, "name": "tiny-001"}, "supervised": {"steps": 2}}
+    more = {"supervised": {"steps": 2}, "algorithm": {"steps": 3}}
     wanted, _ = go(tmp_path_factory.mktemp("longer"), **more)
-    go(tmp_path, **named)
-    directory, said = go(tmp_path, allow=["algorithm.steps"], **named, **more)
-    assert "continuing after step 12" in said and tiny.weights(directory) == tiny.weights(wanted)
+    go(tmp_path, **named, algorithm={"steps": 2})
+    directory, said = go(tmp_path, allow=["algorithm.steps"], **{**named, **more})
+    assert "continuing after step 4" in said and tiny.weights(directory) == tiny.weights(wanted)
 
 
 def test_other_batch_sizes_leave_no_prompt_out_and_take_none_twice(again):
@@ -216,7 +216,8 @@ def rewarded(folder, *, stop=0, allow=(), name="mine"):
     run = {"name": name, "save_every": 2, "eval_prompts": 2}
     made = tiny.recipe(folder / "runs", supervised={"steps": 0}, algorithm={"steps": 4}, run=run, reward=function)
     try:
-        return run_recipe(made, name="tiny", callbacks=[watcher], allow=allow).directory.name, watcher.messages
+        found = tiny.run(made, reward=None, callbacks=[watcher], allow=allow)
+        return found.directory.name, watcher.messages
     except Interrupted:
         assert stop
 
@@ -248,12 +249,7 @@ def test_after_sigterm_the_run_ends_in_time_even_in_the_middle_of_a_step(tmp_pat
 
     slept = []
     with raises(Interrupted, "run.grace"):
-        run_recipe(
-            tiny.recipe(tmp_path, run={**SAVING, "grace": 0.3}),
-            name="tiny",
-            callbacks=[tiny.Recorder(at_step=slow)],
-            reward=tiny.close_enough,
-        )
+        tiny.run(tiny.recipe(tmp_path, run={**SAVING, "grace": 0.3}), callbacks=[tiny.Recorder(at_step=slow)])
     assert not slept
     assert read_state(tmp_path / "tiny-001")["state"] == "interrupted"
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -72,7 +72,8 @@ def test_what_can_never_fit_is_refused_before_anything_is_made(tmp_path, monkeyp
 def test_what_may_not_fit_is_told_at_once_and_stands_in_the_log(tmp_path, monkeypatch):
     monkeypatch.setattr("tilth.launch.build.rooms", lambda recipe: (Room(10**9, 10**5, "this machine"), []))
     watcher = tiny.Recorder()
-    result = tiny.run(tiny.recipe(tmp_path), callbacks=[watcher])
+    made = tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 1})
+    result = tiny.run(made, callbacks=[watcher])
     assert watcher.messages[0].startswith("memory may run out")
     assert "memory may run out" in (result.directory / "log.txt").read_text()
 

@@ -201,9 +201,7 @@ def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_p
     again, before = load_model(folder, "reward_model"), load_model(run, "reward_model")
     assert all(torch.equal(again.tensors[name], before.tensors[name]) for name in before.tensors)
     found = [
-        tiny.run(
-            tiny.recipe(tmp_path / name, reward={"model": str(where)}, **SHORT), reward=None, name=name
-        )
+        tiny.run(tiny.recipe(tmp_path / name, reward={"model": str(where)}, **SHORT), reward=None, name=name)
         for name, where in (("a", run), ("b", folder))
     ]
     assert tiny.same(*(tiny.numbers(result.directory) for result in found))

@@ -13,6 +13,8 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
             tiny.recipe(
                 tmp_path,
                 train={"parity": True},
+                supervised={"steps": 2},
+                algorithm={"steps": 4},
                 model={"context": 32},
                 rollout={"speculate": how, "max_tokens": 20, "temperature": 0.3},
             ),
