@@ -37,7 +37,8 @@ def test_a_run_tells_its_warnings_and_shows_its_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(health.HealthWatch, "look", look)
     monkeypatch.setattr(health, "EVERY", 0.05)
     seen, looked = tiny.Recorder(), Look()
-    recipe = tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2})
+    short = {"supervised": {"steps": 2}, "algorithm": {"steps": 2}}
+    recipe = tiny.recipe(tmp_path, cluster={"backend": "local", "workers": 2}, **short)
     ours = tiny.run(recipe, callbacks=[seen, looked], report=True)
     assert "warning: disk: /data is nearly full" in seen.messages
     (warning,) = read_warnings(ours.directory)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.errors import raises
 from tests.examples import examples
 from tests.roles import small
@@ -492,7 +492,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_next_session_removes_the_relay_of_one_that_was_killed():
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
-    done = subprocess.run([sys.executable, "-c", SESSION], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*forked.python(), "-c", SESSION], env=env, capture_output=True, text=True, timeout=100)
     path = Path(done.stdout.strip())
     assert done.returncode == -signal.SIGKILL and path.is_file(), done.stderr
     SessionDir.create().remove()
