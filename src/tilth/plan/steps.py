@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tilth.config.schema import Recipe, SupervisedConfig
@@ -51,7 +51,8 @@ class RunPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers for run.json, memory as {item: bytes} and its peak."""
-        plain = {k: v for k, v in asdict(self).items() if k != "workers"}
+        plain = asdict(replace(self, workers=()))  # a copy of each worker's plan would be the most of the work
+        del plain["workers"]
         return plain | {"memory": self.memory.by_name(), "memory_peak": self.memory.peak}
 
     def lines(self) -> list[str]:
