@@ -51,6 +51,14 @@ def die_at(monkeypatch, at, work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+def moments(total, every):
+    """Calls before which something happens: every one, or the last ones, among which a save commits, and few others."""
+    return range(total) if every else [*range(0, total - 12, 6), *range(max(total - 12, 0), total)]
+
+
 def holds(path, salt):
     checkpoint = open_checkpoint(path)
     checkpoint.verify()
@@ -58,12 +66,13 @@ def holds(path, salt):
     return all(same(checkpoint.read(g, n), t) for g, tensors in expected.items() for n, t in tensors.items())
 
 
-def test_killed_at_every_call_of_a_save(tmp_path, monkeypatch):
+@EVERY
+def test_killed_at_every_call_of_a_save(tmp_path, monkeypatch, every):
     save_step(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: save_step(tmp_path / "count", 2))
     assert total > 20
-    committed = 0
-    for at in range(total):
+    committed, calls = 0, moments(total, every)
+    for at in calls:
         root = tmp_path / f"root{at}"
         before = save_step(root, 1)
         assert die_at(monkeypatch, at, lambda root=root: save_step(root, 2)) == 77
@@ -74,10 +83,11 @@ def test_killed_at_every_call_of_a_save(tmp_path, monkeypatch):
         after = save_step(root, 3)
         assert latest(root) == after and holds(after, "3")
         assert not [p for p in root.iterdir() if "tmp" in p.name]
-    assert 0 < committed < total
+    assert 0 < committed < len(calls)
 
 
-def test_killed_at_every_call_while_a_step_is_replaced(tmp_path, monkeypatch):
+@EVERY
+def test_killed_at_every_call_while_a_step_is_replaced(tmp_path, monkeypatch, every):
     """The only checkpoint there is, saved again."""
 
     def again(root):
@@ -86,7 +96,7 @@ def test_killed_at_every_call_while_a_step_is_replaced(tmp_path, monkeypatch):
     save_step(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: again(tmp_path / "count"))
     seen = set()
-    for at in [*range(0, total - 16, 4), *range(total - 16, total)]:
+    for at in moments(total, every):
         root = tmp_path / f"root{at}"
         save_step(root, 1)
         assert die_at(monkeypatch, at, lambda root=root: again(root)) == 77
@@ -101,14 +111,15 @@ def test_killed_at_every_call_while_a_step_is_replaced(tmp_path, monkeypatch):
     assert seen == {("", True), (".replaced", True), ("", False)}
 
 
-def test_killed_while_pruning(tmp_path, monkeypatch):
+@EVERY
+def test_killed_while_pruning(tmp_path, monkeypatch, every):
     def make(root):
         for step in (1, 2, 3):
             save_step(root, step)
 
     make(tmp_path / "count")
     total = calls_of_a_save(monkeypatch, lambda: prune(tmp_path / "count", 1))
-    for at in range(total):
+    for at in range(0, total, 1 if every else 3):
         root = tmp_path / f"root{at}"
         make(root)
         assert die_at(monkeypatch, at, lambda root=root: prune(root, 1)) == 77
@@ -119,16 +130,17 @@ def test_killed_while_pruning(tmp_path, monkeypatch):
         assert [p.name for p in root.iterdir()] == ["step-000004"]
 
 
+@EVERY
 @pytest.mark.parametrize(
     "code", ["ENOSPC", pytest.param("EROFS", marks=pytest.mark.slow), pytest.param("EACCES", marks=pytest.mark.slow)]
 )
-def test_a_failing_call_is_a_storage_error(tmp_path, monkeypatch, code):
+def test_a_failing_call_is_a_storage_error(tmp_path, monkeypatch, code, every):
     def fail(name):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(tmp_path / name))
 
     save_step(tmp_path / "count", 1)
     total = calls_of_a_save(monkeypatch, lambda: save_step(tmp_path / "count", 2))
-    for at in range(total):
+    for at in moments(total, every):
         root = tmp_path / f"root{at}"
         before = save_step(root, 1)
         with monkeypatch.context() as patch:
