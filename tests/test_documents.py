@@ -224,10 +224,11 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 LONG = (
-    *("docs/extending.md", "docs/packages/flows.md", "docs/guide.md"),
-    *("docs/algorithms.md", "docs/packages/plan.md", "docs/agents.md"),
+    *("README.md", "docs/checkpoints.md", "docs/recipes.md", "docs/extending.md", "docs/packages/flows.md"),
+    *("docs/guide.md", "docs/algorithms.md", "docs/packages/plan.md", "docs/agents.md"),
 )
-"""Pages whose commands do what tests of plugins, flows, episodes, algorithms, plans and commands do too."""
+"""Pages whose commands do what tests of recipes, checkpoints, plugins, flows, episodes, algorithms, plans and commands
+do too."""
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in WITH_COMMANDS])
