@@ -22,7 +22,7 @@ from tilth.config.imports import uncollected
 
 __all__ = ["pool", "pytest_collection_finish", "pytest_runtest_makereport", "pytest_terminal_summary"]
 
-settings.register_profile("quick", max_examples=12, deadline=None)  # a busy machine is no failure
+settings.register_profile("quick", max_examples=6, deadline=None)  # a busy machine is no failure
 settings.register_profile("long", max_examples=100, deadline=None)
 settings.load_profile("quick")
 forked.fork_servers_too()
