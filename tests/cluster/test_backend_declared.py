@@ -6,17 +6,13 @@ from tests.cluster import test_conformance
 from tests.cluster.test_conformance import (  # noqa: F401  (fixtures, and tests that run here again)
     cluster,
     echo,
-    test_a_policy_may_keep_the_workers_when_a_call_fails,
     test_a_role_made_again_is_the_next_generation_and_refuses_what_was_called_before,
     test_a_stopped_worker_is_named_by_control_messages,
-    test_an_error_in_a_factory_comes_up,
     test_control_messages_are_answered_while_a_call_runs_and_only_by_methods_that_say_so,
     test_each_rank_gets_its_own,
     test_metrics_are_those_of_the_whole,
     test_payload_goes_from_worker_to_worker,
     test_payload_outlives_the_rank_that_made_it,
-    test_payload_that_is_still_held_at_the_end_is_a_named_error,
-    test_roles_are_closed_at_the_end,
     test_rows_go_and_come_back_in_order,
 )
 from tests.config.test_plugins import write
@@ -48,7 +44,29 @@ def declared():
     _DECLARED["backend"] = before
 
 
-@pytest.mark.slow  # its two workers, which are no forks, import torch
+# Those that name their backends would run here once for each of them. Some are slow: their processes are no forks.
+
+
+def test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path):
+    test_conformance.test_a_policy_may_keep_the_workers_when_a_call_fails(backend, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_factory_comes_up(backend):
+    test_conformance.test_an_error_in_a_factory_comes_up(backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["a batch of step 3", ""])
+def test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner):
+    test_conformance.test_payload_that_is_still_held_at_the_end_is_a_named_error(backend, owner)
+
+
+def test_roles_are_closed_at_the_end(backend, tmp_path):
+    test_conformance.test_roles_are_closed_at_the_end(backend, tmp_path)
+
+
+@pytest.mark.slow  # its workers import torch
 def test_a_generation_in_flight_is_looked_at_and_aborted(cluster):  # noqa: F811
     test_conformance.test_a_generation_in_flight_is_looked_at_and_aborted(cluster)
 

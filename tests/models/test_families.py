@@ -319,6 +319,11 @@ def test_a_name_is_taken_once_and_unknown_ones_are_told_what_there_is():
         families()
 
 
+def test_its_layers_are_its_own():
+    assert all(layer.parts[1] is SandwichLayer.leave for layer in Decoder(config()).model.layers)
+
+
+@pytest.mark.slow  # test_decoder compiles quickly
 def test_it_compiles_and_its_layers_are_its_own():
     model = Decoder(config(mlp_bias=False))
     model.init_weights_(0)
