@@ -45,18 +45,18 @@ DEEP = {"layers": 4, "schedule": "interleaved"}
 MIXED = {"experts": True, "num_experts": 4, "both": True}
 
 CASES = [
-    Case(pp=2, double=True, dropout=0.1),
     Case(pp=2, double=True, value=True, **DEEP),
     Case(pp=2, double=True, checkpointing=True, dropout=0.1, schedule="zero-bubble", tied=False),
 ]
 FOURS = [
     Case(pp=4, double=True, layers=4),
-    Case(pp=2, fsdp=2, double=True, rows=(2,)),
-    Case(pp=2, tp=2, sp=True, double=True, dropout=0.1, schedule="zero-bubble"),
     Case(pp=2, fsdp=2, double=True, checkpointing=True, rows=(2,), schedule="zero-bubble"),
     Case(pp=2, ep=2, double=True, **MIXED, rows=(6,), schedule="zero-bubble"),
 ]
 MORE = [
+    Case(pp=2, double=True, dropout=0.1),
+    Case(pp=2, fsdp=2, double=True, rows=(2,)),
+    Case(pp=2, tp=2, sp=True, double=True, dropout=0.1, schedule="zero-bubble"),
     Case(pp=2, cp=2, double=True),
     Case(pp=2, cp=2, cp_style="ulysses", double=True, dropout=0.1, **DEEP),
     Case(pp=2, double=True, tied=False, **DEEP),

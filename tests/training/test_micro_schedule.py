@@ -28,6 +28,10 @@ def all_forward_first(stage, stages, chunks, micro_batches):
 SCHEDULES["all_forward_first"] = all_forward_first
 
 
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def trained(rank, case, order):
     sharded = spread(case, rank)
     sharded.load_(weights(case))
@@ -45,7 +49,7 @@ def same(one, other):
     return one[:2] == other[:2] and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
-@pytest.mark.parametrize("case", [Case(), Case(value=True, dropout=0.2, checkpointing=True)], ids=str)
+@pytest.mark.parametrize("case", [Case(value=True, dropout=0.2, checkpointing=True), *slow(Case())], ids=str)
 def test_another_order_of_passes_gives_the_same_bits(case):
     assert same(trained(0, case, "sequential"), trained(0, case, "all_forward_first"))
 
@@ -54,7 +58,7 @@ ORDERS = ("all_forward_first", "sequential")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [Case(fsdp=2, rows=(1,)), Case(dp=2, rows=(1,)), Case(tp=2, sp=True)], ids=str)
+@pytest.mark.parametrize("case", [Case(fsdp=2, rows=(1,)), *slow(Case(dp=2, rows=(1,)), Case(tp=2, sp=True))], ids=str)
 def test_on_ranks_that_have_more_or_fewer_micro_batches(pool, case):
     every = [pool.run(2, "tests.training.test_micro_schedule:trained", case=case, order=o) for o in ORDERS]
     assert all(same(one, other) for one, other in zip(*every))
@@ -95,7 +99,7 @@ def in_two_parts(case, cut):
 
 
 @pytest.mark.parametrize("order", ["sequential", "all_forward_first"])
-@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("cut", [1, *slow(0, 2)])
 def test_a_model_in_two_parts_learns_as_one(order, cut):
     case = Case()
     parts = in_two_parts(case, cut)
