@@ -53,11 +53,17 @@ def recipe(folder, *, cluster=None, **data):
     return tiny.recipe(folder, plugins=[str(plugin)], data={"source": "mirror", **data}, **sections)
 
 
-def test_an_invented_task_trains_and_is_evaluated(tmp_path):
-    recorder = tiny.Recorder()
-    result = tiny.run(recipe(tmp_path, options={"count": 30}), reward=None, callbacks=[recorder])
-    assert len(recorder.records) == 6 + 6 and 0 <= result.accuracy <= 1
-    seen = [value for key, value in recorder.records[-1].items() if key.endswith("/seen")]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run in this process, and what it records."""
+    recorder, folder = tiny.Recorder(), tmp_path_factory.mktemp("alone")
+    return tiny.run(recipe(folder, options={"count": 30}), reward=None, callbacks=[recorder]), recorder.records
+
+
+def test_an_invented_task_trains_and_is_evaluated(alone):
+    result, records = alone
+    assert len(records) == 6 + 6 and 0 <= result.accuracy <= 1
+    seen = [value for key, value in records[-1].items() if key.endswith("/seen")]
     assert seen and set(seen) == {1.0}
 
 
@@ -68,12 +74,11 @@ def test_an_invented_task_trains_and_is_evaluated(tmp_path):
         pytest.param("ray", marks=[pytest.mark.dist, pytest.mark.ray, pytest.mark.slow]),
     ],
 )
-def test_an_invented_task_trains_on_workers_as_in_one_process(tmp_path, backend):
+def test_an_invented_task_trains_on_workers_as_in_one_process(alone, tmp_path, backend):
     if backend == "ray":
         pytest.importorskip("ray")
-    here = tiny.run(recipe(tmp_path, options={"count": 30}), reward=None)
     there = tiny.run(recipe(tmp_path, options={"count": 30}, cluster={"backend": backend, "workers": 1}), reward=None)
-    assert tiny.weights(here.directory) == tiny.weights(there.directory)
+    assert tiny.weights(alone[0].directory) == tiny.weights(there.directory)
 
 
 def test_what_is_derived_of_its_name(tmp_path):
