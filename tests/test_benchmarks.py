@@ -80,6 +80,7 @@ def wrong(said, folder):
     return found | {name for name in benchmarks(folder) if not options.search(said[name])}
 
 
+@pytest.mark.slow  # quickly mypy reads what they import
 def test_every_script_starts_and_every_benchmark_takes_quick_and_json():
     said = begun(SCRIPTS)
     assert len(said) > 35 and "train.py" in benchmarks()

@@ -71,6 +71,7 @@ def test_groups_have_one_process_each_and_files_stay_together(tmp_path):
     assert all(found[f"test_first-{n}"] == found[f"test_second-{n}"] for n in range(4))
 
 
+@pytest.mark.slow
 def test_groups_that_got_lost_would_be_seen(tmp_path):
     assert len(processes(seen(tmp_path, LOST), "pool")) == 2
 
