@@ -37,7 +37,7 @@ from tilth.runs.models import load_model
 (ENGINE,) = (block.text for block in blocks("docs/extending.md") if block.first == "# slow.py")
 MODEL, OTHER = make_model(), make_model(seed=1)
 KINDS = [SamplingParams(max_tokens=12, temperature=0.8, stop_tokens=(3, 5)), SamplingParams(max_tokens=7)]
-REQUESTS = make_requests(12, kinds=KINDS, longest=20)
+REQUESTS = make_requests(6, kinds=KINDS, longest=20)
 
 
 @pytest.fixture(params=["native", "vllm", "slow"])  # sglang draws as SGLang does: test_sglang.py
@@ -94,9 +94,9 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(made):
 def test_requests_come_back_once_whatever_their_company_and_order(made):
     alone = {t.id: t for r in REQUESTS for t in made().generate([r])}
     engine = made()
-    engine.submit(REQUESTS[:5])
+    engine.submit(REQUESTS[:3])
     early = engine.poll()
-    engine.submit(REQUESTS[:4:-1])
+    engine.submit(REQUESTS[:2:-1])
     found = drained(engine, len(REQUESTS) - len(early)) | {t.id: t for t in early}
     assert {i: t.tokens.tolist() for i, t in found.items()} == {i: t.tokens.tolist() for i, t in alone.items()}
     assert [t.id for t in engine.generate(REQUESTS)] == [r.id for r in REQUESTS]
