@@ -10,7 +10,7 @@ import pytest
 
 from tests.errors import raises
 from tilth.core.errors import PluginError
-from tilth.envs.pool import EnvironmentPool, _Child
+from tilth.envs.pool import SUSPECTS, EnvironmentPool, _Child
 
 TALKER = f"{Path(__file__).parent / 'talkers.py'}:Talker"
 pytestmark = pytest.mark.dist
@@ -255,6 +255,35 @@ def test_a_process_that_is_killed_while_it_replaces_another_is_replaced_once(poo
     else:
         with raises(PluginError, "environment"):
             say(pool, e0="a")
+
+
+@pytest.fixture
+def started(pool, monkeypatch):
+    """Processes that begin later than the pool."""
+    found, start = [], pool._pool.start
+    monkeypatch.setattr(pool._pool, "start", lambda: found.append(start()) or found[-1])
+    return found
+
+
+def say_at_once(pool, count, culprit):
+    begin(pool, *range(count))
+    for i in range(count):
+        pool.step(i, {"role": "assistant", "content": "exit" if i == culprit else "slow"})
+
+
+def test_episodes_of_a_lost_process_share_new_ones(pool, started, monkeypatch):
+    monkeypatch.setattr("tilth.envs.pool.SUSPECTS", 1)
+    say_at_once(pool, 3, culprit=None)
+    pool._children[0].process.kill()
+    assert {answer.status for answer in take(pool, 3).values()} == {"ok"}
+    assert len(started) == 2  # one in place of the lost one, one for all that may have ended it
+
+
+@pytest.mark.slow
+def test_the_one_to_blame_is_found_among_many(pool, started):
+    say_at_once(pool, 12, culprit=5)
+    assert {i: a.status for i, a in take(pool, 12).items()} == {i: "died" if i == 5 else "ok" for i in range(12)}
+    assert len(started) <= 1 + SUSPECTS + 3  # three shared a process that died again
 
 
 def test_an_episode_goes_on_from_what_was_kept(pool):

@@ -9,7 +9,7 @@ import itertools
 import json
 import pickle
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,9 @@ Status = Literal["ok", "error", "timeout", "died", "differs"]
 START = 120.0
 """Seconds for a process to become ready."""
 RESTARTS = RestartPolicy(attempts=2)
-"""An episode begins again once after the death of its process."""
+"""An episode begins again once after the death of a process of its own."""
+SUSPECTS = 4
+"""Most processes that begin for the episodes which may have ended one."""
 PING = 1.0
 """Seconds in which a process whose episode hangs answers if its other threads still run."""
 
@@ -93,19 +95,16 @@ class EnvironmentPool:
         self._journal: ObservationJournal | None = None
         self._at_once: list[Answer] = []
         """Answers that the journal has."""
-        for _ in range(workers):
-            self._pool.start()
         try:
-            for child in list(self._children):
-                self._await(child)
+            self._start(workers)
         except PluginError:
             self.close()  # which shows what they printed
             raise
 
-    def _start(self) -> "_Child":
-        """Start a process besides. Meanwhile nobody is heard, so the time counts in no episode's limit."""
+    def _start(self, count: int = 1) -> list["_Child"]:
+        """Start processes besides. Meanwhile nobody is heard, so the time counts in no episode's limit."""
         begin = time.monotonic()
-        fresh = self._await(self._pool.start())
+        fresh = [self._await(child) for child in [self._pool.start() for _ in range(count)]]
         for episode in self._episodes.values():
             episode.deadline += time.monotonic() - begin
         return fresh
@@ -117,9 +116,8 @@ class EnvironmentPool:
             self._children.remove(child)
             child = self._pool.start()
             if not child.wait_ready():
-                raise PluginError(
-                    f"two processes of environments {death(child.kill())} at their start", key="environment"
-                )
+                how = f"{death(child.kill())} at its start, as was the one before it"
+                raise PluginError(f"a process of environments {how}", key="environment")
         return child
 
     def print_to(self, path: Path) -> None:
@@ -169,9 +167,9 @@ class EnvironmentPool:
         known = self._episodes.pop(episode, None)
         self._at_once = [one for one in self._at_once if one.episode != episode]
         if known is not None and (child := self._child_of(episode)):
+            child.ask(known, Asked(episode, "end"))
             child.episodes.discard(episode)
             child.threads.pop(episode, None)
-            child.ask(known, Asked(episode, "end"))
         self._retire()
 
     def poll(self, seconds: float) -> list[Answer]:
@@ -200,21 +198,20 @@ class EnvironmentPool:
         episode.asked, episode.deadline = asked, time.monotonic() + self.timeout
         child = self._child_of(episode.id)
         if child is None:  # its first request, or the first that the journal does not know
-            self._assign(episode).ask(episode, episode.said[0][0] if episode.said else asked)
+            self._home(episode).ask(episode, episode.said[0][0] if episode.said else asked)
         elif episode.repeated == len(episode.said):
             child.ask(episode, asked)
 
     def _child_of(self, episode: int) -> "_Child | None":
         return next((child for child in self._children if episode in child.episodes), None)
 
-    def _assign(self, episode: _Episode) -> "_Child":
-        """Give an episode a process: the emptiest; one of its own if it may have ended the last one."""
+    def _home(self, episode: _Episode) -> "_Child":
+        """Return the process for an episode: the emptiest; one of its own if it may have ended the last one."""
         able = [child for child in self._children if not child.retiring]
         best = min(able, key=lambda child: len(child.episodes), default=None)
         if best is None or (episode.strikes and best.episodes):
-            best = self._start()
+            (best,) = self._start()
             best.retiring = episode.strikes > 0
-        best.episodes.add(episode.id)
         return best
 
     def _first_deadline(self) -> float:
@@ -316,23 +313,38 @@ class EnvironmentPool:
         return self._episodes[most] if spent.get(most, 0.0) > max(0.05 * PING, sum(spent.values()) / 2) else None
 
     def _lose(self, child: "_Child", reason: str) -> list[Answer]:
-        """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake."""
+        """Begin the episodes of a lost process again. reason: why it died; "": it was killed for another's sake.
+
+        Those with a request in flight may have ended it: each gets a process of its own, and fails when that dies too.
+        More than ``SUSPECTS`` of them are divided among that many processes, and again if one of these dies.
+        """
         if child in self._children:
             self._children.remove(child)
         found = []
         lost = [self._episodes[i] for i in sorted(child.episodes)]
         if sum(not c.retiring for c in self._children) < self._workers:
             self._start()
+        many = bool(reason) and sum(episode.asked is not None for episode in lost) > SUSPECTS
+        shared = self._shared() if many else None
         for episode in lost:
-            episode.strikes += bool(reason) and episode.asked is not None
+            suspect = bool(reason) and episode.asked is not None
+            episode.strikes += suspect and shared is None
             if not RESTARTS.again(episode.strikes):
                 found.append(self._fail(episode, reason, "died"))
                 continue
             episode.repeated, episode.deadline = 0, time.monotonic() + self.timeout
             first = episode.said[0][0] if episode.said else episode.asked
             if first is not None:
-                self._assign(episode).ask(episode, first)
+                home = next(shared) if suspect and shared else self._home(episode)
+                home.ask(episode, first)
         return found
+
+    def _shared(self) -> Iterator["_Child"]:
+        """Start ``SUSPECTS`` processes that get no other episodes; yield them in turn."""
+        fresh = self._start(SUSPECTS)
+        for child in fresh:
+            child.retiring = True
+        return itertools.cycle(fresh)
 
     def _retire(self) -> None:
         """End processes that get no new episodes and have none left; keep the number of the others."""
@@ -371,7 +383,8 @@ class _Child(PipedChild):
         raise PluginError(f"a process of environments has not started within {START:g} s", key="environment.start")
 
     def ask(self, episode: _Episode, asked: Asked) -> None:
-        """Queue a request about an episode, which goes by its life there."""
+        """Queue a request about an episode, which lives here from now on and goes by its life."""
+        self.episodes.add(episode.id)
         self.send(pickle.dumps(asked._replace(episode=episode.life)))
 
     def messages(self) -> list[dict[str, Any]]:
