@@ -71,7 +71,8 @@ class Commands(TyperGroup):
         except TilthError as error:
             _end("error: " + " ".join(str(error).split()), 2)
         except USAGE as error:
-            _end(f"error: {' '.join(error.format_message().split())}{_usage_hint(error)} (tilth --help)", 2)
+            what = " ".join(error.format_message().split()).removesuffix(".")
+            _end(f"error: {what}{_usage_hint(error)} (tilth --help)", 2)
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
