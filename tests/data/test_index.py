@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import tracemalloc
 from unittest.mock import patch
 
@@ -102,9 +103,22 @@ def test_a_worker_opens_the_entry_and_not_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "to_prompt", None)
     assert len(sent) < 2000 and whole(pickle.loads(sent)) == whole(prompts)
     monkeypatch.undo()
-    write(file, RECORDS[read_prompts])
+    write(file, RECORDS[read_prompts])  # the run goes on with what it began with
+    assert whole(pickle.loads(pickle.dumps(pickle.loads(sent)))) == whole(prompts)
+    shutil.rmtree(tmp_path / ".cache")  # as on another machine
     with raises(DataError, "d.jsonl.fingerprint"):
         pickle.loads(sent)
+
+
+def test_a_file_of_the_cache_is_checked_where_its_state_differs(tmp_path, monkeypatch):
+    data, home = write(tmp_path / "d.jsonl", RECORDS[read_prompts]), Home(str(tmp_path))
+    right = whole(load_source(data, home=home))
+    (file,) = tmp_path.glob(".cache/records-*/records.arrow")
+    read = list[str]()
+    monkeypatch.setattr(cache, "_checksum", lambda file, make=cache._checksum: read.append(file.name) or make(file))
+    assert whole(load_source(data, home=home)) == right and not read
+    file.touch()
+    assert whole(load_source(data, home=home)) == right and read == ["records.arrow"]
 
 
 def test_a_process_that_gets_a_source_reads_neither_its_whole_file_nor_its_index(tmp_path, monkeypatch):

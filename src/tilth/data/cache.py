@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilth.core.errors import StorageError
-from tilth.core.files import make_folder, rename
+from tilth.core.files import rename, sync
 
 CACHE = ".cache"
 """Folder in run.dir of tokenised documents and of indexed records."""
@@ -19,10 +19,17 @@ FileState = tuple[int, ...]
 
 
 class CacheEntry:
-    """One entry: a folder with a file and ``about.json``, which has the file's checksum and is written last."""
+    """One entry: a folder with a file and ``about.json``, which has the file's checksum and state and is written last.
+
+    A file in the state in which it was written is intact; its checksum, a second per gigabyte, is read if that differs.
+    """
 
     def __init__(self, place: Path, name: str) -> None:
         self.place, self.file = place, place / name
+
+    def rooted(self) -> "CacheEntry":
+        """Return the entry for processes in other folders."""
+        return CacheEntry(self.place.absolute(), self.file.name)
 
     def about(self) -> dict[str, Any]:
         """Return what is known about the file."""
@@ -37,18 +44,13 @@ class CacheEntry:
             return ()
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
-    def damage(self, intact: FileState = ()) -> str | None:
-        """Describe the damage of the entry: "" if it is intact, None if there is none.
-
-        intact: state in which another process found the checksum right, a second per gigabyte that is spared here.
-        """
+    def damage(self) -> str | None:
+        """Describe the damage of the entry: "" if it is intact, None if there is none."""
         if not self.place.exists():
             return None
         try:
-            checksum = self.about()["checksum"]
-            if intact and self.state() == intact:
-                return ""
-            if _checksum(self.file) != checksum:
+            about = self.about()
+            if self.state() != tuple(about["state"]) and _checksum(self.file) != about["checksum"]:
                 return "its checksum differs"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return str(error) or type(error).__name__
@@ -61,12 +63,14 @@ class CacheEntry:
         what: for the error. Raises ``StorageError`` if the folder cannot be written.
         """
         try:
-            make_folder(self.place)
+            self.place.mkdir(parents=True, exist_ok=True)
             file, about = self.place / f".{self.file.stem}.{os.getpid()}", dict[str, Any]()
             try:
                 yield file, about
                 about["checksum"] = _checksum(file)
+                sync(file)  # or a loss of power leaves a file in its state without its bytes
                 rename(file, self.file, durable=False)
+                about["state"] = self.state()
             finally:
                 file.unlink(missing_ok=True)
             described = self.place / f".about.{os.getpid()}"

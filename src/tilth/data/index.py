@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
-from tilth.data.cache import CacheEntry, FileState
+from tilth.data.cache import CacheEntry
 from tilth.data.columns import Pair, Prompt, plain, record_key
 from tilth.data.computed import mixed
 
-IN_MEMORY = 1 << 24
-"""Bytes of items of all sources up to which they stay in memory: to read them again takes no longer than to check a
+IN_MEMORY = 1 << 18
+"""Bytes of items of all sources up to which they stay in memory: to read them again takes about as long as to open a
 file."""
 _BATCH = 1 << 20
 _SCHEMA = pa.schema(
@@ -180,9 +180,8 @@ class Prompts(Protocol):
 class Stored:
     """Prompts in a memory-mapped Arrow file, read on demand."""
 
-    def __init__(self, entry: CacheEntry, state: FileState) -> None:
-        """state: of the file when it was found intact."""
-        self.state = state
+    def __init__(self, entry: CacheEntry) -> None:
+        self.entry, self.state = entry, entry.state()
         reader = pa.ipc.open_file(pa.memory_map(str(entry.file)))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
@@ -213,19 +212,15 @@ def keep(
     left: Mapping[str, int],
     *,
     sources: int = 1,
-    intact: FileState = (),
     digests: bool = False,
 ) -> tuple[Prompts, Index]:
     """Return prompts as they come and their index: in memory, or in the entry's file if they are many.
 
     An intact entry is read instead; it has digests if it was made with them. left: ``Index.left``, read at the end.
-    sources: among which ``IN_MEMORY`` is divided. intact: as of ``CacheEntry.damage``. Raises ``StorageError``.
+    sources: among which ``IN_MEMORY`` is divided. Raises ``StorageError``.
     """
-    if entry is not None and entry.place.exists():
-        state = entry.state()
-        if entry.damage(intact) == "":
-            about, stored = entry.about(), Stored(entry, state)
-            return stored, Index(stored.columns, about["alphabet"], about["fingerprint"], about["left"])
+    if entry is not None and entry.damage() == "":
+        return kept(entry)
     indexer, held, size = Indexer(digests=digests), list[Prompt](), 0
     coming = map(indexer.add, prompts)
     for prompt in coming:
@@ -239,7 +234,13 @@ def keep(
         _write(file, chain(held, coming), indexer)
         found = indexer.done(left)
         about |= {"alphabet": found.alphabet, "fingerprint": found.fingerprint, "left": found.left}
-    return Stored(entry, entry.state()), found
+    return Stored(entry), found
+
+
+def kept(entry: CacheEntry) -> tuple[Stored, Index]:
+    """Return the prompts and the index of an intact entry."""
+    about, stored = entry.about(), Stored(entry)
+    return stored, Index(stored.columns, about["alphabet"], about["fingerprint"], about["left"])
 
 
 def _write(file: Path, prompts: Iterable[Prompt], indexer: Indexer) -> None:

@@ -19,7 +19,7 @@ from tilth.config.plugins import call_declared, code_digest, declared, task_name
 from tilth.config.schema import DataConfig, MixtureSource
 from tilth.config.tasks import task_of
 from tilth.core.errors import DataError, PluginError
-from tilth.data.cache import CACHE, CacheEntry, FileState
+from tilth.data.cache import CACHE, CacheEntry
 from tilth.data.columns import Columns, Prompt, record_key
 from tilth.data.computed import Source
 from tilth.data.formats import is_source, missing, source_files, tried_records
@@ -74,8 +74,6 @@ class RecordOrigin:
     argument: str = "data"
     """Name of records by value, for errors."""
     home: Home = Home()
-    intact: FileState = ()
-    """State of its file in the cache when the process that sends this found it intact."""
 
     @property
     def name(self) -> str:

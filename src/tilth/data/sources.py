@@ -1,6 +1,7 @@
 """Prompts, pairs and documents of one source, read by one path; and sources joined."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,10 +11,11 @@ import numpy as np
 
 from tilth.config.schema import MixtureSource
 from tilth.core.errors import DataError
+from tilth.data.cache import CacheEntry, FileState
 from tilth.data.columns import Columns, Prompt, plain, to_document, to_prompt
 from tilth.data.computed import Computed, Source, has_media
 from tilth.data.given import Given, RandomAccess, place_of, read_at
-from tilth.data.index import Index, Indexer, Prompts, Stored, keep, sample_digest
+from tilth.data.index import Index, Indexer, Prompts, Stored, keep, kept, sample_digest
 from tilth.data.origin import Make, Material, RecordOrigin
 from tilth.data.template import transcript
 
@@ -26,17 +28,18 @@ class Records(Computed):
     """Prompts of one source: in memory, or read on demand.
 
     Those of files are pickled as what reads them and their fingerprint, and read again on unpickling: ``DataError`` if
-    the files differ there.
+    the files differ there. Of those in a file of the cache that file is opened, where it is as it was.
     """
 
     def __init__(
         self,
         prompts: Prompts,
         index: Index | None = None,
-        again: tuple[Read, RecordOrigin] | None = None,
+        again: tuple[Read, RecordOrigin] | bytes | None = None,
         media: bool = False,
     ) -> None:
-        """media: a prompt has media; ignored if an index says it."""
+        """again: what reads it in another process, bytes if it has come from one. media: a prompt has media; ignored
+        if an index says it."""
         self._prompts, self._again = prompts, again
         self.media = media if index is None else index.media
         self.left: Mapping[str, int] = {} if index is None else index.left
@@ -47,11 +50,15 @@ class Records(Computed):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._again is None:
             return Records, (self._prompts, None, None, self.media)
-        read, origin = self._again
-        rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
-        data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
-        intact = self._prompts.state if isinstance(self._prompts, Stored) else ()
-        return _reopened, (read, replace(origin, part=rooted, data=data, intact=intact), self.fingerprint())
+        sent = self._again
+        if not isinstance(sent, bytes):
+            read, origin = sent
+            rooted = origin.part.model_copy(update={"source": os.path.abspath(origin.name)})
+            data = origin.data.model_copy(update={"mixture": ()})  # of which ``part`` is all that it reads
+            sent = pickle.dumps((read, replace(origin, part=rooted, data=data)))
+        if isinstance(self._prompts, Stored):
+            return _found, (self._prompts.entry.rooted(), self._prompts.state, sent, self.fingerprint())
+        return _reopened, (sent, self.fingerprint())
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -174,7 +181,7 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
         prompts: Prompts = OnDemand(material.random, origin, make, material.samples, material.name)
         found = Records(prompts, indexer.done(material.left))
     elif files:
-        how: dict[str, Any] = {"sources": len(origin.data.sources), "intact": origin.intact, "digests": digests}
+        how: dict[str, Any] = {"sources": len(origin.data.sources), "digests": digests}
         prompts, index = keep(coming, origin.entry(read.__name__), material.left, **how)
         found = Records(prompts, index, (read, origin))
     else:
@@ -186,8 +193,16 @@ def gather(read: Read, origin: RecordOrigin, material: Material, make: Make, joi
     return found
 
 
-def _reopened(read: Read, origin: RecordOrigin, fingerprint: str) -> Source:
-    found = read(origin)
+def _found(entry: CacheEntry, state: FileState, sent: bytes, fingerprint: str) -> Source:
+    """Return the source in an entry, or read it where there is another one, or none."""
+    if entry.state() != state:
+        return _reopened(sent, fingerprint)
+    return Records(*kept(entry), sent)
+
+
+def _reopened(sent: bytes, fingerprint: str) -> Source:
+    read, origin = pickle.loads(sent)  # which imports what a recipe needs
+    found: Source = read(origin)
     if found.fingerprint() != fingerprint:
         message = f"{origin.name!r} is not what the run began with: it was changed since, or differs between machines"
         raise DataError(message, key=f"{os.path.basename(origin.name)}.fingerprint")
