@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -22,7 +23,7 @@ from tilth.data.template import data_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.restarts import RestartPolicy
 from tilth.roles import source_loaders
-from tilth.roles.source_loader import LoaderSettings
+from tilth.roles.source_loader import LoaderSettings, OpenSources, Places
 from tilth.roles.source_loaders import SourceLoaders, kept_places
 
 pytestmark = pytest.mark.dist
@@ -307,6 +308,23 @@ def test_a_source_that_has_changed_is_named(tmp_path):
     with raises(DataError, "a.jsonl.fingerprint"):
         one.take("examples", [0])
     one.close()
+
+
+def test_a_source_is_opened_when_its_first_sample_is_due_and_once(tmp_path):
+    file = tmp_path / "a.jsonl"
+    good, bad = from_records(sums(0, 3)), load_source(DataConfig(source=write(file, sums(0, 5)))).source
+    sent = {0: pickle.dumps(good), 1: pickle.dumps(bad)}
+    write(file, sums(1, 5))
+    told = list[str]()
+    opened = OpenSources(Places(np.array([0, 3, 8]), media=False), told.append)
+    opened.keep(sent)
+    assert told == [] and opened.prompt(2).text == "2+1=" and told == ["opening", "opened"]
+    for _ in range(2):
+        with raises(DataError, "a.jsonl.fingerprint"):
+            opened.prompt(3)
+        assert told == ["opening", "opened"] * 2
+    opened.keep({0: b""})
+    assert opened.prompt(1).text == "1+1=" and told == ["opening", "opened"] * 2
 
 
 # ---- places ----

@@ -1,4 +1,6 @@
-"""Process of a source loader: opens sources, reads samples by index and tokenises them. Imports no torch.
+"""Process of a source loader: reads samples by index and tokenises them. Imports no torch.
+
+A source is opened when its first sample is due: a process that serves hundreds begins at once.
 
 Messages are pickled; both ends are this program, and only they have the pipes.
 """
@@ -50,30 +52,48 @@ class Places:
 
 
 class OpenSources(Joined):
-    """Sources that this process has opened, at the indices that they have among all sources."""
+    """Sources that this process serves, at the indices that they have among all sources."""
 
-    def __init__(self, places: Places, alive: Callable[[], None]) -> None:
-        """alive: sends a sign of life, before a sample is read."""
-        self.starts, self.held, self.opened = places.starts, False, dict[int, Source]()
-        self._media, self._alive, self._signed = places.media, alive, time.monotonic()
+    def __init__(self, places: Places, tell: Callable[[str], None]) -> None:
+        """tell: sends "alive" before a sample is read, "opening" and "opened" around the opening of a source."""
+        self.starts, self.held = places.starts, False
+        self._closed, self._opened = dict[int, bytes](), dict[int, Source | TilthError]()
+        self._media, self._tell, self._signed = places.media, tell, time.monotonic()
+        self.seconds = 0.0
+        """Processor seconds of opening sources."""
 
     @property
     def media(self) -> bool:
         return self._media
 
     def keep(self, wanted: Mapping[int, bytes]) -> None:
-        """Open the sources of these numbers, pickled, that are not open yet, and close all others. Raises their
-        errors."""
-        for number in self.opened.keys() - wanted.keys():
-            del self.opened[number]
-        for number in wanted.keys() - self.opened.keys():
-            self.opened[number] = pickle.loads(wanted[number])
+        """Serve the sources of these numbers, pickled, empty where one is served already, and close all others."""
+        self._opened = {number: one for number, one in self._opened.items() if number in wanted}
+        self._closed = {n: sent or self._closed[n] for n, sent in wanted.items() if n not in self._opened}
 
     def part(self, number: int) -> Source:
+        """Return the source of this number. Raises the error of one that cannot be opened."""
         if time.monotonic() > self._signed + SIGN:
-            self._alive()
+            self._tell("alive")
             self._signed = time.monotonic()
-        return self.opened[number]
+        if number not in self._opened:
+            self._opened[number] = self._open(number)
+        found = self._opened[number]
+        if isinstance(found, TilthError):
+            raise found
+        return found
+
+    def _open(self, number: int) -> "Source | TilthError":
+        """Return a source, or the error of opening it, which each of its samples has."""
+        began = time.process_time()
+        self._tell("opening")
+        try:
+            found: Source | TilthError = pickle.loads(self._closed.pop(number))
+        except TilthError as error:
+            found = error
+        self._tell("opened")
+        self.seconds += time.process_time() - began
+        return found
 
 
 def main(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -86,7 +106,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     try:
         with uncollected():
             settings, places = greeted(requests)
-            opened = OpenSources(places, lambda: reply("alive"))
+            opened = OpenSources(places, reply)
             template = data_template(settings.data, settings.tokenizer, settings.tools, places.starts.tolist())
         while (body := read_frame(requests)) is not None:
             what, *given = pickle.loads(body)
@@ -94,9 +114,9 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
                 opened.keep(given[0])
                 reply("opened")
             else:
-                (kind, indices), began = given, time.process_time()
+                (kind, indices), began = given, time.process_time() - opened.seconds
                 found = loaded(kind, indices, opened, template, settings.context)
-                reply("loaded", found, time.process_time() - began)
+                reply("loaded", found, time.process_time() - opened.seconds - began)
     except TilthError as error:
         reply("failed", error)
 

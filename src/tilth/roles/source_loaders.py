@@ -36,7 +36,7 @@ AHEAD = 8192
 SILENCE = 60.0
 """Seconds in which a loader that was asked for samples begins to read the next one, or makes some."""
 OPENING = 600.0
-"""Seconds in which a loader opens its sources."""
+"""Seconds in which a loader starts, or opens a source."""
 RESTARTS = RestartPolicy(fruitless=3)
 """A loader is replaced three times in a row without a sample in between."""
 _TOGETHER = 16
@@ -66,9 +66,9 @@ class LoaderProcess(PipedChild):
     def __init__(self, greeting: bytes, output: int | None) -> None:
         self.flying = deque[_LoadRequest]()
         self.opening = 0
-        """Requests to open sources that are not answered yet."""
+        """Lists of sources that it has not taken, and sources that it is opening."""
         self.holds = frozenset[int]()
-        """Sources that it was told to have open."""
+        """Sources that it was told to serve."""
         self.heard = time.monotonic()
         super().__init__("tilth.roles.source_loader:main", [], greeting, output, variables=_ONE_THREAD)
 
@@ -90,7 +90,7 @@ class _Place:
     """Numbers of the sources that are loaded here."""
     waiting: deque[_LoadRequest] = field(default_factory=deque)
     team: list[LoaderProcess] = field(default_factory=list)
-    """The loader, and those that have the same sources open to take over."""
+    """The loader, and those that serve the same sources once they take over."""
     lost: Counter[bool] = field(default_factory=Counter)
     """Losses of the loader in a row without a sample in between (True), and of others before they were ready."""
 
@@ -336,8 +336,8 @@ class _Pump:
                 raise given[0]
             if what == "alive":
                 continue
-            if what == "opened":
-                child.opening -= 1
+            if what in ("opening", "opened"):
+                child.opening += 1 if what == "opening" else -1
             else:
                 self._add(child.flying.popleft(), *given)
             if what == "loaded" or child is not place.team[0]:
