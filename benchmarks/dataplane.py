@@ -45,7 +45,8 @@ from tilth.core.random import stream
 from tilth.data.mixture import Mixture
 from tilth.data.origin import Home
 from tilth.data.prompts import load_source
-from tilth.data.sources import parts_of
+from tilth.data.records import parts_of
+from tilth.data.template import template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.plan.loaders import place_loaders, plan_loaders
 from tilth.roles.source_loader import LoaderSettings
@@ -273,7 +274,7 @@ def alone(sources: Sources, plan: list[dict[str, float]], shadows: int = 0) -> S
     parts = tuple(MixtureSource(name=Path(file).stem, source=file) for file in sources.files)
     data = DataConfig(source="", mixture=parts)
     opened = parts_of(load_source(data, home=Home(str(sources.folder / "runs"))).source)
-    settings = LoaderSettings(data, Tokenizer.load(Path(sources.tokenizer)), 4096)
+    settings = LoaderSettings(template_names(data), Tokenizer.load(Path(sources.tokenizer)), 4096)
     return SourceLoaders(dict(zip([part.name for part in parts], opened)), settings, plan, shadows=shadows)
 
 

@@ -135,7 +135,8 @@ def shared_loaders(job: dict[str, Any]) -> Any:
     from tilth.config.schema import DataConfig, MixtureSource
     from tilth.data.origin import Home
     from tilth.data.prompts import load_source
-    from tilth.data.sources import Records, parts_of
+    from tilth.data.records import Records, parts_of
+    from tilth.data.template import template_names
     from tilth.data.tokenizer import Tokenizer
     from tilth.plan.loaders import place_loaders
     from tilth.roles.source_loader import LoaderSettings
@@ -145,7 +146,7 @@ def shared_loaders(job: dict[str, Any]) -> Any:
     data = DataConfig(source="", mixture=parts)
     prompts = load_source(data, home=Home(job["home"]))
     sources = {part.name: source for part, source in zip(data.sources, parts_of(prompts.source))}
-    settings = LoaderSettings(data, Tokenizer.load(Path(job["tokenizer"])), CONTEXT)
+    settings = LoaderSettings(template_names(data), Tokenizer.load(Path(job["tokenizer"])), CONTEXT)
     work = {name: float(source.wholes().mean()) for name, source in sources.items() if isinstance(source, Records)}
     made = SourceLoaders(sources, settings, place_loaders(dict.fromkeys(work, 1), work, job["workers"]))
     KEPT.append((made, prompts))

@@ -20,7 +20,7 @@ from tilth.cli import chat
 from tilth.cli.chat import Chat, Conversation
 from tilth.cli.main import ChatCommand, GenerateCommand, app
 from tilth.core.trajectory import Trajectory
-from tilth.data.sources import Prompt
+from tilth.data.columns import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.runs.models import load_model

@@ -18,7 +18,7 @@ from tests.memory import start_tracing
 from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
-from tilth.data import cache, index, sources
+from tilth.data import cache, index, records, sources
 from tilth.data.columns import Prompt
 from tilth.data.origin import Home
 from tilth.data.pairs import read_pairs
@@ -206,7 +206,7 @@ def test_the_alphabet_has_every_character_once_however_many_texts_are_read_at_a_
 def digested(monkeypatch):
     """The texts of samples whose digest is made."""
     found, make = list[str](), index.sample_digest
-    for module in (index, sources):
+    for module in (index, records):
         monkeypatch.setattr(module, "sample_digest", lambda p: found.append(p.text) or make(p))
     return found
 

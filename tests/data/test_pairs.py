@@ -15,16 +15,8 @@ from tilth.config.load import from_dict
 from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.columns import Prompt, RecordError
-from tilth.data.pairs import (
-    Pair,
-    answer_only,
-    check_pairs,
-    encode_pairs,
-    load_pairs,
-    pair_records,
-    pairs_of,
-    recipe_prompts,
-)
+from tilth.data.examples import answer_only, encode_pairs, pairs_of
+from tilth.data.pairs import Pair, check_pairs, load_pairs, pair_records, recipe_prompts
 from tilth.data.prompts import PromptSet, load_source
 from tilth.data.template import Example, make_template
 from tilth.data.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from tilth.api import train
 from tilth.checkpoint import open_checkpoint, read_best
 from tilth.config.load import load_recipe, names
 from tilth.core.errors import DataError, ModelError, RecipeError
-from tilth.data.pairs import load_pairs, pairs_of
+from tilth.data.examples import pairs_of
+from tilth.data.pairs import load_pairs
 from tilth.data.prompts import PromptSet
 from tilth.data.template import make_template
 from tilth.models.attention import PackedContext

@@ -12,6 +12,7 @@ from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.random import stream
 from tilth.data.mixture import Mixture
 from tilth.data.prompts import load_source
+from tilth.data.template import template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.roles.source_loader import LoaderSettings
 from tilth.roles.source_loaders import SourceLoaders
@@ -24,7 +25,9 @@ def test_what_a_lost_loader_had_in_flight_is_made_by_those_that_load_its_source_
     parts = [MixtureSource(name=n, source=write(tmp_path / f"{n}.jsonl", sums(i, 40))) for i, n in enumerate("abc")]
     data, tokenizer = DataConfig(source="", mixture=tuple(parts)), Tokenizer.characters("0123456789+=")
     prompts = load_source(data)
-    made = SourceLoaders(dict(zip("abc", prompts.source.parts)), LoaderSettings(data, tokenizer, CONTEXT), [])
+    made = SourceLoaders(
+        dict(zip("abc", prompts.source.parts)), LoaderSettings(template_names(data), tokenizer, CONTEXT), []
+    )
     try:
         for number, plan in enumerate([[{"a": 1.0}, {"c": 1.0}], [{"a": 1.0}]]):
             made.follow([{"a": 1.0, "b": 1.0}, {"c": 1.0}])
@@ -52,7 +55,7 @@ def test_twenty_random_kills(tmp_path):
     data, tokenizer = DataConfig(source="", mixture=tuple(parts)), Tokenizer.train(["0123456789+= 1=2"], 300)
     prompts = load_source(data)
     epoch = Mixture(parts, prompts.parts, 10).take(stream(0, "examples"), 0, 400)
-    made = SourceLoaders(sources(prompts), LoaderSettings(data, tokenizer, CONTEXT), PLANS[-1])
+    made = SourceLoaders(sources(prompts), LoaderSettings(template_names(data), tokenizer, CONTEXT), PLANS[-1])
     kills, found = 0, []
     try:
         for step in range(40):

@@ -17,9 +17,10 @@ from tilth.config.schema import DataConfig, MixtureSource
 from tilth.core.errors import DataError
 from tilth.data.pairs import load_pairs
 from tilth.data.prompts import PromptSet, load_source
+from tilth.data.records import Joined
 from tilth.data.samples import tokenised
-from tilth.data.sources import Joined, from_records
-from tilth.data.template import data_template
+from tilth.data.sources import from_records
+from tilth.data.template import data_template, template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.restarts import RestartPolicy
 from tilth.roles import source_loaders
@@ -78,7 +79,9 @@ def loaders(data, whole, tokenizer):
     made = []
 
     def make(plan, **how):
-        made.append(SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), plan, **how))
+        made.append(
+            SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, CONTEXT), plan, **how)
+        )
         return made[-1]
 
     yield make
@@ -89,7 +92,7 @@ def loaders(data, whole, tokenizer):
 @pytest.fixture(scope="module")
 def shared(data, whole, tokenizer):
     """Two loaders for the tests that lose none."""
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), PLAN)
+    made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, CONTEXT), PLAN)
     yield made
     made.close()
 
@@ -132,7 +135,9 @@ def test_pairs(tmp_path, tokenizer):
     records[2]["chosen"] = "certainly"
     data = DataConfig(source=write(tmp_path / "a.jsonl", records))
     prompts = load_pairs(data)
-    made = SourceLoaders({"source": prompts.source}, LoaderSettings(data, tokenizer, 50), [{"source": 1.0}])
+    made = SourceLoaders(
+        {"source": prompts.source}, LoaderSettings(template_names(data), tokenizer, 50), [{"source": 1.0}]
+    )
     found = made.take("pairs", [1, 0, 2])
     made.close()
     same(found, tokenised("pairs", prompts, [1, 0, 2], data_template(data, tokenizer), 50))
@@ -217,7 +222,9 @@ class Slow(Joined):
 def test_a_slow_loader_that_goes_on_is_not_lost(tmp_path):
     data = DataConfig(source=write(tmp_path / "a.jsonl", sums(0, 8)))
     slow = Slow((load_source(data).source,), held=False)
-    made = SourceLoaders({"source": slow}, LoaderSettings(data, TOKENIZER, 50), [{"source": 1.0}], silence=1.0)
+    made = SourceLoaders(
+        {"source": slow}, LoaderSettings(template_names(data), TOKENIZER, 50), [{"source": 1.0}], silence=1.0
+    )
     made.ask("examples", range(8))
     until(made.pids)
     before = made.pids()
@@ -274,7 +281,7 @@ def test_a_shadow_that_is_lost_again_and_again_is_named(loaders, few_restarts):
 
 
 def test_loaders_end_with_their_owner(data, whole, tokenizer):
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, CONTEXT), [{"few": 1.0}])
+    made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, CONTEXT), [{"few": 1.0}])
     made.take("examples", [0])
     (pid,) = made.pids()
     del made
@@ -285,7 +292,7 @@ def test_loaders_end_with_their_owner(data, whole, tokenizer):
 
 
 def test_errors_are_those_of_the_role_and_come_when_their_sample_is_taken(loaders, data, whole, tokenizer):
-    made = SourceLoaders(sources(whole), LoaderSettings(data, tokenizer, 12), [{"more": 1.0}])
+    made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, 12), [{"more": 1.0}])
     made.ask("examples", [40, 0, 1])
     found = made.take("examples", [0, 1])
     with pytest.raises(DataError) as mine:
@@ -304,7 +311,7 @@ def test_a_source_that_has_changed_is_named(tmp_path):
     data = DataConfig(source=write(file, sums(0, 5)))
     made = load_source(data)
     write(file, sums(1, 5))
-    one = SourceLoaders({"source": made.source}, LoaderSettings(data, TOKENIZER, 50), [{"source": 1.0}])
+    one = SourceLoaders({"source": made.source}, LoaderSettings(template_names(data), TOKENIZER, 50), [{"source": 1.0}])
     with raises(DataError, "a.jsonl.fingerprint"):
         one.take("examples", [0])
     one.close()

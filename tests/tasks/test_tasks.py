@@ -13,7 +13,8 @@ from tilth.config.load import from_dict
 from tilth.config.plugins import shipped_tasks, task_names
 from tilth.config.tasks import Task, task_of
 from tilth.core.errors import DataError, RewardError
-from tilth.data.pairs import load_pairs, pairs_of
+from tilth.data.examples import pairs_of
+from tilth.data.pairs import load_pairs
 from tilth.data.prompts import load_source
 from tilth.rewards.functions import load_reward, of_plugins
 

@@ -10,7 +10,7 @@ import typer
 from tilth.cli.main import GenerateCommand
 from tilth.core.errors import DataError
 from tilth.core.trajectory import Trajectory
-from tilth.data.sources import Prompt
+from tilth.data.columns import Prompt
 from tilth.data.template import make_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.engines.options import EngineOptions

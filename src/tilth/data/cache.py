@@ -5,6 +5,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class CacheEntry:
         if not self.place.exists():
             return None
         try:
-            about = self.about()
-            if self.state() != tuple(about["state"]) and _checksum(self.file) != about["checksum"]:
+            checksum, state = itemgetter("checksum", "state")(self.about())
+            if self.state() != tuple(state) and _checksum(self.file) != checksum:
                 return "its checksum differs"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return str(error) or type(error).__name__

@@ -11,13 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tilth.config.schema import ColumnRole
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA, Media, MediaItem, pack_media
 
-Columns = Mapping[ColumnRole, str]
+if TYPE_CHECKING:
+    from tilth.config.schema import ColumnRole
+
+Columns = Mapping["ColumnRole", str]
 """Role of a column -> its name in the source, a path into an object, or a pattern of columns."""
 
 SYNONYMS = {

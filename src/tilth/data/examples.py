@@ -1,22 +1,24 @@
-"""Encode prompts as token ids and check their length, for generation and, with answers, for supervised learning."""
+"""Encode prompts as token ids and check their length: for generation, with answers, or with pairs of answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.core.media import check_media
 from tilth.data.cache import CacheEntry
-from tilth.data.columns import SYNONYMS, RecordError, record_key
-from tilth.data.prompts import PromptSet
-from tilth.data.sources import Joined, Prompt, Records
+from tilth.data.columns import SYNONYMS, Pair, Prompt, RecordError, record_key
+from tilth.data.records import Joined, PromptSet, Records
 from tilth.data.template import Example, Template
 
 _CHECKED = 20_000
 """Prompts tokenised before a run starts; of a larger set, the longest, and the shortest: it may have no tokens."""
 
 _AT_ONCE = 500
+Side = Literal["chosen", "rejected"]
+SIDES: tuple[Side, Side] = ("chosen", "rejected")
 
 
 def encode_prompts(prompts: Sequence[Prompt], template: Template, limit: int) -> list[np.ndarray]:
@@ -121,3 +123,52 @@ def check_example(prompt: Prompt, example: Example, context: int) -> None:
             key="empty",
         )
     check_media(prompt.media, int(example.mask.argmax()) or len(example.tokens), prompt.name)
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """One pair as tokens; the masks are 1 on the answer and its end alone, whatever turns come before."""
+
+    prompt: int
+    margin: float
+    chosen: Example
+    rejected: Example
+
+
+def pairs_of(prompts: PromptSet, index: int) -> tuple[Pair, ...]:
+    """Return the pairs of a prompt; ``DataError`` for data without pairs."""
+    found = prompts[index].pairs
+    if not found:
+        raise DataError("the data has no pairs; give columns prompt, chosen and rejected", key="pairs")
+    return found
+
+
+def encode_pairs(prompts: PromptSet, indices: Iterable[int], template: Template, context: int) -> list[Encoded]:
+    """Encode all pairs of these prompts, in order. Raises the errors of ``check_example`` and of the template."""
+    asked = [(prompts[int(i)], pair) for i in indices for pair in pairs_of(prompts, int(i))]
+    answered = [_answered(prompt, pair, side) for prompt, pair in asked for side in SIDES]
+    examples = [answer_only(example) for example in template.examples(answered)]
+    for prompt, example in zip(answered, examples):
+        check_example(prompt, example, context)
+    sides = iter(examples)
+    return [Encoded(prompt.index, pair.margin, next(sides), next(sides)) for prompt, pair in asked]
+
+
+def _answered(prompt: Prompt, pair: Pair, side: Side) -> Prompt:
+    answer = pair.chosen if side == "chosen" else pair.rejected
+    turns = prompt.messages
+    if turns and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return replace(prompt, answer=answer, messages=turns, where=f"{pair.where or prompt.name}, {side}")
+
+
+def answer_only(example: Example) -> Example:
+    """Restrict the loss to the last turn: earlier ones are equal on the two sides of a pair."""
+    mask = example.mask.copy()
+    others = np.flatnonzero(mask == 0)
+    last = int(np.flatnonzero(mask)[-1])
+    before = others[others < last]
+    mask[: before[-1] if len(before) else 0] = 0
+    return Example(example.tokens, mask)

@@ -24,6 +24,7 @@ from tilth.data.columns import Columns, Prompt, record_key
 from tilth.data.computed import Source
 from tilth.data.formats import is_source, missing, source_files, tried_records
 from tilth.data.given import Given, RandomAccess, is_random_access, nothing_in, placed
+from tilth.data.records import described
 
 Key = Literal["source", "heldout"]
 RecordsByValue = Mapping[Key, Given]
@@ -178,13 +179,6 @@ class RecordOrigin:
         if documents:
             return DataError(f"{self.key} = {self.name!r} has no documents{why}", key=f"{self.key}.documents")
         return DataError(f"dataset {self.name!r} is empty{why}", key=os.path.basename(self.name))
-
-
-def described(left: Mapping[str, int]) -> str:
-    """Describe what was left out of a source in one line."""
-    counts = [f"{count:,} by {reason}" for reason, count in left.items() if count]
-    first = next((reason for reason, count in left.items() if not count), "")
-    return f"{', '.join(counts)} left out{f' ({first})' if first else ''}"
 
 
 def _files(path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,15 +31,14 @@ from tilth.data.columns import (
     value_of,
 )
 from tilth.data.computed import Source
-from tilth.data.examples import check_example, checked_prompts
+from tilth.data.examples import SIDES, Side, checked_prompts, encode_pairs
 from tilth.data.given import Given
 from tilth.data.origin import NOTHING, Home, Material, RecordOrigin, RecordsByValue
-from tilth.data.prompts import PromptSet, load_source
-from tilth.data.sources import Read, Records, gather, read_documents, read_prompts
-from tilth.data.template import Example, Template
+from tilth.data.prompts import load_source
+from tilth.data.records import PromptSet, Records
+from tilth.data.sources import Read, gather, read_documents, read_prompts
+from tilth.data.template import Template
 
-Side = Literal["chosen", "rejected"]
-_SIDES: tuple[Side, Side] = ("chosen", "rejected")
 _TOGETHER = 1024
 """Prompts whose pairs are tokenised at once."""
 
@@ -146,7 +145,7 @@ def to_pair(record: Any, where: str, columns: Columns) -> tuple[Prompt, Pair]:
     if not isinstance(record, Mapping):
         raise RecordError.at(f"a {type(record).__name__}, not an object with chosen and rejected", where, key="type")
     _check_margin_spelling(record, where, columns)
-    sides = {side: _side(record, side, where, columns) for side in _SIDES}
+    sides = {side: _side(record, side, where, columns) for side in SIDES}
     prompt = _prompt(record, where, columns, sides)
     (_, chosen), (_, rejected) = sides["chosen"], sides["rejected"]
     if chosen == rejected:
@@ -185,7 +184,7 @@ def _side(record: Mapping[str, Any], side: Side, where: str, columns: Columns) -
 
 def _prompt(record: Mapping[str, Any], where: str, columns: Columns, sides: Mapping[Side, tuple[Turns, str]]) -> Prompt:
     """Prompt of the two answers: its own column, or the turns that the two sides begin with."""
-    used = {columns.get(role, role) for role in (*_SIDES, "margin")}
+    used = {columns.get(role, role) for role in (*SIDES, "margin")}
     rest = {key: value for key, value in record.items() if key not in used}
     before = [turns for turns, _ in sides.values() if turns]
     if "prompt" not in columns and "prompt" not in record and len(before) == 2:
@@ -235,55 +234,6 @@ def _check_margin_spelling(record: Mapping[str, Any], where: str, columns: Colum
         if key not in columns.values():
             message = f"unknown key {key!r}; did you mean 'margin'? (or data.columns.margin={key})"
             raise RecordError.at(message, where, key=key)
-
-
-# -- tokens ------------------------------------------------------------------------------------------------------------
-
-
-class Encoded(NamedTuple):
-    """One pair as tokens; the masks are 1 on the answer and its end alone, whatever turns come before."""
-
-    prompt: int
-    margin: float
-    chosen: Example
-    rejected: Example
-
-
-def pairs_of(prompts: PromptSet, index: int) -> tuple[Pair, ...]:
-    """Return the pairs of a prompt; ``DataError`` for data without pairs."""
-    found = prompts[index].pairs
-    if not found:
-        raise DataError("the data has no pairs; give columns prompt, chosen and rejected", key="pairs")
-    return found
-
-
-def encode_pairs(prompts: PromptSet, indices: Iterable[int], template: Template, context: int) -> list[Encoded]:
-    """Encode all pairs of these prompts, in order. Raises the errors of ``check_example`` and of the template."""
-    asked = [(prompts[int(i)], pair) for i in indices for pair in pairs_of(prompts, int(i))]
-    answered = [_answered(prompt, pair, side) for prompt, pair in asked for side in _SIDES]
-    examples = [answer_only(example) for example in template.examples(answered)]
-    for prompt, example in zip(answered, examples):
-        check_example(prompt, example, context)
-    sides = iter(examples)
-    return [Encoded(prompt.index, pair.margin, next(sides), next(sides)) for prompt, pair in asked]
-
-
-def _answered(prompt: Prompt, pair: Pair, side: Side) -> Prompt:
-    answer = pair.chosen if side == "chosen" else pair.rejected
-    turns = prompt.messages
-    if turns and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]
-    return replace(prompt, answer=answer, messages=turns, where=f"{pair.where or prompt.name}, {side}")
-
-
-def answer_only(example: Example) -> Example:
-    """Restrict the loss to the last turn: earlier ones are equal on the two sides of a pair."""
-    mask = example.mask.copy()
-    others = np.flatnonzero(mask == 0)
-    last = int(np.flatnonzero(mask)[-1])
-    before = others[others < last]
-    mask[: before[-1] if len(before) else 0] = 0
-    return Example(example.tokens, mask)
 
 
 def check_pairs(prompts: PromptSet, template: Template, context: int) -> int:

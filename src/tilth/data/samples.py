@@ -7,9 +7,8 @@ import numpy as np
 
 from tilth.core.errors import DataError
 from tilth.data.computed import has_media
-from tilth.data.examples import supervised
-from tilth.data.pairs import Encoded, encode_pairs, pairs_of
-from tilth.data.prompts import PromptSet
+from tilth.data.examples import Encoded, encode_pairs, pairs_of, supervised
+from tilth.data.records import PromptSet
 from tilth.data.template import Template
 
 Kind = Literal["examples", "pairs", "prompts", "begins", "episodes"]

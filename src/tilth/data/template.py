@@ -10,14 +10,16 @@ from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from tilth.config.schema import DataConfig
 from tilth.core.errors import DataError
 from tilth.data.columns import CALL_ID, Prompt, RecordError, record_key
 from tilth.data.tokenizer import TURN_END, Tokenizer
+
+if TYPE_CHECKING:
+    from tilth.config.schema import DataConfig
 
 CHATML = """\
 {%- set alone = not tools or not messages or messages[0]['role'] != 'system' %}
@@ -163,17 +165,37 @@ class SourceTemplates:
         return [found[i] for i in range(len(prompts))]
 
 
-def data_template(data: DataConfig, tokenizer: Tokenizer, tools: Tools = (), starts: Sequence[int] = (0,)) -> Template:
+class TemplateNames(NamedTuple):
+    """``data.template``, and the templates of the sources of a mixture, empty for those that have none."""
+
+    main: str = ""
+    others: tuple[str, ...] = ()
+
+
+def template_names(data: "DataConfig") -> TemplateNames:
+    """Return the names of a recipe's templates."""
+    return TemplateNames(data.template, tuple(part.template for part in data.sources) if data.mixture else ())
+
+
+def data_template(
+    data: "DataConfig", tokenizer: Tokenizer, tools: Tools = (), starts: Sequence[int] = (0,)
+) -> Template:
     """Return the template of a recipe's data. starts: first index of each of its sources. Raises ``TemplateError``."""
-    others = [part.template for part in data.sources] if data.mixture else []
-    made = {name: make_template(name, tokenizer, tools) for name in others if name}
-    main = make_template(data.template, tokenizer, tools)
+    return named_template(template_names(data), tokenizer, tools, starts)
+
+
+def named_template(
+    names: TemplateNames, tokenizer: Tokenizer, tools: Tools = (), starts: Sequence[int] = (0,)
+) -> Template:
+    """Return the template of these names; arguments and errors as of ``data_template``."""
+    made = {name: make_template(name, tokenizer, tools) for name in names.others if name}
+    main = make_template(names.main, tokenizer, tools)
     if not made:
         return main
-    return SourceTemplates(main, [made.get(name, main) for name in others], np.asarray(starts))
+    return SourceTemplates(main, [made.get(name, main) for name in names.others], np.asarray(starts))
 
 
-def template_files(data: DataConfig) -> list[bytes]:
+def template_files(data: "DataConfig") -> list[bytes]:
     """Return the contents of the files among a recipe's templates."""
     paths = [Path(name) for name in (data.template, *(part.template for part in data.mixture)) if name]
     return [path.read_bytes() for path in paths if path.is_file()]

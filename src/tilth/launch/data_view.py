@@ -10,8 +10,9 @@ import numpy as np
 from tilth.config.schema import Recipe
 from tilth.core.errors import DataError, RecipeError, TilthError
 from tilth.core.random import stream
+from tilth.data.examples import Encoded, encode_pairs
 from tilth.data.mixture import MixtureRow
-from tilth.data.pairs import Encoded, encode_pairs, recipe_prompts
+from tilth.data.pairs import recipe_prompts
 from tilth.data.prompts import Prompt, PromptSet, with_holdout
 from tilth.data.template import Example, Template, data_template
 from tilth.data.tokenizer import Tokenizer

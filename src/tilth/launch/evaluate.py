@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from tilth.core.errors import DataError, RewardError
 from tilth.core.files import writing
 from tilth.core.trajectory import Trajectory
+from tilth.data.columns import Prompt
 from tilth.data.prompts import PromptSet
-from tilth.data.sources import Prompt
 from tilth.data.template import make_template
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import Request, SamplingParams

@@ -15,8 +15,8 @@ from tilth.core.errors import DataError, StorageError
 from tilth.core.random import Stream, stream
 from tilth.data.mixture import Mixture
 from tilth.data.prompts import PromptSet
-from tilth.data.sources import Joined, parts_of
-from tilth.data.template import Tools
+from tilth.data.records import Joined, parts_of
+from tilth.data.template import Tools, template_names
 from tilth.data.tokenizer import Tokenizer
 from tilth.flows.callbacks import Callback, RunView
 from tilth.flows.phases import is_supervised
@@ -47,7 +47,7 @@ def source_loaders(recipe: Recipe, prompts: PromptSet, tokenizer: Tokenizer, too
     sources = {part.name: source for part, source in zip(data.sources, parts_of(prompts.source))}
     if isinstance(prompts.source, Joined) and prompts.source.held:
         sources[HELD_OUT] = prompts.source.parts[-1]
-    settings = LoaderSettings(data, tokenizer, recipe.model.context, tools, recipe.plugins)
+    settings = LoaderSettings(template_names(data), tokenizer, recipe.model.context, tools, recipe.plugins)
     return SourceLoaders(sources, settings, first_plan(data, processes(data, cores())), shadows=data.shadows)
 
 

@@ -15,13 +15,11 @@ import numpy as np
 
 from tilth.config.imports import uncollected
 from tilth.config.plugins import load_plugins
-from tilth.config.schema import DataConfig
 from tilth.core.errors import TilthError
 from tilth.data.computed import Source
-from tilth.data.prompts import PromptSet
+from tilth.data.records import Joined, PromptSet
 from tilth.data.samples import Kind, LoadedSample, tokenised
-from tilth.data.sources import Joined
-from tilth.data.template import Template, Tools, data_template
+from tilth.data.template import Template, TemplateNames, Tools, named_template
 from tilth.data.tokenizer import Tokenizer
 from tilth.process.frames import frame, read_frame
 
@@ -31,12 +29,12 @@ SIGN = 0.1
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Settings by which samples become tokens: keys of ``[data]``, tokenizer, context, and the tools of prompts.
+    """Settings by which samples become tokens: templates, tokenizer, context, and the tools of prompts.
 
     plugins: imported before a source is opened.
     """
 
-    data: DataConfig
+    templates: TemplateNames
     tokenizer: Tokenizer
     context: int
     tools: Tools = ()
@@ -107,7 +105,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
         with uncollected():
             settings, places = greeted(requests)
             opened = OpenSources(places, reply)
-            template = data_template(settings.data, settings.tokenizer, settings.tools, places.starts.tolist())
+            template = named_template(settings.templates, settings.tokenizer, settings.tools, places.starts.tolist())
         while (body := read_frame(requests)) is not None:
             what, *given = pickle.loads(body)
             if what == "open":
