@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -194,7 +196,7 @@ def test_a_lost_loader_has_a_successor_that_makes_what_was_open(loaders, data, w
 def test_a_shadow_takes_over_and_another_takes_its_place(loaders, data, whole, tokenizer):
     made = loaders([{"few": 1.0}], shadows=1)
     (place,) = made._pump._places
-    until(lambda: len(made.pids()) == 2 and not any(child.opening for child in place.team))
+    until(lambda: len(made.pids()) == 2 and not any(child.starting for child in place.team))
     first, shadow = made.pids()
     kill(first)
     same(made.take("examples", range(30)), here("examples", data, whole, tokenizer, range(30)))
@@ -325,13 +327,21 @@ def test_a_source_is_opened_when_its_first_sample_is_due_and_once(tmp_path):
     told = list[str]()
     opened = OpenSources(Places(np.array([0, 3, 8]), media=False), told.append)
     opened.keep(sent)
-    assert told == [] and opened.prompt(2).text == "2+1=" and told == ["opening", "opened"]
+    assert told == [] and opened.prompt(2).text == "2+1=" and told == ["opening"]
+    opened.told = False  # the next message
     for _ in range(2):
         with raises(DataError, "a.jsonl.fingerprint"):
             opened.prompt(3)
-        assert told == ["opening", "opened"] * 2
+        assert told == ["opening"] * 2
     opened.keep({0: b""})
-    assert opened.prompt(1).text == "1+1=" and told == ["opening", "opened"] * 2
+    assert opened.prompt(1).text == "1+1=" and told == ["opening"] * 2
+
+
+def test_a_loader_imports_what_makes_samples_and_nothing_that_reads_files():
+    unused = ("torch", "transformers", "pydantic", "pyarrow.parquet", "pyarrow.compute", "tilth.data.formats")
+    line = f"import sys, tilth.roles.source_loader; sys.exit(str([n for n in {unused} if n in sys.modules] or ''))"
+    found = subprocess.run([sys.executable, "-c", line], stderr=subprocess.PIPE, text=True)
+    assert found.stderr.strip() == ""
 
 
 # ---- places ----

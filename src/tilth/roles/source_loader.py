@@ -53,12 +53,13 @@ class OpenSources(Joined):
     """Sources that this process serves, at the indices that they have among all sources."""
 
     def __init__(self, places: Places, tell: Callable[[str], None]) -> None:
-        """tell: sends "alive" before a sample is read, "opening" and "opened" around the opening of a source."""
+        """tell: sends "alive" before a sample is read, "opening" before the first source that is opened for samples of
+        one message."""
         self.starts, self.held = places.starts, False
         self._closed, self._opened = dict[int, bytes](), dict[int, Source | TilthError]()
         self._media, self._tell, self._signed = places.media, tell, time.monotonic()
-        self.seconds = 0.0
-        """Processor seconds of opening sources."""
+        self.seconds, self.told = 0.0, False
+        """Processor seconds of opening sources; True if "opening" was sent for the message at hand."""
 
     @property
     def media(self) -> bool:
@@ -84,12 +85,13 @@ class OpenSources(Joined):
     def _open(self, number: int) -> "Source | TilthError":
         """Return a source, or the error of opening it, which each of its samples has."""
         began = time.process_time()
-        self._tell("opening")
+        if not self.told:
+            self._tell("opening")
+            self.told = True
         try:
             found: Source | TilthError = pickle.loads(self._closed.pop(number))
         except TilthError as error:
             found = error
-        self._tell("opened")
         self.seconds += time.process_time() - began
         return found
 
@@ -108,13 +110,12 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
             template = named_template(settings.templates, settings.tokenizer, settings.tools, places.starts.tolist())
         while (body := read_frame(requests)) is not None:
             what, *given = pickle.loads(body)
-            if what == "open":
+            if what == "serve":
                 opened.keep(given[0])
-                reply("opened")
+                reply("serving")
             else:
-                (kind, indices), began = given, time.process_time() - opened.seconds
-                found = loaded(kind, indices, opened, template, settings.context)
-                reply("loaded", found, time.process_time() - opened.seconds - began)
+                opened.told = False
+                reply("loaded", [timed(*asked, opened, template, settings.context) for asked in given[0]])
     except TilthError as error:
         reply("failed", error)
 
@@ -125,6 +126,15 @@ def greeted(requests: BinaryIO) -> tuple[LoaderSettings, Places]:
     load_plugins(plugins)
     found: tuple[LoaderSettings, Places] = pickle.loads(body)
     return found
+
+
+def timed(
+    kind: Kind, indices: Sequence[int], opened: OpenSources, template: Template, context: int
+) -> tuple[list[LoadedSample | TilthError], float]:
+    """Return what ``loaded`` does, and its processor seconds without those of opening a source."""
+    began = time.process_time() - opened.seconds
+    found = loaded(kind, indices, opened, template, context)
+    return found, time.process_time() - opened.seconds - began
 
 
 def loaded(

@@ -40,9 +40,10 @@ OPENING = 600.0
 RESTARTS = RestartPolicy(fruitless=3)
 """A loader is replaced three times in a row without a sample in between."""
 _TOGETHER = 16
-"""Samples of one request at most: what a lost loader makes again, and how finely work is divided."""
+"""Samples, of any sources, that a loader is asked for at once: what a lost one makes again, and how finely work is
+divided."""
 _FLYING = 2
-"""Requests that a loader has at a time: it begins with the next one before the last is heard."""
+"""Messages with requests that a loader has at a time: it begins with the next one before the last is heard."""
 _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _Key = tuple[Kind, int]
 
@@ -64,9 +65,12 @@ class LoaderProcess(PipedChild):
     """One process with its requests in flight, which it answers in order."""
 
     def __init__(self, greeting: bytes, output: int | None) -> None:
-        self.flying = deque[_LoadRequest]()
-        self.opening = 0
-        """Lists of sources that it has not taken, and sources that it is opening."""
+        self.flying = deque[list[_LoadRequest]]()
+        """Requests that it has, by message."""
+        self.starting = 0
+        """Lists of sources that it has not taken yet."""
+        self.opening = False
+        """True if it has begun to open a source since its last samples."""
         self.holds = frozenset[int]()
         """Sources that it was told to serve."""
         self.heard = time.monotonic()
@@ -75,11 +79,17 @@ class LoaderProcess(PipedChild):
     @property
     def idle(self) -> bool:
         """True if it ends by itself once its requests end."""
-        return not self.flying and not self.opening
+        return not self.flying and not self.starting
 
     def late(self, silence: float) -> float:
         """Return when (time.monotonic) it has been silent for too long."""
-        return self.heard + (OPENING if self.opening else silence if self.flying else float("inf"))
+        opening = self.starting or self.opening
+        return self.heard + (OPENING if opening else silence if self.flying else float("inf"))
+
+    @property
+    def requests_flying(self) -> list[_LoadRequest]:
+        """Requests that are not answered, in order."""
+        return list(chain.from_iterable(self.flying))
 
 
 @dataclass
@@ -97,7 +107,7 @@ class _Place:
     @property
     def pending(self) -> Iterator[_LoadRequest]:
         """Requests that were made here and are not answered."""
-        return chain(self.team[0].flying if self.team else (), self.waiting)
+        return chain(self.team[0].requests_flying if self.team else (), self.waiting)
 
 
 class SourceLoaders:
@@ -316,8 +326,8 @@ class _Pump:
                         self._lose(place, child, f"it {how_ended(child.kill())}")
                 for child in [child for child in place.team if child.late(self._silence) <= time.monotonic()]:
                     child.kill()
-                    what = "did not open its sources" if child.opening else "made no sample"
-                    self._lose(place, child, f"it {what} for {OPENING if child.opening else self._silence:g} s")
+                    what = "did not open its sources" if (opening := child.starting or child.opening) else "made no sample"
+                    self._lose(place, child, f"it {what} for {OPENING if opening else self._silence:g} s")
             for place in self._places:
                 self._staff(place)
             for place in self._places:
@@ -336,10 +346,15 @@ class _Pump:
                 raise given[0]
             if what == "alive":
                 continue
-            if what in ("opening", "opened"):
-                child.opening += 1 if what == "opening" else -1
+            if what == "opening":
+                child.opening = True
+                continue
+            if what == "serving":
+                child.starting -= 1
             else:
-                self._add(child.flying.popleft(), *given)
+                child.opening = False
+                for request, found in zip(child.flying.popleft(), given[0]):
+                    self._add(request, *found)
             if what == "loaded" or child is not place.team[0]:
                 place.lost[what == "loaded"] = 0
         return alive
@@ -353,7 +368,7 @@ class _Pump:
 
     def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
         """Ask another one for what a loader has not made. Raises ``DataError`` if one is lost too often."""
-        for request in reversed(child.flying):  # also of sources that are not loaded here any more
+        for request in reversed(child.requests_flying):  # also of sources that are not loaded here any more
             able = place if request.source in place.wanted else self._place_of(request.source)
             able.waiting.appendleft(request)
         place.lost[loads := child is place.team[0]] += 1
@@ -378,18 +393,22 @@ class _Pump:
         for child in place.team:
             if child.holds != place.wanted:
                 new = {number: dumps(self._sources[number]) for number in place.wanted - child.holds}
-                self._send(child, "open", dict.fromkeys(place.wanted, b"") | new)
+                self._send(child, "serve", dict.fromkeys(place.wanted, b"") | new)
                 child.holds = frozenset(place.wanted)
-                child.opening += 1
+                child.starting += 1
 
     def _feed(self, place: _Place) -> None:
         """Send the next requests to the loader of a place, without what nobody wants any more."""
         while place.team and place.waiting and len(place.team[0].flying) < _FLYING:
-            request = place.waiting.popleft()
-            indices = tuple(i for kind, i in request.keys if (kind, i) in self._open)
-            if indices:
-                self._send(place.team[0], "load", request.kind, indices)
-                place.team[0].flying.append(replace(request, indices=indices))
+            asked, room = list[_LoadRequest](), _TOGETHER
+            while place.waiting and len(place.waiting[0].indices) <= room:
+                request = place.waiting.popleft()
+                if indices := tuple(i for kind, i in request.keys if (kind, i) in self._open):
+                    asked.append(replace(request, indices=indices))
+                    room -= len(indices)
+            if asked:
+                self._send(place.team[0], "load", [(request.kind, request.indices) for request in asked])
+                place.team[0].flying.append(asked)
 
     def _send(self, child: LoaderProcess, *message: Any) -> None:
         if child.idle:
