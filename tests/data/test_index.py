@@ -1,6 +1,7 @@
 """Records that stay in a file: the same prompts, hashes and fingerprint as in memory; never a stale or damaged one."""
 
 import json
+import os
 import pickle
 import shutil
 import tracemalloc
@@ -60,6 +61,20 @@ def test_a_stored_source_is_the_one_in_memory(tmp_path, read):
         for column in ("hashes", "sizes", "wholes"):
             assert np.array_equal(getattr(found.source.index, column), getattr(memory.source.index, column)), column
         assert [side.rows.tolist() for side in found.split(0.3)] == [side.rows.tolist() for side in memory.split(0.3)]
+
+
+@pytest.mark.parametrize("size", [1, 700])
+@pytest.mark.parametrize("digests", [False, True])
+def test_records_of_several_batches(tmp_path, monkeypatch, size, digests):
+    """A batch for each record, the last one empty, or for some."""
+    monkeypatch.setattr(index, "_BATCH", size)
+    data = write(tmp_path / "d.jsonl", RECORDS[read_prompts]).model_copy(update={"deduplicate": digests})
+    memory, stored = load_source(data), load_source(data, home=Home(str(tmp_path)))
+    again = load_source(data, home=Home(str(tmp_path)))
+    assert whole(again) == whole(stored) == whole(memory)
+    for column in ("hashes", "sizes", "wholes", "digests"):
+        one, other = (getattr(found.source.index, column) for found in (again, stored))
+        assert np.array_equal(one, other) and len(one) == (len(again) if digests or column != "digests" else 0)
 
 
 def test_tables_are_stored_with_their_values(tmp_path):
@@ -197,6 +212,14 @@ def test_the_alphabet_has_every_character_once_however_many_texts_are_read_at_a_
         for number, text in enumerate(texts):
             indexer.add(Prompt(number, text, f"{text}!"))
     assert indexer.done().alphabet == "".join(sorted({"!", *"".join(texts)}))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path):
+    prompts = load_source(write(tmp_path / "d.jsonl", RECORDS[read_prompts] * 20), home=Home(str(tmp_path)))
+    (file,) = tmp_path.glob(".cache/records-*/records.arrow")
+    os.truncate(file, 100)
+    with raises(DataError, "records.arrow.changed"):
+        prompts[0]
 
 
 # ---- equal samples ----

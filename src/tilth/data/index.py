@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -178,13 +179,24 @@ class Prompts(Protocol):
 
 
 class Stored:
-    """Prompts in a memory-mapped Arrow file, read on demand."""
+    """Prompts in an Arrow file, read on demand.
+
+    The file is not mapped: around each page that is touched the kernel maps fifteen more, which would count as memory
+    of a process that reads single items of hundreds of files.
+    """
 
     def __init__(self, entry: CacheEntry) -> None:
         self.entry, self.state = entry, entry.state()
-        reader = pa.ipc.open_file(pa.memory_map(str(entry.file)))
-        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        self._first = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._file = open(entry.file, "rb", buffering=0)  # noqa: SIM115 - as long as this lives
+        with pa.memory_map(str(entry.file)) as mapped:
+            start, reader = mapped.read_buffer().address, pa.ipc.open_file(mapped)
+            every = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            batches = [batch for batch in every if batch.num_rows]
+            self._places = [
+                [part.address - start for column in batch.columns for part in column.buffers()[1:]] for batch in batches
+            ]
+        """Places in the file of each batch's item ends int32 [rows + 1], of its items, and of its other columns."""
+        self._first = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -193,16 +205,30 @@ class Stored:
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         part = int(np.searchsorted(self._first, index, side="right")) - 1
-        item = self._batches[part].column(0)[index - int(self._first[part])].as_py()
+        ends, items = self._places[part][:2]
+        begin, end = np.frombuffer(self._read(ends + 4 * (index - int(self._first[part])), 8), np.int32).tolist()
+        item = self._read(items + begin, end - begin)
         text, answer, info, messages, where, pairs, tools, whole = json.loads(item)
         found = tuple(Pair(*pair) for pair in pairs)
         whole = text if whole is None else whole
         return Prompt(index, text, answer, info, tuple(messages), where, found, tuple(tools), whole=whole)
 
+    def _read(self, start: int, size: int) -> bytes:
+        found = os.pread(self._file.fileno(), size, start)
+        if len(found) < size:
+            message = f"{self.entry.file} is shorter than when the run began; remove {self.entry.place} and resume"
+            raise DataError(message, key=f"{self.entry.file.name}.changed")
+        return found
+
     def columns(self) -> IndexColumns:
         """Return the columns of the index."""
-        places = range(1, self._batches[0].num_columns)
-        a, b, c, *d = (np.concatenate([batch.column(i).to_numpy() for batch in self._batches]) for i in places)
+        rows = np.diff(self._first).tolist()
+        kinds = [field.type.to_pandas_dtype() for field in list(_SCHEMA)[1:]]
+        found = []
+        for kind, *places in zip(kinds, *(place[2:] for place in self._places)):
+            sizes = (count * np.dtype(kind).itemsize for count in rows)
+            found.append(np.frombuffer(b"".join(map(self._read, places, sizes)), kind))
+        a, b, c, *d = found
         return a, b, c, d[0] if d else np.zeros(0, np.uint64)
 
 
