@@ -291,7 +291,9 @@ class _Pump:
         if not able:
             self._places.append(_Place())
             able = self._places[-1:]
-        best = min(able, key=lambda place: sum(map(self._work, place.pending)))
+        best = able[0]
+        if len(able) > 1:  # few of hundreds of sources: for each of these all that is pending is summed
+            best = min(able, key=lambda place: sum(map(self._work, place.pending)))
         best.wanted.add(source)
         return best
 
@@ -326,7 +328,9 @@ class _Pump:
                         self._lose(place, child, f"it {how_ended(child.kill())}")
                 for child in [child for child in place.team if child.late(self._silence) <= time.monotonic()]:
                     child.kill()
-                    what = "did not open its sources" if (opening := child.starting or child.opening) else "made no sample"
+                    what = (
+                        "did not open its sources" if (opening := child.starting or child.opening) else "made no sample"
+                    )
                     self._lose(place, child, f"it {what} for {OPENING if opening else self._silence:g} s")
             for place in self._places:
                 self._staff(place)
