@@ -83,8 +83,12 @@ class LoaderProcess(PipedChild):
 
     def late(self, silence: float) -> float:
         """Return when (time.monotonic) it has been silent for too long."""
-        opening = self.starting or self.opening
-        return self.heard + (OPENING if opening else silence if self.flying else float("inf"))
+        return self.heard + (OPENING if self.opens else silence if self.flying else float("inf"))
+
+    @property
+    def opens(self) -> bool:
+        """True while it starts, or opens a source."""
+        return self.opening or bool(self.starting)
 
     @property
     def requests_flying(self) -> list[_LoadRequest]:
@@ -328,10 +332,8 @@ class _Pump:
                         self._lose(place, child, f"it {how_ended(child.kill())}")
                 for child in [child for child in place.team if child.late(self._silence) <= time.monotonic()]:
                     child.kill()
-                    what = (
-                        "did not open its sources" if (opening := child.starting or child.opening) else "made no sample"
-                    )
-                    self._lose(place, child, f"it {what} for {OPENING if opening else self._silence:g} s")
+                    what = "did not open its sources" if child.opens else "made no sample"
+                    self._lose(place, child, f"it {what} for {OPENING if child.opens else self._silence:g} s")
             for place in self._places:
                 self._staff(place)
             for place in self._places:
