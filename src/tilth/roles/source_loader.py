@@ -115,7 +115,8 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
                 reply("serving")
             else:
                 opened.told = False
-                reply("loaded", [timed(*asked, opened, template, settings.context) for asked in given[0]])
+                made = [timed(kind, own, opened, template, settings.context) for kind, own in given[0]]
+                reply("loaded", made)
     except TilthError as error:
         reply("failed", error)
 
