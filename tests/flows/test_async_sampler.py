@@ -19,6 +19,7 @@ from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.ledger import SampleGroup
 from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
+from tilth.rewards.process_pool import RewardPool
 from tilth.runs.events import EVENTS, RunReplay, read_events
 from tilth.runs.intervals import Intervals
 from tilth.runs.readers import read_metrics
@@ -88,10 +89,20 @@ def test_the_same_recipe_gives_the_same_run(tmp_path):
     assert tiny.same(numbers(one), numbers(other)) and tiny.weights(one.directory) == tiny.weights(other.directory)
 
 
-def test_under_weights_that_stay_samples_are_those_of_a_synchronous_run(tmp_path):
-    """Also those that were set aside for an evaluation, whatever was in flight beside them."""
+def test_under_weights_that_stay_samples_are_those_of_a_synchronous_run(tmp_path, monkeypatch):
+    """Also those that were set aside for an evaluation, whatever was in flight beside them; each reward is computed
+    once, those of samples that were scored ahead too."""
+    asked, plain = Counter(), RewardPool.score
+
+    def score(pool, items, known=None):
+        asked.update(item[0] for item in items if item[0] not in (known or {}))
+        return plain(pool, items, known)
+
     still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}, "run": {"eval_every": 1}}
-    behind = rows(tiny.run(recipe(tmp_path, 2, **still), name="behind"))
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardPool, "score", score)
+        behind = rows(tiny.run(recipe(tmp_path, 2, **still), name="behind"))
+    assert {asked.pop(i) for i in [*asked] if i < 0} == {7} and asked == dict.fromkeys(behind, 1)
     exact = rows(tiny.run(recipe(tmp_path, 0, **still), name="exact"))
     assert behind.keys() == exact.keys() and len(behind) == 72
     for i, row in behind.items():

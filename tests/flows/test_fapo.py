@@ -1,6 +1,7 @@
 """FAPO as a run: who is judged, what a verdict does to a reward, and that nothing else than that differs from DAPO."""
 
 import signal
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -319,15 +320,23 @@ def test_a_judge_grades_samples_that_are_behind_as_at_their_end(tmp_path, judge,
     monkeypatch.setattr(roles_judge, "grade", lambda reply: float(len(reply) % 3))
     monkeypatch.setattr(sampler, "apart", lambda *groups: True)  # as in pools of their own
     how = {"judge": {"path": str(judge), "rubric": "{prompt}{completion}?", "max_tokens": 8}, "optimizer": {"lr": 0.0}}
-    found, held = {}, []
-    left = AsyncSampler.leave
-    monkeypatch.setattr(AsyncSampler, "leave", lambda self: (held.append(len(self._known_grades)), left(self)))
+    how["run"] = {"eval_every": 1}
+    found, held, asked = {}, [], Counter()
+    left, take = AsyncSampler.leave, JudgeWorker._take
+
+    def leave(self):
+        held.append(dict(tiny.worker(self.roles.judge)._scores))
+        left(self)
+
+    monkeypatch.setattr(AsyncSampler, "leave", leave)
+    monkeypatch.setattr(JudgeWorker, "_take", lambda self, done: take(self, [asked.update([t.id]) or t for t in done]))
     for name, staleness in (("behind", 2), ("exact", 0)):
         made = tiny.recipe(tmp_path, rollout={"staleness": staleness}, train={"parity": True}, **how)
         rows = read_trajectories(tiny.run(made, reward=odd, name=name).directory).to_pylist()
         found[name] = {row["id"]: (row["reward"], dict(row["parts"])) for row in rows}
     assert found["behind"] == found["exact"] and len(found["exact"]) == 144
-    assert max(held) == 0
+    assert not any(held)
+    assert all(count == 2 for i, count in asked.items() if i >= 0)  # once in each run, whatever is evaluated between
 
 
 def test_a_judge_that_never_gives_a_score_ends_the_run(tmp_path, judge):

@@ -39,8 +39,8 @@ def roles(monkeypatch):
     return store, speaker, RewardWorker(Pool(), small.PROMPTS, store)
 
 
-def scorers(reward=None, judge=None, known=lambda batch: {}, call=5):
-    return Scorers(reward, judge, known, call, 4)
+def scorers(reward=None, judge=None, known=lambda batch: {}):
+    return Scorers(reward, judge, known, 4)
 
 
 def test_a_finished_sample_is_scored_while_others_are_generated(roles):
@@ -55,7 +55,7 @@ def test_a_finished_sample_is_scored_while_others_are_generated(roles):
     generation = Generation(speaker, scorers(reward), goes_on)
     generation.run(asked)
     batch, early = generation.collect(asked["id"]), list(reward.pool.asked)
-    scored = reward.score(batch, call=5)
+    scored = reward.score(batch)
     assert counts == sorted(counts) and 0 < counts[-2] < counts[-1] == 8
     assert early and sorted(reward.pool.asked) == list(range(8))  # each once
     at_the_end = RewardWorker(Pool(), small.PROMPTS, store).score(batch)
@@ -70,18 +70,24 @@ def test_a_judge_gets_all_that_has_ended_and_a_reward_what_the_journal_does_not_
         def __init__(self):
             self.given = []
 
-        def advance(self, ended, call):
-            self.given.append((dict(ended), call))
+        def advance(self, ended):
+            self.given.append(dict(ended))
 
         def begin(self, **given):
             self.given.append(given)
+
+        def forget(self, samples):
+            self.given.append(samples)
 
     reward, judge = Group(), Group()
     both = scorers(reward, judge, lambda batch: {7: {}} if batch["identity"].tolist() == [1, 2] else None)
     both.take(ENDED)
     both.take({})  # a round for what the judge has begun
-    assert judge.given == [(ENDED, 5), ({}, 5)]
-    assert reward.given == [{"items": [[8, 0, 2, "b"]], "call": 5, "most": 4}]
+    assert judge.given == [ENDED, {}]
+    assert reward.given == [{"items": [[8, 0, 2, "b"]], "most": 4}]
+    both.forget(ENDED)
+    both.forget()
+    assert judge.given[2:] == [[(7, 1), (8, 2)], None] == reward.given[1:]
 
 
 def test_groups_are_apart_that_share_no_worker():
@@ -105,7 +111,7 @@ def test_what_has_paused_is_not_scored_and_goes_on():
     scored = []
 
     class Judge:
-        def advance(self, ended, call):
+        def advance(self, ended):
             scored.extend(ended)
 
     generation = Generation(Rollout(), scorers(judge=Judge()))
@@ -115,18 +121,18 @@ def test_what_has_paused_is_not_scored_and_goes_on():
     assert scored == [7, 8] and not any(one.paused for one in generation.ended.values())
 
 
-def test_outcomes_of_another_generation_or_other_tokens_are_not_used(roles):
+def test_outcomes_are_used_for_the_tokens_that_were_scored_alone(roles):
+    """Whatever is scored between; once."""
     store, speaker, reward = roles
     batch = small.generated(speaker, small.asked(store, (3,), 2, 0))
-    reward.begin([[0, 3, 12345, "x" * 99]], call=1, most=4)
-    assert reward.pool.called.wait(60)
-    assert (reward.score(batch, call=1)["reward"] < 99).all()
-    reward.begin([[0, 3, int(batch["identity"][0]), "x" * 99]], call=2, most=4)
-    assert (reward.score(batch, call=3)["reward"] < 99).all()
-    reward.begin([[0, 3, int(batch["identity"][0]), "x" * 99]], call=4, most=4)
-    while not reward._ahead[1]._outcomes:
+    checksum = int(batch["identity"][0])
+    reward.begin([[0, 3, checksum + 1, "x" * 99], [0, 3, checksum, "x" * 98]], most=4)
+    while len(reward._ahead._outcomes) < 2:
         pass
-    assert reward.score(batch, call=4)["reward"][0] == 99
+    reward.score(small.generated(speaker, small.asked(store, (8,), 2, 50)))
+    assert reward.score(batch)["reward"][0] == 98 != reward.score(batch)["reward"][0]
+    reward.forget([[0, checksum + 1]])
+    assert not reward._ahead._outcomes
 
 
 def test_a_run_is_that_of_scoring_at_the_end(tmp_path, monkeypatch):

@@ -188,13 +188,17 @@ def early(says, **more):
     return worker, {i: Ended(p, c, t, False) for i, p, c, t in columns}, batch
 
 
+def samples(ended, *ids):
+    return [(i, ended[i].checksum) for i in ids or ended]
+
+
 def test_what_was_graded_early_is_not_asked_again_and_has_the_score_of_the_batch():
     worker, ended, batch = early(lambda asked: f"#{len(asked)}" if len(asked) != 9 else "?")
     for i in (100, 101):
-        worker.advance({i: ended[i]}, call=4)
+        worker.advance({i: ended[i]})
     assert len(worker.engine.asked) == 2 and not worker.engine.flying
-    known = worker.settle(4)
-    assert set(known) == {(i, ended[i].checksum) for i in (100, 101)}
+    known = worker.settle(samples(ended))
+    assert set(known) == {*samples(ended, 100, 101)}
     found = worker.grade(batch, alone=True, known=known)
     assert [r.id for r in worker.engine.asked] == [100, 101, 102]
     other, _, same = early(worker.engine.says)
@@ -204,39 +208,59 @@ def test_what_was_graded_early_is_not_asked_again_and_has_the_score_of_the_batch
     assert worker.failures() == other.failures() and set(worker.failures()) == {100, 102}
 
 
+def in_flight(ended):
+    """A judge with these questions in flight."""
+    worker, *_, batch = early(lambda asked: "#1")
+    worker.rounds.limits = RoundLimits(0)
+    worker.advance(ended)
+    worker.rounds.limits = RoundLimits(1)
+    return worker, batch
+
+
 def test_what_a_round_leaves_is_graded_at_the_end():
-    worker, ended, _ = early(lambda asked: "#1")
-    worker.rounds.limits = RoundLimits(0)
-    worker.advance(ended, call=1)
-    worker.rounds.limits = RoundLimits(1)
-    assert len(worker.engine.flying) == 3 and len(worker.settle(1)) == 3
+    _, ended, _ = early(lambda asked: "#1")
+    worker, _ = in_flight(ended)
+    assert len(worker.engine.flying) == 3 and len(worker.settle(samples(ended))) == 3
 
 
-def test_scores_of_another_generation_or_other_tokens_are_dropped():
-    worker, ended, batch = early(lambda asked: "#1")
-    other = ended[100]._replace(checksum=ended[100].checksum + 1)
-    worker.advance({100: other}, call=4)
-    assert worker.settle(5) == {} and len(worker.grade(batch, alone=True, known=worker.settle(4))) == 3
-    worker.rounds.limits = RoundLimits(0)
-    worker.advance({101: ended[101]}, call=5)
-    worker.advance({102: ended[102]}, call=6)
-    worker.rounds.limits = RoundLimits(1)
-    assert [i for i, _ in worker.settle(6)] == [102]
+def test_scores_wait_for_their_own_sample_whatever_is_graded_between():
+    """An evaluation is graded while samples of training are in flight; each score is given once."""
+    _, ended, _ = early(lambda asked: "#1")
+    worker, batch = in_flight({100: ended[100]})
+    found = worker.grade(batch.select(np.array([1])), alone=True)
+    assert found["reward"].tolist() == [1] and worker._scores.keys() == {*samples(ended, 100)}
+    worker.advance({102: ended[102]})
+    assert worker.settle(samples(ended, 102)).keys() == {*samples(ended, 102)}
+    assert worker.settle([(100, ended[100].checksum + 1)]) == {}
+    assert worker.settle(samples(ended)).keys() == {*samples(ended, 100)} and worker.settle(samples(ended)) == {}
+    assert [r.id for r in worker.engine.asked] == [100, 101, 102]
+
+
+def test_samples_that_nobody_asks_for_leave_no_score():
+    _, ended, _ = early(lambda asked: "#1")
+    worker, _ = in_flight({i: ended[i] for i in (100, 101)})
+    worker.forget(samples(ended, 100))
+    assert worker.settle(samples(ended)).keys() == {*samples(ended, 101)} and not worker._scores
+    worker.advance(ended)
+    worker.forget(samples(ended, 100))
+    assert worker._scores.keys() == {*samples(ended, 101, 102)}
+    worker.forget()
+    assert not worker._scores and not worker.engine.flying and worker.settle(samples(ended)) == {}
 
 
 def test_an_answer_that_cannot_be_read_is_graded_early_too():
     worker, ended, _ = early(lambda asked: "#1")
-    worker.advance({100: ended[100]._replace(text="é"), 101: ended[101]}, call=4)
-    assert {i: outcome.value for (i, _), outcome in worker.settle(4).items()} == {100: None, 101: 1.0}
+    worker.advance({100: ended[100]._replace(text="é"), 101: ended[101]})
+    assert {i: outcome.value for (i, _), outcome in worker.settle(samples(ended)).items()} == {100: None, 101: 1.0}
 
 
 def test_each_engine_grades_its_share_early_and_one_whose_replies_depend_on_company_none():
     worker, ended, _ = early(lambda asked: "#1", share=(1, 2))
-    worker.advance(ended, call=1)
-    assert [i for i, _ in worker.settle(1)] == [101]
+    worker.advance(ended)
+    assert [i for i, _ in worker.settle(samples(ended))] == [101]
     worker.prompts = None
-    worker.advance(ended, call=2)
-    assert worker.settle(2) == {}
+    worker.advance(ended)
+    assert worker.settle(samples(ended)) == {}
 
 
 def put_text(batch, store, text):

@@ -8,7 +8,7 @@ consumed, under the weights that it begins with.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -22,8 +22,7 @@ from tilth.engines.protocol import EngineError
 from tilth.flows.group_filters import Keep
 from tilth.flows.ledger import Ledger, SampleGroup
 from tilth.flows.replicas import Flight, Replicas
-from tilth.flows.sampler import Sampler, StepSamples, generation_numbers
-from tilth.rewards.process_pool import Outcome
+from tilth.flows.sampler import Sampler, StepSamples
 from tilth.roles.rollout import Ended, ask
 from tilth.runs.events import AsyncLog
 from tilth.trace.spans import span
@@ -39,7 +38,6 @@ class AsyncSampler(Sampler):
         self.journal.waits = lambda i: i not in self.state.consumed and i not in self.state.dropped
         self.ledger: Ledger | None = None
         self.replicas: Replicas | None = None
-        self._call = -1
         self._group = self.recipe.rollout.group
         """Samples of a group, as the loop asks for them."""
         self._flights: dict[int, Flight] = {}
@@ -47,7 +45,6 @@ class AsyncSampler(Sampler):
         self._leases: dict[int, Lease] = {}
         self._freed: list[Lease] = []
         """Leases of groups that this step has consumed or dropped."""
-        self._known_grades: dict[tuple[int, int], Outcome] = {}
         self._published: int | None = None
         self._refills, self._held = False, False
         self._waited, self._since = 0.0, time.monotonic()
@@ -84,11 +81,8 @@ class AsyncSampler(Sampler):
         reward = self.roles.reward
         failures: dict[int, dict[str, Any]] = {}
         if reward is not None:
-            batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)), self._call)
-        scored = self._completed(batch, failures, self._call, "reward")
-        ids = set(batch["id"].tolist())
-        self._known_grades = {one: found for one, found in self._known_grades.items() if one[0] not in ids}
-        return scored
+            batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)))
+        return self._completed(batch, failures, "reward")
 
     def _filter(self, batch: Batch, keep: Keep | None) -> Batch:
         kept = super()._filter(batch, keep)
@@ -174,6 +168,7 @@ class AsyncSampler(Sampler):
         for flight in replicas.whole():
             if flight.first not in ledger.open:  # it was dropped meanwhile
                 self._freed.append(self._leases.pop(flight.first))
+                replicas.forget(flight)
                 continue
             for i, one in sorted(flight.ended.items()):
                 facts = {"versions": list(one.versions), "length": one.length, "checksum": one.checksum}
@@ -197,6 +192,8 @@ class AsyncSampler(Sampler):
             self.metrics.add("samples/dropped", float(group.size))
             if reason == "stale":
                 self.metrics.add("fully_async/count/dropped_stale_samples", float(group.size))
+                if flight is not None:
+                    self._replicas().forget(flight)
             if flight is not None:  # else its replica has it, and it is freed when it ends, or with the replicas
                 self._freed.append(self._leases.pop(group.first))
                 for one in flight.ended.values():
@@ -212,9 +209,9 @@ class AsyncSampler(Sampler):
     def _replicas(self) -> Replicas:
         """Start the rounds of the engines."""
         if self.replicas is None:
-            rollout, self._call = self._engines(), next(generation_numbers)
+            rollout = self._engines()
             most = max(1, self._rewards_of_call(self.recipe.rollout.prompts * self._group) // 2)
-            scorers = self._scorers(rollout, self.roles.reward, self._call, most)
+            scorers = self._scorers(rollout, self.roles.reward, most)
             threaded, room = self.recipe.cluster.backend != "inline", self.recipe.rollout.max_rows
             self.replicas = Replicas(rollout, self.store, room, scorers, threaded=threaded)
         return self.replicas
@@ -281,7 +278,7 @@ class AsyncSampler(Sampler):
             self.state.event = self.events.sync(self.state.step)
         self.halt()
         if self.replicas is not None:
-            self.replicas.rollout.begin()
+            self.replicas.drop()
         self._freed += [*self._leases.values()]
         self._leases, self.ledger, self.replicas, self._held = {}, None, None, False
         self._free()
@@ -289,12 +286,6 @@ class AsyncSampler(Sampler):
     def halt(self) -> None:
         if self.replicas is not None:
             self.replicas.stop()
-
-    def _grades(self, call: int) -> Mapping[tuple[int, int], Outcome]:
-        if call != self._call:
-            return super()._grades(call)
-        self._known_grades |= super()._grades(call)
-        return self._known_grades
 
     # ---- metrics ----
 

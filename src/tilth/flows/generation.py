@@ -15,24 +15,31 @@ from tilth.roles.rollout import STOP, Ended
 
 class Scorers(NamedTuple):
     """Roles that score while others are generated. known: outcomes of the journal by id, which the reward is not asked
-    for; call: number of the generation, for ``score`` and ``settle``; most: samples that the reward scores at once."""
+    for; most: samples that the reward scores at once."""
 
     reward: WorkerGroup | None
     judge: WorkerGroup | None
     known: Callable[[Batch], dict[int, Any]]
-    call: int
     most: int
 
     def take(self, ended: Mapping[int, Ended]) -> None:
         """Score these samples soon, and return at once."""
         if self.judge is not None:
-            self.judge.advance(ended, self.call)
+            self.judge.advance(ended)
         if self.reward is None or not ended:
             return
         ids, sums = np.array([*ended], np.int64), np.array([one.checksum for one in ended.values()], np.uint32)
         known = self.known(Batch({"id": ids, "identity": sums}))
         if new := [[i, one.prompt, one.checksum, one.text] for i, one in ended.items() if i not in known]:
-            self.reward.begin(items=new, call=self.call, most=self.most)
+            self.reward.begin(items=new, most=self.most)
+
+    def forget(self, ended: Mapping[int, Ended] | None = None) -> None:
+        """Drop what was begun for these samples, whose scores nobody asks for; None: for all."""
+        samples = None if ended is None else [(i, one.checksum) for i, one in ended.items()]
+        if self.judge is not None:
+            self.judge.forget(samples)
+        if self.reward is not None:
+            self.reward.forget(samples=samples)
 
 
 class Generation:

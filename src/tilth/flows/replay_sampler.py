@@ -15,7 +15,7 @@ from tilth.core.batch import Batch
 from tilth.flows.async_sampler import AsyncSampler
 from tilth.flows.generation import Generation
 from tilth.flows.group_filters import Keep
-from tilth.flows.sampler import Sampler, StepSamples, generation_numbers
+from tilth.flows.sampler import Sampler, StepSamples
 from tilth.roles.rollout import SINCE, STOP
 from tilth.runs.events import AsyncLog, DrawnPart, RunReplay
 
@@ -34,8 +34,8 @@ class ReplaySampler(AsyncSampler):
 
     def _next(self, count: int, group: int) -> Batch:
         """Return the samples that the step had, scored; log them as consumed."""
-        step, call = self.state.step + 1, next(generation_numbers)
-        parts, reward = self.replay.batch(step), self.roles.reward
+        step, reward = self.state.step + 1, self.roles.reward
+        parts = self.replay.batch(step)
         self.progress.at("generating", 0, len(parts))
         generation = self._draw_parts(parts, [part.version for part in parts])
         batch = generation.collect(np.array([part.id for part in parts], np.int64))
@@ -47,8 +47,8 @@ class ReplaySampler(AsyncSampler):
             self.events.append("consume", id=part.id, batch=step, checksum=checksum)
         failures: dict[int, dict[str, Any]] = {}
         if reward is not None:
-            batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)), call)
-        return self._completed(batch, failures, call, "reward")
+            batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)))
+        return self._completed(batch, failures, "reward")
 
     def published(self, version: int) -> None:
         """Draw what this version drew for steps to come."""

@@ -131,6 +131,17 @@ class Replicas:
         if self._thread is not None:
             self._thread.join(PATIENCE)
 
+    def drop(self) -> None:
+        """Drop what was in flight, once the rounds have ended, and scores that nobody asks for."""
+        self.rollout.begin()
+        if self.scorers is not None:
+            self.scorers.forget()
+
+    def forget(self, flight: Flight) -> None:
+        """Drop the scores of a group that no step takes."""
+        if self.scorers is not None:
+            self.scorers.forget(flight.ended)
+
     def _check(self) -> None:
         """Raise what the thread has raised."""
         if self._error is not None:

@@ -1,9 +1,8 @@
 """Experience of a step: draw prompts, generate answers, score them, keep those to learn from."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ from tilth.flows.group_filters import Keep, first_groups, missing_prompts
 from tilth.flows.measured import is_graded, measure_drafts, measure_groups, measure_rows
 from tilth.flows.reward_shaping import check_parts, check_turn_rewards
 from tilth.flows.roles import Roles
-from tilth.rewards.process_pool import Outcome, commonest
+from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME
 from tilth.roles.judge import GRADE
@@ -31,10 +30,6 @@ from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
 from tilth.runs.readers import REWARD
 from tilth.runs.state import RunState
-
-generation_numbers = count()
-"""Of this controller, whatever run is made again meanwhile: a judge or a reward that is kept tells by them what is
-new."""
 
 
 class Split(Protocol):
@@ -84,7 +79,7 @@ class Sampler:
         self._carried: list[tuple[int, int, int]] | None = None
         self.left = 0
         """Steps of the phase that are not done, with the one under way."""
-        self._reward_worked = False
+        self._reward_worked = self._scores = False
         self._reported: set[str] = set()
 
     # ---- position ----
@@ -206,18 +201,18 @@ class Sampler:
         Rewards are written to the journal, or taken from it when the step runs again. prefix: of the metric that counts
         missing rewards; default: ``reward/heldout`` for greedy answers, else ``reward``.
         """
-        rollout, call = self._engines(), next(generation_numbers)
+        rollout = self._engines()
         self.progress.at("evaluating" if greedy and not prefix else "generating", 0, len(asked))
         if self.recipe.rollout.environment:
-            scored = self._generated(rollout, asked, None, call, len(asked), greedy=greedy)
+            scored = self._generated(rollout, asked, None, len(asked), greedy=greedy)
             failures = rollout.failures()
             self._note_missing(scored, failures)
             self._report_failures(failures, len(scored), set())
             check_turn_rewards(self.algorithm, scored)
         else:
-            scored, failures = self._answers(rollout, asked, call, greedy=greedy)
+            scored, failures = self._answers(rollout, asked, greedy=greedy)
         self._measure_drafts(rollout, counted=not greedy)
-        return self._completed(scored, failures, call, prefix or (REWARD if greedy else "reward"))
+        return self._completed(scored, failures, prefix or (REWARD if greedy else "reward"))
 
     def _measure_drafts(self, rollout: WorkerGroup, *, counted: bool = True) -> None:
         """Add what drafts saved since the last call, if it is to be counted."""
@@ -234,13 +229,13 @@ class Sampler:
             )
         return self.roles.rollout
 
-    def _completed(self, scored: Batch, failures: dict[int, dict[str, Any]], call: int, prefix: str) -> Batch:
+    def _completed(self, scored: Batch, failures: dict[int, dict[str, Any]], prefix: str) -> Batch:
         """Add what models make of samples that the reward function has scored, and count what is missing."""
         roles = self.roles
         if roles.reward_model is not None:
             scored = roles.reward_model.rate(scored, alone=roles.reward is None)
         if self.recipe.grades:
-            scored = self._graded(scored, call)
+            scored = self._graded(scored)
         self.state.graded |= is_graded(scored)
         missing = float(np.isnan(scored["reward"]).sum())
         self.metrics.add(f"{prefix}/missing", missing)
@@ -249,13 +244,14 @@ class Sampler:
             check_parts(self.algorithm, scored)
         return scored
 
-    def _graded(self, batch: Batch, call: int) -> Batch:
-        """Add the judge's scores to the rewards; report what it gave none for. call: that generated the samples."""
+    def _graded(self, batch: Batch) -> Batch:
+        """Add the judge's scores to the rewards; report what it gave none for."""
         roles = self.roles
         assert roles.judge is not None
         alone = roles.reward is None and roles.reward_model is None and not self.recipe.rollout.environment
         self.progress.at("grading")
-        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=self._grades(call))
+        known = roles.judge.settle(list(zip(batch["id"].tolist(), batch["identity"].tolist())))
+        found = roles.judge.grade(roles["loader"].texts(batch), alone=alone, known=known)
         columns = {name: found[name] for name in ("reward", OUTCOME, GRADE)}
         failures = roles.judge.failures()
         if roles.reward is None:  # else the journal holds the function's outcomes of these samples
@@ -263,19 +259,11 @@ class Sampler:
         self._report_failures(failures, len(batch), set())
         return batch.with_rows(**columns)
 
-    def _grades(self, call: int) -> Mapping[tuple[int, int], Outcome]:
-        """Return the judge's scores of samples (id, checksum) of a generation that were graded while it went on."""
-        assert self.roles.judge is not None
-        found: Mapping[tuple[int, int], Outcome] = self.roles.judge.settle(call)
-        return found
-
-    def _answers(
-        self, rollout: WorkerGroup, asked: Batch, call: int, *, greedy: bool
-    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
+    def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id."""
         reward, rows = self.roles.reward, self._rewards_of_call(len(asked))
-        batch = self._generated(rollout, asked, reward, call, max(1, rows // 2), greedy=greedy)
-        return (batch, {}) if reward is None else self._score(reward, batch, rows, call)
+        batch = self._generated(rollout, asked, reward, max(1, rows // 2), greedy=greedy)
+        return (batch, {}) if reward is None else self._score(reward, batch, rows)
 
     def _rewards_of_call(self, count: int) -> int:
         """Return so few rows that a call of the reward ends within half of ``cluster.timeout`` even if every reward
@@ -285,13 +273,13 @@ class Sampler:
         return max(1, count if inline else how.workers * int(limit / how.timeout))
 
     def _generated(
-        self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, call: int, most: int, *, greedy: bool
+        self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, most: int, *, greedy: bool
     ) -> Batch:
         """Return generated answers or episodes. The reward scores ``most`` of what has finished at once."""
         loader = self.roles["loader"]
         load = loader.begin if self.recipe.rollout.environment else loader.encode
         asked = resolved(load(asked, **self.then()))
-        scorers = self._scorers(rollout, reward, call, most)
+        scorers = self._scorers(rollout, reward, most)
         generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
         if CARRIED not in asked.rows:
             with self.alone():
@@ -301,12 +289,16 @@ class Sampler:
         rollout.keep(self.state.step + 1, self.journal.oldest)
         return batch
 
-    def _scorers(self, rollout: WorkerGroup, reward: WorkerGroup | None, call: int, most: int) -> Scorers | None:
+    def _scorers(self, rollout: WorkerGroup, reward: WorkerGroup | None, most: int) -> Scorers | None:
         """Return the roles that score what has finished while others are generated; None without any."""
         judge = self.roles.judge if self.recipe.grades else None
-        judge = judge if judge is not None and apart(judge, rollout) else None
-        known = partial(self.journal.known, self.state.step)
-        return None if reward is None and judge is None else Scorers(reward, judge, known, call, most)
+        scorers = Scorers(reward, judge, partial(self.journal.known, self.state.step), most)
+        if not self._scores:  # roles that were kept may have samples of an attempt that has failed
+            scorers.forget()
+        self._scores = True
+        if judge is not None and not apart(judge, rollout):
+            scorers = scorers._replace(judge=None)
+        return None if scorers.reward is None and scorers.judge is None else scorers
 
     # ---- beside training, where samples may be behind (``async_sampler``) ----
 
@@ -327,16 +319,14 @@ class Sampler:
     def halt(self) -> None:
         """End the rounds of the engines: the run ends, or returns to an earlier state."""
 
-    def _score(
-        self, reward: WorkerGroup, batch: Batch, rows: int, call: int
-    ) -> tuple[Batch, dict[int, dict[str, Any]]]:
+    def _score(self, reward: WorkerGroup, batch: Batch, rows: int) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return the scored batch, and the outcomes of missing rewards by trajectory id. rows: of one call."""
         parts, failures, replayed = list[Batch](), dict[int, dict[str, Any]](), set[int]()
         for start in range(0, max(len(batch), 1), rows):
             self.progress.at("scoring", start, len(batch))
             some = batch.select(np.arange(start, min(start + rows, len(batch))))
             known = self.journal.known(self.state.step, some)
-            parts.append(reward.score(some, known=known, call=call))
+            parts.append(reward.score(some, known=known))
             failures |= reward.failures()
             replayed |= known.keys()
         if self._reward_log is not None and self._reward_log.exists():

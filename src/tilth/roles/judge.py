@@ -53,11 +53,10 @@ class JudgeWorker:
         self.prompts, self.share = prompts, share
         self.rounds = EngineRounds(engine, LIMITS)
         self._failures: dict[int, dict[str, Any]] = {}
-        self._call = -1
         self._asked: dict[int, tuple[int, int]] = {}
+        """Request of ``advance`` in flight -> its sample (id, checksum), if somebody wants its score."""
         self._scores: dict[tuple[int, int], Outcome] = {}
-        self._told: list[tuple[int, int]] = []
-        """Scores that ``settle`` has returned, which nobody asks for again."""
+        """Scores of samples of ``advance``, until ``settle`` or ``forget``."""
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def verdicts(self, batch: Batch) -> Batch:
@@ -77,17 +76,12 @@ class JudgeWorker:
         return batch.with_rows(**rows)
 
     @transfer(split="all", gather="merge")
-    def advance(self, samples: Mapping[int, Ended], call: int) -> dict[str, Any]:
+    def advance(self, samples: Mapping[int, Ended]) -> dict[str, Any]:
         """Take this engine's share of samples that a generation has finished, and grade for a round, where an order of
-        finishing changes no score. call: number of the generation; scores of an earlier one are dropped."""
+        finishing changes no score."""
         if self.prompts is None:
             return {}
-        if self._call != call:
-            self.rounds.drop()
-            self._call, self._scores, self._asked = call, {}, {}
-            self.engine.reset_prefix_cache()  # as in ``verdicts``
         number, count = self.share
-        self._forget_told()
         mine = {i: one for i, one in samples.items() if i % count == number}
         known = {i: self.prompts[one.prompt] for i, one in mine.items()}
         items = [(i, known[i].text, one.text, known[i].info) for i, one in mine.items()]
@@ -100,24 +94,28 @@ class JudgeWorker:
         return {}
 
     @transfer(split="all", gather="merge")
-    def settle(self, call: int) -> dict[tuple[int, int], Outcome]:
-        """Grade all that ``advance`` has taken of a generation; return its scores by sample (id, checksum)."""
-        if self._call != call:
-            self.rounds.drop()
-            return {}
-        self._forget_told()
+    def settle(self, samples: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Outcome]:
+        """Return the scores of those of these samples (id, checksum) that ``advance`` has taken, and forget them."""
         with span("judge"):
-            self._take(self.rounds.drain())
-        self._told = list(self._scores)
-        return dict(self._scores)
+            while not {*samples}.isdisjoint(self._asked.values()):
+                self._take(self.rounds.advance().finished)
+        return {sample: self._scores.pop(sample) for sample in samples if sample in self._scores}
 
-    def _forget_told(self) -> None:
-        for sample in self._told:
+    @transfer(split="all", gather="merge")
+    def forget(self, samples: Sequence[tuple[int, int]] | None = None) -> dict[str, Any]:
+        """Drop samples of ``advance`` that nobody asks ``settle`` for any more; None: all, and what is in flight."""
+        if samples is None:
+            self.rounds.drop()
+            self.engine.reset_prefix_cache()  # as in ``verdicts``
+            self._scores, self._asked = {}, {}
+            return {}
+        self._asked = {i: sample for i, sample in self._asked.items() if sample not in samples}
+        for sample in samples:
             self._scores.pop(sample, None)
-        self._told = []
+        return {}
 
     def _take(self, finished: Iterable[Trajectory]) -> None:
-        self._scores |= {self._asked.pop(t.id): _graded(t.text) for t in finished}
+        self._scores |= {self._asked.pop(t.id): _graded(t.text) for t in finished if t.id in self._asked}
 
     @transfer(split="rows", gather="rows", over=("dp",))
     def grade(self, batch: Batch, *, alone: bool, known: dict[tuple[int, int], Outcome] | None = None) -> Batch:
@@ -162,7 +160,14 @@ class JudgeWorker:
         """Return the texts of replies by the ids of their requests."""
         with span("judge", tokens=sum(len(request.prompt) for request in requests)):
             self.engine.reset_prefix_cache()  # no trace of earlier steps, so that a resumed run does the same work
-            return {t.id: t.text for t in self.rounds.drain(requests)}
+            self.rounds.submit(requests)
+            replies, left = dict[int, str](), {request.id for request in requests}
+            while left:
+                finished = self.rounds.advance().finished
+                replies |= {t.id: t.text for t in finished if t.id in left}
+                left -= replies.keys()
+                self._take(finished)  # what ``advance`` has taken of other samples
+            return replies
 
     @transfer(split="all", gather="merge")
     def failures(self) -> dict[int, dict[str, Any]]:

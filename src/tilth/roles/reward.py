@@ -1,7 +1,5 @@
 """Reward role: scores completions in a pool of processes; a failed call is a missing reward, counted and reported."""
 
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ class RewardWorker:
     def __init__(self, pool: RewardPool, prompts: PromptSet, store: Store) -> None:
         self.pool, self.prompts, self.store = pool, prompts, store
         self.outcomes: dict[int, Outcome] = {}
-        self._ahead: tuple[int, ScoringAhead] | None = None
+        self._ahead = ScoringAhead(pool)
 
     @transfer(split="all", gather="first", patient=True)
     def ready(self) -> None:
@@ -36,21 +34,24 @@ class RewardWorker:
         self.pool.print_to(Path(path))
 
     @control
-    def begin(self, items: list[list[Any]], call: int, most: int) -> None:
-        """Score samples (id, prompt, checksum of the ids, text) in the background, at most ``most`` at once.
-
-        call: the generation that they are from; outcomes of another one are dropped.
-        """
-        if self._ahead is None or self._ahead[0] != call:
-            self._ahead = call, ScoringAhead(self.pool, most)
+    def begin(self, items: list[list[Any]], most: int) -> None:
+        """Score samples (id, prompt, checksum of the ids, text) in the background, at most ``most`` at once."""
         asked = [(int(i), int(checksum), self.prompts[int(p)], text) for i, p, checksum, text in items]
-        self._ahead[1].begin({(i, checksum): (i, p.text, text, p.info) for i, checksum, p, text in asked})
+        self._ahead.begin({(i, checksum): (i, p.text, text, p.info) for i, checksum, p, text in asked}, most)
+
+    @control
+    def forget(self, samples: list[list[int]] | None = None) -> None:
+        """Drop samples (id, checksum) of ``begin`` that nobody asks ``score`` for any more; None: all."""
+        if samples is None:
+            self._ahead.forget_all()
+        else:
+            self._ahead.forget([(i, checksum) for i, checksum in samples])
 
     @transfer(split="rows", gather="rows", patient=True)
-    def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None, call: int | None = None) -> Batch:
+    def score(self, batch: Batch, *, known: dict[int, dict[str, Any]] | None = None) -> Batch:
         """Fill in the row columns ``reward`` (NaN: missing) and ``outcome``, and each part of the reward.
 
-        known: journaled outcomes by id, not tried again. call: of ``begin``, whose outcomes are used.
+        known: journaled outcomes by id, not tried again, as are those that ``begin`` has brought for these very tokens.
         """
         completions = texts(batch.read(self.store, "text")["text"])
         asked = [self.prompts[int(p)] for p in batch["prompt"]]
@@ -58,7 +59,7 @@ class RewardWorker:
             (int(i), prompt.text, completion, prompt.info)
             for i, prompt, completion in zip(batch["id"], asked, completions)
         ]
-        with span("score", tokens=int(batch["completion"].sum())), self._ahead_of(batch, call) as ahead:
+        with span("score", tokens=int(batch["completion"].sum())), self._ahead.taking(_samples(batch)) as ahead:
             found = {i: ahead[i, checksum] for i, checksum in _samples(batch) if (i, checksum) in ahead}
             journaled = found | {i: Outcome(**o) for i, o in (known or {}).items()}
             self.outcomes = dict(zip(batch["id"].tolist(), self.pool.score(items, known=journaled)))
@@ -66,12 +67,6 @@ class RewardWorker:
         verdicts = [o.verdict for o in self.outcomes.values()]
         columns = {"reward": np.array(values, np.float32), OUTCOME: np.array(verdicts, np.float32)}
         return batch.with_rows(**columns, **self._parts())
-
-    def _ahead_of(self, batch: Batch, call: int | None) -> AbstractContextManager[Mapping[Hashable, Outcome]]:
-        """Return a block that has the pool, with the outcomes that ``begin`` has brought for these very tokens."""
-        if self._ahead is None:
-            return nullcontext({})
-        return self._ahead[1].taking(_samples(batch) if self._ahead[0] == call else [])
 
     def _parts(self) -> dict[str, np.ndarray]:
         """Return a row column ``part/<name>`` for each named part of any outcome, NaN where it is missing."""
