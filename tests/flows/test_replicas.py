@@ -148,6 +148,19 @@ def test_held_replicas_do_nothing_and_go_on_afterwards(made):
     assert waited(replicas, 1)
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_block_that_raises_loses_what_was_set_aside_and_is_named_ever_after(made, threaded):
+    rollout, replicas = made(threaded=threaded)
+    replicas.submit(flight(0))
+    with raises(WorkerLost, "block"), replicas.aside():
+        raise WorkerLost("gone", key="block")
+    assert rollout.done == ["begin", "aside"]
+    replicas.wait()
+    for ask in (replicas.whole, replicas.hold):
+        with raises(WorkerLost, "block"):
+            ask()
+
+
 def test_what_a_replica_raises_is_raised_in_the_loop(made):
     rollout, replicas = made()
     rollout.each[0].lost = rollout.each[1].lost = True

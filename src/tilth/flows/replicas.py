@@ -107,12 +107,17 @@ class Replicas:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let all replicas generate something else in the block. What is in flight goes on afterwards."""
+        """Let all replicas generate something else in the block. What is in flight goes on afterwards; a block that
+        raises loses it, and every later use of the replicas raises the same."""
         self.hold()
         try:
             self.rollout.set_aside()
             yield
             self.rollout.take_up()
+        except BaseException as error:
+            with self._changed:
+                self._error, self._stopped = error, True
+            raise
         finally:
             self.release()
 
