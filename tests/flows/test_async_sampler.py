@@ -253,7 +253,7 @@ def test_prompts_of_all_groups_are_sent_before_one_is_waited_for():
     one = SimpleNamespace(_leases={}, _replicas=lambda: SimpleNamespace(submit=flights.append), **given)
     AsyncSampler._send(one, [SampleGroup(first, 2, 5, 0) for first in (0, 2, 4)])
     assert seen == [("sent", 0), ("sent", 2), ("sent", 4, "then"), ("waited", 0), ("waited", 2), ("waited", 4)]
-    assert [(one.first, one.lease) for one in flights] == [(0, "group 0"), (2, "group 1"), (4, "group 2")]
+    assert [(one.first, one.lease) for one in flights] == [(0, "group 0"), (2, "group 2"), (4, "group 4")]
 
 
 def test_a_loop_that_syncs_no_weights_is_named(tmp_path, own_loop):

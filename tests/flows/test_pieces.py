@@ -195,7 +195,7 @@ def test_a_step_asks_for_groups_of_prompts_that_follow_from_seed_and_step(new_ru
     assert not np.array_equal(first[0]["prompt"], other[0]["prompt"])
     assert not np.array_equal(first[0]["prompt"], first[1]["prompt"])
     assert [a["id"].tolist() for a in first] == [list(range(24)), list(range(24, 48))]
-    assert first[1]["group"].tolist() == [g for g in range(6, 12) for _ in range(4)]
+    assert first[1]["group"].tolist() == [g for g in range(24, 48, 4) for _ in range(4)]
 
 
 def test_missing_rewards_are_left_out_of_the_batch_and_counted(new_run):

@@ -20,19 +20,20 @@ from tilth.roles.rollout import ask
 def test_ask_makes_a_group_of_rows_for_each_prompt():
     asked = ask([7, 3], 3, 12)
     assert asked["id"].tolist() == [12, 13, 14, 15, 16, 17]
-    assert asked["group"].tolist() == [4, 4, 4, 5, 5, 5]
+    assert asked["group"].tolist() == [12, 12, 12, 15, 15, 15]
     assert asked["prompt"].tolist() == [7, 7, 7, 3, 3, 3]
     assert not asked.payload
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 9))
-def test_ids_and_groups_of_all_steps_are_different(prompts, group, steps):
-    """As ``Run.experience`` asks: step s begins at s * prompts * group."""
-    asked = [ask([0] * prompts, group, s * prompts * group) for s in range(steps + 1)]
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=9))
+def test_ids_and_groups_of_all_steps_are_different(prompts, sizes):
+    """As ``Run.experience`` asks, in a loop whose groups have these sizes: a step begins where the last one ended."""
+    starts = np.cumsum([0, *(prompts * size for size in sizes)]).tolist()
+    asked = [ask([0] * prompts, size, start) for size, start in zip(sizes, starts)]
     ids = np.concatenate([a["id"] for a in asked])
-    groups, sizes = np.unique(np.concatenate([a["group"] for a in asked]), return_counts=True)
-    assert len(np.unique(ids)) == len(ids) == (steps + 1) * prompts * group
-    assert len(groups) == (steps + 1) * prompts and (sizes == group).all()
+    _, counts = np.unique(np.concatenate([a["group"] for a in asked]), return_counts=True)
+    assert ids.tolist() == list(range(starts[-1]))
+    assert counts.tolist() == [size for size in sizes for _ in range(prompts)]
 
 
 def test_a_prompt_that_is_drawn_twice_makes_two_groups():

@@ -152,10 +152,9 @@ class AsyncSampler(Sampler):
         """Hand groups to the replicas, each with a lease of its own. again: the log has their begin."""
         replicas, sent = self._replicas(), list[tuple[SampleGroup, Batch]]()
         for group in groups:
-            number = group.first // group.size
             for i in range(group.first, group.stop if not again else group.first):
-                self.events.append("admit", id=i, group=number, prompt=group.prompt)
-            lease = self._leases[group.first] = self.store.lease(f"group {number}")
+                self.events.append("admit", id=i, group=group.first, prompt=group.prompt)
+            lease = self._leases[group.first] = self.store.lease(f"group {group.first}")
             row = ask([group.prompt], group.size, group.first)
             with self.store.under(lease):
                 then = self.then() if group is groups[-1] else {}

@@ -414,8 +414,7 @@ def _told(t: Trajectory, paused: bool, texts: bool) -> Ended:
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
-    """Return rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, groups likewise."""
-    n = len(prompts) * group
-    ids = first_id + np.arange(n, dtype=np.int64)
-    groups = first_id // group + np.repeat(np.arange(len(prompts), dtype=np.int64), group)
-    return Batch({"id": ids, "group": groups, "prompt": np.repeat(np.asarray(prompts, np.int64), group)})
+    """Return rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, and the number of a
+    group is its first one, whatever its size."""
+    ids = first_id + np.arange(len(prompts) * group, dtype=np.int64)
+    return Batch({"id": ids, "group": np.repeat(ids[::group], group), "prompt": np.repeat(np.asarray(prompts, np.int64), group)})

@@ -1,7 +1,7 @@
 """Log of an asynchronous run: what happened to each trajectory, in one order, so that the run can be repeated.
 
     {"number": 0, "kind": "begin", "format": 1, "recipe": "f00d", "sum": 1234}
-    {"number": 1, "kind": "admit", "id": 7, "group": 3, "prompt": 41, "sum": 5678}
+    {"number": 1, "kind": "admit", "id": 7, "group": 6, "prompt": 41, "sum": 5678}
 
 Lines count up from 0, and each has a checksum of its bytes. An event is appended before it takes effect; ``sync`` makes
 all of them durable with the step that they belong to. Tokens are a pure function of seed, id and weights, so what the
