@@ -417,4 +417,5 @@ def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:
     """Return rows that ask for ``group`` samples of each prompt; ids count up from ``first_id``, and the number of a
     group is its first one, whatever its size."""
     ids = first_id + np.arange(len(prompts) * group, dtype=np.int64)
-    return Batch({"id": ids, "group": np.repeat(ids[::group], group), "prompt": np.repeat(np.asarray(prompts, np.int64), group)})
+    numbers, of = np.repeat(ids[::group], group), np.repeat(np.asarray(prompts, np.int64), group)
+    return Batch({"id": ids, "group": numbers, "prompt": of})
