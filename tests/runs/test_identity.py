@@ -74,6 +74,20 @@ def test_what_is_allowed_may_differ_and_nothing_else(tmp_path, allow, changed, g
     assert (found == path) if goes_on else (found is None)
 
 
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"inputs": "data2"}, False),
+        ({"inputs": {"data": "data1", "data.template": "t"}}, False),
+        ({"data": {"holdout": 0.3}}, False),
+        ({"inputs": {"data": "data1", "reward.function": "f"}, "seed": 9}, True),
+        ({"data": {"loaders": 2, "shadows": 1}}, True),
+    ],
+)
+def test_samples_keep_their_numbers_while_the_data_stay(tmp_path, changed, same):
+    assert (who(tmp_path, **changed).data == who(tmp_path).data) == same
+
+
 def test_the_newest_that_may_be_gone_on_with_is_taken(tmp_path):
     begun(tmp_path)
     second = begun(tmp_path, seed=9)

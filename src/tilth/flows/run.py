@@ -465,6 +465,7 @@ class Run:
         """Return ``checkpoint_objects`` without the roles' positions."""
         events = {"attempt": self.directory.attempt, "step": self.state.step}
         found = {"progress": asdict(self.state), "digest": self.directory.digest, "events": events}
+        found["data"] = self.directory.data
         found |= {"callbacks": kept} if (kept := states(self.callbacks)) else {}
         return found if self._base is None else {**found, "base": self._base}
 
@@ -472,7 +473,6 @@ class Run:
         """Set the state to that of a checkpoint, in place: the parts of the run share it. {}: to the beginning."""
         load_states(self.callbacks, objects.get("callbacks", {}))
         vars(self.state).update(vars(RunState(**objects.get("progress", {}))))
-        changed = self.directory.changes.keys() - {"data.loaders", "data.shadows"}
-        if any(key.partition(".")[0] == "data" for key in changed):  # indices name other prompts now
+        if objects and objects.get("data") != self.directory.data:  # its indices name other prompts, or may do so
             self.state.outcomes_first = {}
             self.sampler.leave_out("recipe")

@@ -63,7 +63,7 @@ class RunDir:
     def __init__(self, path: Path, who: Identity, name: str, lock: Lock, replay: RunReplay | None = None) -> None:
         """Call ``create`` instead. lock: held until ``close``."""
         self.path, self.recipe, self.name, self._lock = path, who.recipe, name, lock
-        self.digest, self.inputs = who.digest, dict(who.inputs)
+        self.digest, self.data, self.inputs = who.digest, who.data, dict(who.inputs)
         self.events, self.progress = path / "events", StepProgress(path)
         before = read_state(path) if (path / "run.json").exists() else {}
         self.resumed = bool(before)

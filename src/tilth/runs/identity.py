@@ -105,6 +105,13 @@ class Identity:
         text = json.dumps([self.recipe.reward.function, self.recipe.reward.timeout, inputs])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
+    @property
+    def data(self) -> str:
+        """Digest of the data, and of the keys by which its records become numbered samples."""
+        keys = self.recipe.data.model_dump(mode="json", exclude={"loaders", "shadows"}, exclude_defaults=True)
+        inputs = {name: value for name, value in self.inputs.items() if name.partition(".")[0] == "data"}
+        return hashlib.blake2b(json.dumps([keys, inputs], sort_keys=True).encode(), digest_size=8).hexdigest()
+
     def allows(self, name: str) -> bool:
         """True if the value of this key may have changed."""
         if any(name == given or name.startswith(f"{given}.") for given in self.allow):
