@@ -10,10 +10,23 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.examples import examples
 from tilth.core.errors import PlanError
-from tilth.plan.asynchrony import AsyncSimulation, RolloutCosts, RolloutJob, SimulatedReplica, modes, simulate
+from tilth.plan.asynchrony import (
+    AsyncMode,
+    AsyncSimulation,
+    RolloutCosts,
+    RolloutJob,
+    SimulatedReplica,
+    due_groups,
+    modes,
+    simulate,
+)
 from tilth.plan.repack import ReplicaLimits
 
-MODES = modes(3)
+MODES = modes(3) | {
+    "rounds": AsyncMode(staleness=3, rounds=0.25),
+    "bounded": AsyncMode(staleness=3, rounds=0.25, bounded=True),
+    "bounded by 0": AsyncMode(staleness=0, rounds=0.3, bounded=True),
+}
 TAIL = random.Random(5).choices([10, 20, 30, 40, 400], weights=[6, 6, 6, 6, 1], k=997)
 JOB = RolloutJob(
     RolloutCosts(
@@ -30,7 +43,7 @@ JOB = RolloutJob(
 )
 
 
-@pytest.mark.parametrize("mode, period", [("sync", 2.2), ("one-step", 1.2), ("partial", 1.2)])
+@pytest.mark.parametrize("mode, period", [("sync", 2.2), ("one-step", 1.2), ("partial", 1.2), ("bounded by 0", 2.2)])
 def test_one_row_by_hand(mode, period):
     """100 steps of 10 ms, an update of 1 s, weights in 0.2 s: one after the other, or beside each other."""
     costs = RolloutCosts(step=0.01, train=1.0, sync=0.2)
@@ -89,6 +102,7 @@ def rows_of(simulation):
     """Numbers of all rows that have not been trained."""
     groups = [*simulation.ready, *simulation.open.values()]
     found = [row.number for group in groups for row in group]
+    found += [row.number for row in simulation.landing]
     return found + [n for r in simulation.replicas for n in (*r.live, *(row.number for row in r.waiting))]
 
 
@@ -128,6 +142,26 @@ def test_staleness_of_each_mode():
     assert set(ages["sync"]) == {0} and set(ages["one-step"]) == {0, 1}  # the first update is of the first weights
     assert max(ages["3-step"]) <= 2 * 3 - 1 and max(ages["3-step"]) > 1
     assert max(ages["partial"]) >= 1 and max(ages["free"]) >= 1
+    assert max(ages["rounds"]) > 3 == max(ages["bounded"]) and set(ages["bounded by 0"]) == {0}
+
+
+def test_what_has_ended_returns_with_its_round():
+    """Of 10 and 100 steps, 30 a round: the first is there after 0.3 s. The third begins with the next round after its
+    admission and is there with the end of that, but a bound waits for the second."""
+    costs = RolloutCosts(step=0.01, train=0.1)
+    job = RolloutJob(costs, ReplicaLimits(1_000, 2), 1, 1, 1, 1, 1, [10, 100], updates=2)
+    for staleness, bounded, second in ((1, True, 1.0), (1, False, 0.9), (3, False, 0.6)):
+        simulation = AsyncSimulation(job, AsyncMode(staleness=staleness, rounds=0.3, bounded=bounded))
+        simulation.run()
+        assert [time for time, _ in simulation.ends[:2]] == pytest.approx([0.4, second + 0.1])
+
+
+def test_groups_at_their_bound_are_waited_for_and_no_others():
+    assert due_groups([None] * 3, [2, 0], 2, 2) == [2, 0] and not due_groups([None] * 3, [2], 2, 2)
+    assert not due_groups([0, 1, 1], [1, 2], 2, 2)  # the first has not ended, and no later update may take it
+    assert due_groups([0, 1, 1], [2, 1, 0], 2, 2) == [0, 2]
+    assert not due_groups([1, 1, 1, 1], [0], 2, 2)  # the next update takes two of the four
+    assert due_groups([1, 1, 1, 1], [3, 0], 2, 2) == [3, 0]
 
 
 def test_the_order_of_modes_under_a_long_tail():
@@ -165,3 +199,9 @@ def test_jobs_that_cannot_run(change, key):
 def test_a_rate_needs_two_updates():
     with raises(PlanError, "updates"):
         simulate(replace(JOB, updates=1), MODES["sync"])
+
+
+@pytest.mark.parametrize("mode", [AsyncMode(rounds=1.0), AsyncMode(staleness=1, bounded=True)])
+def test_a_mode_without_what_it_needs(mode):
+    with raises(PlanError, "mode"):
+        simulate(JOB, mode)

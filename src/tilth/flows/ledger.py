@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilth.core.errors import DataError
+from tilth.plan.asynchrony import due_groups
 from tilth.runs.intervals import Intervals
 from tilth.runs.state import RunState
 
@@ -134,19 +135,12 @@ class Ledger:
 
     def take(self) -> list[SampleGroup]:
         """Return groups for the step, in the order of their ids; none while it has to wait for some."""
-        count, chosen = min(self.wanted, len(self.open)), list[SampleGroup]()
-        ready = [group for group in self.open.values() if group.place >= 0]
-        ready.sort(key=lambda g: (-g.version, -g.first) if self.fresh else (g.place, 0))
-        left = {g.first: self.bound - self.age(g.version) for g in self.open.values()} if self.bound is not None else {}
-        for slack in sorted(set(left.values())):
-            urgent = {first for first, own in left.items() if own <= slack}
-            need = len(urgent) - max(slack, 0) * self.batch - sum(g.first in urgent for g in chosen)
-            more = [g for g in ready if g.first in urgent and g not in chosen][: max(need, 0)]
-            if len(more) < need:
-                return []
-            chosen += more
-        chosen += [g for g in ready if g not in chosen][: max(0, count - len(chosen))]
-        if len(chosen) < count:
+        groups = [*self.open.values()]
+        ready = [i for i, group in enumerate(groups) if group.place >= 0]
+        ready.sort(key=lambda i: (-groups[i].version, -groups[i].first) if self.fresh else (groups[i].place, 0))
+        left = [None if self.bound is None else self.bound - self.age(group.version) for group in groups]
+        chosen = [groups[i] for i in due_groups(left, ready, min(self.wanted, len(groups)), self.batch)]
+        if not chosen:
             return []
         for group in chosen:
             del self.open[group.first]

@@ -32,6 +32,30 @@ class AsyncMode(NamedTuple):
     """With ``every`` 0: v updates done, at most (v + staleness + 1) batches are admitted, and each update interrupts
     all replicas, whose rows go on under new weights. None: a replica gets weights once it has no rows (Laminar)."""
     repacks: bool = False
+    rounds: float = 0.0
+    """With ``staleness``: seconds after which all replicas return what has ended, and get weights and whole groups;
+    0: at any time, row by row."""
+    bounded: bool = False
+    """With ``rounds``: an update waits for groups that would be too old for the next: ``due_groups``."""
+
+
+def due_groups(left: Sequence[int | None], ready: Sequence[int], count: int, batch: int) -> list[int]:
+    """Return the indices of groups that an update takes; none while it has to wait for some.
+
+    left: updates that each group may still wait, None: any number; ready: those that have ended, in the order in which
+    they are taken; count: that it takes, and batch: that each later one takes. It leaves no more groups than later ones
+    can take before these reach their bound.
+    """
+    chosen, bounds = list[int](), {one for one in left if one is not None}
+    for slack in sorted(bounds):
+        urgent = {i for i, own in enumerate(left) if own is not None and own <= slack}
+        need = len(urgent) - max(slack, 0) * batch - sum(i in urgent for i in chosen)
+        more = [i for i in ready if i in urgent and i not in chosen][: max(need, 0)]
+        if len(more) < need:
+            return []
+        chosen += more
+    chosen += [i for i in ready if i not in chosen][: max(0, count - len(chosen))]
+    return chosen if len(chosen) >= count else []
 
 
 def modes(staleness: int) -> dict[str, AsyncMode]:
@@ -285,6 +309,12 @@ class AsyncSimulation:
     """Time and tokens of each update."""
     waits: list[float] = field(default_factory=list)
     order: int = 0
+    resting: bool = True
+    """With rounds: no replica has rows."""
+    flying: dict[int, int] = field(default_factory=dict)
+    """With rounds: group that no update has taken -> version that began it."""
+    landing: list[SimulatedRow] = field(default_factory=list)
+    """Rows that end in the round under way."""
 
     def __post_init__(self) -> None:
         self.replicas = [SimulatedReplica(self.job) for _ in range(self.job.replicas)]
@@ -303,6 +333,11 @@ class AsyncSimulation:
             elif kind == "publish":
                 self.newest = max(self.newest, index)
                 self.repack(time)
+            elif kind == "round":
+                landed, self.landing = self.landing, []
+                self.collect(landed)
+                self.go_on(time)
+                self.round(time)
             else:
                 self.repack(time)
                 self.at(time + PERIOD, "repack")
@@ -326,16 +361,44 @@ class AsyncSimulation:
         if stamp != replica.stamp:
             return
         replica.advance(replica.horizon())
-        for row in replica.ended():
-            members = self.open.setdefault(row.group, [])
-            members.append(row)
-            if len(members) == self.job.group:
-                self.ready.append(self.open.pop(row.group))
+        self.collect(replica.ended())
         replica.admit()
         self.follow(index)
         if not self.mode.every:
             self.feed(index, time)
         self.go_on(time)
+
+    def collect(self, rows: Sequence[SimulatedRow]) -> None:
+        """Take rows that have ended, and collect whole groups."""
+        for row in rows:
+            members = self.open.setdefault(row.group, [])
+            members.append(row)
+            if len(members) == self.job.group:
+                self.ready.append(self.open.pop(row.group))
+
+    def round(self, time: float) -> None:
+        """Give replicas new weights and whole groups, the least loaded first, and let each decode for a round."""
+        limits, group = self.job.limits, self.job.group
+        for replica in self.replicas:
+            replica.now = time
+            if replica.version < self.version:
+                self.interrupt(replica, time)
+        while self.allowed() >= group:
+            replica = min(self.replicas, key=lambda one: one.rows)
+            if replica.rows + group > limits.rows:
+                break
+            self.flying[self.given // group] = self.version
+            replica.give(self.take(group, self.version))
+        busy = [replica for replica in self.replicas if replica.rows]
+        for replica in busy:
+            stop = replica.now + self.mode.rounds
+            while replica.live and replica.now < stop:
+                replica.advance(min(1, replica.horizon()))
+                self.landing += replica.ended()
+                replica.admit()
+        self.resting = not busy
+        if busy:
+            self.at(max(replica.now for replica in busy), "round")
 
     # ---- admission ----
 
@@ -345,10 +408,9 @@ class AsyncSimulation:
             self.begin(time)
         elif not self.given:
             self.feed_all(time)
-        batch = self.job.samples // self.job.group
-        if self.training or len(self.ready) < batch or (self.mode.every and self.due()):
+        if self.training or (self.mode.every and self.due()) or not (groups := self.batch()):
             return
-        rows = [row for _ in range(batch) for row in self.ready.popleft()]
+        rows = [row for group in groups for row in group]
         self.ages.update(self.version - row.version for row in rows)
         tokens = sum(row.length for row in rows)
         costs, whole = self.job.costs, tokens + self.job.prompt * len(rows)
@@ -359,6 +421,20 @@ class AsyncSimulation:
         self.at(begin + seconds, "train")
         if not self.mode.every:
             self.feed_all(time)
+
+    def batch(self) -> list[list[SimulatedRow]]:
+        """Take the groups of an update; none while it has to wait for some."""
+        count, bound = self.job.samples // self.job.group, self.mode.staleness
+        if not self.mode.bounded or bound is None:
+            return [self.ready.popleft() for _ in range(count)] if len(self.ready) >= count else []
+        ready, groups = {rows[0].group: rows for rows in self.ready}, [*self.flying]
+        left = [bound - (self.version - self.flying[group]) for group in groups]
+        places = {group: place for place, group in enumerate(groups)}
+        chosen = [groups[i] for i in due_groups(left, [places[group] for group in ready], count, count)]
+        self.ready = deque(rows for group, rows in ready.items() if group not in chosen)
+        for group in chosen:
+            del self.flying[group]
+        return [ready[group] for group in chosen]
 
     def due(self) -> bool:
         """True if all replicas have ended a period and the updates before the next one are done."""
@@ -395,6 +471,10 @@ class AsyncSimulation:
 
     def feed_all(self, time: float) -> None:
         """Give rows to whoever has room, the least loaded first."""
+        if self.mode.rounds:
+            if self.resting:
+                self.round(time)
+            return
         for index in sorted(range(self.job.replicas), key=lambda index: (self.replicas[index].rows, index)):
             if self.allowed() <= 0:
                 return
@@ -429,7 +509,7 @@ class AsyncSimulation:
             self.at(self.free_at + costs.relay, "publish", self.version)
         else:
             self.free_at = time + costs.sync
-            for index, replica in enumerate(self.replicas):
+            for index, replica in enumerate(self.replicas if not self.mode.rounds else ()):
                 self.interrupt(replica, time)
                 self.follow(index)
             self.feed_all(time)
@@ -486,7 +566,10 @@ class AsyncSimulation:
 
 
 def simulate(job: RolloutJob, mode: AsyncMode) -> AsyncOutcome:
-    """Simulate ``job.updates`` updates by a mode. Raises PlanError (a job of fewer than two updates)."""
+    """Simulate ``job.updates`` updates by a mode. Raises PlanError (a job of fewer than two updates, a mode with rounds
+    or a bound and without what they need)."""
+    if (mode.rounds and mode.staleness is None) or (mode.bounded and not mode.rounds):
+        raise PlanError(f"{mode}: bounded needs rounds, and rounds need a staleness", key="mode")
     if job.updates < 2:
         raise PlanError(f"updates = {job.updates}: a rate needs 2 or more", key="updates")
     return AsyncSimulation(job, mode).run()
