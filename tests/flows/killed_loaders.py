@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -38,6 +40,16 @@ def made(folder, **data):
     return recipe(folder, parts, **WORKERS, supervised={"steps": STEPS}, run=run, data=data)
 
 
+def loaders_here(**how):
+    """Loader processes that run below this one. how: of ``psutil``."""
+    found = []
+    for process in psutil.Process().children(**how):
+        with suppress(psutil.NoSuchProcess):  # or a zombie, which is one
+            if "tilth.roles.source_loader:main" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 class Kill(tiny.Recorder):
     """Kills a loader, a worker or this process, once behind each step."""
 
@@ -51,8 +63,8 @@ class Kill(tiny.Recorder):
         if not what or step == STEPS or step in {one["step"] for one in noted(self.file)}:
             return
         if what == "loader":
-            processes = psutil.Process().children(recursive=True)
-            here = [p for p in processes if "tilth.roles.source_loader:main" in " ".join(p.cmdline())]
+            while not (here := loaders_here(recursive=True)):  # the one that was killed before is not here again
+                time.sleep(0.05)
             victim = random.choice(here).pid
         else:
             victim = run.policy._dispatch.backend.probe(random.randrange(2)).pid if what == "worker" else os.getpid()

@@ -10,11 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.errors import raises
 from tests.flows import killed_loaders, tiny
+from tests.flows.killed_loaders import loaders_here
 from tests.flows.stand_ins import sampler
 from tests.flows.test_mixture import recipe
 from tests.flows.tiny import write
@@ -52,20 +52,6 @@ def taken(monkeypatch):
         vars(noted).update(vars(method))
         monkeypatch.setattr(PromptLoader, name, noted)
     return found
-
-
-def loaders_here():
-    """Loader processes of this one that run."""
-    running = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
-    return [p for p in running if "tilth.roles.source_loader:main" in " ".join(commands_of(p))]
-
-
-def commands_of(process):
-    """Command line of a process; none of one that has just ended."""
-    try:
-        return process.cmdline()
-    except (psutil.ZombieProcess, psutil.NoSuchProcess):
-        return []
 
 
 SMALL = {"sft": {"supervised": {"steps": 4}}, "grpo": {"supervised": {"steps": 0}, "algorithm": {"steps": 2}}}
