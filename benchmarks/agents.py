@@ -35,7 +35,7 @@ from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.models.decoder import Decoder
 from tilth.rollout.buffer import TrajectoryBuffer, joined
-from tilth.rollout.episodes import Limits, Played, Player, Wanted
+from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Limits, Player
 
 ENVIRONMENT = f"{Path(__file__).with_name('agents_env.py')}:Waiting"
 SPREAD = 50.0
@@ -67,15 +67,15 @@ class Lockstep:
     def __init__(self, player: Player, batch: int) -> None:
         self.player, self.batch = player, batch
 
-    def play(self, wanted: list[Wanted], params: SamplingParams) -> list[Trajectory]:
-        parts = [wanted[i : i + self.batch] for i in range(0, len(wanted), self.batch)]
+    def play(self, requests: list[EpisodeRequest], params: SamplingParams) -> list[Trajectory]:
+        parts = [requests[i : i + self.batch] for i in range(0, len(requests), self.batch)]
         return [t for part in parts for t in self._play(part, params)]
 
-    def _play(self, wanted: list[Wanted], params: SamplingParams) -> list[Trajectory]:
-        one, made = self.player, {ask.id: TrajectoryBuffer() for ask in wanted}
-        for ask in wanted:
+    def _play(self, requests: list[EpisodeRequest], params: SamplingParams) -> list[Trajectory]:
+        one, made = self.player, {ask.id: TrajectoryBuffer() for ask in requests}
+        for ask in requests:
             one.pool.begin(ask.id, ask.info)
-        answers = self._all([ask.id for ask in wanted])
+        answers = self._all([ask.id for ask in requests])
         going = {i: np.array(one.template.begin(a["messages"]), np.int64) for i, a in answers.items()}
         while going:
             requests = [Request(i, going[i], params, keeps=True) for i in sorted(going)]
@@ -90,9 +90,9 @@ class Lockstep:
                 if not answer["done"] and made[i].finish == "stop":
                     made[i].read("user", one.template.follow(answer["messages"]))
                     going[i] = made[i].tokens
-        for ask in wanted:
+        for ask in requests:
             one.pool.reward(ask.id)
-        found = {ask.id: joined(ask.id, ask.prompt, ask.group, [made[ask.id]], 0, cut=False) for ask in wanted}
+        found = {ask.id: joined(ask.id, ask.prompt, ask.group, [made[ask.id]], 0, cut=False) for ask in requests}
         for i, score in self._all(list(found)).items():
             found[i].reward = score["value"]
             one.pool.end(i)
@@ -126,14 +126,14 @@ def playing(parity: bool) -> Iterator[Player]:
         pool.close()
 
 
-def asked(count: int, turns: int, middle: float) -> list[Wanted]:
+def asked(count: int, turns: int, middle: float) -> list[EpisodeRequest]:
     """Return episodes with their records."""
     about = {"turns": turns, "middle": middle, "spread": SPREAD}
-    return [Wanted(i, {"prompt": f"{i}*{i}=?", "number": i, **about}) for i in range(count)]
+    return [EpisodeRequest(i, {"prompt": f"{i}*{i}=?", "number": i, **about}) for i in range(count)]
 
 
 def trajectories(found: list[Any]) -> list[Trajectory]:
-    return [one.trajectory if isinstance(one, Played) else one for one in found]
+    return [one.trajectory if isinstance(one, EpisodeResult) else one for one in found]
 
 
 def check_equal(ours: list[Trajectory], theirs: list[Trajectory]) -> None:
@@ -144,13 +144,13 @@ def check_equal(ours: list[Trajectory], theirs: list[Trajectory]) -> None:
         assert np.array_equal(a.logprobs, b.logprobs[:n]) and [Segment(*s) for s in a.segments] == b.segments, a.id
 
 
-def measured(player: Player, loop: Any, wanted: list[Wanted], params: SamplingParams) -> dict[str, float]:
+def measured(player: Player, loop: Any, requests: list[EpisodeRequest], params: SamplingParams) -> dict[str, float]:
     """Play the episodes and return rates."""
     player.engine.reset_prefix_cache()
     player.engine.stats(reset=True)
     pool: Any = player.pool
     pool.idle, began = 0.0, time.perf_counter()
-    found = trajectories(loop.play(wanted, params))
+    found = trajectories(loop.play(requests, params))
     seconds, stats = time.perf_counter() - began, player.engine.stats()
     read = sum(int((t.mask == 0).sum()) for t in found)
     turns = sum(int(t.reward or 0) for t in found)
@@ -174,15 +174,15 @@ def beside_trl(count: int, turns: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         agents_trl.make_model(Path(folder))
         for tool, middle in TOOLS.items():
-            infos = [wanted.info for wanted in asked(count, turns, middle)]
+            infos = [requests.info for requests in asked(count, turns, middle)]
             with agents_trl.playing(Path(folder), ROWS) as player:
                 player.pool = Timed(player.pool)  # type: ignore[assignment]
                 params = SamplingParams(max_tokens=64, stop_tokens=player.template.stops)
-                ours = player.play([Wanted(i, info) for i, info in enumerate(infos)], params)
-                row = measured(player, player, [Wanted(i, info) for i, info in enumerate(infos)], params)
+                ours = player.play([EpisodeRequest(i, info) for i, info in enumerate(infos)], params)
+                row = measured(player, player, [EpisodeRequest(i, info) for i, info in enumerate(infos)], params)
             seconds, ids = agents_trl.trl_plays(Path(folder), infos)
-            for played, theirs in zip(ours, ids, strict=True):
-                t = played.trajectory
+            for result, theirs in zip(ours, ids, strict=True):
+                t = result.trajectory
                 assert t.tokens[t.prompt_length :].tolist() == theirs, (t.id, len(theirs), len(t.tokens))
             own = sum(len(p.trajectory.tokens) - p.trajectory.prompt_length for p in ours)
             same_work({"tilth": {"tokens": own}, "trl": {"tokens": sum(map(len, ids))}})
@@ -204,20 +204,20 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with playing(parity=True) as player:
         params = SamplingParams(max_tokens=12, stop_tokens=(1, 2, 3, 4, 5, 6))
-        wanted = asked(24, 3, 0.0)
-        check_equal(trajectories(player.play(wanted, params)), Lockstep(player, 24).play(wanted, params))
+        requests = asked(24, 3, 0.0)
+        check_equal(trajectories(player.play(requests, params)), Lockstep(player, 24).play(requests, params))
     print(f"equal episodes; now {count} of {turns} turns, engine of {ROWS} rows")
     with playing(parity=False) as player:
         player.play(asked(8, 2, 0.0), params)
         for tool, middle in TOOLS.items():
-            wanted = asked(count, turns, middle)
+            requests = asked(count, turns, middle)
             loops = {
                 "interleaved": player,
                 "lockstep": Lockstep(player, count),
                 f"lockstep of {ROWS}": Lockstep(player, ROWS),
             }
             for name, loop in loops.items():
-                found = measured(player, loop, wanted, params)
+                found = measured(player, loop, requests, params)
                 rows.append({"tool": tool, "loop": name, "episodes": count, "turns": turns, **found})
                 done = {r["loop"]: {kind: r[kind] for kind in WORK} for r in rows if r["tool"] == tool}
                 same_work(done)

@@ -24,7 +24,7 @@ from tilth.envs.environment import Environment, EnvironmentFault, tool
 from tilth.envs.pool import Answer
 from tilth.models.config import DecoderConfig
 from tilth.rollout import buffer, episodes
-from tilth.rollout.episodes import Episode, Limits, Player, Wanted
+from tilth.rollout.episodes import Episode, EpisodeRequest, Limits, Player
 
 TEXTS = [
     "What is 12 + 34? It is 46.\n\nThe user said so; add multiply name arguments",
@@ -157,9 +157,9 @@ def test_ids_are_appended_and_the_mask_is_on_what_the_policy_drew(tokenizers_of,
     pool = Talks(1)
     one = scripted(tokenizer, pool)
     params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
-    wanted = [Wanted(i, {"q": f"What is {i}?"}, group=i // 2, prompt=i) for i in range(episodes)]
+    requests = [EpisodeRequest(i, {"q": f"What is {i}?"}, group=i // 2, prompt=i) for i in range(episodes)]
     several = 0
-    for ask, found in zip(wanted, one.play(wanted, params), strict=True):
+    for ask, found in zip(requests, one.play(requests, params), strict=True):
         t = found.trajectory
         ids = one.template.begin([{"role": "user", "content": ask.info["q"]}], TOOLS)
         assert t.tokens[: len(ids)].tolist() == ids and not t.mask[: len(ids)].any()
@@ -221,7 +221,7 @@ def test_text_tokenised_again_gives_other_ids(tokenizers_of):
     tokenizer = tokenizers_of["qwen3"]
     one = scripted(tokenizer, Talks(1))
     params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
-    found = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(20)], params)
+    found = one.play([EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(20)], params)
     again = [tokenizer.encode(tokenizer.decode(f.trajectory.tokens, special=True)) for f in found]
     assert sum(ids != f.trajectory.tokens.tolist() for ids, f in zip(again, found)) > 10
 
@@ -233,8 +233,8 @@ def test_order_of_answers_changes_nothing(tokenizers_of):
     for rows, only in ((64, range(12)), (3, range(12)), (8, (5,))):
         one = player(tokenizer, Talks(2), max_rows=rows)
         params = SamplingParams(max_tokens=8, stop_tokens=(*one.template.stops, *range(5, 100)))
-        played = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in only], params)
-        found.append({p.trajectory.id: p.trajectory for p in played})
+        results = one.play([EpisodeRequest(i, {"q": f"What is {i}?"}) for i in only], params)
+        found.append({p.trajectory.id: p.trajectory for p in results})
     for i, t in found[0].items():
         for other in (o[i] for o in found[1:] if i in o):
             assert np.array_equal(t.tokens, other.tokens) and np.array_equal(t.logprobs, other.logprobs)
@@ -246,9 +246,9 @@ def test_a_failed_episode_fails_alone(tokenizers_of):
     odd = {(2, 1): Answer(2, "step", None, "ValueError: no", "error")}
     plain = scripted(tokenizer, Talks(4))
     params = SamplingParams(max_tokens=8, stop_tokens=plain.template.stops)
-    wanted = [Wanted(i, {"q": f"What is {i}?"}) for i in range(6)]
-    whole = plain.play(wanted, params)
-    hit = scripted(tokenizer, Talks(4, odd=odd)).play(wanted, params)
+    requests = [EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(6)]
+    whole = plain.play(requests, params)
+    hit = scripted(tokenizer, Talks(4, odd=odd)).play(requests, params)
     assert hit[2].trajectory.reward is None and hit[2].trajectory.finish == "error" and hit[2].status == "error"
     assert hit[2].reason == "ValueError: no" and hit[2].trajectory.mask.any()
     for a, b in zip(whole[:2] + whole[3:], hit[:2] + hit[3:]):
@@ -260,7 +260,7 @@ def test_an_episode_that_fails_while_its_turn_is_drawn_fails_alone(tokenizers_of
     tokenizer = tokenizers_of["qwen3"]
     plain, hit = (scripted(tokenizer, Talks(4)) for _ in range(2))
     params = SamplingParams(max_tokens=8, stop_tokens=plain.template.stops)
-    wanted = [Wanted(i, {"q": f"What is {i}?"}) for i in range(6)]
+    requests = [EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(6)]
     talks = hit.pool.poll
 
     def poll(seconds):
@@ -268,7 +268,7 @@ def test_an_episode_that_fails_while_its_turn_is_drawn_fails_alone(tokenizers_of
         return talks(seconds) + [Answer(2, "step", None, "it differs", "differs")] * lost
 
     hit.pool.poll = poll
-    whole, found = plain.play(wanted, params), hit.play(wanted, params)
+    whole, found = plain.play(requests, params), hit.play(requests, params)
     assert found[2].status == "differs" and found[2].trajectory.reward is None and not hit.engine.requests
     for a, b in zip(whole[:2] + whole[3:], found[:2] + found[3:]):
         assert np.array_equal(a.trajectory.tokens, b.trajectory.tokens) and a.trajectory.reward == b.trajectory.reward
@@ -279,8 +279,8 @@ def test_an_answer_longer_than_the_context_cuts_the_episode(tokenizers_of):
     long = {"messages": [{"role": "tool", "content": "x y z " * 400}], "done": False}
     one = scripted(tokenizer, Talks(4, odd={(i, 1): Answer(i, "step", long) for i in range(8)}))
     params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
-    played = one.play([Wanted(i, {"q": "What is 1?"}) for i in range(8)], params)
-    found = next(p for p in played if "cut" not in p.reason)
+    results = one.play([EpisodeRequest(i, {"q": "What is 1?"}) for i in range(8)], params)
+    found = next(p for p in results if "cut" not in p.reason)
     assert found.trajectory.finish == "length" and "context of 400" in found.reason
     assert found.trajectory.reward is not None and found.trajectory.mask[-1] == 1
 
@@ -300,8 +300,8 @@ def test_what_a_template_does_not_take_costs_its_episode_only(tokenizers_of):
     one = scripted(tokenizers_of["qwen3"], Talks(4, odd={(i, 1): Answer(i, "step", late) for i in range(4)}))
     one.template = ChatTemplate(one.template.tokenizer, strict + one.template.source, "strict")
     params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
-    played = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(8)], params)
-    refused = [p for p in played if p.trajectory.reward is None]
+    results = one.play([EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(8)], params)
+    refused = [p for p in results if p.trajectory.reward is None]
     assert 0 < len(refused) <= 4 and all("user, assistant, system: system comes first" in p.reason for p in refused)
 
 
@@ -326,7 +326,7 @@ def test_what_was_computed_is_not_computed_again(tokenizers_of):
     tokenizer = tokenizers_of["qwen3"]
     one = player(tokenizer, Talks(4), parity=False)
     params = SamplingParams(max_tokens=12, stop_tokens=(*one.template.stops, *range(5, 100)))
-    found = one.play([Wanted(i, {"q": f"What is {i}?"}) for i in range(16)], params)
+    found = one.play([EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(16)], params)
     read = sum(int((p.trajectory.mask == 0).sum()) for p in found)
     turns = sum(p.turns for p in found)
     assert one.engine.stats().prefilled_tokens <= read + turns - len(found)
@@ -353,7 +353,7 @@ def test_text_without_tokens_costs_its_episode_only():
 
     one = scripted_plain(tokenizer, Sums(4, odd=odd))
     params = SamplingParams(max_tokens=8, stop_tokens=one.template.stops)
-    found = one.play([Wanted(i, {"q": ""}) for i in range(4)], params)
+    found = one.play([EpisodeRequest(i, {"q": ""}) for i in range(4)], params)
     assert [p.status for p in found] == ["ok", "error", "error", "ok"] or found[1].reason.endswith("was cut")
     assert found[2].trajectory.reward is None and "no token" in found[2].reason
 
@@ -376,15 +376,15 @@ class Pays(Talks):
 def drawn(one, count):
     """Play this many episodes."""
     params = SamplingParams(max_tokens=12, stop_tokens=one.template.stops)
-    return one.play([Wanted(i, {"q": f"{i}?"}) for i in range(count)], params)
+    return one.play([EpisodeRequest(i, {"q": f"{i}?"}) for i in range(count)], params)
 
 
 def test_rewards_of_turns_are_at_their_last_tokens(tokenizers_of):
     """Every segment of the policy against what the environment paid, in an order of its own."""
     pool = Pays(5)
-    played = drawn(scripted(tokenizers_of["qwen3"], pool), 40)
+    results = drawn(scripted(tokenizers_of["qwen3"], pool), 40)
     several = 0
-    for one in played:
+    for one in results:
         t = one.trajectory
         chosen = np.flatnonzero(t.mask)
         ends = [i for i in chosen if i + 1 == len(t.mask) or not t.mask[i + 1]]
@@ -398,8 +398,8 @@ def test_rewards_of_turns_are_at_their_last_tokens(tokenizers_of):
 
 def test_a_missing_reward_is_missing_whatever_turns_have_earned(tokenizers_of):
     pool = Pays(5, odd={(3, 2): Answer(3, "step", None, "as asked", "error")})
-    played = drawn(scripted(tokenizers_of["qwen3"], pool), 6)
-    assert played[3].trajectory.reward is None and played[3].trajectory.turn_rewards
+    results = drawn(scripted(tokenizers_of["qwen3"], pool), 6)
+    assert results[3].trajectory.reward is None and results[3].trajectory.turn_rewards
 
 
 def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
@@ -411,8 +411,8 @@ def test_calls_are_constrained_to_tools_that_there_are(tokenizers_of):
     drawn(one, 4)
     assert {r.params.schema for r in asked} == {grammar_of_calls(json.dumps(TOOLS), added_tokens(tokenizer))}
     with raises(EnvironmentFault, "rollout.tool_schemas.none"):
-        one._schema(Episode(Wanted(0, {})))
-    assert one._schema(Episode(Wanted(0, {}), limits={})) == ""  # an agent's call without tools
+        one._schema(Episode(EpisodeRequest(0, {})))
+    assert one._schema(Episode(EpisodeRequest(0, {}), limits={})) == ""  # an agent's call without tools
 
 
 class Endless(Talks):
@@ -456,9 +456,9 @@ def test_turns_copy_new_tokens_alone(tokenizers_of, monkeypatch):
         tokenizer = tokenizers_of["qwen3"]
         one = scripted(tokenizer, Endless(1), turns=turns, context=10**6)
         one.engine = Short(1, tokenizer.vocab_size, one.template.stops)
-        (played,) = drawn(one, 1)
-        assert played.turns == turns
-        counts.append(counted.numbers / len(played.trajectory.tokens))
+        (result,) = drawn(one, 1)
+        assert result.turns == turns
+        counts.append(counted.numbers / len(result.trajectory.tokens))
     assert counts[1] < 1.5 * counts[0]
 
 
@@ -538,10 +538,10 @@ def test_an_example_of_a_transcript_is_the_episode_token_for_token(tokenizers_of
     own = make_template("chatml" if name == "chatml" else "model", tokenizer)
     player = Player(Recites(example, own.stops), own, tokenizer, Lived(1), Limits(4, 2000))
     params = SamplingParams(max_tokens=200, stop_tokens=own.stops)
-    (played,) = player.play([Wanted(0, json.loads(prompt.episode))], params)
-    assert (played.turns, played.calls, played.reason) == (3, 2, "")
-    assert played.trajectory.tokens.tolist() == example.tokens.tolist()
-    assert played.trajectory.mask.tolist() == example.mask.tolist()
+    (result,) = player.play([EpisodeRequest(0, json.loads(prompt.episode))], params)
+    assert (result.turns, result.calls, result.reason) == (3, 2, "")
+    assert result.trajectory.tokens.tolist() == example.tokens.tolist()
+    assert result.trajectory.mask.tolist() == example.mask.tolist()
     written = [part for part in tokenizer.decode(example.tokens[example.mask == 1], special=True).split(
         tokenizer.token(own.stops[0])) if part]  # fmt: skip
     assert len(written) == 3 and "look" in written[0] and "nut 2" in written[1] and written[2].endswith("It is mine.")

@@ -27,7 +27,7 @@ from tilth.envs.calls import message_of
 from tilth.envs.pool import EnvironmentPool
 from tilth.models.config import DecoderConfig
 from tilth.rollout.buffer import parted
-from tilth.rollout.episodes import Limits, Played, Player, Wanted
+from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Limits, Player
 from tilth.serve.agents.conversation import MODEL, AgentConversations
 from tilth.serve.agents.server import _called
 from tilth.serve.errors import HttpError
@@ -58,13 +58,15 @@ def play(pool, infos, *, turns=4, context=400, max_tokens=12, engine=None, ids=N
         engine.update_weights(make_model(config, scale=1.0).named_parameters(), version=5)
     player = Player(engine, template, tokenizer, pool, Limits(turns, context))
     params = SamplingParams(max_tokens=max_tokens, stop_tokens=(*template.stops, *range(5, 60)))
-    wanted = [Wanted(i, info, at // 2, at) for at, (i, info) in enumerate(zip(ids or range(len(infos)), infos))]
-    player.begin(wanted, params, partial)
+    requests = [
+        EpisodeRequest(i, info, at // 2, at) for at, (i, info) in enumerate(zip(ids or range(len(infos)), infos))
+    ]
+    player.begin(requests, params, partial)
     while player.open:
         assert list(EngineRounds(engine, source=player).drain())
-        paused = [Played.of(one.kept()) for one in player.played.values() if one.paused]  # as through a file
+        paused = [EpisodeResult.of(one.kept()) for one in player.results.values() if one.paused]  # as through a file
         player.begin([], params, partial, paused)
-    return [player.played[one.id] for one in wanted]
+    return [player.results[one.id] for one in requests]
 
 
 def test_the_same_game_is_the_same_trajectory():
@@ -114,9 +116,9 @@ def test_conversations_of_an_episode_are_those_of_episodes(teams):
         assert (t.id, t.finish, one.reason, one.turns, len(t.opened)) == (row, "stop", "", 9, 2)
         same(t, other.trajectory)
         assert t.segments == other.trajectory.segments and t.reward == other.trajectory.reward is not None
-        for found, wanted in zip(parted(t), [games[row].trajectory for games in apart], strict=True):
-            same(found, wanted)
-            assert found.segments == wanted.segments
+        for found, requests in zip(parted(t), [games[row].trajectory for games in apart], strict=True):
+            same(found, requests)
+            assert found.segments == requests.segments
 
 
 def same(a, b):

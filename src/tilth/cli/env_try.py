@@ -122,7 +122,7 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], options: EnvTryComm
     from tilth.data.template import make_template
     from tilth.engines.options import EngineOptions
     from tilth.engines.request import SamplingParams
-    from tilth.rollout.episodes import Limits, Player, Wanted
+    from tilth.rollout.episodes import EpisodeRequest, Limits, Player
     from tilth.runs.models import load_model, make_engine, wants_tokenizer
 
     loaded = load_model(options.model)
@@ -132,8 +132,8 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], options: EnvTryComm
     engine = make_engine(loaded, EngineOptions(seed=options.seed, max_rows=1))
     params = SamplingParams(options.max_tokens, options.temperature, stop=loaded.stop, stop_tokens=template.stops)
     player = Player(engine, template, tokenizer, pool, Limits(options.turns, context))
-    (played,) = player.play([Wanted(0, record)], params)
-    t = played.trajectory
+    (result,) = player.play([EpisodeRequest(0, record)], params)
+    t = result.trajectory
     borders = [*(segment.start for segment in t.segments), len(t.tokens)]
     parts = [
         {
@@ -145,12 +145,12 @@ def _by_model(pool: EnvironmentPool, record: dict[str, Any], options: EnvTryComm
         }
         for segment, (a, b) in zip(t.segments, pairwise(borders))
     ]
-    score = {"value": t.reward, "parts": played.parts, "reason": played.reason}
+    score = {"value": t.reward, "parts": result.parts, "reason": result.reason}
     if options.as_json:
-        typer.echo(json.dumps({"segments": parts, "finish": t.finish, "turns": played.turns, **score}))
+        typer.echo(json.dumps({"segments": parts, "finish": t.finish, "turns": result.turns, **score}))
         return
     for part in parts:
         earned = f", reward {part['reward']:g}" if part["reward"] else ""
         about = f"{part['role']}, {len(part['tokens'])} tokens, {sum(part['mask'])} trained{earned}"
         typer.echo(f"[{about}] {part['text']!r}")
-    typer.echo(f"{played.turns} turns, {len(t.tokens)} tokens, finish {t.finish}; {_scored(score)}")
+    typer.echo(f"{result.turns} turns, {len(t.tokens)} tokens, finish {t.finish}; {_scored(score)}")

@@ -25,7 +25,7 @@ from tilth.engines.rounds import EngineRounds
 from tilth.envs.pool import EnvironmentPool
 from tilth.rewards.process_pool import Outcome, RewardPool, Status, commonest
 from tilth.rl.passk import Interval, avg_at_k, interval, pass_at_k
-from tilth.rollout.episodes import Limits, Played, Player, Wanted
+from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Limits, Player
 from tilth.runs.files import to_json
 from tilth.runs.models import LoadedModel, make_engine, wants_tokenizer
 
@@ -241,17 +241,17 @@ def evaluate_episodes(
     params = SamplingParams(**{**asdict(how.sampling), "stop_tokens": template.stops})
     rows = min(how.max_rows, len(asked) * how.samples)
     engine = make_engine(model, EngineOptions(seed=how.seed, max_rows=rows, max_length=context))
-    wanted = [
-        Wanted(prompt.index * SAMPLES + number, json.loads(prompt.episode), i, prompt.index)
+    requests = [
+        EpisodeRequest(prompt.index * SAMPLES + number, json.loads(prompt.episode), i, prompt.index)
         for i, prompt in enumerate(asked)
         for number in range(how.samples)
     ]
     show = progress or (lambda done, of: None)
-    show(0, len(wanted))
+    show(0, len(requests))
     begin = time.perf_counter()
-    found = Player(engine, template, tokenizer, pool, Limits(turns, context)).play(wanted, params)
+    found = Player(engine, template, tokenizer, pool, Limits(turns, context)).play(requests, params)
     seconds = time.perf_counter() - begin
-    show(len(wanted), len(wanted))
+    show(len(requests), len(requests))
     if all(one.trajectory.reward is None for one in found):
         why = commonest(one.reason for one in found)
         raise RewardError(f"all {len(found)} rewards are missing; most often: {why}", key="reward")
@@ -261,7 +261,7 @@ def evaluate_episodes(
     return Evaluation(how, samples, {"generate": seconds, "score": 0.0})
 
 
-def _outcome(one: Played) -> Outcome:
+def _outcome(one: EpisodeResult) -> Outcome:
     parts, value = {"turns": float(one.turns), **one.parts}, one.trajectory.reward
     return Outcome(value, parts, "" if value is not None else one.reason, 0.0, _STATUS.get(one.status, "error"))
 

@@ -249,8 +249,8 @@ def weight_sync(
     device, engine = prepare(context, recipe), DTYPES[recipe.train.precision]
     dtypes = {name: engine if ROLES[name].mesh in ("copies", "engines") else torch.float32 for name in targets}
     held = policy_layouts(recipe, config, source, schedule=recipe.policy.layout.pp_schedule)
-    wanted = {name: _wanted(recipe, config, name, mesh) for name, mesh in targets.items()}
-    given = context, held, wanted, dtypes, source, targets
+    layouts_of = {name: _target_layouts(recipe, config, name, mesh) for name, mesh in targets.items()}
+    given = context, held, layouts_of, dtypes, source, targets
     if not has_relay(recipe) or "rollout" not in targets:
         return WeightSyncWorker(*given, device=device)
     assert isinstance(context.store, FolderStore)  # of a cluster on one machine
@@ -258,7 +258,7 @@ def weight_sync(
     return RelaySyncWorker(*given, device=device, relays=relays)
 
 
-def _wanted(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
+def _target_layouts(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
     """Return the layouts in which a role takes the policy's weights: its own parts, whole ones for a plugin's role."""
     spec = ROLES[role]
     how: dict[str, Any] = {"value": spec.values, "schedule": spec.placed_by(recipe).layout.pp_schedule}

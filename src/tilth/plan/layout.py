@@ -10,8 +10,7 @@ from tilth.config.axes import DATA, MODEL, over
 from tilth.config.checks import check_cluster, pool_of, pools
 from tilth.config.errors import AxisError, RecipeError
 from tilth.config.roles import ROLES, RoleSpec, resolve, roles_of
-from tilth.config.schema import LayoutConfig as Wanted
-from tilth.config.schema import Recipe
+from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.errors import ModelError
 from tilth.core.layout import Layout, Mesh, Placement, Replicate, Shard
 from tilth.core.layout import Shape as Sizes
@@ -367,32 +366,32 @@ def has_values(recipe: Recipe, role: str) -> bool:
 
 def cut(recipe: Recipe, role: str, placed: Placed, shape: DecoderShape, rank: int) -> ShardFactors:
     """Return the part of a role's model on one of its ranks."""
-    wanted: Wanted = ROLES[role].placed_by(recipe).layout
+    config: LayoutConfig = ROLES[role].placed_by(recipe).layout
     values = has_values(recipe, role)
     mesh, table = placed.mesh, shape.table + VALUE_HEAD
-    times = alike(shape, stages_of(shape, mesh.size("pp"), wanted.pp_schedule, value=values), values)
+    times = alike(shape, stages_of(shape, mesh.size("pp"), config.pp_schedule, value=values), values)
     sizes = _sizes(shape, values, times)
-    how: dict[str, Any] = {"value": values, "schedule": wanted.pp_schedule, "sizes": sizes}
-    how["whole"] = placed.engines or wanted.zero == 1
+    how: dict[str, Any] = {"value": values, "schedule": config.pp_schedule, "sizes": sizes}
+    how["whole"] = placed.engines or config.zero == 1
     own = layouts(shape, mesh.part(rank, *mesh.over(*MODEL)), **how)
     here = elements(own, rank, times)
     blocks = elements({name: own[name] for name in own if rule_of(table, name).kind == "matrix"}, rank, times)
     experts = elements({name: own[name] for name in own if rule_of(table, name).stacked}, rank, times)
-    gathered = 0 if how["whole"] else _gathered(shape, mesh, rank, wanted, values)
+    gathered = 0 if how["whole"] else _gathered(shape, mesh, rank, config, values)
     tp = mesh.size("tp")
-    spread = tp if wanted.sp else 1
-    stage = stage_part(shape, mesh, rank, wanted.pp_schedule, value=values)
+    spread = tp if config.sp else 1
+    stage = stage_part(shape, mesh, rank, config.pp_schedule, value=values)
     found = ShardFactors(
-        here, gathered, tp_part(shape, tp), blocks, spread, experts=experts, **replica_counts(placed, wanted)
+        here, gathered, tp_part(shape, tp), blocks, spread, experts=experts, **replica_counts(placed, config)
     )
     adapters = _adapters(recipe, role, shape, mesh, rank, stage is not None)
-    return found._replace(stage=stage, ring=found.tokens > 1 and wanted.cp_style == "ring", adapters=adapters)
+    return found._replace(stage=stage, ring=found.tokens > 1 and config.cp_style == "ring", adapters=adapters)
 
 
-def replica_counts(placed: Placed, wanted: Wanted) -> dict[str, Any]:
+def replica_counts(placed: Placed, config: LayoutConfig) -> dict[str, Any]:
     """Return the factors of a rank's part that depend on the ranks with the same part."""
     mesh = placed.mesh
-    data = mesh.over(*DATA) if wanted.zero == 1 else ()
+    data = mesh.over(*DATA) if config.zero == 1 else ()
     updates = mesh.size(*data), mesh.size(*(name for name in data if name not in mesh.over("experts")))
     ranks, copies = placed.data_ranks, mesh.size(*mesh.copies)
     return {"ranks": ranks, "copies": copies, "tokens": mesh.pieces, "units": mesh.units, "updates": updates}
@@ -426,20 +425,20 @@ def stage_part(shape: DecoderShape, mesh: Mesh, rank: int, schedule: str, *, val
     return StagePart(layers, stage == 0, stage == count - 1, flights, late)
 
 
-def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, wanted: Wanted, values: bool) -> int:
+def _gathered(shape: DecoderShape, mesh: Mesh, rank: int, config: LayoutConfig, values: bool) -> int:
     """Count the elements of the parameters that a rank gathers and holds at the same time."""
     apart, found = [name for name in mesh.over(*MODEL) if name not in mesh.shards], 0
-    stages = stages_of(shape, mesh.size("pp"), wanted.pp_schedule, value=values)
+    stages = stages_of(shape, mesh.size("pp"), config.pp_schedule, value=values)
     times = alike(shape, stages, values)
-    sizes = _sizes(shape, values, times if wanted.zero == 2 else _two_layers(shape, stages, values))
+    sizes = _sizes(shape, values, times if config.zero == 2 else _two_layers(shape, stages, values))
     for stacked, shards in ((False, mesh.shards), (True, mesh.expert_shards)):
         if mesh.size(*shards) == 1:
             continue
         kept = [name for name in mesh.shards if name not in shards]
         mine = mesh.part(rank, *apart, *kept)  # what is computed with
-        part = layouts(shape, mine, value=values, schedule=wanted.pp_schedule, sizes=sizes)
+        part = layouts(shape, mine, value=values, schedule=config.pp_schedule, sizes=sizes)
         these = {n: part[n] for n in part if rule_of(shape.table + VALUE_HEAD, n).stacked == stacked}
-        found += elements(these, rank, times) if wanted.zero == 2 else _at_once(these, rank)
+        found += elements(these, rank, times) if config.zero == 2 else _at_once(these, rank)
     return found
 
 

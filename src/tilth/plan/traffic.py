@@ -8,8 +8,7 @@ from typing import NamedTuple
 from tilth.config.axes import DATA
 from tilth.config.checks import learners
 from tilth.config.roles import ROLES
-from tilth.config.schema import LayoutConfig as Wanted
-from tilth.config.schema import Recipe
+from tilth.config.schema import LayoutConfig, Recipe
 from tilth.core.layout import Layout, Mesh
 from tilth.plan.context import RING_SHARE
 from tilth.plan.experts import dispatch_elements, dispatch_mode
@@ -98,14 +97,14 @@ def inside(
 
     part: what a rank holds, if it is known.
     """
-    wanted = learners(recipe)[role]
+    config = learners(recipe)[role]
     part = part or cut(recipe, role, placed, shape, placed.ranks[0])
-    layers = _layers(recipe, role, wanted, placed, shape)
-    found = _data(recipe, role, wanted, placed, part, longest)
-    found += _context(recipe, role, wanted, placed, shape, longest, layers.all)
+    layers = _layers(recipe, role, config, placed, shape)
+    found = _data(recipe, role, config, placed, part, longest)
+    found += _context(recipe, role, config, placed, shape, longest, layers.all)
     found += _experts(recipe, role, placed, shape, longest, layers.experts)
-    found += _tensor(recipe, role, placed, shape, longest, wanted.sp, layers.all)
-    return found + _stages(recipe, role, wanted, placed, shape, longest)
+    found += _tensor(recipe, role, placed, shape, longest, config.sp, layers.all)
+    return found + _stages(recipe, role, config, placed, shape, longest)
 
 
 class _Layers(NamedTuple):
@@ -115,11 +114,11 @@ class _Layers(NamedTuple):
     experts: int
 
 
-def _layers(recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape) -> _Layers:
+def _layers(recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, shape: DecoderShape) -> _Layers:
     count = placed.mesh.size("pp")
     if count == 1:
         return _Layers(shape.num_layers, len(shape.expert_layers))
-    stages = stages_of(shape, count, wanted.pp_schedule, value=has_values(recipe, role))
+    stages = stages_of(shape, count, config.pp_schedule, value=has_values(recipe, role))
     own = [[layer for part in stages.parts(k) for layer in stages.layers[part]] for k in range(count)]
     return _Layers(max(map(len, own)), max(len({*layers} & {*shape.expert_layers}) for layers in own))
 
@@ -130,17 +129,17 @@ def _talk(role: str, mesh: Mesh, axes: Sequence[str], what: str, sent: float, *,
 
 
 def _data(
-    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, part: ShardFactors, longest: int
+    recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, part: ShardFactors, longest: int
 ) -> list[GroupTraffic]:
     mesh, did = placed.mesh, work(recipe, role, placed.data_ranks, longest)
-    if wanted.zero == 1:
+    if config.zero == 1:
         return list(_updates(role, mesh, part, did.updates))
     copies = mesh.size(*mesh.copies)
     found = []
     if copies > 1 and did.updates:
         sent = 2 * _share(copies) * part.elements * _FP32 * did.updates
         found.append(_talk(role, mesh, mesh.copies, "gradients are added up, once an update", sent, updates=True))
-    if wanted.zero == 2:
+    if config.zero == 2:
         what = "gathered, gradients scattered, once an update"
         times = 2 * did.updates + did.scored_micros
     else:
@@ -183,7 +182,7 @@ def _experts(
 
 
 def _context(
-    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int, layers: int
+    recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, shape: DecoderShape, longest: int, layers: int
 ) -> list[GroupTraffic]:
     """Keys and values that go around once forward, and back with their gradients; or tokens exchanged for heads."""
     mesh, tp = placed.mesh, placed.mesh.size("tp")
@@ -194,7 +193,7 @@ def _context(
     did, element = work(recipe, role, placed.data_ranks, longest), 2 if recipe.train.precision == "bf16" else _FP32
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
     again = bool(recipe.train.checkpointing)
-    if wanted.cp_style == "ring":
+    if config.cp_style == "ring":
         what, each = "keys and values sent around", RING_SHARE * 2 * kv_heads * shape.head_dim
         sent = (did.scored + did.tokens * (2 + again)) * element + did.tokens * _FP32  # gradients travel in fp32
     else:
@@ -220,7 +219,7 @@ def _tensor(
 
 
 def _stages(
-    recipe: Recipe, role: str, wanted: Wanted, placed: Placed, shape: DecoderShape, longest: int
+    recipe: Recipe, role: str, config: LayoutConfig, placed: Placed, shape: DecoderShape, longest: int
 ) -> list[GroupTraffic]:
     """Return the hidden states and gradients that go from one stage of a pipeline to the next."""
     stages = placed.mesh.size("pp")
@@ -228,13 +227,13 @@ def _stages(
         return []
     did = work(recipe, role, placed.data_ranks, longest)
     element = 2 if recipe.train.precision == "bf16" else _FP32
-    parts = stages * chunks_of(wanted.pp_schedule)
+    parts = stages * chunks_of(config.pp_schedule)
     sent = []
     for stage in range(stages):
         own = range(stage, parts, stages)
         forth, back = sum(part < parts - 1 for part in own), sum(part > 0 for part in own)
         sent.append(forth * (did.tokens + did.scored) + back * did.tokens)
-    divided = placed.mesh.pieces * (placed.mesh.size("tp") if wanted.sp else 1)
+    divided = placed.mesh.pieces * (placed.mesh.size("tp") if config.sp else 1)
     most = max(sent) * shape.hidden_size * element / divided
     return [_talk(role, placed.mesh, ["pp"], "hidden states and their gradients, between neighbouring stages", most)]
 

@@ -24,7 +24,7 @@ from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.envs.journal import ObservationJournal
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, media_of, texts, to_batch
-from tilth.rollout.episodes import Played, Player, Wanted
+from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Player
 from tilth.rollout.prefixes import PrefixPool
 from tilth.trace.spans import span
 
@@ -59,7 +59,7 @@ class Aside(NamedTuple):
     """Samples in flight, and others that have ended, of ``RolloutWorker.set_aside``, and how both are drawn."""
 
     flying: list[Trajectory]
-    ended: dict[int, Played]
+    ended: dict[int, EpisodeResult]
     params: SamplingParams
     media: bool
 
@@ -89,7 +89,7 @@ class RolloutWorker:
         self._failures: dict[int, dict[str, Any]] = {}
         self._asked = self._done = 0
         self._aborting: list[int] = []
-        self._ended: dict[int, Played] = {}
+        self._ended: dict[int, EpisodeResult] = {}
         """Samples that have ended or paused and were not collected."""
         self._news: list[int] = []
         """Those of them that had ended before they were submitted."""
@@ -119,7 +119,7 @@ class RolloutWorker:
         for kept in (self._ended, self._news, self._before, self._aborting):
             kept.clear()
         if self.player is not None:
-            self.player.played.clear()
+            self.player.results.clear()
             self.player.pool.keep(None)
         self._asked = self._done = 0
         return {}
@@ -133,16 +133,16 @@ class RolloutWorker:
         """
         self._params, self._plays = self._params_of(greedy), INFO in asked.payload
         self._media = MEDIA in asked.payload
-        self._partial, carried = 0, list[Played]()
+        self._partial, carried = 0, list[EpisodeResult]()
         fresh = asked
         if since is not None:
             assert self._prefixes is not None
             goes = asked[CARRIED] != 0
             self._partial, fresh = self.section.partial, asked.select(~goes)
             kept = self._prefixes.take(since, asked["id"][goes].tolist()).values()
-            carried = [Played.of(t) if self._plays else Played(t, {}, paused=self._paused(t)) for t in kept]
+            carried = [EpisodeResult.of(t) if self._plays else self._answer(t) for t in kept]
         self._asked += len(asked)
-        self._go_on(carried, self._wanted(fresh) if self._plays else [])
+        self._go_on(carried, self._episodes(fresh) if self._plays else [])
         if not self._plays:
             self.rounds.submit(self._requests(fresh))
         return {}
@@ -170,7 +170,7 @@ class RolloutWorker:
                     self._before[t.id] = t.completion_length
                     self.rounds.resume(t, replace(self._params, max_tokens=stop - t.prompt_length))
                 else:
-                    self._ended[t.id] = Played(t, {})
+                    self._ended[t.id] = EpisodeResult(t, {})
                     self._news.append(t.id)
         return {}
 
@@ -196,7 +196,7 @@ class RolloutWorker:
                 written = sum(t.completion_length - self._before.pop(t.id, 0) for t in found)
                 spent.set(tokens=written, squares=sum(len(t.tokens) ** 2 - t.prompt_length**2 for t in found))
             for t in found:
-                self._ended[t.id] = self._played(t)
+                self._ended[t.id] = self._result(t)
             news += [t.id for t in found]
         self._done += len(news)
         told = [(one.trajectory, one.paused is not None) for one in map(self._ended.__getitem__, news)]
@@ -257,12 +257,12 @@ class RolloutWorker:
             for row, (i, g, p) in enumerate(zip(*(asked[c].tolist() for c in ("id", "group", "prompt"))))
         ]
 
-    def _wanted(self, asked: Batch) -> list[Wanted]:
+    def _episodes(self, asked: Batch) -> list[EpisodeRequest]:
         infos = texts(asked.read(self.store, INFO)[INFO])
         rows = zip(*(asked[c].tolist() for c in ("id", "group", "prompt")))
-        return [Wanted(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
+        return [EpisodeRequest(i, json.loads(info), g, p) for info, (i, g, p) in zip(infos, rows)]
 
-    def _go_on(self, carried: Sequence[Played], wanted: Sequence[Wanted]) -> None:
+    def _go_on(self, carried: Sequence[EpisodeResult], requests: Sequence[EpisodeRequest]) -> None:
         """Go on with samples that have paused, and begin episodes; those that have ended wait for their groups."""
         paused = [one for one in carried if one.paused is not None]
         self._before |= {one.trajectory.id: one.trajectory.completion_length for one in paused}
@@ -271,34 +271,40 @@ class RolloutWorker:
                 self._ended[one.trajectory.id] = one
                 self._news.append(one.trajectory.id)
         if self._plays:
-            self._play([*(one.id for one in wanted), *(one.trajectory.id for one in carried)], wanted, carried, paused)
+            self._play(requests, carried, paused)
             return
         for one in paused:
             most = min(self._params.max_tokens, one.trajectory.completion_length + self._partial)
             self.rounds.resume(one.trajectory, replace(self._params, max_tokens=most))
 
     def _play(
-        self, ids: Sequence[int], wanted: Sequence[Wanted], carried: Sequence[Played], paused: Sequence[Played]
+        self, requests: Sequence[EpisodeRequest], carried: Sequence[EpisodeResult], paused: Sequence[EpisodeResult]
     ) -> None:
-        """Begin these episodes and go on with paused ones. ids: of all that the journal of observations is for."""
+        """Begin these episodes and go on with paused ones. carried: all that go on or wait, whose observations are in
+        the journal too."""
         assert self.player is not None
         if self._journals is not None:
             about = f"version {self.engine.version}, {self._params}"
             about += f", after {sum(len(one.trajectory.tokens) for one in carried)}" if carried else ""
-            self.player.pool.keep(ObservationJournal(self._journals, sorted(ids), about))
-        self.player.begin(wanted, self._params, self._partial, paused)
+            ids = sorted([*(one.id for one in requests), *(one.trajectory.id for one in carried)])
+            self.player.pool.keep(ObservationJournal(self._journals, ids, about))
+        self.player.begin(requests, self._params, self._partial, paused)
 
-    def _played(self, t: Trajectory) -> Played:
+    def _result(self, t: Trajectory) -> EpisodeResult:
         """Return a sample that has ended or paused."""
-        played = None if self.player is None else self.player.played.pop(t.id, None)
-        return Played(t, {}, paused=self._paused(t)) if played is None else played
+        result = None if self.player is None else self.player.results.pop(t.id, None)
+        return self._answer(t) if result is None else result
+
+    def _answer(self, t: Trajectory) -> EpisodeResult:
+        """Return a single answer that has ended or paused."""
+        return EpisodeResult(t, {}, paused=self._paused(t))
 
     def _paused(self, t: Trajectory) -> dict[str, Any] | None:
         """Return {} for an answer that was cut by ``rollout.partial`` alone; None for one that has ended."""
         goes = self._partial and t.finish == "length" and t.completion_length < self.section.max_tokens
         return {} if goes else None
 
-    def _scored(self, batch: Batch, found: Sequence[Played]) -> Batch:
+    def _scored(self, batch: Batch, found: Sequence[EpisodeResult]) -> Batch:
         """Add the parts of the environment's reward, and numbers of turns and calls; note why rewards are missing."""
         self._failures = {
             one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}

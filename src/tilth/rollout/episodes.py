@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EpisodeRequest:
     """One episode to play. info: what ``Environment.reset`` gets."""
 
     id: int
@@ -51,7 +51,7 @@ class Wanted:
 
 
 @dataclass
-class Talk:
+class EpisodeConversation:
     """One conversation of an episode."""
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -65,8 +65,8 @@ class Talk:
 class Episode:
     """An episode in flight."""
 
-    wanted: Wanted
-    talks: list[Talk] = field(default_factory=lambda: [Talk()])
+    request: EpisodeRequest
+    conversations: list[EpisodeConversation] = field(default_factory=lambda: [EpisodeConversation()])
     at: int = 0
     """Conversation of the newest turn."""
     turns: int = 0
@@ -85,24 +85,24 @@ class Episode:
     """True if the newest turn may end for these limits, before the recipe's."""
 
     @property
-    def talk(self) -> Talk:
+    def conversation(self) -> EpisodeConversation:
         """Return the conversation of the newest turn."""
-        return self.talks[self.at]
+        return self.conversations[self.at]
 
     @property
-    def request(self) -> int:
+    def request_id(self) -> int:
         """Return the id of requests of this conversation, which selects their random numbers."""
-        id = self.wanted.id
+        id = self.request.id
         return stream_id("conversation", id, self.at) if self.at else id
 
     @property
     def others(self) -> int:
         """Return the tokens of its other conversations."""
-        return sum(one.buffer.length for one in self.talks if one is not self.talk)
+        return sum(one.buffer.length for one in self.conversations if one is not self.conversation)
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """A finished episode: its trajectory, the score of its environment, and the number of the policy's turns."""
 
     trajectory: Trajectory
@@ -122,7 +122,7 @@ class Played:
         return replace(self.trajectory, info={KEPT: facts})
 
     @classmethod
-    def of(cls, kept: Trajectory) -> "Played":
+    def of(cls, kept: Trajectory) -> "EpisodeResult":
         """Return what ``kept`` was made of."""
         return cls(replace(kept, info={}), **kept.info[KEPT])
 
@@ -144,7 +144,7 @@ class Player:
         """constrained: calls of tools follow the tools' schemas (``engines.grammar``)."""
         self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
-        self.played: dict[int, Played] = {}
+        self.results: dict[int, EpisodeResult] = {}
         """Episodes that have ended or paused, for the caller to take."""
         self._params, self._partial = SamplingParams(), 0
         self._open: dict[int, Episode] = {}
@@ -155,19 +155,23 @@ class Player:
         self._unwanted: list[int] = []
         self._ended: list[Trajectory] = []
 
-    def play(self, wanted: Sequence[Wanted], params: SamplingParams) -> list[Played]:
+    def play(self, requests: Sequence[EpisodeRequest], params: SamplingParams) -> list[EpisodeResult]:
         """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
         an environment's failures become missing rewards."""
-        self.begin(wanted, params)
+        self.begin(requests, params)
         try:
             for _ in EngineRounds(self.engine, source=self).drain():
-                pass  # ``played`` has them
+                pass  # ``results`` has them
         finally:
             self.drop()
-        return [self.played.pop(one.id) for one in wanted]
+        return [self.results.pop(one.id) for one in requests]
 
     def begin(
-        self, wanted: Sequence[Wanted], params: SamplingParams, partial: int = 0, paused: Sequence[Played] = ()
+        self,
+        requests: Sequence[EpisodeRequest],
+        params: SamplingParams,
+        partial: int = 0,
+        paused: Sequence[EpisodeResult] = (),
     ) -> None:
         """Begin episodes, beside those that are open, and go on with paused ones.
 
@@ -175,12 +179,12 @@ class Player:
         """
         self._params, self._partial = params, partial
         if partial:
-            self.pool.keep_only([*(one.id for one in wanted), *(one.trajectory.id for one in paused)])
-        for one in wanted:
+            self.pool.keep_only([*(one.id for one in requests), *(one.trajectory.id for one in paused)])
+        for one in requests:
             self._open[one.id] = Episode(one)
             self.pool.begin(one.id, one.info)
-        for played in paused:
-            self._resume(played)
+        for result in paused:
+            self._resume(result)
 
     @property
     def open(self) -> bool:
@@ -216,31 +220,31 @@ class Player:
         for kept in (self._open, self._generating, self._resumed, self._unwanted, self._ended):
             kept.clear()
 
-    def _resume(self, played: Played) -> None:
+    def _resume(self, result: EpisodeResult) -> None:
         """Go on with a paused episode: what its environment has said is the beginning of the next turn."""
-        whole, state = played.trajectory, dict(played.paused or {})
+        whole, state = result.trajectory, dict(result.paused or {})
         self.pool.resume(whole.id, state.pop("said"))
         self._resumed.append(Answer(whole.id, "step", {"messages": state.pop("heard"), "done": False}))
-        talks = [
-            Talk(one["tools"], one["ended"], TrajectoryBuffer.of(part, one["rewards"]))
+        conversations = [
+            EpisodeConversation(one["tools"], one["ended"], TrajectoryBuffer.of(part, one["rewards"]))
             for one, part in zip(state.pop("talks"), parted(whole), strict=True)
         ]
-        self._open[whole.id] = Episode(Wanted(whole.id, {}, whole.group, whole.prompt), talks, **state)
+        self._open[whole.id] = Episode(EpisodeRequest(whole.id, {}, whole.group, whole.prompt), conversations, **state)
 
     def _pause(self, episode: Episode, heard: Sequence[Mapping[str, Any]]) -> None:
         """Leave an episode as it is, before the policy's next turn."""
         state = {name: getattr(episode, name) for name in ("at", "turns", "calls", "earned", "limits")}
         state["talks"] = [
-            {"tools": one.tools, "ended": one.ended, "rewards": one.buffer.rewards} for one in episode.talks
+            {"tools": one.tools, "ended": one.ended, "rewards": one.buffer.rewards} for one in episode.conversations
         ]
-        state |= {"heard": heard, "said": self.pool.said(episode.wanted.id)}
-        whole = _joined(episode, [one.buffer for one in episode.talks], cut=False)
-        self._leave(episode, Played(whole, {}, turns=episode.turns, paused=state))
+        state |= {"heard": heard, "said": self.pool.said(episode.request.id)}
+        whole = _joined(episode, [one.buffer for one in episode.conversations], cut=False)
+        self._leave(episode, EpisodeResult(whole, {}, turns=episode.turns, paused=state))
 
-    def _leave(self, episode: Episode, played: Played) -> None:
-        del self._open[episode.wanted.id]
-        self.played[episode.wanted.id] = played
-        self._ended.append(played.trajectory)
+    def _leave(self, episode: Episode, result: EpisodeResult) -> None:
+        del self._open[episode.request.id]
+        self.results[episode.request.id] = result
+        self._ended.append(result.trajectory)
 
     def _request(self, answer: Answer) -> Request | None:
         """Return the request for the policy's next turn; None if the episode ends or waits."""
@@ -261,12 +265,12 @@ class Player:
         """Go on after a step: with the next turn, or with the reward at the end of the episode."""
         reward = answer.get("reward", 0.0)
         episode.earned += reward
-        episode.talk.buffer.pay(reward)
+        episode.conversation.buffer.pay(reward)
         episode.limits = answer.get("limits", episode.limits)
         if answer["done"]:
-            self.pool.reward(episode.wanted.id)
+            self.pool.reward(episode.request.id)
         elif episode.finish != "stop":
-            self.pool.reward(episode.wanted.id, episode.note)
+            self.pool.reward(episode.request.id, episode.note)
         elif episode.turns >= self.limits.turns:
             self._cut(episode, f"{self.limits.turns} turns")
         elif self._partial and episode.written >= self._partial:
@@ -279,15 +283,15 @@ class Player:
         """Go on with the conversation that the environment names, or begin it."""
         limits = episode.limits or {}
         episode.at = limits.get("conversation", 0)
-        if episode.at < len(episode.talks):
+        if episode.at < len(episode.conversations):
             return self._next(episode, new)
-        episode.talks.append(Talk())
+        episode.conversations.append(EpisodeConversation())
         return self._first(episode, {"messages": new, "tools": limits["tools"], "limits": limits})
 
     def _first(self, episode: Episode, begun: Mapping[str, Any]) -> Request | None:
-        episode.talk.tools, episode.limits = begun["tools"], begun.get("limits")
+        episode.conversation.tools, episode.limits = begun["tools"], begun.get("limits")
         try:
-            ids = self.template.begin(begun["messages"], episode.talk.tools)
+            ids = self.template.begin(begun["messages"], episode.conversation.tools)
         except DataError as error:
             self._unreadable(episode, error)
             return None
@@ -295,15 +299,15 @@ class Player:
 
     def _next(self, episode: Episode, new: Sequence[Mapping[str, Any]]) -> Request | None:
         """Append the environment's messages to the ids; they are read, never trained."""
-        talk = episode.talk
+        conversation = episode.conversation
         try:
-            ids = self.template.follow(new, talk.tools, ended=talk.ended) if new else []
+            ids = self.template.follow(new, conversation.tools, ended=conversation.ended) if new else []
         except DataError as error:
             self._unreadable(episode, error)
             return None
         if ids:
-            talk.buffer.read(new[0]["role"], ids)
-        return self._ask(episode, talk.buffer.tokens, f"an answer of the environment has {len(ids)} tokens")
+            conversation.buffer.read(new[0]["role"], ids)
+        return self._ask(episode, conversation.buffer.tokens, f"an answer of the environment has {len(ids)} tokens")
 
     def _unreadable(self, episode: Episode, error: DataError) -> None:
         """End an episode whose environment says what the tokenizer cannot express, or the template does not take in
@@ -315,7 +319,7 @@ class Player:
     def _ask(self, episode: Episode, tokens: np.ndarray, what: str) -> Request | None:
         """Return the request for the next turn; without room for a token the episode is cut, and scored as it is."""
         room = self.limits.context - len(tokens) - episode.others
-        wanted, params = episode.wanted, self._params
+        request, params = episode.request, self._params
         if room < 1:
             self._cut(episode, f"{what}, of a context of {self.limits.context}")
             return None
@@ -324,17 +328,17 @@ class Player:
         episode.short = longest < most
         stop = (*params.stop, *own.get("stop", ()))
         some = replace(params, max_tokens=longest, stop=stop, schema=self._schema(episode))
-        self._generating[episode.request] = wanted.id
-        return Request(episode.request, tokens, some, wanted.group, wanted.prompt, keeps=True)
+        self._generating[episode.request_id] = request.id
+        return Request(episode.request_id, tokens, some, request.group, request.prompt, keeps=True)
 
     def _cut(self, episode: Episode, why: str) -> None:
         """Leave the policy no further turn; the episode is scored as it is."""
         episode.finish, episode.note = "length", why
-        self.pool.reward(episode.wanted.id, why)
+        self.pool.reward(episode.request.id, why)
 
     def _schema(self, episode: Episode) -> str:
         """Return the grammar of the policy's turns, "" for any text, as for an agent whose calls list no tools."""
-        tools = episode.talk.tools
+        tools = episode.conversation.tools
         if not self.constrained or (episode.limits is not None and not tools):
             return ""
         if not tools:
@@ -345,14 +349,14 @@ class Player:
     def _turn_ended(self, trajectory: Trajectory) -> None:
         """Take the policy's turn: pass it on, or end an episode whose turn was cut."""
         episode = self._open[self._generating.pop(trajectory.id)]
-        talk = episode.talk
-        start = talk.buffer.length or trajectory.prompt_length
-        talk.buffer.take(trajectory)
+        conversation = episode.conversation
+        start = conversation.buffer.length or trajectory.prompt_length
+        conversation.buffer.take(trajectory)
         episode.turns += 1
         ids = trajectory.tokens[start:].tolist()
         episode.written += len(ids)
-        talk.ended = len(ids) > 0 and ids[-1] in self._params.stop_tokens
-        text = self.tokenizer.decode(ids[:-1] if talk.ended else ids, special=True)
+        conversation.ended = len(ids) > 0 and ids[-1] in self._params.stop_tokens
+        text = self.tokenizer.decode(ids[:-1] if conversation.ended else ids, special=True)
         short = episode.short and trajectory.finish == "length"
         if trajectory.finish in ("length", "aborted") and not short:
             episode.finish, episode.note = trajectory.finish, f"turn {episode.turns} was cut"
@@ -361,7 +365,7 @@ class Player:
         episode.calls += len(message.get("tool_calls", ()))
         if episode.limits is not None:
             message |= self._facts(trajectory, start, bool(episode.limits.get("details")))
-        self.pool.step(episode.wanted.id, message)
+        self.pool.step(episode.request.id, message)
 
     def _facts(self, turn: Trajectory, start: int, details: bool) -> dict[str, Any]:
         """Return facts of a turn for an environment that asks for turns (``SelfDriven.limits``). start: its prompt's
@@ -378,35 +382,35 @@ class Player:
         self, episode: Episode, parts: dict[str, float], reason: str, status: str, value: float | None = None
     ) -> None:
         """End an episode. Tokens after the policy's last turn of a conversation are left out: nothing follows them."""
-        self.pool.end(episode.wanted.id)
-        if self._generating.pop(episode.request, None) is not None:  # its lost environment was not the same again
-            self._unwanted.append(episode.request)
+        self.pool.end(episode.request.id)
+        if self._generating.pop(episode.request_id, None) is not None:  # its lost environment was not the same again
+            self._unwanted.append(episode.request_id)
         finish: Finish = "error" if status in ("error", "timeout", "died", "differs") else episode.finish
         whole = _whole(episode)
         whole.reward, whole.finish = None if value is None else value + episode.earned, finish
-        calls = episode.calls if any(talk.tools for talk in episode.talks) else math.nan
-        self._leave(episode, Played(whole, parts, reason or episode.note, status, episode.turns, calls))
+        calls = episode.calls if any(conversation.tools for conversation in episode.conversations) else math.nan
+        self._leave(episode, EpisodeResult(whole, parts, reason or episode.note, status, episode.turns, calls))
 
 
-def _silent(wanted: Wanted) -> Trajectory:
+def _silent(request: EpisodeRequest) -> Trajectory:
     """Return the trajectory of an episode in which the policy was never asked: one padding token, not trained."""
     nothing = np.zeros(1, np.int64)
     return Trajectory(
-        wanted.id, wanted.prompt, wanted.group, nothing, nothing.astype(np.uint8), np.zeros(1, np.float32)
+        request.id, request.prompt, request.group, nothing, nothing.astype(np.uint8), np.zeros(1, np.float32)
     )
 
 
 def _whole(episode: Episode) -> Trajectory:
     """Return the conversations of an ended episode in which the policy chose a token, each up to its last one."""
-    if found := [one.buffer for one in episode.talks if one.buffer.last >= 0]:
+    if found := [one.buffer for one in episode.conversations if one.buffer.last >= 0]:
         return _joined(episode, found, cut=True)
-    first = episode.talks[0].buffer
-    return _joined(episode, [first], cut=False) if first.length else _silent(episode.wanted)
+    first = episode.conversations[0].buffer
+    return _joined(episode, [first], cut=False) if first.length else _silent(episode.request)
 
 
 def _joined(episode: Episode, buffers: Sequence[TrajectoryBuffer], *, cut: bool) -> Trajectory:
     """Return these conversations as one trajectory, with text and finish of the newest turn if it is among them."""
-    newest = episode.talk.buffer
+    newest = episode.conversation.buffer
     order = buffers.index(newest) if newest in buffers else 0
-    wanted = episode.wanted
-    return joined(wanted.id, wanted.prompt, wanted.group, buffers, order, cut=cut)
+    request = episode.request
+    return joined(request.id, request.prompt, request.group, buffers, order, cut=cut)
