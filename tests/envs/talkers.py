@@ -48,6 +48,8 @@ class Talker(tilth.Environment):
             return [{"role": "user", "content": "", "extra": object()}], False
         if said == "mute":
             raise type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})
+        if said == "much":
+            return [{"role": "user", "content": "x" * 300_000}], False
         if said == "order":
             return [], 0.5, True
         if said == "tools":

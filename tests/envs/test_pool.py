@@ -204,6 +204,15 @@ def test_names_that_are_none():
         EnvironmentPool(TALKER, timeout=0)
 
 
+def test_an_answer_longer_than_a_pipe_that_came_while_nobody_listened_is_heard(pool):
+    """As between two rounds of an engine that are further apart than the limit."""
+    begin(pool, 0)
+    pool.step(0, {"role": "assistant", "content": "much"})
+    pool._episodes[0].deadline = time.monotonic() + 0.2
+    time.sleep(0.4)
+    assert len(contents(take(pool, 1)[0])[0]) == 300_000
+
+
 @pytest.mark.slow
 def test_an_episode_that_is_late_for_another_ones_sake_begins_again(pool):
     """One holds the GIL; the other is late at the same moment, and innocent."""

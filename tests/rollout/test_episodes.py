@@ -19,6 +19,7 @@ from tilth.engines.engine import Engine
 from tilth.engines.grammar import added_tokens, grammar_of_calls
 from tilth.engines.options import EngineOptions
 from tilth.engines.request import SamplingParams
+from tilth.engines.rounds import EngineRounds
 from tilth.envs.calls import message_of
 from tilth.envs.environment import Environment, EnvironmentFault, tool
 from tilth.envs.pool import Answer
@@ -38,7 +39,7 @@ class Talks:
 
     def __init__(self, seed, role="tool", turns=3, odd=None):
         self.seed, self.role, self.turns, self.odd = seed, role, turns, odd or {}
-        self.waiting, self.heard, self.polls = [], {}, 0
+        self.waiting, self.heard, self.polls, self.ended = [], {}, 0, []
 
     def bits(self, *path):
         return int(stream(self.seed, "talks", *map(str, path)).bits(0, 1)[0])
@@ -69,6 +70,10 @@ class Talks:
         self.waiting.append(Answer(episode, "reward", score))
 
     def end(self, episode):
+        self.ended.append(episode)
+        self.waiting = [answer for answer in self.waiting if answer.episode != episode]
+
+    def keep_only(self, episodes):
         pass
 
     def poll(self, seconds):
@@ -239,6 +244,60 @@ def test_order_of_answers_changes_nothing(tokenizers_of):
         for other in (o[i] for o in found[1:] if i in o):
             assert np.array_equal(t.tokens, other.tokens) and np.array_equal(t.logprobs, other.logprobs)
             assert t.segments == other.segments and t.reward == other.reward
+
+
+def advanced(one, rounds, others=()):
+    """Advance rounds until all episodes have ended; return their results. others: rounds behind which these are set
+    aside, and another one is played."""
+    for number in range(1000):
+        if not rounds.busy:
+            return {i: result for i, result in one.results.items() if i < 100}
+        rounds.advance()
+        if number in others:
+            flying, params = rounds.pause(), SamplingParams(max_tokens=4, temperature=0.0)
+            one.set_aside()
+            one.play([EpisodeRequest(100 + number, {"q": "What else?"})], params)
+            turns = one.take_up()
+            for trajectory in flying:
+                rounds.resume(trajectory, turns[trajectory.id])
+    raise AssertionError("they do not end")
+
+
+def test_episodes_that_are_set_aside_go_on_with_the_same_tokens(tokenizers_of):
+    """Turns in flight too; environments that answer meanwhile are heard afterwards."""
+    found = []
+    for others in ((), (1, 4, 5, 9, 14)):
+        pool = Talks(2)
+        one = player(tokenizers_of["llama3"], pool, max_rows=3)
+        params = SamplingParams(max_tokens=8, stop_tokens=(*one.template.stops, *range(5, 100)))
+        one.begin([EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(6)], params)
+        found.append(advanced(one, EngineRounds(one.engine, source=one), others))
+        assert sorted(i for i in pool.ended if i < 100) == list(range(6))
+    plain, aside = found
+    assert plain.keys() == aside.keys() == set(range(6))
+    for i, one in plain.items():
+        t, other = one.trajectory, aside[i].trajectory
+        assert np.array_equal(t.tokens, other.tokens) and np.array_equal(t.logprobs, other.logprobs)
+        assert t.segments == other.segments and t.versions == other.versions and t.reward == other.reward
+
+
+def test_discarded_episodes_end_their_environments_and_leave_the_others_as_they_are(tokenizers_of):
+    params = SamplingParams(max_tokens=12)
+    requests = [EpisodeRequest(i, {"q": f"What is {i}?"}) for i in range(6)]
+    whole = scripted(tokenizers_of["qwen3"], Talks(4)).play(requests, params)
+    one = scripted(tokenizers_of["qwen3"], Talks(4))
+    rounds = EngineRounds(one.engine, source=one)
+    one.begin(requests, params)
+    for _ in range(3):
+        rounds.advance()
+    gone = [i for i in (1, 2, 4) if i not in one.results]
+    assert gone and len(rounds)
+    rounds.discard(one.discard(gone))
+    assert set(gone) <= set(one.pool.ended)
+    found = advanced(one, rounds)
+    assert found.keys() == set(range(6)) - set(gone)
+    for i, result in found.items():
+        assert np.array_equal(result.trajectory.tokens, whole[i].trajectory.tokens)
 
 
 def test_a_failed_episode_fails_alone(tokenizers_of):

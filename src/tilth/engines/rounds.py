@@ -113,7 +113,7 @@ class EngineRounds:
         return found
 
     def pause(self) -> list[Trajectory]:
-        """End all that is in flight, and return it as far as it is, for ``resume``. Without a source."""
+        """End the requests in flight, and return them as far as they are, for ``resume``; the source stays as it is."""
         seen, self._seen = self._seen, {}
         return [self.engine.abort(id) for id in seen]
 
@@ -122,6 +122,12 @@ class EngineRounds:
         self.submit(requests)
         while self.busy:
             yield from self.advance().finished
+
+    def discard(self, ids: Iterable[int]) -> None:
+        """End those of these requests that are in flight, and forget their tokens."""
+        for id in ids:
+            if self._seen.pop(id, None) is not None:
+                self.engine.abort(id)
 
     def drop(self) -> None:
         """End all that is in flight."""

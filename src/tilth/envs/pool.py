@@ -131,7 +131,8 @@ class EnvironmentPool:
         self._journal = journal
 
     def begin(self, episode: int, info: dict[str, Any]) -> None:
-        """Begin an episode; its answer has messages and tools."""
+        """Begin an episode; its answer has messages and tools. One of this id that an attempt has left is ended."""
+        self.end(episode)
         self._episodes[episode] = _Episode(episode)
         self._ask(Asked(episode, "begin", info))
 
@@ -171,6 +172,11 @@ class EnvironmentPool:
             child.episodes.discard(episode)
             child.threads.pop(episode, None)
         self._retire()
+
+    def working(self, episodes: Iterable[int]) -> bool:
+        """Return True while the environment of one of these episodes owes an answer."""
+        known = (self._episodes.get(i) for i in episodes)  # one that has failed is gone
+        return any(one is not None and one.asked is not None for one in known)
 
     def poll(self, seconds: float) -> list[Answer]:
         """Return the answers that are there, in any order; wait for the first one at most this long."""
@@ -283,6 +289,9 @@ class EnvironmentPool:
         assert child is not None
         before = child.computed()
         if child.answers(PING):
+            if any(message.get("episode") == episode.life and "thread" not in message for message in child.kept):
+                episode.deadline = time.monotonic() + PING  # it has answered, while nobody listened
+                return []
             child.retiring = True
             return self._too_late(episode)
         blamed = self._holder(child, before)
@@ -362,7 +371,7 @@ class _Child(PipedChild):
         self.threads = dict[int, int]()
         """Native id of the thread of each episode that it has begun."""
         self.retiring = False
-        self._pongs, self._kept = 0, list[dict[str, Any]]()
+        self._pongs, self.kept = 0, list[dict[str, Any]]()
 
     def wait_ready(self) -> bool:
         """Wait until it has loaded the environment; raises PluginError if it cannot. False: a signal has killed it."""
@@ -389,7 +398,7 @@ class _Child(PipedChild):
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the complete messages received so far."""
-        found, self._kept = self._kept, []
+        found, self.kept = self.kept, []
         for body in self.bodies():
             message = json.loads(body)
             self._pongs += "pong" in message
@@ -404,7 +413,7 @@ class _Child(PipedChild):
             _ready([self], until - time.monotonic())
             if not (self.write() and self.read()):
                 return False
-            self._kept = self.messages()
+            self.kept = self.messages()
         return self._pongs > before
 
     def stopped(self) -> bool:
@@ -421,7 +430,7 @@ class _Child(PipedChild):
 
 def _ready(children: Sequence[_Child], seconds: float) -> list[_Child]:
     """Wait for children that can be read, or written to if they have unsent bytes."""
-    if kept := [child for child in children if child._kept]:
+    if kept := [child for child in children if child.kept]:
         return kept
     return ready(children, min(seconds, START))
 

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,6 +83,8 @@ class Episode:
     """Limits of the next turn, where the environment asks for it (``SelfDriven.limits``)."""
     short: bool = False
     """True if the newest turn may end for these limits, before the recipe's."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """How the newest turn is drawn."""
 
     @property
     def conversation(self) -> EpisodeConversation:
@@ -127,6 +129,15 @@ class EpisodeResult:
         return cls(replace(kept, info={}), **kept.info[KEPT])
 
 
+class _Aside(NamedTuple):
+    """Episodes that are set aside: ``Player`` has the same attributes for those that are played."""
+
+    open: dict[int, Episode]
+    generating: dict[int, int]
+    params: SamplingParams
+    partial: int
+
+
 class Player:
     """Plays episodes: an engine, a template, a tokenizer that shows special tokens, and a pool of environments.
 
@@ -140,8 +151,11 @@ class Player:
         pool: EnvironmentPool,
         limits: Limits,
         constrained: bool = False,
+        lockstep: bool = False,
     ) -> None:
-        """constrained: calls of tools follow the tools' schemas (``engines.grammar``)."""
+        """constrained: calls of tools follow the tools' schemas (``engines.grammar``); lockstep: each step of the
+        engine waits for all environments, so that no clock decides beside what a turn is drawn, and when."""
+        self.lockstep = lockstep
         self.constrained, self._added = constrained, added_tokens(tokenizer) if constrained else frozenset[str]()
         self.engine, self.template, self.tokenizer, self.pool, self.limits = engine, template, tokenizer, pool, limits
         self.results: dict[int, EpisodeResult] = {}
@@ -149,11 +163,14 @@ class Player:
         self._params, self._partial = SamplingParams(), 0
         self._open: dict[int, Episode] = {}
         self._resumed: list[Answer] = []
-        """Answers of environments of resumed episodes, from before they paused."""
+        """Answers of environments of resumed episodes, from before they paused or while they were set aside."""
         self._generating: dict[int, int] = {}
         """Request in flight -> its episode."""
         self._unwanted: list[int] = []
         self._ended: list[Trajectory] = []
+        self._aside: _Aside | None = None
+        self._late: list[Answer] = []
+        """Answers of environments of episodes that are set aside."""
 
     def play(self, requests: Sequence[EpisodeRequest], params: SamplingParams) -> list[EpisodeResult]:
         """Play these episodes to their ends and return them in order. Raises what the engine and the template raise;
@@ -196,11 +213,20 @@ class Player:
         that have ended meanwhile."""
         if not self._open:
             return [], []
-        answers = self._resumed or self.pool.poll(WAIT if wait else 0.0)
-        self._resumed = []
+        answers = self._answers(WAIT if wait else 0.0)
         made = [self._request(answer) for answer in sorted(answers, key=lambda a: a.episode)]
         unwanted, self._unwanted = self._unwanted, []
         return [request for request in made if request is not None], unwanted
+
+    def _answers(self, seconds: float) -> list[Answer]:
+        """Return what environments of open episodes have answered; wait for the first one at most this long."""
+        resumed, self._resumed = self._resumed, []
+        found = resumed or self.pool.poll(seconds)
+        while self.lockstep and self.pool.working(self._open):
+            found = [*found, *self.pool.poll(WAIT)]
+        if self._aside is not None:
+            self._late += [answer for answer in found if answer.episode in self._aside.open]
+        return [answer for answer in found if answer.episode in self._open]
 
     def take(self, finished: Iterable[Trajectory]) -> list[Trajectory]:
         """Take turns that are drawn; return the episodes that have ended or paused, and what is no turn."""
@@ -219,6 +245,30 @@ class Player:
             self.pool.end(id)
         for kept in (self._open, self._generating, self._resumed, self._unwanted, self._ended):
             kept.clear()
+
+    def discard(self, ids: Iterable[int]) -> list[int]:
+        """Forget those of these episodes that are open, and end their environments. Return the requests of their turns
+        that are in flight."""
+        gone = {id for id in ids if self._open.pop(id, None) is not None}
+        for id in gone:
+            self.pool.end(id)
+        flying = [request for request, id in self._generating.items() if id in gone]
+        for request in flying:
+            del self._generating[request]
+        return flying
+
+    def set_aside(self) -> None:
+        """Stop the open episodes until ``take_up``, so that others may be played; their environments go on."""
+        self.pool.keep_only(self._open)
+        self._aside = _Aside(self._open, self._generating, self._params, self._partial)
+        self._open, self._generating, self._resumed, self._late = {}, {}, [], self._resumed
+
+    def take_up(self) -> dict[int, SamplingParams]:
+        """Go on with what was set aside. Return how the turns are drawn that were in flight, by request."""
+        assert self._aside is not None
+        (self._open, self._generating, self._params, self._partial), self._aside = self._aside, None
+        self._resumed, self._late = self._late, []
+        return {request: self._open[id].params for request, id in self._generating.items()}
 
     def _resume(self, result: EpisodeResult) -> None:
         """Go on with a paused episode: what its environment has said is the beginning of the next turn."""
@@ -328,7 +378,7 @@ class Player:
         episode.short = longest < most
         stop = (*params.stop, *own.get("stop", ()))
         some = replace(params, max_tokens=longest, stop=stop, schema=self._schema(episode))
-        self._generating[episode.request_id] = request.id
+        self._generating[episode.request_id], episode.params = request.id, some
         return Request(episode.request_id, tokens, some, request.group, request.prompt, keeps=True)
 
     def _cut(self, episode: Episode, why: str) -> None:
