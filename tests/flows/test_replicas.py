@@ -37,6 +37,9 @@ class Part:
             del self.left[i]
         return {i: Ended(0, i, "", False, ((1, 0),), 1, 2) for i in ended}
 
+    def discard(self, ids):
+        self.left = {i: n for i, n in self.left.items() if i not in ids}
+
     def collect(self, ids):
         return Batch({"id": ids})
 
@@ -159,6 +162,20 @@ def test_a_block_that_raises_loses_what_was_set_aside_and_is_named_ever_after(ma
     for ask in (replicas.whole, replicas.hold):
         with raises(WorkerLost, "block"):
             ask()
+
+
+def test_discarded_groups_are_given_back_as_far_as_they_are(made):
+    """One that is queued, and one of which a sample has ended."""
+    rollout, replicas = made(count=1, room=4, threaded=False)
+    for first in (0, 3, 6):
+        replicas.submit(flight(first))
+    replicas.wait()  # sample 0 ends
+    for first in (0, 6):
+        replicas.discard(first)
+    ended = waited(replicas, 3)
+    assert [one.rows is None for _, one in sorted(ended.items())] == [True, False, True]
+    assert rollout.each[0].seen == [[0, 1], [3, 4]] and ended[0].ended.keys() == {0}
+    assert not any(replicas._flying)
 
 
 def test_what_a_replica_raises_is_raised_in_the_loop(made):

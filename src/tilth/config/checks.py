@@ -126,8 +126,6 @@ def _staleness(recipe: Recipe) -> Refusals:
         yield "rollout.staleness.flow", f"has no use in flow = {recipe.flow}, which learns from given data; set it to 0"
     if r.partial:
         yield "rollout.partial.staleness", f"{used}: there, every sample goes on in later steps; use 0"
-    if r.environment:
-        yield "rollout.environment.staleness", f"{used}: episodes do not go on under new weights; use staleness = 0"
     if recipe.train.routing == "replay":
         yield "train.routing.staleness", f"{used} needs the experts of earlier versions; use own"
     pool = pool_of(recipe, "rollout")

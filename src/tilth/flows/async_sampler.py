@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -76,11 +75,14 @@ class AsyncSampler(Sampler):
                 self._note_ended(ledger, replicas)
                 self._begin(ledger)
         self._waited += time.monotonic() - began
-        batch = concat([resolved(self._flights[one.first].rows) for one in taken])
+        flights = [self._flights[one.first] for one in taken]
+        batch = concat([resolved(flight.rows) for flight in flights])
         self.progress.at("scoring", 0, len(batch))
         reward = self.roles.reward
         failures: dict[int, dict[str, Any]] = {}
-        if reward is not None:
+        if self.recipe.rollout.environment:
+            failures = self._failed_episodes(batch, {i: e for flight in flights for i, e in flight.ended.items()})
+        elif reward is not None:
             batch, failures = self._score(reward, batch, self._rewards_of_call(len(batch)))
         return self._completed(batch, failures, "reward")
 
@@ -158,7 +160,7 @@ class AsyncSampler(Sampler):
             row = ask([group.prompt], group.size, group.first)
             with self.store.under(lease):
                 then = self.then() if group is groups[-1] else {}
-                sent.append((group, self.roles["loader"].encode(row, **then)))
+                sent.append((group, self._load(row, **then)))
         for group, asked in sent:  # all are sent before the first is waited for
             replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first]))
 
@@ -176,7 +178,7 @@ class AsyncSampler(Sampler):
             self._flights[flight.first] = flight
             self.metrics.add("samples/finished", float(len(flight.ended)))
             for one in flight.ended.values():
-                self.metrics.add("length/finished", float(one.length - one.start))
+                self.metrics.add("length/finished", float(sum(one.chosen)))
 
     def _drop(self, firsts: Iterable[int], reason: str) -> None:
         """Drop groups by name, and count them."""
@@ -191,12 +193,14 @@ class AsyncSampler(Sampler):
             self.metrics.add("samples/dropped", float(group.size))
             if reason == "stale":
                 self.metrics.add("fully_async/count/dropped_stale_samples", float(group.size))
-                if flight is not None:
+            if flight is None:  # its replica has it, ends its environments, and gives it back
+                self._replicas().discard(group.first)
+            else:
+                if reason == "stale":
                     self._replicas().forget(flight)
-            if flight is not None:  # else its replica has it, and it is freed when it ends, or with the replicas
                 self._freed.append(self._leases.pop(group.first))
                 for one in flight.ended.values():
-                    self.metrics.add("length/dropped", float(one.length - one.start))
+                    self.metrics.add("length/dropped", float(sum(one.chosen)))
 
     def _log_drop(self, first: int, stop: int, reason: str) -> None:
         """Log that the samples of [first, stop) are dropped."""
@@ -324,11 +328,10 @@ def _unkept(groups: Iterable[SampleGroup], drawn: Batch, kept: Batch) -> list[in
 
 def _tokens_by_age(one: Ended, ledger: Ledger) -> Counter[int]:
     """Return versions behind -> number of tokens of a sample that this version drew."""
-    ends = [*one.versions, (one.length, 0)]
     found = Counter[int]()
-    for (first, version), (stop, _) in pairwise(ends):
-        if stop > first:
-            found[ledger.age(version)] += stop - first
+    for (_, version), count in zip(one.versions, one.chosen):
+        if count:
+            found[ledger.age(version)] += count
     return found
 
 

@@ -51,6 +51,8 @@ class Replicas:
         self._flying: list[dict[int, Flight]] = [{} for _ in self._parts]
         """Sample in flight -> its group, of each replica."""
         self._queue, self._whole = deque[Flight](), deque[Flight]()
+        self._discarded = set[int]()
+        """First ids of groups to forget before the next round."""
         self._changed = threading.Condition()
         self._holds, self._still, self._stopped = 0, True, False
         self._error: BaseException | None = None
@@ -75,6 +77,12 @@ class Replicas:
             found = [*self._whole]
             self._whole.clear()
         return found
+
+    def discard(self, first: int) -> None:
+        """Forget a group that is queued or in flight; ``whole`` returns it as far as it is."""
+        with self._changed:
+            self._discarded.add(first)
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Wait until something has ended. Raises what a replica has raised."""
@@ -175,6 +183,7 @@ class Replicas:
 
     def _round(self) -> None:
         """Hand out groups, and let each replica with samples generate for a round."""
+        self._end_discarded()
         self._hand_out()
         began = time.monotonic()
         texts = self.scorers is not None
@@ -184,6 +193,23 @@ class Replicas:
             self._take(place, resolved(answer))
         with self._changed:
             self._busy += (time.monotonic() - began) * len(busy)
+
+    def _end_discarded(self) -> None:
+        """End groups that are discarded, on the replicas that have them."""
+        with self._changed:
+            gone, self._discarded = self._discarded, set()
+            found = [flight for flight in self._queue if flight.first in gone]
+            self._queue = deque(flight for flight in self._queue if flight.first not in gone)
+        for part, flying in zip(self._parts, self._flying):
+            for flight in dict.fromkeys(flight for flight in flying.values() if flight.first in gone):
+                ids = flight.asked["id"].tolist()
+                part.discard(ids)
+                for i in ids:
+                    flying.pop(i, None)
+                found.append(flight)
+        with self._changed:
+            self._whole.extend(found)
+            self._changed.notify_all()
 
     def _hand_out(self) -> None:
         """Give each queued group to the replica with the fewest samples, while there is room."""

@@ -24,7 +24,7 @@ from tilth.rewards.process_pool import commonest
 from tilth.rl.algorithm import Algorithm
 from tilth.roles.experience import CARRIED, OUTCOME
 from tilth.roles.judge import GRADE
-from tilth.roles.rollout import ask
+from tilth.roles.rollout import Ended, ask
 from tilth.runs.journal import Journal
 from tilth.runs.metrics import Metrics
 from tilth.runs.progress import StepProgress
@@ -204,11 +204,8 @@ class Sampler:
         rollout = self._engines()
         self.progress.at("evaluating" if greedy and not prefix else "generating", 0, len(asked))
         if self.recipe.rollout.environment:
-            scored = self._generated(rollout, asked, None, len(asked), greedy=greedy)
-            failures = rollout.failures()
-            self._note_missing(scored, failures)
-            self._report_failures(failures, len(scored), set())
-            check_turn_rewards(self.algorithm, scored)
+            scored, ended = self._generated(rollout, asked, None, len(asked), greedy=greedy)
+            failures = self._failed_episodes(scored, ended)
         else:
             scored, failures = self._answers(rollout, asked, greedy=greedy)
         self._measure_drafts(rollout, counted=not greedy)
@@ -262,7 +259,7 @@ class Sampler:
     def _answers(self, rollout: WorkerGroup, asked: Batch, *, greedy: bool) -> tuple[Batch, dict[int, dict[str, Any]]]:
         """Return generated answers with their rewards, and the outcomes of missing ones by trajectory id."""
         reward, rows = self.roles.reward, self._rewards_of_call(len(asked))
-        batch = self._generated(rollout, asked, reward, max(1, rows // 2), greedy=greedy)
+        batch, _ = self._generated(rollout, asked, reward, max(1, rows // 2), greedy=greedy)
         return (batch, {}) if reward is None else self._score(reward, batch, rows)
 
     def _rewards_of_call(self, count: int) -> int:
@@ -274,20 +271,35 @@ class Sampler:
 
     def _generated(
         self, rollout: WorkerGroup, asked: Batch, reward: WorkerGroup | None, most: int, *, greedy: bool
-    ) -> Batch:
-        """Return generated answers or episodes. The reward scores ``most`` of what has finished at once."""
-        loader = self.roles["loader"]
-        load = loader.begin if self.recipe.rollout.environment else loader.encode
-        asked = resolved(load(asked, **self.then()))
+    ) -> tuple[Batch, Mapping[int, Ended]]:
+        """Return generated answers or episodes, and how each sample has ended. The reward scores ``most`` of what has
+        finished at once."""
+        asked = resolved(self._load(asked, **self.then()))
         scorers = self._scorers(rollout, reward, most)
         generation = Generation(rollout, scorers, lambda n: self.progress.at(self.progress.now.what, n, len(asked)))
         if CARRIED not in asked.rows:
             with self.alone():
                 generation.run(asked, greedy=greedy)
-                return generation.collect(asked["id"])
+                return generation.collect(asked["id"]), generation.ended
         batch = generation.collect(self._whole_groups(generation, asked))
         rollout.keep(self.state.step + 1, self.journal.oldest)
-        return batch
+        return batch, generation.ended
+
+    def _load(self, asked: Batch, **then: np.ndarray) -> Batch:
+        """Return rows with what engines get: the tokens of prompts, or the records that begin episodes; lazy."""
+        loader = self.roles["loader"]
+        load = loader.begin if self.recipe.rollout.environment else loader.encode
+        found: Batch = load(asked, **then)
+        return found
+
+    def _failed_episodes(self, scored: Batch, ended: Mapping[int, Ended]) -> dict[int, dict[str, Any]]:
+        """Report the episodes of a batch that have no reward, and return why, by trajectory id."""
+        ids = [i for i in scored["id"].tolist() if ended[i].failure is not None]
+        failures = {i: dict(ended[i].failure or {}) for i in ids}
+        self._note_missing(scored, failures)
+        self._report_failures(failures, len(scored), set())
+        check_turn_rewards(self.algorithm, scored)
+        return failures
 
     def _scorers(self, rollout: WorkerGroup, reward: WorkerGroup | None, most: int) -> Scorers | None:
         """Return the roles that score what has finished while others are generated; None without any."""

@@ -224,7 +224,8 @@ class Survival(Callback):
             reward.print_to(str(self.directory.path.resolve() / REWARD_LOG))
         rollout = self.parts.roles.rollout
         if rollout is not None and self.parts.recipe.rollout.environment:
-            rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
+            if not self.parts.recipe.rollout.staleness:  # there, what begins again does so under other weights
+                rollout.journal_to(str(self.directory.path.resolve() / OBSERVATIONS))
             rollout.print_to(str(self.directory.path.resolve()))
         if rollout is not None and self.parts.recipe.rollout.partial:
             rollout.carry_in(str(self.directory.path.resolve() / PARTIAL))

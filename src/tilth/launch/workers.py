@@ -149,6 +149,7 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
             key="rollout.engine.resume",
         )
     template = data_template(recipe.data, tokenizer)
+    counted = bool(r.staleness) and recipe.cluster.backend == "inline"  # where a clock would decide what is in flight
     player = None
     if r.environment:
         pool = EnvironmentPool(
@@ -159,10 +160,9 @@ def rollout(context: Context, recipe: Recipe, config: DecoderConfig, tokenizer: 
             rollout=r.model_dump(include={"serve", "temperature", "top_k", "top_p", "min_p", "tool_schemas"}),
         )
         limits = Limits(r.turns, recipe.model.context)
-        player = Player(engine, template, tokenizer, pool, limits, constrained=r.tool_schemas)
-    rounds = DIVIDED if context.mesh.size("ep", "tp") > 1 else None
-    if r.staleness and recipe.cluster.backend == "inline":  # where a clock would decide what is in flight
-        rounds = COUNTED
+        how = {"constrained": r.tool_schemas, "lockstep": counted}
+        player = Player(engine, template, tokenizer, pool, limits, **how)
+    rounds = DIVIDED if context.mesh.size("ep", "tp") > 1 else COUNTED if counted else None
     return RolloutWorker(engine, template, r, context.store, player, context.rank, rounds)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,10 @@ class Ended(NamedTuple):
     """Tokens of the prompt."""
     length: int = 0
     """Tokens, with the prompt."""
+    chosen: Sequence[int] = ()
+    """Tokens that it chose of each span; others are those of an environment."""
+    failure: Mapping[str, Any] | None = None
+    """Value None, ``reason`` and ``status`` of an episode that has ended without a reward."""
 
 
 class Aside(NamedTuple):
@@ -61,6 +66,7 @@ class Aside(NamedTuple):
     flying: list[Trajectory]
     ended: dict[int, EpisodeResult]
     params: SamplingParams
+    plays: bool
     media: bool
 
 
@@ -86,7 +92,6 @@ class RolloutWorker:
         self.rank = rank
         self.rounds = EngineRounds(engine, limits or LIMITS, player)
         self._journals: Path | None = None
-        self._failures: dict[int, dict[str, Any]] = {}
         self._asked = self._done = 0
         self._aborting: list[int] = []
         self._ended: dict[int, EpisodeResult] = {}
@@ -199,24 +204,46 @@ class RolloutWorker:
                 self._ended[t.id] = self._result(t)
             news += [t.id for t in found]
         self._done += len(news)
-        told = [(one.trajectory, one.paused is not None) for one in map(self._ended.__getitem__, news)]
-        return {t.id: _told(t, paused, texts) for t, paused in told}
+        return {i: self._told(self._ended[i], texts) for i in news}
+
+    def _told(self, result: EpisodeResult, texts: bool) -> Ended:
+        t, failure = result.trajectory, None
+        if self._plays and t.reward is None and result.paused is None:
+            failure = {"value": None, "reason": result.reason, "status": result.status}
+        starts = [first for first, _ in t.versions]
+        chosen = [int(t.mask[a:b].sum()) for a, b in pairwise([*starts, len(t.tokens)])]
+        text, lengths = t.text if texts else "", (t.prompt_length, len(t.tokens))
+        return Ended(t.prompt, identity(t.tokens), text, result.paused is not None, tuple(t.versions), *lengths,
+                     chosen, failure)  # fmt: skip
 
     @transfer(split="all", gather="first")
     def set_aside(self) -> None:
         """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
-        For answers, of an engine that can resume them."""
-        self._aside = Aside(self.rounds.pause(), self._ended, self._params, self._media)
+        Environments go on. Of an engine that can resume samples."""
+        self._aside = Aside(self.rounds.pause(), self._ended, self._params, self._plays, self._media)
         self._ended = {}
+        if self.player is not None:
+            self.player.set_aside()
 
     @transfer(split="all", gather="first")
     def take_up(self) -> None:
         """Go on with what was set aside, each sample with its own random numbers, under the weights that are here."""
         assert self._aside is not None
-        (flying, ended, self._params, self._media), self._aside = self._aside, None
+        (flying, ended, self._params, self._plays, self._media), self._aside = self._aside, None
         self._ended |= ended
+        turns = {} if self.player is None else self.player.take_up()
         for trajectory in flying:
-            self.rounds.resume(trajectory, self._params)
+            self.rounds.resume(trajectory, turns.get(trajectory.id, self._params))
+
+    @transfer(split="all", gather="first")
+    def discard(self, ids: Sequence[int]) -> None:
+        """Forget samples that are in flight or have ended, and end their environments."""
+        flying = [i for i in ids if i not in self._ended]
+        self.rounds.discard([*flying, *(self.player.discard(flying) if self.player is not None else [])])
+        self._done += len(flying)
+        for i in ids:
+            self._ended.pop(i, None)
+            self._before.pop(i, None)
 
     @transfer(split="all", gather="all")
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -305,12 +332,7 @@ class RolloutWorker:
         return {} if goes else None
 
     def _scored(self, batch: Batch, found: Sequence[EpisodeResult]) -> Batch:
-        """Add the parts of the environment's reward, and numbers of turns and calls; note why rewards are missing."""
-        self._failures = {
-            one.trajectory.id: {"value": None, "reason": one.reason, "status": one.status}
-            for one in found
-            if one.trajectory.reward is None
-        }
+        """Add the parts of the environment's reward, and numbers of turns and calls."""
         names = sorted({name for one in found for name in one.parts})
         rows = {f"part/{n}": np.array([one.parts.get(n, np.nan) for one in found], np.float32) for n in names}
         rows[TURNS] = np.array([one.turns for one in found], np.float32)
@@ -329,11 +351,6 @@ class RolloutWorker:
         """Append what the environments of this rank print to a file of its own in this folder."""
         if self.player is not None:
             self.player.pool.print_to(Path(folder) / f"environments-{self.rank}.log")
-
-    @transfer(split="all", gather="merge")
-    def failures(self) -> dict[int, dict[str, Any]]:
-        """Return reason and status of the episodes of the last ``collect`` that have no reward, by trajectory id."""
-        return self._failures
 
     def close(self) -> None:
         """End the processes of environments."""
@@ -412,11 +429,6 @@ class RolloutWorker:
     def fingerprint(self) -> Mapping[str, int]:
         """Return the checksum of each tensor of the engine's storage."""
         return self.engine.fingerprint()
-
-
-def _told(t: Trajectory, paused: bool, texts: bool) -> Ended:
-    text, lengths = t.text if texts else "", (t.prompt_length, len(t.tokens))
-    return Ended(t.prompt, identity(t.tokens), text, paused, tuple(t.versions), *lengths)
 
 
 def ask(prompts: Sequence[int], group: int, first_id: int) -> Batch:

@@ -250,8 +250,15 @@ class RunReplay:
         """Open the log of a run for another one, which repeats it on any workers.
 
         DataError for a run without a log [--replay], with a damaged one, that ``who`` does not repeat [events.recipe],
-        or whose drafts rounded by their timing [rollout.speculate].
+        whose drafts rounded by their timing [rollout.speculate], or with episodes [rollout.environment], of which the
+        log has the versions but not what environments said.
         """
+        if who.recipe.rollout.environment:
+            raise DataError(
+                f"--replay {run}: with rollout.environment = {who.recipe.rollout.environment} versions changed in the "
+                "middle of turns, and its log does not have what environments said; only single answers repeat",
+                key="rollout.environment",
+            )
         if who.recipe.rollout.speculate != "off" and not who.recipe.train.parity:
             raise DataError(
                 f"--replay {run}: with rollout.speculate = {who.recipe.rollout.speculate} passes have shapes, by which "

@@ -1,0 +1,148 @@
+"""Episodes that may be behind: whole, each once, with turns under the weights that were there when they were drawn."""
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tests.config.test_plugins import forget
+from tests.errors import raises
+from tests.flows import tiny
+from tests.flows.test_async_cluster import POOLS
+from tests.flows.test_async_sampler import check_once, numbers, rows, state
+from tests.flows.test_episodes import Falls
+from tests.flows.test_episodes import recipe as episodes
+from tilth.core.errors import DataError, PluginError
+from tilth.runs.events import EVENTS, RunReplay, read_events
+from tilth.runs.readers import read_metrics
+
+
+def recipe(folder, staleness=1, **sections):
+    """Turns of up to 16 tokens, two rounds of the inline backend, and an evaluation beside them in each step."""
+    how = {"staleness": staleness, "prompts": 4, "group": 2, "max_rows": 8, "max_tokens": 16, "turns": 3, "stop": ["="]}
+    sections["rollout"] = {**how, **sections.get("rollout", {})}
+    sections["run"] = {"eval_every": 1, "eval_prompts": 4, "save_every": 2, **sections.get("run", {})}
+    sections["algorithm"] = {"steps": 4, **sections.get("algorithm", {})}
+    made = episodes(folder, supervised={"steps": 0}, **sections)
+    return made.replaced("model", context=80)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    forget()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    result = tiny.run(recipe(tmp_path_factory.mktemp("ran")), reward=None)
+    forget()
+    return result
+
+
+def spans(result):
+    """Versions of each episode that a step has learned from: (first token, version)."""
+    log = read_events(result.directory / EVENTS)
+    return {event.fields["id"]: event.fields["versions"] for event in log if event.kind == "finish"}
+
+
+def check_turns(result):
+    """Each version names a token that the policy chose, and the reward is that of the episode's own environment."""
+    versions, missing = spans(result), 0
+    for i, row in rows(result).items():
+        turns = [segment for segment in row["segments"] if segment["role"] == "assistant"]
+        assert all(row["mask"][first] for first, _ in versions[i])
+        missing += row["reward"] is None
+        assert row["reward"] is None or dict(row["parts"])["turns_seen"] == len(turns)
+    assert sum(record["reward/missing"] for record in read_metrics(result.directory)) == missing
+
+
+def test_each_episode_is_consumed_once_in_a_whole_group(ran):
+    check_once(ran, 4, prompts=4)
+    check_turns(ran)
+    records = read_metrics(ran.directory)
+    assert [record["staleness/max"] for record in records] == [0, 1, 1, 1]
+    assert sum(record["reward/missing"] for record in records) > 0
+    assert not (ran.directory / "observations").exists()
+
+
+def test_weights_change_within_episodes(ran):
+    """Tokens of environments count for no version."""
+    found, versions = rows(ran), spans(ran)
+    assert any(len(versions[i]) > 1 for i in found)
+    chosen = sum(sum(row["mask"]) for row in found.values())
+    counted = [v for r in read_metrics(ran.directory) for k, v in r.items() if k.startswith("staleness/tokens/")]
+    assert sum(counted) == chosen
+
+
+def test_episodes_have_no_replay():
+    who = SimpleNamespace(recipe=SimpleNamespace(rollout=SimpleNamespace(environment="echo")))
+    with raises(DataError, "rollout.environment"):
+        RunReplay.of(Path("nowhere"), who)
+
+
+@pytest.mark.slow
+def test_the_same_recipe_gives_the_same_run(tmp_path, ran):
+    """Each step of the inline engine waits for the environments, so that no clock has a say."""
+    again = tiny.run(recipe(tmp_path), reward=None)
+    assert tiny.same(numbers(ran), numbers(again)) and tiny.weights(ran.directory) == tiny.weights(again.directory)
+
+
+@pytest.mark.slow
+def test_under_weights_that_stay_episodes_are_those_of_a_synchronous_run(tmp_path):
+    """Also those that were set aside for an evaluation."""
+    still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}}
+    made = {}
+    for staleness in (2, 0):
+        made[staleness] = rows(tiny.run(recipe(tmp_path / str(staleness), staleness, **still), reward=None))
+        forget()
+    assert made[2].keys() == made[0].keys() and len(made[2]) == 32
+    for i, row in made[2].items():
+        for name in ("tokens", "mask", "logprobs", "reward", "finish", "prompt"):
+            assert row[name] == made[0][i][name], name
+
+
+@pytest.mark.slow
+def test_a_run_that_falls_begins_its_open_episodes_again(tmp_path):
+    made = recipe(tmp_path, 2, algorithm={"steps": 6})
+    with pytest.raises(PluginError):
+        tiny.run(made, reward=None, name="run", callbacks=[Falls(3)])
+    (folder,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    assert state(SimpleNamespace(directory=folder)).flying
+    result = tiny.run(made, reward=None, name="run")
+    check_once(result, 6, prompts=4)
+    check_turns(result)
+
+
+class KillsEnvironments(tiny.Recorder):
+    """Kills a process with environments of each replica after a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.killed = step, []
+
+    def on_step_end(self, run, step, metrics):
+        super().on_step_end(run, step, metrics)
+        if step == self.step:
+            pids = run.policy._dispatch.backend.pids()
+            for rank in (1, 2):  # 0 trains
+                inside = psutil.Process(pids[rank]).children(recursive=True)
+                found = [child for child in inside if "tilth.envs.process" in " ".join(child.cmdline())]
+                found[0].send_signal(signal.SIGKILL)
+                self.killed.append(found[0].pid)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_killed_process_of_environments_costs_no_episode(tmp_path):
+    """Its episodes begin again in another one and repeat what they have heard; the run does not begin again."""
+    kills = KillsEnvironments(2)
+    placed = {"pool": "rollout", "layout": {"dp": 2}, "environments": 2}
+    made = recipe(tmp_path, 2, rollout=placed, cluster=POOLS, algorithm={"steps": 6})
+    result = tiny.run(made, reward=None, callbacks=[kills])
+    check_once(result, 6, prompts=4)
+    check_turns(result)
+    assert len(kills.killed) == 2 and not any("is new" in line for line in kills.messages), kills.messages
+    assert all(record["staleness/max"] <= 2 for record in read_metrics(result.directory))
