@@ -14,7 +14,10 @@ from tests.flows.test_async_cluster import POOLS
 from tests.flows.test_async_sampler import check_once, numbers, rows, state
 from tests.flows.test_episodes import Falls
 from tests.flows.test_episodes import recipe as episodes
+from tests.flows.test_fapo import TOLD
+from tests.serve.test_agent import runs as agents
 from tilth.core.errors import DataError, PluginError
+from tilth.data.prompts import PromptSet
 from tilth.runs.events import EVENTS, RunReplay, read_events
 from tilth.runs.readers import read_metrics
 
@@ -91,16 +94,43 @@ def test_the_same_recipe_gives_the_same_run(tmp_path, ran):
 
 
 @pytest.mark.slow
-def test_under_weights_that_stay_episodes_are_those_of_a_synchronous_run(tmp_path):
-    """Also those that were set aside for an evaluation."""
-    still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}}
-    made = {}
+@pytest.mark.parametrize("graded", [False, True])
+def test_under_weights_that_stay_episodes_are_those_of_a_synchronous_run(tmp_path, graded, monkeypatch):
+    """Also those that were set aside for an evaluation, and what a judge gives them while others are played."""
+    still, made = {"optimizer": {"lr": 0.0}, "train": {"parity": True}}, {}
+    if graded:
+        monkeypatch.setattr("tilth.roles.judge.grade", lambda reply: float(len(reply) % 3))
+        monkeypatch.setattr("tilth.flows.sampler.apart", lambda *groups: True)  # as in pools of their own
+        how = {"model": {"context": 48}, "supervised": {"steps": 2}, "run": {"save_every": 1}}
+        path = tiny.learn(tmp_path / "judge", "sft", prompts=PromptSet.of(TOLD), **how).directory
+        still["judge"] = {"path": str(path), "rubric": "{completion}?", "max_tokens": 8}
     for staleness in (2, 0):
         made[staleness] = rows(tiny.run(recipe(tmp_path / str(staleness), staleness, **still), reward=None))
         forget()
     assert made[2].keys() == made[0].keys() and len(made[2]) == 32
+    assert graded == any("judge" in dict(row["parts"]) for row in made[2].values())
     for i, row in made[2].items():
-        for name in ("tokens", "mask", "logprobs", "reward", "finish", "prompt"):
+        for name in ("tokens", "mask", "logprobs", "reward", "parts", "finish", "prompt"):
+            assert row[name] == made[0][i][name], name
+
+
+@pytest.mark.slow
+def test_agents_with_several_conversations_are_those_of_a_synchronous_run(tmp_path):
+    """Their calls wait while they are set aside."""
+    made = {}
+    for staleness in (2, 0):
+        how = {"staleness": staleness, "turns": 12, "max_tokens": 24, "prompts": 4, "group": 2, "max_rows": 8}
+        more = {"algorithm": {"steps": 3}, "supervised": {"steps": 0}, "optimizer": {"lr": 0.0}}
+        run = {"eval_every": 1, "eval_prompts": 4}
+        recipe = agents(tmp_path / str(staleness), "Teams", rollout=how, model={"context": 500}, run=run, **more)
+        result = tiny.run(recipe, reward=None)
+        made[staleness] = rows(result)
+        if staleness:
+            check_once(result, 3, prompts=4)
+    assert made[2].keys() == made[0].keys()
+    assert any(row["conversations"] is not None for row in made[2].values())
+    for i, row in made[2].items():
+        for name in ("tokens", "mask", "logprobs", "reward", "conversations"):
             assert row[name] == made[0][i][name], name
 
 

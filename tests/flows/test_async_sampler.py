@@ -250,7 +250,7 @@ def test_prompts_of_all_groups_are_sent_before_one_is_waited_for():
     given = {
         "events": SimpleNamespace(append=lambda *_, **__: None),
         "store": SimpleNamespace(lease=str, under=lambda lease: nullcontext()),
-        "roles": {"loader": SimpleNamespace(encode=encode)},
+        "_load": encode,
         "then": lambda: {"then": [7]},
     }
     one = SimpleNamespace(_leases={}, _replicas=lambda: SimpleNamespace(submit=flights.append), **given)
