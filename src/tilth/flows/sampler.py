@@ -1,6 +1,6 @@
 """Experience of a step: draw prompts, generate answers, score them, keep those to learn from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
