@@ -45,6 +45,7 @@ from faults_run import MEMORY_GROUPS, MOUNT
 
 from tilth.analysis.events import load
 from tilth.analysis.run_whatif import analyse
+from tilth.launch.replay import TIMES
 from tilth.runs.readers import read_metrics, read_trajectories
 
 HANG_AFTER = 3.0
@@ -56,7 +57,6 @@ SLOW_STEPS = 20
 PACED = str(Path(__file__).with_name("faults_paced.py"))
 TORCHS = "torchinductor_"
 """Begin of the name of torch's folder for what it compiles, which it keeps for other processes."""
-TIMES = ("seconds", "attempt", "tokens_per_second/", "time/", "memory/", "mfu", "save/", "bytes/")
 Spec = dict[str, Any]
 
 
