@@ -78,8 +78,8 @@ class Lockstep:
         answers = self._all([ask.id for ask in requests])
         going = {i: np.array(one.template.begin(a["messages"]), np.int64) for i, a in answers.items()}
         while going:
-            requests = [Request(i, going[i], params, keeps=True) for i in sorted(going)]
-            for t in one.engine.generate(requests):
+            turns = [Request(i, going[i], params, keeps=True) for i in sorted(going)]
+            for t in one.engine.generate(turns):
                 made[t.id].take(t)
                 ended = int(t.tokens[-1]) in params.stop_tokens
                 text = one.tokenizer.decode(t.tokens[t.prompt_length : len(t.tokens) - ended].tolist(), special=True)
