@@ -11,7 +11,7 @@ from tests.config.test_plugins import forget
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_async_cluster import POOLS
-from tests.flows.test_async_sampler import check_once, numbers, rows, state
+from tests.flows.test_async_sampler import check_once, members, numbers, rows, state
 from tests.flows.test_episodes import Falls
 from tests.flows.test_episodes import recipe as episodes
 from tests.flows.test_fapo import TOLD
@@ -144,6 +144,32 @@ def test_a_run_that_falls_begins_its_open_episodes_again(tmp_path):
     result = tiny.run(made, reward=None, name="run")
     check_once(result, 6, prompts=4)
     check_turns(result)
+
+
+@pytest.mark.slow
+def test_dropped_groups_end_their_environments(tmp_path, monkeypatch):
+    """The run goes on with others; nothing of the dropped ones is left on the replica or in the store."""
+    dropped, left = [], []
+
+    def loop(run):
+        for batch in run.experience(group=2):
+            run.log_update(run.policy.update(run.policy.advantages(run.logprobs(batch), run.algo), run.algo))
+            run.sync_weights(run.policy)
+            sampler, pool = run.sampler, tiny.worker(run.rollout).player.pool
+            if not dropped:
+                flying = [first for first in sampler.ledger.open if first not in sampler._flights]
+                dropped.extend(i for first in flying for i in (first, first + 1))
+                assert not pool._episodes.keys().isdisjoint(dropped)
+                sampler._drop(flying, "stale")
+                continue
+            left.append([i for i in dropped if i in pool._episodes or i in sampler._leases])
+
+    monkeypatch.setattr("tilth.launch.life.policy_gradient", loop)
+    result = tiny.run(recipe(tmp_path), reward=None)
+    books, found = state(result), rows(result)
+    assert dropped and members(books.dropped) == set(dropped) and found.keys() == members(books.consumed)
+    assert members(books.admitted) == found.keys() | set(dropped) and len(found) == 32
+    assert left and not any(left)
 
 
 class KillsEnvironments(tiny.Recorder):
