@@ -190,8 +190,13 @@ class LengthBucket:
                 new = slice(max(at, len(answer.tokens)), end)
                 tokens = np.concatenate([answer.tokens[at:], c.tokens[row, new]])
                 logprobs = np.concatenate([answer.logprobs[at:], c.logprobs[row, new]])
+                sampling = None
+                if answer.sampling is not None:
+                    drawn = c.sampling if c.filtered[row] else c.logprobs
+                    sampling = np.concatenate([answer.sampling[at:], drawn[row, new]])
                 if len(tokens):
-                    yield id, Progress(tokens, logprobs, answer.alternatives(seen[id]))
+                    alternatives = answer.alternatives(seen[id])
+                    yield id, Progress(tokens, logprobs, alternatives, sampling, [*answer.versions])
 
     def answer(self, row: int) -> SequenceState:
         """Return the sequence of a live row, without the tokens of this lane."""

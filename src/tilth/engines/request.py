@@ -124,11 +124,15 @@ class Request:
 
 class Progress(NamedTuple):
     """Newest tokens of a request in flight, int64 [n], with their log-probs, float32 [n], and alternatives if it asks
-    for them."""
+    for them; of an engine that can resume it, also what the columns of its ``Trajectory`` have."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     likeliest: Likeliest | None = None
+    sampling: np.ndarray | None = None
+    """float32 [n], of ``sampling_logprobs``; None without a filter."""
+    versions: Sequence[tuple[int, int]] = ()
+    """Of all its tokens so far."""
 
 
 class TextScores(NamedTuple):

@@ -112,10 +112,13 @@ class EngineRounds:
             self._seen[id] += len(newest.tokens)
         return found
 
-    def pause(self) -> list[Trajectory]:
-        """End the requests in flight, and return them as far as they are, for ``resume``; the source stays as it is."""
-        seen, self._seen = self._seen, {}
-        return [self.engine.abort(id) for id in seen]
+    def pause(self, ids: Iterable[int] | None = None) -> list[Trajectory]:
+        """End these requests, those of them that are in flight (None: all), and return each as far as it is, for
+        ``resume``; the source stays as it is."""
+        chosen = [id for id in (self._seen if ids is None else ids) if id in self._seen]
+        for id in chosen:
+            del self._seen[id]
+        return [self.engine.abort(id) for id in chosen]
 
     def drain(self, requests: Sequence[Request] = ()) -> Iterator[Trajectory]:
         """Take requests, and yield all that ends until nothing is in flight. Raises as ``submit``."""
