@@ -286,6 +286,8 @@ def test_a_recipe_cannot_be_changed():
         (["rollout.staleness=1", "rollout.environment=x.py:X"], "rollout.environment = 'x.py:X' beside"),
         (["rollout.staleness=1", "train.routing=replay"], "train.routing = 'replay' beside rollout.staleness = 1"),
         (["rollout.staleness=1", "cluster.backend=local"], "the policy is on these workers too"),
+        (["rollout.repack=true"], "rollout.repack = true has no use with rollout.staleness = 0"),
+        (["rollout.repack=true", "rollout.staleness=1"], "rollout.repack = true moves samples between replicas, and"),
     ],
 )
 def test_contradictions(overrides, part):

@@ -9,9 +9,15 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.config.test_plugins import forget
 from tests.flows import tiny
-from tests.flows.test_async_sampler import check_once, recipe, state
+from tests.flows.test_async_sampler import check_once, check_resumed, recipe, rows, state
+from tests.flows.test_replay import check_same
+from tests.flows.test_replay import recipe as exact
 from tilth.core.random import stream_id
+from tilth.flows import replicas as flows_replicas
+from tilth.roles import rollout as roles_rollout
+from tilth.runs.events import EVENTS, read_events
 from tilth.runs.readers import read_metrics
 
 pytestmark = pytest.mark.dist
@@ -85,3 +91,42 @@ def test_twenty_kills_of_a_role_cost_no_sample(tmp_path, role):
     survived(tmp_path, kills, STEPS, cluster=pools, reward={"pool": "score"})
     assert len(kills.killed) >= 20
     assert sum("is new" in line for line in kills.messages) >= (10 if role in RANKS else 0), kills.messages
+
+
+@pytest.fixture
+def short_rounds(tmp_path, monkeypatch):
+    """Plugin by which replicas end a round after four steps, on any machine."""
+    monkeypatch.setattr(roles_rollout, "LIMITS", roles_rollout.LIMITS)  # the plugin is imported here too
+    text = "from tilth.engines.rounds import RoundLimits\nfrom tilth.roles import rollout\n"
+    (tmp_path / "rounds.py").write_text(f"{text}rollout.LIMITS = RoundLimits(4, 4)\n")
+    yield [str(tmp_path / "rounds.py")]
+    forget()
+
+
+@pytest.mark.slow
+def test_samples_of_a_replica_that_dies_go_on_with_their_tokens(tmp_path, short_rounds):
+    """On other workers, with what their versions drew: a replay without deaths has the same trajectories."""
+    kills = Kills(RANKS["replica"], [2], stream_id("kills", 1))
+    made = exact(tmp_path, 2, rollout=PLACED, cluster=POOLS, plugins=short_rounds)
+    run = tiny.run(made, name="run", callbacks=[kills])
+    kills.join()
+    check_once(run, 6, group=4)
+    check_resumed(run, {i for i, row in rows(run).items() if row["step"] > 2})
+    check_same(run, tiny.run(made, name="again", replay=run.directory))
+
+
+@pytest.mark.slow
+def test_the_last_samples_of_replicas_move(tmp_path, short_rounds, monkeypatch):
+    """A replay on one replica has the same trajectories."""
+    monkeypatch.setattr(flows_replicas, "PERIOD", 0.0)
+    monkeypatch.setattr(flows_replicas, "STAY", 1)
+    long = {"model": {"context": 112}, "plugins": short_rounds, "algorithm": {"steps": 4}}
+    placed = {**PLACED, "max_tokens": 100, "repack": True}
+    run = tiny.run(exact(tmp_path, 1, rollout=placed, cluster=POOLS, **long), name="run")
+    check_once(run, 4, group=4)
+    moves = [event.fields for event in read_events(run.directory / EVENTS) if event.kind == "move"]
+    assert sum(record["samples/moved"] for record in read_metrics(run.directory)) == len(moves) > 0
+    assert all({move["from"], move["to"]} == {0, 1} and 0 < move["tokens"] < 100 for move in moves)
+    alone = {"rollout": {**placed, "repack": False, "pool": "", "layout": {"dp": 1}}}
+    inline = {"backend": "inline", "pools": {}}
+    check_same(run, tiny.run(exact(tmp_path, 1, cluster=inline, **alone, **long), name="again", replay=run.directory))

@@ -15,7 +15,7 @@ from tilth.cluster.controller.lazy import LazyBatch
 from tilth.core.errors import PluginError, RecipeError
 from tilth.data.trajectories import read_trajectories
 from tilth.engines.protocol import EngineError
-from tilth.flows.async_sampler import AsyncSampler
+from tilth.flows.async_sampler import FLYING, AsyncSampler
 from tilth.flows.ledger import SampleGroup
 from tilth.flows.replicas import Replicas
 from tilth.launch.life import _roll_back
@@ -117,6 +117,34 @@ def test_a_run_that_falls_asks_again_for_what_was_in_flight(tmp_path):
     result = tiny.run(made, name="run")
     check_once(result, 8)
     assert max(record["staleness/max"] for record in read_metrics(result.directory)) <= 2
+    check_resumed(result, flying={i for i, row in rows(result).items() if row["step"] > 4})
+    assert not [*(result.directory / FLYING).glob("*.bin")]
+
+
+def check_resumed(result, flying):
+    """Some of the samples that were in flight have gone on, with the tokens of versions before."""
+    log = [*read_events(result.directory / EVENTS)]
+    found = {e.fields["id"]: e.fields for e in log if e.kind == "resume"}
+    ends = {e.fields["id"]: e.fields["versions"] for e in log if e.kind == "finish"}
+    assert found.keys() <= flying and sum(ends[i][0][1] < one["version"] for i, one in found.items()) > 2
+    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) == len(found)
+    for i, one in found.items():
+        begun, now = ends[i][0][0] + one["tokens"], one["version"]
+        assert one["tokens"] and all(version <= now if at < begun else version >= now for at, version in ends[i]), i
+
+
+@pytest.mark.slow
+def test_after_a_fall_samples_say_what_they_would_have_said(tmp_path):
+    """Under weights that stay, in parity mode: those of which tokens were kept, and all others."""
+    still = {"optimizer": {"lr": 0.0}, "train": {"parity": True}, "algorithm": {"steps": 8}, "run": {"save_every": 2}}
+    exact = rows(tiny.run(recipe(tmp_path, 0, **still), name="exact"))
+    with pytest.raises(PluginError):
+        tiny.run(recipe(tmp_path, 2, **still), name="run", callbacks=[Falls(5)])
+    result = tiny.run(recipe(tmp_path, 2, **still), name="run")
+    assert sum(record["samples/resumed"] for record in read_metrics(result.directory)) > 10
+    for i, row in rows(result).items():
+        for name in ("tokens", "logprobs", "reward", "finish", "prompt"):
+            assert row[name] == exact[i][name], name
 
 
 def fallen(folder):
@@ -253,7 +281,7 @@ def test_prompts_of_all_groups_are_sent_before_one_is_waited_for():
         "_load": encode,
         "then": lambda: {"then": [7]},
     }
-    one = SimpleNamespace(_leases={}, _replicas=lambda: SimpleNamespace(submit=flights.append), **given)
+    one = SimpleNamespace(_attempt=1, _leases={}, _replicas=lambda: SimpleNamespace(submit=flights.append), **given)
     AsyncSampler._send(one, [SampleGroup(first, 2, 5, 0) for first in (0, 2, 4)])
     assert seen == [("sent", 0), ("sent", 2), ("sent", 4, "then"), ("waited", 0), ("waited", 2), ("waited", 4)]
     assert [(one.first, one.lease) for one in flights] == [(0, "group 0"), (2, "group 2"), (4, "group 4")]
@@ -311,7 +339,7 @@ def test_samples_that_are_behind_teach_what_others_teach(tmp_path):
     assert all(abs(end - ends[0]) < 0.2 * ends[0] for end in ends.values()), ends
 
 
-STRIKES = [("generating", 60), ("training", 4), ("publishing", 5), ("committing", 4), ("flushing", 3), ("renaming", 2)]
+STRIKES = [("generating", 120), ("training", 4), ("publishing", 5), ("committing", 4), ("flushing", 3), ("renaming", 2)]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +351,7 @@ def test_a_run_that_is_killed_consumes_each_sample_once(tmp_path, point, call):
     result = SimpleNamespace(directory=tmp_path / "tiny-001")
     check_once(result, 6)
     log = RunReplay(result.directory / EVENTS)
+    assert any(event.kind == "resume" and event.fields["tokens"] for event in read_events(result.directory / EVENTS))
     consumed = [one.id for step in range(1, 7) for one in log.batch(step)]
     assert sorted(consumed) == sorted(rows(result)) and len(set(consumed)) == len(consumed)
     assert max(record["staleness/max"] for record in read_metrics(result.directory)) <= 2

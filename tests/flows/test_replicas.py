@@ -1,4 +1,5 @@
-"""Replicas that are driven beside a loop, by stand-ins that end their samples after given rounds."""
+"""Replicas that are driven beside a loop, by stand-ins that end their samples after given rounds, and by engines whose
+samples go on elsewhere."""
 
 import threading
 import time
@@ -8,9 +9,15 @@ import numpy as np
 import pytest
 
 from tests.errors import raises
+from tests.roles import small
+from tilth.cluster.backends.inline import InlineStore
 from tilth.core.batch import Batch, Lease
-from tilth.core.errors import WorkerLost
+from tilth.core.errors import DataError, WorkerLost
+from tilth.engines.rounds import RoundLimits
+from tilth.flows import replicas as flows_replicas
 from tilth.flows.replicas import Flight, Replicas
+from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad
+from tilth.roles import rollout as roles_rollout
 from tilth.roles.rollout import Ended
 
 
@@ -196,3 +203,161 @@ def test_replicas_that_have_nothing_are_idle(made):
         replicas.submit(flight(first))
     waited(replicas, 10)
     assert replicas.idle_share() < 1.0
+
+
+# ---- samples that go on elsewhere ----
+
+COLUMNS = ("tokens", "rollout_logprobs", "versions", "mask")
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """Makes two replicas with real engines of the same weights, whose rounds are one step."""
+    monkeypatch.setattr(roles_rollout, "LIMITS", RoundLimits(1))
+    monkeypatch.setattr(flows_replicas, "STAY", 1)
+    store, policy = InlineStore(), small.policy()
+
+    def make(limits=None, note=lambda kind, **fields: None, attempt=1, version=0):
+        rollout = Rollout(2)
+        how = {"parity": True, "max_tokens": 11, "stop": ("0", "2")}
+        rollout.each = [small.rollout(store, rank=rank, **how) for rank in range(2)]
+        made = Replicas(rollout, Store(), 8, None, threaded=False, note=note, version=version, limits=limits)
+        for one in rollout.each:
+            one.receive(policy.weights(), version)
+            one.log_to(str(tmp_path), attempt, version)
+        return rollout, made
+
+    def submit(replicas, again=False):
+        for first, prompt in zip(range(0, 16, 2), (3, 77, 12, 50, 9, 41, 8, 60)):
+            asked = small.asked(store, [prompt], 2, first)
+            replicas.submit(Flight(first, asked, Lease("", str(first), lambda lease: None), again))
+
+    def columns(replicas):
+        """Columns of each sample of all groups."""
+        found = {}
+        for one in waited(replicas, 8).values():
+            read = one.rows.read(store, *COLUMNS)
+            for row, i in enumerate(one.rows["id"].tolist()):
+                found[i] = [read[name].row(row).tolist() for name in COLUMNS]
+            assert one.rows["id"].tolist() == [one.first, one.first + 1]
+        return found
+
+    return make, submit, columns
+
+
+def test_samples_that_move_say_the_same_as_others(engines):
+    make, submit, columns = engines
+    _, still = make()
+    submit(still)
+    expected, events = columns(still), []
+    note = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+    rollout, replicas = make(ReplicaLimits(tokens=128, rows=8), note, attempt=2)
+    submit(replicas)
+    assert columns(replicas) == expected and len(expected) == 16
+    assert {kind for kind, _ in events} == {"move"} and replicas.moved == len(events) > 0
+    for _, move in events:
+        assert {move["from"], move["to"]} == {0, 1} and 0 < move["tokens"] < 11
+    assert not any(one._logged or one._ended for one in rollout.each)
+
+
+def test_samples_of_a_lost_replica_go_on_elsewhere_with_the_tokens_that_they_have(engines):
+    """On replicas with the weights of the same version, and of another one."""
+    make, submit, columns = engines
+    _, whole = make()
+    submit(whole)
+    expected = columns(whole)
+    for attempt, version in ((2, 0), (4, 1)):
+        _, lost = make(attempt=attempt)
+        submit(lost)
+        for _ in range(4):
+            lost._round()
+        events = []
+        note = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+        _, found = make(note=note, attempt=attempt + 1, version=version)
+        submit(found, again=True)
+        after = columns(found)
+        assert {kind for kind, _ in events} == {"resume"} and len(events) == 16
+        assert all(fields["tokens"] > 0 and fields["version"] == version for _, fields in events)
+        assert found.resumed == 16
+        for _, fields in events:
+            one, same = after[fields["id"]], expected[fields["id"]]
+            begin, end = len(same[0]) - sum(same[3]), fields["tokens"]
+            assert [one[0], one[1], one[3]] == [same[0], same[1], same[3]]
+            assert one[2][begin:] == [0] * end + [version] * (sum(same[3]) - end)
+
+
+def test_a_sample_of_which_nothing_is_known_begins_from_its_prompt(engines):
+    make, submit, columns = engines
+    _, whole = make(version=1)
+    submit(whole)
+    whole._round()
+    events = []
+    _, other = make(note=lambda kind, **fields: events.append(fields["tokens"]), attempt=2)
+    submit(other, again=True)
+    assert columns(other).keys() == set(range(16)) and not events
+
+
+class Moving:
+    """A replica in its tail with one sample."""
+
+    def __init__(self, id, version=0):
+        self.id, self.rows, self.version, self.keeps, self.given = id, {id}, version, True, []
+
+    def load(self):
+        return ReplicaLoad(self.version, tuple(LiveRow(i, 10, 50) for i in self.rows), 0, 100)
+
+    def submit(self, asked, again=False):
+        self.rows |= {*asked["id"].tolist()}
+        return dict.fromkeys(asked["id"].tolist(), 5) if self.keeps else {}
+
+    def give_up(self, ids):
+        self.rows -= {*ids}
+        self.given += ids
+        return dict.fromkeys(ids, 5)
+
+    def advance(self, *, texts):
+        return {}
+
+
+@pytest.fixture
+def tails():
+    """Two replicas that are to be one, and what drives them."""
+    rollout = Rollout(0)
+    rollout.each = [Moving(0), Moving(1)]
+    made = Replicas(rollout, Store(), 4, None, threaded=False, limits=ReplicaLimits(30, 4))
+    for place, one in enumerate(rollout.each):
+        made._flying[place] = {one.id: flight(one.id, 1)}
+    return rollout.each, made
+
+
+def test_the_last_samples_go_to_one_replica(tails):
+    (one, other), replicas = tails
+    replicas._round()
+    assert (one.rows, other.rows, replicas.moved) == (set(), {0, 1}, 1) or (one.rows, other.rows) == ({0, 1}, set())
+    assert sorted(map(len, replicas._flying)) == [0, 2]
+
+
+def test_nothing_moves_while_something_waits(tails):
+    (one, other), replicas = tails
+    replicas._queue.append(flight(6, 8))
+    replicas._round()
+    assert not one.given + other.given and replicas.moved == 0
+
+
+def test_capacity_and_version_are_looked_at_again_before_a_move(tails):
+    (one, other), replicas = tails
+    for change in ({"version": 1}, {"rows": {1, 7, 8}}):
+        plain = {name: getattr(other, name) for name in change}
+        vars(other).update(change)
+        replicas._move(0, 1, [0], replicas.limits)
+        vars(other).update(plain)
+        assert not one.given
+    replicas._move(0, 1, [0], replicas.limits)
+    assert one.given == [0] and replicas._flying[1].keys() == {0, 1}
+
+
+def test_a_sample_that_loses_tokens_on_its_way_is_named(tails):
+    (_, other), replicas = tails
+    other.keeps = False
+    with raises(DataError, "move.tokens"):
+        replicas._move(0, 1, [0], replicas.limits)

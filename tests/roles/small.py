@@ -56,11 +56,11 @@ def asked(store, prompts, group: int, first_id: int) -> Batch:
     return loader(store).encode(ask(prompts, group, first_id))
 
 
-def rollout(store, *, dtype=torch.float32, model=None, dims=None, **section) -> RolloutWorker:
+def rollout(store, *, dtype=torch.float32, model=None, dims=None, rank=0, parity=False, **section) -> RolloutWorker:
     settings = {"max_tokens": 4, "max_rows": 8, **section}
-    options = EngineOptions(tokenizer=TOKENIZER, dtype=dtype, seed=1, max_rows=8, max_length=CONTEXT, dims=dims)
-    engine = Engine(model or config(), options)
-    return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store)
+    how = {"dtype": dtype, "max_length": CONTEXT, "dims": dims, "parity": parity}
+    engine = Engine(model or config(), EngineOptions(tokenizer=TOKENIZER, seed=1, max_rows=8, **how))
+    return RolloutWorker(engine, TEMPLATE, RolloutConfig(**settings), store, rank=rank)
 
 
 def generated(worker: RolloutWorker, rows: Batch, **how) -> Batch:

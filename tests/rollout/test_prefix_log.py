@@ -24,7 +24,9 @@ def drawn(start, stop, request=None, finish=None, filtered=False):
     logprobs = -places.astype(np.float32) / 7
     spans = [span for span in SPANS if span[0] < 3 + stop]
     sampling = logprobs / 2 if filtered else None
-    return DrawnTokens(request or asked(), start, 100 + places, logprobs, sampling, spans, finish, "ä" if finish else "")
+    return DrawnTokens(
+        request or asked(), start, 100 + places, logprobs, sampling, spans, finish, "ä" if finish else ""
+    )
 
 
 def said(t):

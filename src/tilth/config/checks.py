@@ -116,7 +116,7 @@ def _episodes(recipe: Recipe) -> Refusals:
 def _staleness(recipe: Recipe) -> Refusals:
     """Check what does not go with samples of earlier versions of the policy, and keys that are for them alone."""
     r, used = recipe.rollout, f"beside rollout.staleness = {recipe.rollout.staleness}"
-    for key, on in (("buffer", r.staleness == "free"), ("order", r.staleness != 0)):
+    for key, on in (("buffer", r.staleness == "free"), ("order", r.staleness != 0), ("repack", r.staleness != 0)):
         if not on and getattr(r, key) != type(r).model_fields[key].default:
             right = "free" if key == "buffer" else "1 or more"
             yield f"rollout.{key}.unused", f"has no use with rollout.staleness = {r.staleness}, but with {right}"
@@ -135,6 +135,11 @@ def _staleness(recipe: Recipe) -> Refusals:
             "cluster.pools={train = 1, rollout = 1} and rollout.pool=rollout, or staleness = 0"
         )
         yield "rollout.pool.staleness", why
+    if r.repack and r.environment:
+        yield "rollout.repack.environment", "moves single answers, and an episode stays with its environment; use false"
+    if r.repack and r.layout.sizes(pools(recipe)[pool])["dp"] == 1:
+        why = "moves samples between replicas, and there is one; use false, or rollout.layout.dp=2 and workers for it"
+        yield "rollout.repack.replicas", why
 
 
 def _engine(recipe: Recipe) -> Refusals:

@@ -216,6 +216,11 @@ class RolloutConfig(RoleSection):
         description="with staleness above 0: groups that a step takes first, those that ended first or those that were "
         "begun last; groups that reach the bound go before",
     )
+    repack: bool = Field(
+        False,
+        description="with staleness above 0: where nothing waits, move the last samples of replicas to as few as hold "
+        "them, so that the others take what comes next",
+    )
     temperature: Rate = Field(1.0, description="softmax temperature of sampling; 0: greedy")
     top_k: Count = Field(0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this mass")

@@ -52,7 +52,7 @@ class Ledger:
         """Groups that this step still takes, and later ones of the phase."""
         self.steps = self.begun = self.lost = 0
         """Steps done, and groups begun and dropped, since these books were opened."""
-        self._versions, self._ended = [version], 0
+        self._versions, self._ended = [*(one for one in state.versions if one < version), version], 0
         self.admitted, self.ended = Intervals(state.admitted), Intervals(state.ended)
         self.consumed, self.dropped = Intervals(state.consumed), Intervals(state.dropped)
 
@@ -180,6 +180,7 @@ class Ledger:
 
     def store(self, state: RunState) -> None:
         """Write the books to the state that is committed; no step is under way."""
+        state.versions = [*self._versions]
         state.flying = [(group.first, group.size, group.prompt, group.version) for group in self.open.values()]
         for name in ("admitted", "ended", "consumed", "dropped"):
             setattr(state, name, Intervals(getattr(self, name)))

@@ -1,5 +1,8 @@
 """Engines that generate beside training: groups of samples are handed to replicas, which go on in rounds.
 
+A sample can go on elsewhere from the tokens that its replica has logged: a replica gives it up, or is lost, and another
+one takes it up, with the same random numbers.
+
 One thread keeps a round of each replica in flight, so that the loop's own calls never wait for more than a round. With
 the inline backend there is no thread: rounds are run where the loop waits, and ``AHEAD`` of them for each batch.
 """
@@ -7,32 +10,44 @@ the inline backend there is no thread: rounds are run where the loop waits, and 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from tilth.cluster.controller.group import WorkerGroup
 from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
-from tilth.core.batch import Batch, Lease
+from tilth.core.batch import Batch, Lease, concat
+from tilth.core.errors import DataError
 from tilth.flows.generation import Scorers
+from tilth.plan.repack import ReplicaLimits, repack
 from tilth.roles.rollout import Ended
 
 AHEAD = 1
 """Rounds for each batch that the inline backend runs before the step learns from it."""
 PATIENCE = 10.0
 """Seconds for the thread to end its rounds when the run ends; a replica that hangs is found by the cluster's limits."""
+PERIOD = 5.0
+"""Seconds between two plans of moves (Laminar, arXiv 2510.12633)."""
+STAY = 16
+"""A sample that has at most so many tokens to draw is not moved: its prefix would be computed again for them."""
 LOOK = 1.0
 """Seconds between two looks at a thread that is waited for."""
 
 
 @dataclass(eq=False)
 class Flight:
-    """A group of samples on its way. asked: rows that ask for them; lease: of its payload."""
+    """A group of samples on its way. asked: rows that ask for them; lease: of its payload; again: True if an earlier
+    attempt may have begun them; they go on from the tokens that it has logged."""
 
     first: int
     asked: Batch
     lease: Lease
+    again: bool = False
+    places: set[int] = field(default_factory=set)
+    """Replicas on which samples of it have ended."""
     ended: dict[int, Ended] = field(default_factory=dict)
     rows: Batch | None = None
     """What the replica has generated, when all samples have ended; lazy."""
@@ -41,12 +56,30 @@ class Flight:
 
 
 class Replicas:
-    """The replicas of the rollout role. room: samples in flight that one of them takes; scorers: get what has ended."""
+    """The replicas of the rollout role."""
 
     def __init__(
-        self, rollout: WorkerGroup, store: LeasedStore, room: int, scorers: Scorers | None, *, threaded: bool
+        self,
+        rollout: WorkerGroup,
+        store: LeasedStore,
+        room: int,
+        scorers: Scorers | None,
+        *,
+        threaded: bool,
+        note: Callable[..., object] = lambda kind, **fields: None,
+        version: int = 0,
+        limits: ReplicaLimits | None = None,
     ) -> None:
+        """room: samples in flight that a replica takes; scorers: get what has ended; note: is called with the events
+        "resume" and "move" of ``runs.events``; version: of the weights under which samples go on that were begun
+        before; limits: of a replica to which samples move, None: none does."""
         self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
+        self.note, self.version, self.limits = note, version, limits
+        self.below: int | None = None
+        """The replicas are to forget the tokens of samples below this id."""
+        self.moved = self.resumed = 0
+        """Samples that went on elsewhere, since somebody set these to 0."""
+        self._planned = time.monotonic()
         self._parts = rollout.parts("dp")
         self._flying: list[dict[int, Flight]] = [{} for _ in self._parts]
         """Sample in flight -> its group, of each replica."""
@@ -184,6 +217,9 @@ class Replicas:
     def _round(self) -> None:
         """Hand out groups, and let each replica with samples generate for a round."""
         self._end_discarded()
+        if self.below is not None:
+            self.rollout.forget(self.below)
+            self.below = None
         self._hand_out()
         began = time.monotonic()
         texts = self.scorers is not None
@@ -191,6 +227,8 @@ class Replicas:
         rounds = [(place, self._parts[place].advance(texts=texts)) for place in busy]
         for place, answer in rounds:
             self._take(place, resolved(answer))
+        if self.limits is not None:
+            self._repack(self.limits)
         with self._changed:
             self._busy += (time.monotonic() - began) * len(busy)
 
@@ -220,8 +258,50 @@ class Replicas:
                 if not self._queue or (flying and len(flying) + len(self._queue[0].asked) > self.room):
                     return
                 flight = self._queue.popleft()
-            self._parts[place].submit(flight.asked)
+            if flight.again:
+                self._resume(place, flight)
+            else:
+                self._parts[place].submit(flight.asked)
             flying.update((i, flight) for i in flight.asked["id"].tolist())
+
+    def _resume(self, place: int, flight: Flight) -> None:
+        """Let samples go on from what is known of each; the others begin."""
+        found = resolved(self._parts[place].submit(flight.asked, again=True))
+        for i, count in found.items():
+            self.note("resume", id=i, tokens=count, version=self.version)
+        self.resumed += len(found)
+
+    def _repack(self, limits: ReplicaLimits) -> None:
+        """Empty replicas that are in their tail into others, where nothing waits for the room of any."""
+        now, busy = time.monotonic(), [place for place, flying in enumerate(self._flying) if flying]
+        if self._queue or len(busy) < 2 or (self._thread is not None and now - self._planned < PERIOD):
+            return
+        self._planned = now
+        for source, target, ids in repack([self._parts[place].load() for place in busy], limits, stay=STAY):
+            self._move(busy[source], busy[target], ids, limits)
+
+    def _move(self, source: int, target: int, ids: Sequence[int], limits: ReplicaLimits) -> None:
+        """Move samples that are still in flight, if their target still has their version, and room.
+
+        DataError [move.tokens] for one that did not arrive with all its tokens.
+        """
+        before, after = self._parts[source].load(), self._parts[target].load()
+        tokens = after.tokens + sum(row.tokens for row in before.rows if row.trajectory in ids)
+        if before.version != after.version or not limits.hold(tokens, len(after.rows) + len(ids)):
+            return
+        given = self._parts[source].give_up(ids)
+        moved = {i: self._flying[source].pop(i) for i in given}
+        for i, count in given.items():
+            self.note("move", id=i, tokens=count, **{"from": source, "to": target})
+        self._flying[target].update(moved)
+        asked = concat([one.asked.select(np.isin(one.asked["id"], [*given])) for one in dict.fromkeys(moved.values())])
+        if (found := dict(resolved(self._parts[target].submit(asked, again=True)))) != given:
+            raise DataError(
+                f"replica {source} gave up samples with {given} tokens, and {target} has {found} of them: do all "
+                "workers of the rollout see the directory of the run?",
+                key="move.tokens",
+            )
+        self.moved += len(given)
 
     def _take(self, place: int, ended: Mapping[int, Ended]) -> None:
         """Take samples that have ended, for the scorers first; collect the groups that are whole."""
@@ -230,10 +310,19 @@ class Replicas:
         for i, one in ended.items():
             flight = self._flying[place].pop(i)
             flight.ended[i] = one
+            flight.places.add(place)
             if len(flight.ended) == len(flight.asked):
                 with self.store.under(flight.lease):
-                    flight.rows = self._parts[place].collect(flight.asked["id"])
+                    flight.rows = self._collect(flight)
                 flight.since = time.monotonic()
                 with self._changed:
                     self._whole.append(flight)
                     self._changed.notify_all()
+
+    def _collect(self, flight: Flight) -> Batch:
+        """Return the rows of a group, lazy unless samples of it have moved."""
+        found: list[Batch] = [self._parts[place].collect(flight.asked["id"]) for place in sorted(flight.places)]
+        if len(found) == 1:
+            return found[0]
+        whole = concat([resolved(one) for one in found])
+        return whole.select(np.argsort(whole["id"]))

@@ -83,7 +83,7 @@ class Run:
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
-            self.sampler = AsyncSampler(*given, store=store, events=events)
+            self.sampler = AsyncSampler(*given, store=store, events=events, attempt=directory.attempt)
             if again is not None:
                 self.sampler = ReplaySampler(*given, store=store, events=events, replay=again)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)

@@ -23,9 +23,11 @@ from tilth.engines.protocol import EngineError, GenerationEngine
 from tilth.engines.request import Request, SamplingParams
 from tilth.engines.rounds import EngineRounds, RoundLimits
 from tilth.envs.journal import ObservationJournal
+from tilth.plan.repack import LiveRow, ReplicaLoad
 from tilth.rewards.process_pool import CORRECT
 from tilth.roles.experience import CALLS, CARRIED, INFO, OUTCOME, TURNS, identity, media_of, texts, to_batch
 from tilth.rollout.episodes import EpisodeRequest, EpisodeResult, Player
+from tilth.rollout.prefix_log import DrawnTokens, PrefixLog
 from tilth.rollout.prefixes import PrefixPool
 from tilth.trace.spans import span
 
@@ -68,6 +70,7 @@ class Aside(NamedTuple):
     params: SamplingParams
     plays: bool
     media: bool
+    log: PrefixLog | None
 
 
 class RolloutWorker:
@@ -102,6 +105,12 @@ class RolloutWorker:
         """Sample that goes on -> length of its completion before."""
         self._params, self._partial, self._plays, self._media = SamplingParams(), 0, False, False
         self._prefixes: PrefixPool | None = None
+        self._log: PrefixLog | None = None
+        """Of the tokens of answers in flight, where they may go on elsewhere."""
+        self._logged: dict[int, tuple[Request, int]] = {}
+        """Answer in flight -> its request, and the tokens of its completion that the log has."""
+        self._still, self._peak = 0, 0
+        """Answers that drew nothing in the last round; most tokens in flight since the last ``submit``."""
         self._aside: Aside | None = None
         self._updates: Callable[[], int] | None = None
         self._seen = 0
@@ -123,6 +132,7 @@ class RolloutWorker:
         self.engine.reset_prefix_cache()
         for kept in (self._ended, self._news, self._before, self._aborting):
             kept.clear()
+        self._log = None
         if self.player is not None:
             self.player.results.clear()
             self.player.pool.keep(None)
@@ -130,11 +140,14 @@ class RolloutWorker:
         return {}
 
     @transfer(split="rows", gather="merge", over=("dp",))
-    def submit(self, asked: Batch, *, greedy: bool = False, since: int | None = None) -> dict[str, Any]:
+    def submit(
+        self, asked: Batch, *, greedy: bool = False, since: int | None = None, again: bool = False
+    ) -> dict[int, int]:
         """Take a sample for each row (columns id, group, prompt; payload prompt_tokens), or an episode (payload info).
 
         since: step at whose end the samples with ``carried`` 1 paused; they go on. Each sample then gets
-        ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them.
+        ``rollout.partial`` tokens at most, and an episode ends the turn in which it has them. again: answers go on from
+        the tokens that the log has of them (``log_to``); return the numbers of these by sample. Episodes begin.
         """
         self._params, self._plays = self._params_of(greedy), INFO in asked.payload
         self._media = MEDIA in asked.payload
@@ -148,9 +161,26 @@ class RolloutWorker:
             carried = [EpisodeResult.of(t) if self._plays else self._answer(t) for t in kept]
         self._asked += len(asked)
         self._go_on(carried, self._episodes(fresh) if self._plays else [])
-        if not self._plays:
-            self.rounds.submit(self._requests(fresh))
-        return {}
+        return {} if self._plays else self._submit(self._requests(fresh), again=again)
+
+    def _submit(self, requests: Sequence[Request], *, again: bool) -> dict[int, int]:
+        """Submit requests; return the tokens with which those go on that the log has something of."""
+        found = {one.id: None if self._log is None or not again else self._log.take(one) for one in requests}
+        self.rounds.submit([one for one in requests if found[one.id] is None])
+        if self._log is None:
+            return {}
+        self._peak, known = 0, [(one, t) for one in requests if (t := found[one.id]) is not None]
+        self._logged.update((one.id, (one, 0)) for one in requests)
+        self._write({t.id: DrawnTokens.of(one, t, 0, ended=t.finish != "aborted") for one, t in known})
+        for one, t in known:
+            if t.finish == "aborted":
+                self._before[t.id] = t.completion_length
+                self.rounds.resume(t, one.params)
+            else:
+                self._ended[t.id] = EpisodeResult(t, {})
+                self._news.append(t.id)
+                del self._logged[t.id]
+        return {t.id: t.completion_length for _, t in known}
 
     @transfer(split="rows", gather="merge", over=("dp",))
     def submit_again(self, asked: Batch) -> dict[str, Any]:
@@ -203,6 +233,8 @@ class RolloutWorker:
             for t in found:
                 self._ended[t.id] = self._result(t)
             news += [t.id for t in found]
+            if self._log is not None:
+                self._log_round(found)
         self._done += len(news)
         return {i: self._told(self._ended[i], texts) for i in news}
 
@@ -220,8 +252,8 @@ class RolloutWorker:
     def set_aside(self) -> None:
         """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
         Environments go on. Of an engine that can resume samples."""
-        self._aside = Aside(self.rounds.pause(), self._ended, self._params, self._plays, self._media)
-        self._ended = {}
+        self._aside = Aside(self._pause(), self._ended, self._params, self._plays, self._media, self._log)
+        self._ended, self._log = {}, None
         if self.player is not None:
             self.player.set_aside()
 
@@ -229,7 +261,7 @@ class RolloutWorker:
     def take_up(self) -> None:
         """Go on with what was set aside, each sample with its own random numbers, under the weights that are here."""
         assert self._aside is not None
-        (flying, ended, self._params, self._plays, self._media), self._aside = self._aside, None
+        (flying, ended, self._params, self._plays, self._media, self._log), self._aside = self._aside, None
         self._ended |= ended
         turns = {} if self.player is None else self.player.take_up()
         for trajectory in flying:
@@ -244,6 +276,7 @@ class RolloutWorker:
         for i in ids:
             self._ended.pop(i, None)
             self._before.pop(i, None)
+            self._logged.pop(i, None)
 
     @transfer(split="all", gather="all")
     def abort(self, ids: Sequence[int] | None = None) -> int:
@@ -274,6 +307,74 @@ class RolloutWorker:
     def carry_in(self, folder: str) -> None:
         """Keep samples that go on in the next step in this folder."""
         self._prefixes = PrefixPool(Path(folder), self.rank)
+
+    # ---- answers that may go on elsewhere ----
+
+    @transfer(split="all", gather="first")
+    def log_to(self, folder: str, attempt: int, version: int) -> None:
+        """Log the tokens of answers in flight in this folder until ``begin``: see ``PrefixLog``. For engines that can
+        resume them. StorageError."""
+        self._log = PrefixLog(Path(folder), attempt, version, self.rank)
+        self._logged.clear()
+
+    @transfer(split="all", gather="merge")
+    def forget(self, below: int) -> dict[str, Any]:
+        """Let the log forget samples below this id. StorageError."""
+        if self._log is not None and self.engine.reports:
+            self._log.forget(below)
+        return {}
+
+    @transfer(split="all", gather="first")
+    def load(self) -> ReplicaLoad:
+        """Return what is in flight, after a round, for a plan of moves."""
+        return ReplicaLoad(self.engine.version, tuple(self._rows()), self._still, self._peak)
+
+    @transfer(split="all", gather="first")
+    def give_up(self, ids: Sequence[int]) -> dict[int, int]:
+        """Stop these answers, those of them that are in flight, and keep their tokens in the log, for a ``submit`` to
+        another replica; return the numbers of tokens. StorageError."""
+        stopped = self._pause(ids)
+        for t in stopped:
+            del self._logged[t.id]
+            self._before.pop(t.id, None)
+        self._asked -= len(stopped)
+        return {t.id: t.completion_length for t in stopped}
+
+    def _pause(self, ids: Sequence[int] | None = None) -> list[Trajectory]:
+        """Stop these samples, or all that are in flight, and return what there is of them, which is in the log then."""
+        stopped = self.rounds.pause(ids)
+        if self._log is not None:
+            self._write({t.id: DrawnTokens.of(*self._of(t), ended=False) for t in stopped})
+        return stopped
+
+    def _rows(self) -> Iterator[LiveRow]:
+        for i, (one, count) in self._logged.items():
+            yield LiveRow(i, len(one.prompt) + count, one.params.max_tokens - count)
+
+    def _log_round(self, found: Sequence[Trajectory]) -> None:
+        """Log what answers in flight, and those that have ended, have drawn in a round."""
+        ended = [t for t in found if t.id in self._logged]
+        drawn = {
+            t.id: DrawnTokens.of(*self._of(t), ended=True) for t in ended if t.routing is None
+        }  # else it ends anew
+        for i, new in self.rounds.progress().items():
+            drawn[i] = DrawnTokens(*self._logged[i], new.tokens, new.logprobs, new.sampling, new.versions)
+        self._write(drawn)
+        for t in ended:
+            del self._logged[t.id]
+        self._still = len(self._logged.keys() - drawn.keys())
+        self._peak = max(self._peak, sum(row.tokens for row in self._rows()))
+
+    def _of(self, t: Trajectory) -> tuple[Request, Trajectory, int]:
+        one, count = self._logged[t.id]
+        return one, t, count
+
+    def _write(self, drawn: Mapping[int, DrawnTokens]) -> None:
+        assert self._log is not None
+        if self.engine.reports:
+            self._log.write([*drawn.values()])
+        for i, one in drawn.items():
+            self._logged[i] = one.request, one.start + len(one.tokens)
 
     def _requests(self, asked: Batch) -> list[Request]:
         some = replace(self._params, max_tokens=self._partial or self._params.max_tokens)

@@ -36,12 +36,16 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "admit": ("id", "group", "prompt"),
     "finish": ("id", "versions", "length", "checksum"),
     "publish": ("version",),
+    "resume": ("id", "tokens", "version"),
+    "move": ("id", "from", "to", "tokens"),
     "consume": ("id", "batch", "checksum"),
     "drop": ("id", "reason"),
 }
 """Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
-``experience.identity`` of the tokens; batch: the step, from 1."""
-PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool")
+``experience.identity`` of the tokens; batch: the step, from 1. A sample goes on with its first ``tokens`` tokens of
+completion: "resume", after a failure or in a new process, under the version of the committed step; "move", from one
+replica to another, by their numbers."""
+PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool", "rollout.repack")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
 """Input of a run that repeats another one: its name."""

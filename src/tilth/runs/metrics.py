@@ -97,6 +97,8 @@ _TABLE: tuple[tuple[str, str, Reduction, str], ...] = (
     ("samples/begun", "samples", "last", "rollout.staleness: samples begun since the phase was entered or resumed"),
     ("samples/finished", "samples", "sum", "rollout.staleness: samples whose groups have ended"),
     ("samples/dropped", "samples", "sum", "rollout.staleness: samples dropped by name, with a reason in the event log"),
+    ("samples/moved", "samples", "sum", "rollout.repack: samples that went on on another replica"),
+    ("samples/resumed", "samples", "sum", "samples that went on from their tokens after a failure or a resume"),
     ("length/finished", "tokens", "mean", "rollout.staleness: length of a completion whose group has ended"),
     ("length/dropped", "tokens", "mean", "rollout.staleness: length of a completion that was dropped"),
     ("staleness/mean", "versions", "mean", "versions that the oldest token of a sample is behind the policy"),

@@ -36,6 +36,8 @@ class RunState:
     flying: list[tuple[int, int, int, int]] = field(default_factory=list)
     """(first id, samples, prompt, version) of groups that are begun, and neither consumed nor dropped
     (``rollout.staleness``)."""
+    versions: list[int] = field(default_factory=list)
+    """Versions of the policy after each of the newest steps, from the oldest that drew tokens of these."""
     admitted: Intervals = field(default_factory=Intervals)
     """Ids of samples that were begun under ``rollout.staleness``; each is in ``consumed`` or ``dropped`` or flying."""
     ended: Intervals = field(default_factory=Intervals)
