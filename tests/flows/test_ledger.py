@@ -166,3 +166,18 @@ def test_a_loop_that_syncs_twice_in_a_step_leaves_some_behind(bound, stale):
     for version in (3, 7):
         ledger.at(version)
     assert ledger.stale() == stale and ledger.age(0) == 2 and ledger.age(3) == 1 and ledger.age(7) == 0
+
+
+def test_groups_that_go_on_after_a_resume_are_as_far_behind_as_before():
+    before, state = books(2, version=3), RunState()
+    before.begin([0], 0, SIZE)
+    for version in (5, 8):
+        before.at(version)
+    before.store(state)
+    after = books(2, state=RunState(**vars(state)), version=8)
+    assert [after.age(version) for version in (3, 5, 8)] == [2, 1, 0] == [before.age(v) for v in (3, 5, 8)]
+    ((first, size, prompt, version),) = state.flying
+    after.want(2, 1)
+    after.begin([prompt], first, size, version, again=True)
+    after.at(9)
+    assert after.stale() == [0]

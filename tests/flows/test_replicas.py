@@ -260,30 +260,28 @@ def test_samples_that_move_say_the_same_as_others(engines):
     assert not any(one._logged or one._ended for one in rollout.each)
 
 
-def test_samples_of_a_lost_replica_go_on_elsewhere_with_the_tokens_that_they_have(engines):
-    """On replicas with the weights of the same version, and of another one."""
+def test_samples_of_replicas_that_are_lost_twice_go_on_with_the_tokens_that_they_have(engines):
+    """On replicas with the weights of the same version, then with those of another one."""
     make, submit, columns = engines
     _, whole = make()
     submit(whole)
-    expected = columns(whole)
-    for attempt, version in ((2, 0), (4, 1)):
+    expected, events = columns(whole), []
+    note = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+    for attempt in (2, 3):
         _, lost = make(attempt=attempt)
-        submit(lost)
-        for _ in range(4):
+        submit(lost, again=attempt > 2)
+        for _ in range(3):
             lost._round()
-        events = []
-        note = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
-        _, found = make(note=note, attempt=attempt + 1, version=version)
-        submit(found, again=True)
-        after = columns(found)
-        assert {kind for kind, _ in events} == {"resume"} and len(events) == 16
-        assert all(fields["tokens"] > 0 and fields["version"] == version for _, fields in events)
-        assert found.resumed == 16
-        for _, fields in events:
-            one, same = after[fields["id"]], expected[fields["id"]]
-            begin, end = len(same[0]) - sum(same[3]), fields["tokens"]
-            assert [one[0], one[1], one[3]] == [same[0], same[1], same[3]]
-            assert one[2][begin:] == [0] * end + [version] * (sum(same[3]) - end)
+    _, found = make(note=note, attempt=4, version=1)
+    submit(found, again=True)
+    after = columns(found)
+    assert {kind for kind, _ in events} == {"resume"} and len(events) == found.resumed == 16
+    assert max(fields["tokens"] for _, fields in events) > 3
+    for _, fields in events:
+        one, same = after[fields["id"]], expected[fields["id"]]
+        count, end = sum(same[3]), fields["tokens"]
+        assert [one[0], one[1], one[3]] == [same[0], same[1], same[3]] and end > 0 and fields["version"] == 1
+        assert one[2][len(same[0]) - count :] == [0] * end + [1] * (count - end)
 
 
 def test_a_sample_of_which_nothing_is_known_begins_from_its_prompt(engines):
