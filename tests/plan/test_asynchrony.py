@@ -149,7 +149,7 @@ def test_what_has_ended_returns_with_its_round():
     """Of 10 and 100 steps, 30 a round: the first is there after 0.3 s. The third begins with the next round after its
     admission and is there with the end of that, but a bound waits for the second."""
     costs = RolloutCosts(step=0.01, train=0.1)
-    job = RolloutJob(costs, ReplicaLimits(1_000, 2), 1, 1, 1, 1, 1, [10, 100], updates=2)
+    job = RolloutJob(costs, ReplicaLimits(1_000, 2), 1, 1, 1, 1, 1, [10, 100], updates=3)
     for staleness, bounded, second in ((1, True, 1.0), (1, False, 0.9), (3, False, 0.6)):
         simulation = AsyncSimulation(job, AsyncMode(staleness=staleness, rounds=0.3, bounded=bounded))
         simulation.run()

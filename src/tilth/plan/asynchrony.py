@@ -33,8 +33,8 @@ class AsyncMode(NamedTuple):
     all replicas, whose rows go on under new weights. None: a replica gets weights once it has no rows (Laminar)."""
     repacks: bool = False
     rounds: float = 0.0
-    """With ``staleness``: seconds after which all replicas return what has ended, and get weights and whole groups;
-    0: at any time, row by row."""
+    """With ``staleness``: seconds after which all replicas return what has ended, and get weights and whole groups, as
+    many as all updates need; 0: at any time, row by row, without an end."""
     bounded: bool = False
     """With ``rounds``: an update waits for groups that would be too old for the next: ``due_groups``."""
 
@@ -383,7 +383,7 @@ class AsyncSimulation:
             replica.now = time
             if replica.version < self.version:
                 self.interrupt(replica, time)
-        while self.allowed() >= group:
+        while self.allowed() >= group and self.given < self.job.updates * self.job.samples:
             replica = min(self.replicas, key=lambda one: one.rows)
             if replica.rows + group > limits.rows:
                 break
