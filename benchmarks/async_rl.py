@@ -5,7 +5,9 @@
 ``paced``: a trainer and N replicas in processes of their own. The trainer is real; a decode step of a replica only
 sleeps, max(t0, c b) seconds for b sequences (``async_engine.py``), and lengths have p99/p50 = 10. ``plain``: one
 trainer and one replica, nothing emulated, on the cores that are here. Every contender consumes the same samples, and
-their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed.
+their lengths are compared before a ratio is made; the first steps, which also start the engines, are not timed. The
+paced contenders are simulated too (``plan.asynchrony``), with the same lengths, pace and rounds, and with the trainer's
+own seconds of a step as they were measured: a step's less those in which it waited for samples.
 """
 
 import statistics
@@ -21,6 +23,9 @@ from work import same_work
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
 from tilth.data.trajectories import read_trajectories
+from tilth.plan.asynchrony import AsyncMode, AsyncSimulation, RolloutCosts, RolloutJob
+from tilth.plan.repack import ReplicaLimits
+from tilth.roles.rollout import LIMITS
 from tilth.runs.readers import read_metrics
 
 CONTENDERS: dict[str, Any] = {"sync": 0, "one_step": 1, "k4": 4, "free": "free"}
@@ -72,14 +77,35 @@ def raced(name: str, asked: Namespace, seed: int, *, paced: bool) -> tuple[dict[
     timed, first = records[UNTIMED:], records[UNTIMED - 1]
     seconds, samples = timed[-1]["seconds"] - first["seconds"], sum(r["samples"] for r in timed)
     behind = CONTENDERS[name] != 0
+    waits = "fully_async/trainer/idle_seconds" if behind else "time/generate"
+    own = (seconds - sum(record[waits] for record in timed)) / len(timed)
     found = {"part": "paced" if paced else "plain", "contender": name, "seed": seed, "samples": samples}
     found |= {"replicas": asked.replicas if paced else 1, "seconds": round(seconds, 3)}
     found |= {"samples_per_minute": round(60 * samples / seconds, 1)}
     found |= {"trainer_waits_share": mean(timed, "fully_async/trainer/idle_ratio") if behind else None}
     found |= {"replica_idle_share": mean(timed, "fully_async/rollouter/idle_ratio") if behind else None}
     found |= {"staleness_mean": mean(timed, "staleness/mean") if behind else 0.0}
-    found |= {"publish_seconds": mean(timed, "time/publish")}
+    found |= {"publish_seconds": mean(timed, "time/publish"), "trainer_seconds": round(own, 3)}
+    if paced:
+        rate = simulated(name, asked.replicas, steps, own, pace)
+        found |= {"simulated_samples_per_minute": round(rate, 1)}
+        found |= {"simulated_over_measured": round(rate / found["samples_per_minute"], 3)}
     return found, {row["id"]: len(row["tokens"]) - row["prompt_length"] for row in rows}
+
+
+def simulated(name: str, replicas: int, steps: int, train: float, pace: dict[str, float]) -> float:
+    """Samples per minute of a contender by the simulator. train: seconds of the trainer in a step."""
+    samples, staleness = PROMPTS * GROUP, CONTENDERS[name]
+    lengths = [min(length_of(i), LONGEST) for i in range(2 * steps * samples)]
+    limits = ReplicaLimits(samples * (LONGEST + 16), samples // replicas)
+    costs = RolloutCosts(step=pace["t0"], row=pace["c"], train=train)
+    bound = BUFFER - 1 if staleness == "free" else staleness  # a buffer admits as many as this bound
+    mode = AsyncMode(staleness=bound, rounds=LIMITS.seconds, bounded=staleness != "free")
+    job = RolloutJob(costs, limits, replicas, 1, samples, GROUP, 16, lengths, updates=steps)
+    simulation = AsyncSimulation(job, mode)
+    simulation.run()
+    (first, _), (last, _) = simulation.ends[UNTIMED - 1], simulation.ends[steps - 1]
+    return 60 * (steps - UNTIMED) * samples / (last - first)
 
 
 def mean(records: list[dict[str, Any]], name: str) -> float:
@@ -114,7 +140,8 @@ def main() -> None:
         print(
             f"{row['part']:<6} {row['contender']:<9} seed {row['seed']}: {row['samples_per_minute']:>8.1f} samples/min,"
             f" {row['over_sync']:.2f} of sync, trainer waits {row['trainer_waits_share']}, replicas idle "
-            f"{row['replica_idle_share']}, behind {row['staleness_mean']}"
+            f"{row['replica_idle_share']}, behind {row['staleness_mean']}, simulated "
+            f"{row.get('simulated_samples_per_minute')} ({row.get('simulated_over_measured')} of measured)"
         )
     write_rows(asked.json, rows)
 

@@ -341,9 +341,9 @@ def scoring(model: Decoder, quick: bool) -> dict[str, Any]:
         one_after_the_other = time.perf_counter() - began
         began, rounds = time.perf_counter(), EngineRounds(engine, LIMITS)
         rounds.submit(requests)
-        ahead = ScoringAhead(pool, 16)
+        ahead = ScoringAhead(pool)
         while rounds.busy:
-            ahead.begin({t.id: items[t.id] for t in rounds.advance().finished})
+            ahead.begin({t.id: items[t.id] for t in rounds.advance().finished}, 16)
         beside, overlap = time.perf_counter() - began, len(ahead._outcomes) / len(items)
         with ahead.taking(list(items)) as found:
             rest = [i for i in items if i not in found]
