@@ -279,6 +279,15 @@ def test_a_recipe_cannot_be_changed():
         (["rollout.buffer=3", "rollout.staleness=2"], "has no use with rollout.staleness = 2, but with free"),
         (["rollout.buffer=0", "rollout.staleness=free"], "rollout.buffer = 0 is not an integer above 0"),
         (["rollout.order=fresh"], "rollout.order = 'fresh' has no use with rollout.staleness = 0"),
+        (["rollout.inflight=finish"], "rollout.inflight = 'finish' has no use with rollout.staleness = 0"),
+        (
+            ["rollout.staleness=1", "rollout.inflight=finish", "cluster.backend=ray"],
+            "rollout.inflight = 'finish' beside rollout.staleness = 1 needs engines that take weights from memory",
+        ),
+        (
+            ["rollout.staleness=1", "rollout.inflight=finish", "rollout.engine=vllm"],
+            "rollout.inflight = 'finish' beside",
+        ),
         (
             ["rollout.staleness=1", "rollout.partial=4", "algorithm.correction=decoupled_token_is"],
             "rollout.partial = 4 beside",

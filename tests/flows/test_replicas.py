@@ -13,11 +13,13 @@ from tests.roles import small
 from tilth.cluster.backends.inline import InlineStore
 from tilth.core.batch import Batch, Lease
 from tilth.core.errors import DataError, WorkerLost
+from tilth.engines.protocol import EngineError
 from tilth.engines.rounds import RoundLimits
 from tilth.flows import replicas as flows_replicas
 from tilth.flows.replicas import Flight, Replicas
 from tilth.plan.repack import LiveRow, ReplicaLimits, ReplicaLoad
 from tilth.roles import rollout as roles_rollout
+from tilth.roles.relay import Publication
 from tilth.roles.rollout import Ended
 
 
@@ -26,6 +28,7 @@ class Part:
 
     def __init__(self):
         self.left, self.seen, self.rounds, self.lost, self.go = {}, [], 0, False, threading.Event()
+        self.versions = ((1, 0),)
         self.go.set()
 
     def submit(self, asked):
@@ -42,7 +45,7 @@ class Part:
         ended = [i for i, n in self.left.items() if n <= 0]
         for i in ended:
             del self.left[i]
-        return {i: Ended(0, i, "", False, ((1, 0),), 1, 2) for i in ended}
+        return {i: Ended(0, i, "", False, self.versions, 1, 2) for i in ended}
 
     def discard(self, ids):
         self.left = {i: n for i, n in self.left.items() if i not in ids}
@@ -85,9 +88,9 @@ def made():
     """Makes replicas, and stops them."""
     found = []
 
-    def make(count=2, room=4, threaded=True, scorers=None):
+    def make(count=2, room=4, threaded=True, scorers=None, pull=None):
         rollout = Rollout(count)
-        found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded))
+        found.append(Replicas(rollout, Store(), room, scorers, threaded=threaded, pull=pull))
         return rollout, found[-1]
 
     yield make
@@ -359,3 +362,48 @@ def test_a_sample_that_loses_tokens_on_its_way_is_named(tails):
     other.keeps = False
     with raises(DataError, "move.tokens"):
         replicas._move(0, 1, [0], replicas.limits)
+
+
+def test_a_replica_pulls_weights_when_its_samples_have_ended_and_begins_none_before(made):
+    """Others go on: the first replica's sample takes five rounds, the second's one."""
+    second, pulled = Publication(2, 2), []
+    rollout, replicas = made(room=2, threaded=False, pull=lambda place: pulled.append(place) or second)
+    for first in (4, 0):
+        replicas.submit(flight(first, 1))
+    replicas.wait()
+    replicas.offer(second)
+    for first in (10, 15, 20):
+        replicas.submit(flight(first, 1))
+    replicas.wait()
+    assert pulled == [1] and [part.seen for part in rollout.each] == [[[4]], [[0], [10], [15]]]
+    for rounds in range(2, 5):
+        assert pulled == [1] and len(rollout.each[0].seen) == 1 and rollout.each[0].rounds == rounds
+        replicas.wait()
+    replicas.wait()
+    assert pulled == [1, 0] and rollout.done == ["begin"]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_is_generated_aside_has_the_newest_weights(made, threaded):
+    """Samples in flight end first, those that are queued stay there, and a replica without any pulls too."""
+    newest, pulled = Publication(5, 3), []
+    rollout, replicas = made(room=2, threaded=threaded, pull=lambda place: pulled.append(place) or newest)
+    replicas.hold()
+    for first in (0, 2, 4):
+        replicas.submit(flight(first))
+    replicas._round()
+    replicas.offer(newest)
+    with replicas.aside():
+        assert sorted(pulled) == [0, 1] and rollout.done == ["begin", "aside"]
+        assert not any(part.left for part in rollout.each) and sum(len(part.seen) for part in rollout.each) == 2
+    replicas.release()
+    assert len(waited(replicas, 3)) == 3 and len(pulled) == 2
+
+
+def test_a_sample_of_two_versions_is_an_error_where_each_has_one(made):
+    for pull in (None, lambda place: Publication(1, 1)):
+        rollout, replicas = made(count=1, threaded=False, pull=pull)
+        rollout.each[0].versions = ((1, 0), (2, 1))
+        replicas.submit(flight(0, 1))
+        with raises(EngineError, "rollout.inflight.versions") if pull else nullcontext():
+            replicas.wait()

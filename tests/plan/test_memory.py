@@ -27,6 +27,7 @@ def item(memory, name):
 
 SHAPE = new_config(load_recipe("addition-grpo").model, 14)
 COUNT = parameters(SHAPE)
+COPY = "engine's copy of the weights"
 
 
 def test_items_that_can_be_counted_by_hand():
@@ -34,7 +35,7 @@ def test_items_that_can_be_counted_by_hand():
     assert item(memory, "interpreter and libraries") == BASE
     assert item(memory, "tokenizer") == 14 * TOKEN
     assert item(memory, "parameters") == memory.gradients == 4 * COUNT
-    assert item(memory, "engine's copy of the weights") == 4 * COUNT
+    assert item(memory, COPY) == 4 * COUNT
     assert item(memory, "reference model") == 0
 
 
@@ -46,7 +47,7 @@ def test_optimizer_state():
 
 def test_bf16_halves_the_copy_and_the_cache_and_keeps_the_masters():
     memory = predicted("train.precision=bf16")
-    assert item(memory, "engine's copy of the weights") == 2 * COUNT and item(memory, "parameters") == 4 * COUNT
+    assert item(memory, COPY) == 2 * COUNT and item(memory, "parameters") == 4 * COUNT
     assert 2 * item(memory, "KV cache") == item(predicted(), "KV cache")
 
 
@@ -73,9 +74,12 @@ def test_a_relay_holds_two_versions_of_the_weights_for_all_engines(dp, tp):
     recipe = load_recipe("addition-grpo", keys)
     shape = new_config(recipe.model, 14)
     found = [item(worker.memory, name) for worker in per_rank(recipe, shape, 16)]
-    copies = [item(worker.memory, "engine's copy of the weights") for worker in per_rank(recipe, shape, 16)]
+    copies = [item(worker.memory, COPY) for worker in per_rank(recipe, shape, 16)]
     assert found[0] == 0 and sum(found) == 2 * sum(copies) / dp
     assert all(i.host for worker in per_rank(recipe, shape, 16) for i in worker.memory.held if i.name == name)
+    inline = ["rollout.staleness=2", "train.precision=bf16"]
+    assert item(predicted(*inline), name) == 0
+    assert item(predicted(*inline, "rollout.inflight=finish"), name) == 2 * item(predicted(*inline), COPY)
     recipe = load_recipe("addition-grpo", [key for key in keys if "staleness" not in key])
     assert not any(item(worker.memory, name) for worker in per_rank(recipe, shape, 16))
 
@@ -141,7 +145,7 @@ def test_a_critic_is_a_second_model_whose_gradients_take_turns():
 def test_what_generates_nothing_has_no_engine():
     recipe = load_recipe("addition-grpo", ["flow=pretrain"])
     memory = predict(recipe, SHAPE, 32, generates=False)
-    for name in ("engine's copy of the weights", "KV cache", "activations of generation", "logits of generation"):
+    for name in (COPY, "KV cache", "activations of generation", "logits of generation"):
         assert item(memory, name) == 0 < item(predicted(), name)
     assert memory.peak == sum(i.bytes for i in (*memory.held, *memory.training))
 

@@ -205,11 +205,17 @@ class RolloutConfig(RoleSection):
     staleness: Literal["free"] | Count = Field(
         0,
         description="policy versions that a sample may be behind the step that trains it: above 0 the engines generate "
-        "while the policy learns, and samples in flight go on under new weights; free: no bound but rollout.buffer; 0: "
-        "each step waits for its own samples",
+        "while the policy learns (rollout.inflight); free: no bound but rollout.buffer; 0: each step waits for its own "
+        "samples",
     )
     buffer: Positive = Field(
         2, description="with staleness = free: most steps of samples that are in flight or wait to be trained"
+    )
+    inflight: Literal["update", "finish"] = Field(
+        "update",
+        description="with staleness above 0, samples in flight when new weights come: update: they go on under these; "
+        "finish: a replica takes weights when its samples have ended, and begins none before, so that each sample has "
+        "one version; native engine, local or inline",
     )
     order: Literal["fifo", "fresh"] = Field(
         "fifo",

@@ -21,8 +21,10 @@ from tilth.cluster.controller.lazy import resolved
 from tilth.cluster.controller.leases import LeasedStore
 from tilth.core.batch import Batch, Lease, concat
 from tilth.core.errors import DataError
+from tilth.engines.protocol import EngineError
 from tilth.flows.generation import Scorers
 from tilth.plan.repack import ReplicaLimits, repack
+from tilth.roles.relay import Publication
 from tilth.roles.rollout import Ended
 
 AHEAD = 1
@@ -69,12 +71,15 @@ class Replicas:
         note: Callable[..., object] = lambda kind, **fields: None,
         version: int = 0,
         limits: ReplicaLimits | None = None,
+        pull: Callable[[int], Publication] | None = None,
     ) -> None:
         """room: samples in flight that a replica takes; scorers: get what has ended; note: is called with the events
         "resume" and "move" of ``runs.events``; version: of the weights under which samples go on that were begun
-        before; limits: of a replica to which samples move, None: none does."""
+        before; limits: of a replica to which samples move, None: none does; pull: lets a replica take the newest
+        weights (``rollout.inflight = "finish"``) once none of its samples is in flight, so that each has one version,
+        and until then it begins no others; None: weights come between two rounds."""
         self.rollout, self.store, self.room, self.scorers = rollout, store, room, scorers
-        self.note, self.version, self.limits = note, version, limits
+        self.note, self.version, self.limits, self._pull = note, version, limits, pull
         self.below: int | None = None
         """The replicas are to forget the tokens of samples below this id."""
         self.moved = self.resumed = 0
@@ -83,6 +88,9 @@ class Replicas:
         self._parts = rollout.parts("dp")
         self._flying: list[dict[int, Flight]] = [{} for _ in self._parts]
         """Sample in flight -> its group, of each replica."""
+        self._newest: Publication | None = None
+        self._has: list[Publication | None] = [None] * len(self._parts)
+        """What was published since these replicas were made, and what each has taken of it."""
         self._queue, self._whole = deque[Flight](), deque[Flight]()
         self._discarded = set[int]()
         """First ids of groups to forget before the next round."""
@@ -101,6 +109,12 @@ class Replicas:
         """Queue a group, for the first replica that has room."""
         with self._changed:
             self._queue.append(flight)
+            self._changed.notify_all()
+
+    def offer(self, publication: Publication) -> None:
+        """Note what was published last; each replica pulls it when its samples in flight have ended."""
+        with self._changed:
+            self._newest = publication
             self._changed.notify_all()
 
     def whole(self) -> list[Flight]:
@@ -148,10 +162,14 @@ class Replicas:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let all replicas generate something else in the block. What is in flight goes on afterwards; a block that
-        raises loses it, and every later use of the replicas raises the same."""
+        """Let all replicas generate something else in the block, under the newest weights. What is in flight goes on
+        afterwards, or ends before with weights of its own; a block that raises loses it, and every later use of the
+        replicas raises the same."""
         self.hold()
         try:
+            while self._pull is not None and any(self._flying):
+                self._round(begin=False)
+            self._pull_due()
             self.rollout.set_aside()
             yield
             self.rollout.take_up()
@@ -207,20 +225,22 @@ class Replicas:
     def _goes_on(self) -> bool:
         """Wait until there is something to do; False: never again."""
         with self._changed:
-            while not self._stopped and (self._holds or not (self._queue or any(self._flying))):
+            while not self._stopped and (self._holds or not (self._queue or any(self._flying) or self._due())):
                 self._still = True
                 self._changed.notify_all()
                 self._changed.wait(LOOK)
             self._still = False
             return not self._stopped
 
-    def _round(self) -> None:
-        """Hand out groups, and let each replica with samples generate for a round."""
+    def _round(self, *, begin: bool = True) -> None:
+        """Hand out groups, if some may ``begin``, and let each replica with samples generate for a round."""
         self._end_discarded()
         if self.below is not None:
             self.rollout.forget(self.below)
             self.below = None
-        self._hand_out()
+        self._pull_due()
+        if begin:
+            self._hand_out()
         began = time.monotonic()
         texts = self.scorers is not None
         busy = [place for place, flying in enumerate(self._flying) if flying]
@@ -249,13 +269,27 @@ class Replicas:
             self._whole.extend(found)
             self._changed.notify_all()
 
+    def _due(self) -> list[int]:
+        """Return the replicas that wait for the newest weights and have nothing in flight."""
+        return [place for place, has in enumerate(self._has) if has != self._newest and not self._flying[place]]
+
+    def _pull_due(self) -> None:
+        """Let replicas take the newest weights where it is time; what they are asked for next waits for it."""
+        for place in self._due():
+            assert self._pull is not None
+            self._has[place] = self._pull(place)
+
     def _hand_out(self) -> None:
-        """Give each queued group to the replica with the fewest samples, while there is room."""
+        """Give each queued group to the replica with the fewest samples, while there is room, but to none that waits
+        for weights."""
         while True:
-            place = min(range(len(self._parts)), key=lambda p: len(self._flying[p]))
-            flying = self._flying[place]
-            with self._changed:
-                if not self._queue or (flying and len(flying) + len(self._queue[0].asked) > self.room):
+            with self._changed:  # a group is never of newer weights in the books than in the replica that gets it
+                places = [place for place, has in enumerate(self._has) if has == self._newest]
+                place = min(places, key=lambda p: len(self._flying[p]), default=None)
+                if place is None or not self._queue:
+                    return
+                flying = self._flying[place]
+                if flying and len(flying) + len(self._queue[0].asked) > self.room:
                     return
                 flight = self._queue.popleft()
             if flight.again:
@@ -311,6 +345,12 @@ class Replicas:
             flight = self._flying[place].pop(i)
             flight.ended[i] = one
             flight.places.add(place)
+            if self._pull is not None and len(found := {version for _, version in one.versions}) > 1:
+                raise EngineError(
+                    f"sample {i} was drawn by versions {', '.join(map(str, sorted(found)))} of the policy: replica "
+                    f"{place} took weights while it was in flight, and rollout.inflight = finish allows one",
+                    key="rollout.inflight.versions",
+                )
             if len(flight.ended) == len(flight.asked):
                 with self.store.under(flight.lease):
                     flight.rows = self._collect(flight)

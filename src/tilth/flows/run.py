@@ -80,10 +80,15 @@ class Run:
         self.progress = directory.progress
         algo, state, log = self.algorithm, self.state, directory.path / REWARD_LOG
         given = recipe, algo, roles, train, state, metrics, directory.journal, log, say, self.progress
+        self._publisher: Publisher | None = None
+        if roles.weight_sync is not None and roles.rollout is not None and has_relay(recipe):
+            self._publisher = Publisher(roles.weight_sync, roles.policy.mesh, roles.rollout.mesh, store)
         self.sampler = Sampler(*given)
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
-            self.sampler = AsyncSampler(*given, store=store, events=events, attempt=directory.attempt)
+            publisher = self._publisher if recipe.rollout.inflight == "finish" else None
+            how = {"attempt": directory.attempt, "publisher": publisher}
+            self.sampler = AsyncSampler(*given, store=store, events=events, **how)
             if again is not None:
                 self.sampler = ReplaySampler(*given, store=store, events=events, replay=again)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
@@ -97,9 +102,6 @@ class Run:
         saving.then = lambda step, path: notify(callbacks, "on_save", self, step, path)
         self._stop, self._adopt, self._collect_garbage = stop, adopt, collect_garbage
         self._engine_version: int | None = None
-        self._publisher: Publisher | None = None
-        if roles.weight_sync is not None and roles.rollout is not None and has_relay(recipe):
-            self._publisher = Publisher(roles.weight_sync, roles.policy.mesh, roles.rollout.mesh, store)
         self._syncs = self._empty = 0
         self._base = pinned(recipe.model.path) if recipe.policy.lora.rank else None
         if self._base is not None:

@@ -2,7 +2,8 @@
 ``tilth.roles`` compares the weights."""
 
 import itertools
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,36 +30,62 @@ _numbers = itertools.count(1)
 
 
 class Publisher:
-    """Versions of the policy that engines take from a relay (``roles.relay_sync``), each after its round under way."""
+    """Versions of the policy that engines take from a relay (``roles.relay_sync``).
+
+    All replicas take each version after their round under way, unless ``offer`` is set: it gets what was published, and
+    calls ``pull`` for each replica in its own time, from any thread.
+    """
 
     def __init__(self, weight_sync: WorkerGroup, policy: Mesh, rollout: Mesh, store: LeasedStore) -> None:
-        """policy, rollout: meshes of the roles of these names, which share no worker."""
+        """policy, rollout: meshes of the roles of these names."""
         self.store, place = store, weight_sync.mesh.ranks.index
         self._policy = weight_sync.part("to", [place(rank) for rank in policy.ranks])
         self._rollout = weight_sync.part("to", [place(rank) for rank in rollout.ranks])
-        self._pulls: Any = None
+        engines = [rollout.only("dp", [i]).ranks for i in range(rollout.size("dp"))]
+        self._replicas = [weight_sync.part("to", list(map(place, ranks))) for ranks in engines]
+        self.offer: Callable[[Publication], None] | None = None
+        self._newest = Publication(0, -1)
+        self._pulls: list[Any] = []
         self._lease: Lease | None = None
+        self._lock = threading.Lock()
+        """Held while a version is written, and while a pull is sent, so that ranks of one engine take the same one."""
 
     def publish(self, version: int) -> int:
         """Write the policy's weights to the relay, and let the engines take them; return the bytes that were written.
 
-        Returns once they are written: what an engine is asked for from then on comes from these weights, or newer ones.
-        Waits first for engines that have not taken the version before, so that no version is overwritten unread.
+        Returns once they are written: what an engine that takes them is asked for then comes from these weights.
+        Waits first for pulls under way, so that no version is overwritten while it is read.
         """
-        self.wait()
-        publication = Publication(next(_numbers), version)
-        written = self._policy.publish("rollout", publication)
-        self._lease = self.store.lease("weights")
-        with self.store.under(self._lease):  # not the step's, which ends without them
-            self._pulls = self._rollout.pull("rollout", publication)
+        with self._lock:
+            self._wait()
+            self._newest = Publication(next(_numbers), version)
+            written = self._policy.publish("rollout", self._newest)
+        if self.offer is None:
+            self.pull()
+        else:
+            self.offer(self._newest)
         return sum(written)
 
+    def pull(self, replica: int | None = None) -> Publication:
+        """Let a replica, None: each, take what was published last, before what it is asked for next; return that."""
+        with self._lock:
+            self._lease = self._lease or self.store.lease("weights")
+            group = self._rollout if replica is None else self._replicas[replica]
+            with self.store.under(self._lease):  # not the step's, which ends without them
+                self._pulls.append(group.pull("rollout", self._newest))
+            return self._newest
+
     def wait(self) -> None:
-        """Wait until all engines have taken what was published. Raises what stopped one."""
+        """Wait for pulls under way. Raises what stopped one."""
+        with self._lock:
+            self._wait()
+
+    def _wait(self) -> None:
         if self._lease is not None:
-            resolved(self._pulls)
+            for pull in self._pulls:
+                resolved(pull)
             self._lease.release()
-            self._lease = None
+            self._pulls, self._lease = [], None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 
+from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.backends.store import FolderStore
 from tilth.cluster.worker.context import Context
 from tilth.config.roles import ROLES, SHIPPED_ROLES, resolve
@@ -253,9 +254,9 @@ def weight_sync(
     given = context, held, layouts_of, dtypes, source, targets
     if not has_relay(recipe) or "rollout" not in targets:
         return WeightSyncWorker(*given, device=device)
-    assert isinstance(context.store, FolderStore)  # of a cluster on one machine
-    relays = {"rollout": context.store.folder.parent / "relay"}
-    return RelaySyncWorker(*given, device=device, relays=relays)
+    session = None if isinstance(context.store, FolderStore) else SessionDir.create()  # inline
+    folder = context.store.folder.parent if session is None else session.path
+    return RelaySyncWorker(*given, device=device, relays={"rollout": folder / "relay"}, session=session)
 
 
 def _target_layouts(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:

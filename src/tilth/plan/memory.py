@@ -150,9 +150,10 @@ def rollout_need(recipe: Recipe, cut: ShardFactors, longest: int) -> Need:
 
 def has_relay(recipe: Recipe) -> bool:
     """True if engines take the policy's weights from memory that they share with it (``roles.relay``): where they
-    generate beside it, on one machine."""
-    r = recipe.rollout
-    return bool(r.staleness) and recipe.cluster.backend == "local" and r.engine == "native"
+    generate beside it, on one machine, and inline where they keep earlier weights for samples in flight."""
+    r, backend = recipe.rollout, recipe.cluster.backend
+    beside = backend == "local" or (backend == "inline" and r.inflight == "finish")
+    return bool(r.staleness) and beside and r.engine == "native"
 
 
 def _relay(recipe: Recipe, cut: ShardFactors) -> tuple[Item, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilth.cluster.backends.session_dir import SessionDir
 from tilth.cluster.protocol import transfer
 from tilth.core.errors import WeightMismatch
 from tilth.parallel.sharded import buckets
@@ -17,9 +18,11 @@ from tilth.trace.spans import span
 class RelaySyncWorker(WeightSyncWorker):
     """Weight sync that reaches some targets by relays; ``sync`` is for the others."""
 
-    def __init__(self, *given: Any, relays: Mapping[str, Path], **more: Any) -> None:
-        """given, more: as of ``WeightSyncWorker``; relays: target -> file of its relay on this machine."""
+    def __init__(self, *given: Any, relays: Mapping[str, Path], session: SessionDir | None = None, **more: Any) -> None:
+        """given, more: as of ``WeightSyncWorker``; relays: target -> file of its relay on this machine; session: their
+        folder, if this worker is to remove it."""
         super().__init__(*given, **more)
+        self._session = session
         self.relays = {target: self._relay(target, path) for target, path in relays.items()}
         self._published = set[str]()
         self._have: dict[str, Publication] = {}
@@ -27,6 +30,13 @@ class RelaySyncWorker(WeightSyncWorker):
     def _relay(self, target: str, path: Path) -> Relay:
         route = self.routes[target]
         return Relay(path, relay_pieces(self.source, self.held, route.wanted), route.dtype)
+
+    def close(self) -> None:
+        """Close the relays, and remove their folder if it belongs to this worker."""
+        for relay in self.relays.values():
+            relay.close()
+        if self._session is not None:
+            self._session.remove()
 
     @transfer(split="all", gather="all")
     def publish(self, target: str, publication: Publication) -> int:

@@ -54,7 +54,7 @@ class SessionDir:
                 file.write(secrets.token_bytes(32))
         except OSError as error:
             raise StorageError(
-                f"cluster.backend=local needs a folder in {root}: {error.strerror}{advice(error)}", key="session_dir"
+                f"workers of this machine need a folder in {root}: {error.strerror}{advice(error)}", key="session_dir"
             ) from None
         if len(os.fsencode(folder.control(99_999))) > _SOCKET_PATH:
             folder.remove()
