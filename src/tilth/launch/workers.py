@@ -254,9 +254,10 @@ def weight_sync(
     given = context, held, layouts_of, dtypes, source, targets
     if not has_relay(recipe) or "rollout" not in targets:
         return WeightSyncWorker(*given, device=device)
-    session = None if isinstance(context.store, FolderStore) else SessionDir.create()  # inline
-    folder = context.store.folder.parent if session is None else session.path
-    return RelaySyncWorker(*given, device=device, relays={"rollout": folder / "relay"}, session=session)
+    if isinstance(context.store, FolderStore):  # of a cluster on one machine
+        return RelaySyncWorker(*given, device=device, relays={"rollout": context.store.folder.parent / "relay"})
+    session = SessionDir.create()  # inline
+    return RelaySyncWorker(*given, device=device, relays={"rollout": session.path / "relay"}, session=session)
 
 
 def _target_layouts(recipe: Recipe, config: DecoderConfig, role: str, mesh: Mesh) -> dict[str, Layout]:
