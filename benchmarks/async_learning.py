@@ -1,13 +1,14 @@
 """What samples that are behind teach: the reward at the end, after equally many samples from one checkpoint.
 
-    python benchmarks/async_learning.py [--quick] [--json PATH] [--task addition|sorting] [--seeds N]
+    python benchmarks/async_learning.py [--quick] [--json PATH] [--task addition|sorting] [--seeds 0 1 2]
+                                        [--staleness 1 4 free]
 
-Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 8 digits (4 to 16
+Tasks: addition of two digits, whose answers end within a round of the engine, and sorting of 2 to 6 digits (4 to 12
 tokens), where updates come while an answer grows; the reward is the share of right characters. A small model is
 fine-tuned once for each task, and every run goes on from there with GRPO: with ``rollout.staleness`` 0, 1, 4, "free",
 with and without ``algorithm.correction``, and with both ways of ``rollout.inflight`` where these differ. A run's figure
-is the reward of greedy answers to the same held-out prompts after its last step. A row is inside where its mean over
-seeds lies between the least and the greatest seed of staleness 0 with correction.
+is the mean reward of answers drawn for the same held-out prompts after its last step. A row is inside where its mean
+over seeds lies between the least and the greatest seed of staleness 0 with correction.
 
 Runs are inline: counted rounds and no clock decide what is in flight, so a busy machine changes no row.
 """
@@ -24,17 +25,20 @@ from work import same_work
 
 from tilth.api import run_recipe
 from tilth.config.load import from_dict
+from tilth.flows.callbacks import Callback
+from tilth.roles.rollout import ask
 from tilth.runs.readers import read_metrics
 
 CORRECTION = "decoupled_token_is"
 """That of samples which are behind, by default."""
 BUFFER = 8
 """Steps of samples that are in flight or wait, with staleness "free"."""
-SORTING = Task(lists=(2, 8), below=10, longest=17, train=4000, heldout=128)
-TASKS = ("addition", "sorting")
-REWARD, UNTIL = "reward/heldout", 0.5
-"""UNTIL: reward at which the fine-tuning ends."""
-OPTIMIZER = {"name": "adamw", "lr": 1e-3}
+DRAWN, DRAWN_IDS = 8, -(10**6)
+"""Answers to each held-out prompt, and the first id of them: no other samples have these."""
+SORTING = Task(lists=(2, 6), below=10, longest=12, train=4000, heldout=32)
+WARM_STEPS = {"addition": 20, "sorting": 40}
+"""Of the fine-tuning, for each task."""
+OPTIMIZER = {"name": "adamw", "lr": 2e-3}
 
 
 class Case(NamedTuple):
@@ -47,15 +51,14 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Steps of the fine-tuning and of each run, prompts of a step, samples of a prompt."""
+    """Steps of a run, prompts of a step, samples of a prompt."""
 
-    warm: int
     steps: int
     prompts: int = 8
     group: int = 8
 
 
-FULL, QUICK = Sizes(200, 20), Sizes(10, 4, 4, 4)
+FULL, QUICK = Sizes(20), Sizes(4, 4, 4)
 
 
 def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
@@ -64,9 +67,8 @@ def right(prompt: str, completion: str, info: dict[str, Any]) -> float:
     return sum(a == b for a, b in zip(completion, answer)) / max(len(completion), len(answer))
 
 
-def cases(task: str, *, quick: bool) -> list[Case]:
+def cases(task: str, behind: Sequence[int | str]) -> list[Case]:
     """Rows of a task; staleness 0 with correction is the first."""
-    behind: list[int | str] = [4] if quick else [1, 4, "free"]
     ways = ("update",) if task == "addition" else ("update", "finish")
     found = [Case(task, 0, correction) for correction in (True, False)]
     return found + [Case(task, n, correction, way) for n in behind for correction in (True, False) for way in ways]
@@ -87,13 +89,27 @@ def settings(task: str, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def warm_up(task: str, folder: Path, sizes: Sizes) -> float:
-    """Fine-tune the model that all runs of a task begin with; return its reward."""
+class Draw(Callback):
+    """Draw answers to held-out prompts after the last step, and keep their mean reward."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.reward = steps, 0.0
+
+    def on_step_end(self, run: Any, step: int, metrics: dict[str, Any]) -> None:
+        """Ask the engines, which have the newest weights."""
+        if step == self.steps:
+            with run.store.scope():
+                drawn = run.generate_and_score(ask(run.evaluator.chosen().tolist(), DRAWN, DRAWN_IDS))
+                self.reward = float(drawn["reward"].mean())
+
+
+def warm_up(task: str, folder: Path) -> None:
+    """Fine-tune the model that all runs of a task begin with."""
     made = settings(task, folder, 0)
     made |= {"flow": "sft", "model": {"hidden": 32, "layers": 1, "heads": 2, "context": 48}}
-    made |= {"supervised": {"steps": sizes.warm, "batch": 64, "lr": 2e-3, "check_every": 20, "until": UNTIL}}
+    made |= {"supervised": {"steps": WARM_STEPS[task], "batch": 64, "lr": 2e-3, "check_every": 100}}
     made |= {"optimizer": {"name": "muon"}}
-    return float(read_metrics(run_recipe(from_dict(made), name=WARM, reward=right).directory)[-1][REWARD])
+    run_recipe(from_dict(made), name=WARM, reward=right)
 
 
 def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
@@ -106,13 +122,18 @@ def learn(case: Case, seed: int, folder: Path, sizes: Sizes) -> dict[str, Any]:
     made |= {"optimizer": OPTIMIZER, "policy": {"probe_every": 0}, "guard": {"restarts": 0}}
     made["algorithm"] = {"steps": sizes.steps, "correction": CORRECTION if case.correction else ""}
     name = "-".join(map(str, (*case[1:], seed)))
-    records = read_metrics(run_recipe(from_dict(made), name=name, reward=right).directory)
+    draw = Draw(sizes.steps)
+    records = read_metrics(run_recipe(from_dict(made), name=name, reward=right, callbacks=[draw]).directory)
 
     def mean(metric: str) -> float:
         return round(statistics.fmean(record.get(metric, 0.0) for record in records), 3)
 
     found = {**case._asdict(), "seed": seed, "samples": sum(record["samples"] for record in records)}
-    found |= {"reward": round(float(records[-1][REWARD]), 4), "versions_behind": mean("staleness/mean")}
+    found |= {
+        "before": round(records[0]["reward/mean"], 4),
+        "reward": round(draw.reward, 4),
+        "versions_behind": mean("staleness/mean"),
+    }
     return found | {"of_several_versions": mean("fully_async/partial/partial_ratio")}
 
 
@@ -139,18 +160,20 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Run all cases, seed by seed."""
     parser = benchmark_parser(__doc__, "sorting in three rows of one seed, 4 steps")
-    parser.add_argument("--task", choices=TASKS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--task", choices=WARM_STEPS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--staleness", nargs="+", default=["1", "4", "free"])
     asked = parser.parse_args()
+    behind = [int(one) if one.isdecimal() else one for one in (["4"] if asked.quick else asked.staleness)]
     sizes, rows = QUICK if asked.quick else FULL, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(SORTING, folder)
-        for task in [asked.task] if asked.task else TASKS[asked.quick :]:
-            print(f"{task}: reward {warm_up(task, folder, sizes):.3f} after the fine-tuning", flush=True)
+        for task in [asked.task] if asked.task else list(WARM_STEPS)[asked.quick :]:
+            warm_up(task, folder)
             own = list[dict[str, Any]]()
-            for seed in range(1 if asked.quick else asked.seeds):
-                for case in cases(task, quick=asked.quick):
+            for seed in asked.seeds[: 1 if asked.quick else None]:
+                for case in cases(task, behind):
                     own.append(learn(case, seed, folder, sizes))
                     write_rows(asked.json, rows + own)
             same_work({f"run {i}": {"samples": row["samples"]} for i, row in enumerate(own)})
