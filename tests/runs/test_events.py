@@ -30,7 +30,7 @@ def log_at(folder, recipes=MINE, **how):
 
 def event(kind, id, n=0):
     some = {"id": id, "group": id // 2, "prompt": n, "versions": [[3, n]], "length": 9, "checksum": n, "batch": n}
-    some |= {"version": n, "reason": "stale", "tokens": n, "from": 0, "to": 1}
+    some |= {"version": n, "reason": "stale", "tokens": n, "from": 0, "to": 1, "replica": n % 2}
     return {name: some[name] for name in KINDS[kind]}
 
 
