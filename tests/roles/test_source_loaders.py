@@ -259,6 +259,17 @@ def test_a_loader_that_is_lost_again_and_again_is_named(loaders):
     assert len(killed) == 4
 
 
+def test_losses_while_no_sample_is_asked_do_not_count(loaders, data, whole, tokenizer, few_restarts):
+    made = loaders([{"few": 1.0}])
+    killed = set()
+    while len(killed) < 3 and made._pump._failed is None:
+        for pid in set(made.pids()) - killed:
+            kill(pid)
+            killed.add(pid)
+        time.sleep(0.005)
+    same(made.take("examples", [0]), here("examples", data, whole, tokenizer, [0]))
+
+
 def test_losses_with_samples_in_between_are_not_in_a_row(loaders, data, whole, tokenizer, few_restarts):
     """Also where the shadow has not opened its sources before it takes over."""
     made = loaders([{"few": 1.0}], shadows=1)

@@ -38,7 +38,7 @@ SILENCE = 60.0
 OPENING = 600.0
 """Seconds in which a loader starts, or opens a source."""
 RESTARTS = RestartPolicy(fruitless=3)
-"""A loader is replaced three times in a row without a sample in between."""
+"""A loader of which samples are asked is replaced three times in a row without one in between."""
 _TOGETHER = 16
 """Samples, of any sources, that a loader is asked for at once: what a lost one makes again, and how finely work is
 divided."""
@@ -373,11 +373,13 @@ class _Pump:
         self._made[request.source] += len(found)
 
     def _lose(self, place: _Place, child: LoaderProcess, why: str) -> None:
-        """Ask another one for what a loader has not made. Raises ``DataError`` if one is lost too often."""
+        """Ask another one for what a loader has not made; a loss counts while somebody waits for that. Raises
+        ``DataError`` if one is lost too often."""
+        loads = child is place.team[0]
+        place.lost[loads] += not loads or bool(child.flying or place.waiting)
         for request in reversed(child.requests_flying):  # also of sources that are not loaded here any more
             able = place if request.source in place.wanted else self._place_of(request.source)
             able.waiting.appendleft(request)
-        place.lost[loads := child is place.team[0]] += 1
         place.team.remove(child)
         self._pool.children.remove(child)
         if not RESTARTS.again(fruitless=(times := place.lost[loads])):
