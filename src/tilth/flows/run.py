@@ -87,8 +87,9 @@ class Run:
         if recipe.rollout.staleness:
             events, again = directory.experience_log(), directory.replay
             publisher = self._publisher if recipe.rollout.inflight == "finish" else None
-            how = {"attempt": directory.attempt, "publisher": publisher}
-            self.sampler = AsyncSampler(*given, store=store, events=events, **how)
+            self.sampler = AsyncSampler(
+                *given, store=store, events=events, attempt=directory.attempt, publisher=publisher
+            )
             if again is not None:
                 self.sampler = ReplaySampler(*given, store=store, events=events, replay=again)
         self.evaluator = Evaluator(recipe, roles, self.sampler, heldout, store, state, metrics, self._refresh_engine)
