@@ -7,9 +7,12 @@ import pytest
 from tests.errors import raises
 from tests.flows import tiny
 from tests.flows.test_async_cluster import PLACED, POOLS
+from tests.flows.test_async_episodes import recipe as episodes
 from tests.flows.test_async_sampler import check_once, rows
+from tests.flows.test_episodes import Falls
 from tests.flows.test_replay import check_same, versions
 from tests.flows.test_replay import recipe as exact
+from tilth.core.errors import PluginError
 from tilth.engines.protocol import EngineError
 from tilth.flows.replicas import Replicas
 from tilth.roles.relay_sync import RelaySyncWorker
@@ -75,6 +78,27 @@ def test_under_weights_that_stay_samples_are_those_of_a_synchronous_run(tmp_path
     for i, row in behind.items():
         for name in ("tokens", "logprobs", "reward", "finish", "prompt"):
             assert row[name] == plain[i][name], name
+
+
+@pytest.mark.slow
+def test_after_a_fall_no_sample_has_tokens_of_another_version(tmp_path):
+    """Those that were begun under older weights than the checkpoint's begin again."""
+    made = recipe(tmp_path, run={"save_every": 2})
+    with pytest.raises(PluginError):
+        tiny.run(made, name="run", callbacks=[Falls(4)])
+    run = tiny.run(made, name="run")
+    check_once(run, STEPS, prompts=3)
+    assert set(versions(run.directory)) == {1}
+    ends = {one["id"]: one["versions"] for one in facts(run, "finish")}
+    assert all([one["version"]] == [version for _, version in ends[one["id"]]] for one in facts(run, "resume"))
+
+
+@pytest.mark.slow
+def test_all_turns_of_an_episode_have_one_version(tmp_path):
+    run = tiny.run(episodes(tmp_path, staleness=2, rollout={"inflight": "finish"}), reward=None)
+    check_once(run, 4, prompts=4)
+    assert all(len(one["versions"]) == 1 for one in facts(run, "finish"))
+    assert max(record["staleness/max"] for record in read_metrics(run.directory)) > 0
 
 
 @pytest.mark.slow
