@@ -184,7 +184,7 @@ def test_two_samples_where_only_one_fits():
 def test_what_was_done_before_leaves_no_trace(options):
     """After draining, an engine computes as a new one."""
     rng = np.random.default_rng(1)
-    long = [Request(i, rng.integers(0, 100, 30), SamplingParams(max_tokens=60)) for i in range(6)]
+    long = [Request(i, rng.integers(0, 100, 100), SamplingParams(max_tokens=60)) for i in range(6)]
     used, fresh = (make_engine(MODEL, parity=True, **options) for _ in range(2))
     used.generate(make_requests(15, seed=5))
     used.reset_prefix_cache()

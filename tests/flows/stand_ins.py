@@ -60,6 +60,9 @@ class Reward:
     def begin(self, **given):
         pass
 
+    def forget(self, **given):
+        pass
+
     def score(self, batch, *, known, call=None):
         values = [known.get(i, {"value": self.value(i)})["value"] for i in batch["id"].tolist()]
         lost = {"status": "error", "reason": "no answer"}

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.flows import tiny
-from tests.flows.test_async_cluster import PLACED, POOLS, Kills
+from tests.flows.test_async_cluster import PLACED, POOLS, RANKS, Kills
 from tests.flows.test_replay import check_same, recipe
+from tilth.core.random import stream_id
 from tilth.runs.readers import read_metrics
 
 pytestmark = pytest.mark.dist
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.dist
 )
 def test_a_run_of_two_replicas_is_repeated_on_any_workers(tmp_path, where, rollout):
     """It has lost one of them, and gone back to the step before."""
-    kills = Kills(2, 1, 0.2)
+    kills = Kills(RANKS["replica"], [2], stream_id("kills", 0))
     made = recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS)
     run = tiny.run(made, name="run", callbacks=[kills])
-    kills.timer.join()
+    kills.join()
     assert max(record["staleness/max"] for record in read_metrics(run.directory)) > 0
     elsewhere = recipe(tmp_path, 2, rollout={**PLACED, **rollout}, cluster=where)
     check_same(run, tiny.run(elsewhere, name="again", replay=run.directory))

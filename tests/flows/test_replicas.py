@@ -64,7 +64,8 @@ class Rollout:
         assert axis == "dp"
         return self.each
 
-    def begin(self):
+    def begin(self, *, anew):
+        assert anew
         self.done.append("begin")
 
     def set_aside(self):
@@ -186,6 +187,35 @@ def test_discarded_groups_are_given_back_as_far_as_they_are(made):
     assert [one.rows is None for _, one in sorted(ended.items())] == [True, False, True]
     assert rollout.each[0].seen == [[0, 1], [3, 4]] and ended[0].ended.keys() == {0}
     assert not any(replicas._flying)
+
+
+def test_a_group_on_two_replicas_is_given_back_once(made):
+    """One of its samples has moved, another one has ended before."""
+    rollout, replicas = made(count=2, threaded=False)
+    one = flight(0)
+    one.ended, one.places = {2: Ended(0, 2, "", False)}, {1}
+    for place, part in enumerate(rollout.each):
+        replicas._flying[place], part.left = {place: one}, {place: 5, 2: 5}
+    replicas.discard(0)
+    replicas._end_discarded()
+    assert replicas.whole() == [one] and not any(replicas._flying)
+    assert [part.left for part in rollout.each] == [{2: 5}, {}]
+
+
+def test_a_group_that_is_handed_out_after_newer_weights_begins(made, monkeypatch):
+    """What is known of its samples has the version before, and each is to have one."""
+    newest, resumed = Publication(2, 1), []
+    rollout, replicas = made(count=1, room=3, threaded=False, pull=lambda place: newest)
+    monkeypatch.setattr(replicas, "_resume", lambda place, one: resumed.append(one.first))
+    for first in (0, 3):
+        one = flight(first)
+        one.again = True
+        replicas.submit(one)
+    replicas._hand_out()
+    replicas.offer(newest)
+    replicas._flying[0].clear()
+    replicas._round()
+    assert resumed == [0] and rollout.each[0].seen == [[3, 4]]
 
 
 def test_what_a_replica_raises_is_raised_in_the_loop(made):

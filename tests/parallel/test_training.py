@@ -37,7 +37,7 @@ TRAIN = "tests.parallel.layouts:train"
 FIRST = Case(dropout=0.1, checkpointing=True)
 DOUBLE = [
     Case(fsdp=2, double=True, zero=2, value=True, checkpointing="selective", rows=(0,)),
-    Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
+    Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
     Case(tp=2, sp=True, double=True, lora=True, experts=True, tied=False),
     Case(dp=2, fsdp=2, double=True, dropout=0.1, rows=(3, 0, 4)),
@@ -46,7 +46,7 @@ DOUBLE_MORE = [
     Case(dp=2, double=True, dropout=0.1, tied=False),
     Case(fsdp=2, double=True, dropout=0.1, checkpointing=True),
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),
-    Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
+    Case(cp=2, double=True, cp_style="ulysses", dropout=0.1, tied=False, micro_tokens=30),
     Case(fsdp=2, double=True, lora=True, value=True, rows=(1,), checkpointing=True),
     Case(fsdp=4, double=True, tied=False, rows=(1, 0, 6)),
     Case(tp=2, double=True, lora=True, lora_dropout=0.3, checkpointing=True),

@@ -141,7 +141,7 @@ class DataConfig(Section):
         "as there are cores; 0: the loader's worker does it when a step asks",
     )
     shadows: int = Field(
-        0, ge=0, le=1, description="processes beside each loader with the same sources open, to take over if it is lost"
+        0, ge=0, le=1, description="processes beside each loader, ready to open the same sources if it is lost"
     )
     heldout: str = Field("", description="separate source for evaluation; empty: a share of each source")
     holdout: Share = Field(0.1, description="share of prompts held out for evaluation, chosen by hash of the prompt")

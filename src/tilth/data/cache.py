@@ -5,7 +5,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,8 @@ class CacheEntry:
         if not self.place.exists():
             return None
         try:
-            checksum, state = itemgetter("checksum", "state")(self.about())
+            about = self.about()
+            checksum, state = about["checksum"], about.get("state", ())  # an older version has no state
             if self.state() != tuple(state) and _checksum(self.file) != checksum:
                 return "its checksum differs"
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -7,7 +7,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,13 +17,15 @@ import pyarrow as pa
 
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
-from tilth.data.cache import CacheEntry
+from tilth.data.cache import CacheEntry, FileState
 from tilth.data.columns import Pair, Prompt, plain, record_key
 from tilth.data.computed import mixed
 
 IN_MEMORY = 1 << 18
 """Bytes of items of all sources up to which they stay in memory: to read them again takes about as long as to open a
 file."""
+OPEN = 128
+"""Files of sources that a process has open at once, of those that it reads on demand."""
 _BATCH = 1 << 20
 _SCHEMA = pa.schema(
     [("item", pa.binary()), ("hash", pa.uint32()), ("size", pa.int64()), ("whole", pa.int64()), ("digest", pa.uint64())]
@@ -178,6 +180,23 @@ class Prompts(Protocol):
         ...
 
 
+class _OpenFile:
+    """A file that has this ``CacheEntry.state``. Raises ``FileNotFoundError``, also if it is another one now."""
+
+    def __init__(self, file: Path, state: FileState) -> None:
+        self.number = os.open(file, os.O_RDONLY)
+        found = os.fstat(self.number)
+        if (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) != state:
+            raise FileNotFoundError(str(file))
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+_opened = lru_cache(maxsize=OPEN)(_OpenFile)
+
+
 class Stored:
     """Prompts in an Arrow file, read on demand.
 
@@ -187,7 +206,6 @@ class Stored:
 
     def __init__(self, entry: CacheEntry) -> None:
         self.entry, self.state = entry, entry.state()
-        self._file = open(entry.file, "rb", buffering=0)  # noqa: SIM115 - as long as this lives
         with pa.memory_map(str(entry.file)) as mapped:
             start, reader = mapped.read_buffer().address, pa.ipc.open_file(mapped)
             every = (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -214,9 +232,12 @@ class Stored:
         return Prompt(index, text, answer, info, tuple(messages), where, found, tuple(tools), whole=whole)
 
     def _read(self, start: int, size: int) -> bytes:
-        found = os.pread(self._file.fileno(), size, start)
+        try:
+            found = os.pread(_opened(self.entry.file, self.state).number, size, start)
+        except FileNotFoundError:
+            found = b""
         if len(found) < size:
-            message = f"{self.entry.file} is shorter than when the run began; remove {self.entry.place} and resume"
+            message = f"{self.entry.file} is not what it was when the run began; remove {self.entry.place} and resume"
             raise DataError(message, key=f"{self.entry.file.name}.changed")
         return found
 

@@ -176,8 +176,9 @@ class AsyncSampler(Sampler):
                 then = self.then() if group is groups[-1] else {}
                 sent.append((group, self._load(row, **then)))
         for group, asked in sent:  # all are sent before the first is waited for
-            same, older = group.version == replicas.version, group.version <= replicas.version
-            known = self._attempt > 1 and (older if self._publisher is None else same)  # None: of several versions
+            known = self._attempt > 1 and group.version <= replicas.version
+            if self._publisher is not None:  # a sample has one version
+                known = known and group.version == replicas.version
             replicas.submit(Flight(group.first, resolved(asked), self._leases[group.first], known))
 
     def _note_ended(self, ledger: Ledger, replicas: Replicas) -> None:

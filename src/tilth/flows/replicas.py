@@ -98,7 +98,7 @@ class Replicas:
         self._holds, self._still, self._stopped = 0, True, False
         self._error: BaseException | None = None
         self._busy, self._since = 0.0, time.monotonic()
-        rollout.begin()
+        rollout.begin(anew=True)
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
@@ -197,7 +197,7 @@ class Replicas:
 
     def drop(self) -> None:
         """Drop what was in flight, once the rounds have ended, and scores that nobody asks for."""
-        self.rollout.begin()
+        self.rollout.begin(anew=True)
         if self.scorers is not None:
             self.scorers.forget()
 
@@ -247,7 +247,7 @@ class Replicas:
         rounds = [(place, self._parts[place].advance(texts=texts)) for place in busy]
         for place, answer in rounds:
             self._take(place, resolved(answer))
-        if self.limits is not None:
+        if self.limits is not None and begin:
             self._repack(self.limits)
         with self._changed:
             self._busy += (time.monotonic() - began) * len(busy)
@@ -260,11 +260,15 @@ class Replicas:
             self._queue = deque(flight for flight in self._queue if flight.first not in gone)
         for part, flying in zip(self._parts, self._flying):
             for flight in dict.fromkeys(flight for flight in flying.values() if flight.first in gone):
-                ids = flight.asked["id"].tolist()
-                part.discard(ids)
-                for i in ids:
-                    flying.pop(i, None)
+                here = [i for i, one in flying.items() if one is flight]
+                part.discard(here)
+                for i in here:
+                    del flying[i]
                 found.append(flight)
+        found = list(dict.fromkeys(found))  # samples of a group may have moved
+        for flight in found:
+            for place in sorted(flight.places):
+                self._parts[place].discard([*flight.ended])
         with self._changed:
             self._whole.extend(found)
             self._changed.notify_all()
@@ -292,7 +296,7 @@ class Replicas:
                 if flying and len(flying) + len(self._queue[0].asked) > self.room:
                     return
                 flight = self._queue.popleft()
-            if flight.again:
+            if flight.again and (self._pull is None or self._has[place] is None):  # else under the version that it has
                 self._resume(place, flight)
             else:
                 self._parts[place].submit(flight.asked)
@@ -308,7 +312,8 @@ class Replicas:
     def _repack(self, limits: ReplicaLimits) -> None:
         """Empty replicas that are in their tail into others, where nothing waits for the room of any."""
         now, busy = time.monotonic(), [place for place, flying in enumerate(self._flying) if flying]
-        if self._queue or len(busy) < 2 or (self._thread is not None and now - self._planned < PERIOD):
+        waits = bool(self._queue) and any(has == self._newest for has in self._has)  # others wait for weights
+        if waits or len(busy) < 2 or (self._thread is not None and now - self._planned < PERIOD):
             return
         self._planned = now
         for source, target, ids in repack([self._parts[place].load() for place in busy], limits, stay=STAY):

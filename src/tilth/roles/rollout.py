@@ -71,6 +71,10 @@ class Aside(NamedTuple):
     plays: bool
     media: bool
     log: PrefixLog | None
+    asked: int
+    done: int
+    before: dict[int, int]
+    aborting: list[int]
 
 
 class RolloutWorker:
@@ -125,9 +129,9 @@ class RolloutWorker:
         return {"version": self.engine.version, **{n: count * self.engine.reports for n, count in counts.items()}}
 
     @transfer(split="all", gather="merge", over=("dp",))
-    def begin(self) -> dict[str, Any]:
+    def begin(self, *, anew: bool = False) -> dict[str, Any]:
         """Drop what is in flight and was not collected, and forget prefixes of earlier steps, so that a step that runs
-        again does the same work."""
+        again does the same work. anew: drop what is set aside, too."""
         self.rounds.drop()
         self.engine.reset_prefix_cache()
         for kept in (self._ended, self._news, self._before, self._aborting):
@@ -136,6 +140,10 @@ class RolloutWorker:
         if self.player is not None:
             self.player.results.clear()
             self.player.pool.keep(None)
+        if anew:
+            self._aside = None
+            if self.player is not None:
+                self.player.drop_aside()
         self._asked = self._done = 0
         return {}
 
@@ -252,8 +260,10 @@ class RolloutWorker:
     def set_aside(self) -> None:
         """Stop what is in flight, and keep it and what was not collected: until ``take_up`` other samples may be drawn.
         Environments go on. Of an engine that can resume samples."""
-        self._aside = Aside(self._pause(), self._ended, self._params, self._plays, self._media, self._log)
-        self._ended, self._log = {}, None
+        how = self._params, self._plays, self._media, self._log
+        counts = self._asked, self._done, self._before, self._aborting
+        self._aside = Aside(self._pause(), self._ended, *how, *counts)
+        self._ended, self._log, self._before, self._aborting = {}, None, {}, []
         if self.player is not None:
             self.player.set_aside()
 
@@ -261,7 +271,9 @@ class RolloutWorker:
     def take_up(self) -> None:
         """Go on with what was set aside, each sample with its own random numbers, under the weights that are here."""
         assert self._aside is not None
-        (flying, ended, self._params, self._plays, self._media, self._log), self._aside = self._aside, None
+        one, self._aside = self._aside, None
+        flying, ended, self._params, self._plays, self._media, self._log, *_ = one
+        self._asked, self._done, self._before, self._aborting = one.asked, one.done, one.before, one.aborting
         self._ended |= ended
         turns = {} if self.player is None else self.player.take_up()
         for trajectory in flying:

@@ -53,13 +53,12 @@ class OpenSources(Joined):
     """Sources that this process serves, at the indices that they have among all sources."""
 
     def __init__(self, places: Places, tell: Callable[[str], None]) -> None:
-        """tell: sends "alive" before a sample is read, "opening" before the first source that is opened for samples of
-        one message."""
+        """tell: sends "alive" before a sample is read, "opening" and "opened" before and after a source is opened."""
         self.starts, self.held = places.starts, False
         self._closed, self._opened = dict[int, bytes](), dict[int, Source | TilthError]()
         self._media, self._tell, self._signed = places.media, tell, time.monotonic()
-        self.seconds, self.told = 0.0, False
-        """Processor seconds of opening sources; True if "opening" was sent for the message at hand."""
+        self.seconds = 0.0
+        """Processor seconds of opening sources."""
 
     @property
     def media(self) -> bool:
@@ -85,13 +84,12 @@ class OpenSources(Joined):
     def _open(self, number: int) -> "Source | TilthError":
         """Return a source, or the error of opening it, which each of its samples has."""
         began = time.process_time()
-        if not self.told:
-            self._tell("opening")
-            self.told = True
+        self._tell("opening")
         try:
             found: Source | TilthError = pickle.loads(self._closed.pop(number))
         except TilthError as error:
             found = error
+        self._tell("opened")
         self.seconds += time.process_time() - began
         return found
 
@@ -114,7 +112,6 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
                 opened.keep(given[0])
                 reply("serving")
             else:
-                opened.told = False
                 made = [timed(kind, own, opened, template, settings.context) for kind, own in given[0]]
                 reply("loaded", made)
     except TilthError as error:

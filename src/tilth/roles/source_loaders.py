@@ -70,7 +70,7 @@ class LoaderProcess(PipedChild):
         self.starting = 0
         """Lists of sources that it has not taken yet."""
         self.opening = False
-        """True if it has begun to open a source since its last samples."""
+        """True while it opens a source."""
         self.holds = frozenset[int]()
         """Sources that it was told to serve."""
         self.heard = time.monotonic()
@@ -105,6 +105,8 @@ class _Place:
     waiting: deque[_LoadRequest] = field(default_factory=deque)
     team: list[LoaderProcess] = field(default_factory=list)
     """The loader, and those that serve the same sources once they take over."""
+    rests: bool = False
+    """True if the loader was lost while no sample was asked of it: its successor starts when one is."""
     lost: Counter[bool] = field(default_factory=Counter)
     """Losses of the loader in a row without a sample in between (True), and of others before they were ready."""
 
@@ -352,13 +354,12 @@ class _Pump:
                 raise given[0]
             if what == "alive":
                 continue
-            if what == "opening":
-                child.opening = True
+            if what in ("opening", "opened"):
+                child.opening = what == "opening"
                 continue
             if what == "serving":
                 child.starting -= 1
             else:
-                child.opening = False
                 for request, found in zip(child.flying.popleft(), given[0]):
                     self._add(request, *found)
             if what == "loaded" or child is not place.team[0]:
@@ -376,7 +377,8 @@ class _Pump:
         """Ask another one for what a loader has not made; a loss counts while somebody waits for that. Raises
         ``DataError`` if one is lost too often."""
         loads = child is place.team[0]
-        place.lost[loads] += not loads or bool(child.flying or place.waiting)
+        place.rests = loads and not (child.flying or place.waiting)
+        place.lost[loads] += not place.rests
         for request in reversed(child.requests_flying):  # also of sources that are not loaded here any more
             able = place if request.source in place.wanted else self._place_of(request.source)
             able.waiting.appendleft(request)
@@ -396,6 +398,9 @@ class _Pump:
                     self._pool.children.remove(child)
                 place.team.clear()
             return
+        if place.rests and not place.waiting:
+            return
+        place.rests = False
         while len(place.team) < 1 + self._shadows:
             place.team.append(self._pool.start())
         for child in place.team:

@@ -263,6 +263,13 @@ class Player:
         self._aside = _Aside(self._open, self._generating, self._params, self._partial)
         self._open, self._generating, self._resumed, self._late = {}, {}, [], self._resumed
 
+    def drop_aside(self) -> None:
+        """End the episodes that are set aside, as after an error of what was played meanwhile."""
+        if self._aside is not None:
+            for id in self._aside.open:
+                self.pool.end(id)
+            self._aside, self._late = None, []
+
     def take_up(self) -> dict[int, SamplingParams]:
         """Go on with what was set aside. Return how the turns are drawn that were in flight, by request."""
         assert self._aside is not None

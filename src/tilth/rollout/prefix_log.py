@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -110,7 +111,9 @@ class PrefixLog:
     def take(self, request: Request) -> Trajectory | None:
         """Return what the newest attempt that knows a token of a sample has of it, for a request that asks for it; None
         without a token. Its finish is "aborted" unless all of it is there."""
-        begun = {int(match[1]): int(match[2]) for match in map(_BEGUN.fullmatch, os.listdir(self.folder)) if match}
+        begun = dict[int, int]()  # attempt -> version that its first phase began with
+        for match in filter(None, map(_BEGUN.fullmatch, os.listdir(self.folder))):
+            begun[int(match[1])] = min(int(match[2]), begun.get(int(match[1]), int(match[2])))
         for attempt in sorted(begun, reverse=True):
             if drawn := self._read(request, attempt):
                 void = min((version for later, version in begun.items() if later > attempt), default=None)
@@ -132,9 +135,10 @@ class PrefixLog:
         return [self.folder / one for one in sorted(os.listdir(self.folder)) if name.fullmatch(one)]
 
     def _scan(self, path: Path) -> _Frames:
-        """Find the frames that are new in a file."""
-        known, size = self._known[path], path.stat().st_size
-        with open(path, "rb") as file:
+        """Find the frames that are new in a file; none are left of one that another rank has dropped meanwhile."""
+        known = self._known[path]
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             while known.end + _FRAME.size <= size:
                 file.seek(known.end)
                 id, _, head, columns, _ = _FRAME.unpack(file.read(_FRAME.size))
@@ -149,7 +153,7 @@ class PrefixLog:
         found = list[DrawnTokens]()
         for path in self._files(rf"{attempt:06d}-rank-\d+"):
             if places := self._scan(path).places.get(request.id):
-                with open(path, "rb") as file:
+                with suppress(FileNotFoundError), open(path, "rb") as file:
                     found += filter(None, (_frame(file, place, request) for place in places))
         end, whole = 0, list[DrawnTokens]()
         for one in sorted(found, key=lambda one: (one.start, len(one.tokens), one.finish is not None)):

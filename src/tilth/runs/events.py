@@ -45,7 +45,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Kind -> its fields. versions: ``Trajectory.versions``; length: tokens so far, with the prompt; checksum:
 ``experience.identity`` of the tokens; batch: the step, from 1; replica: place along dp of one that takes weights in its
 own time. A sample goes on with its first ``tokens`` tokens of completion: "resume", after a failure or in a new
-process, under the version of the committed step; "move", from one replica to another, by their places."""
+process that began with this ``version``; "move", from one replica to another, by their places."""
 PLACES = ("cluster", "guard", "rollout.layout", "rollout.pool", "rollout.repack")
 """Keys that may differ where a run is replayed."""
 REPLAY = "replay"
