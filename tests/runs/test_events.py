@@ -5,6 +5,7 @@ import os
 import random
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -204,7 +205,8 @@ def test_a_changed_byte_is_dropped_behind_the_commit_and_named_before_it(tmp_pat
     if place < durable:
         with raises(DataError, "events.cut"):
             again.cut(number)
-        with raises(DataError, "events.cut"):
+        committed = place < data.rfind(b"\n", 0, durable - 1) + 1  # else the byte is one of the commit itself
+        with raises(DataError, "events.cut") if committed else nullcontext():
             [*read_events(log.path)]
         return
     assert len([*read_events(log.path)]) > number
