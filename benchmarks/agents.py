@@ -174,7 +174,7 @@ def beside_trl(count: int, turns: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         agents_trl.make_model(Path(folder))
         for tool, middle in TOOLS.items():
-            infos = [requests.info for requests in asked(count, turns, middle)]
+            infos = [one.info for one in asked(count, turns, middle)]
             with agents_trl.playing(Path(folder), ROWS) as player:
                 player.pool = Timed(player.pool)  # type: ignore[assignment]
                 params = SamplingParams(max_tokens=64, stop_tokens=player.template.stops)

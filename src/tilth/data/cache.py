@@ -18,6 +18,11 @@ FileState = tuple[int, ...]
 """Device, inode, size and time of a file, () if there is none: equal as long as nobody writes it."""
 
 
+def state_of(found: os.stat_result) -> FileState:
+    """Return what differs between a file and one that has been changed or put in its place."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class CacheEntry:
     """One entry: a folder with a file and ``about.json``, which has the file's checksum and state and is written last.
 
@@ -39,10 +44,9 @@ class CacheEntry:
     def state(self) -> FileState:
         """Return the state of the file."""
         try:
-            found = self.file.stat()
+            return state_of(self.file.stat())
         except OSError:
             return ()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def damage(self) -> str | None:
         """Describe the damage of the entry: "" if it is intact, None if there is none."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tilth.core.errors import DataError
 from tilth.core.media import MEDIA
-from tilth.data.cache import CacheEntry, FileState
+from tilth.data.cache import CacheEntry, FileState, state_of
 from tilth.data.columns import Pair, Prompt, plain, record_key
 from tilth.data.computed import mixed
 
@@ -185,8 +185,7 @@ class _OpenFile:
 
     def __init__(self, file: Path, state: FileState) -> None:
         self.number = os.open(file, os.O_RDONLY)
-        found = os.fstat(self.number)
-        if (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) != state:
+        if state_of(os.fstat(self.number)) != state:
             raise FileNotFoundError(str(file))
 
     def __del__(self) -> None:
