@@ -142,7 +142,7 @@ def test_the_size_of_micro_batches_changes_no_model_under_muon():
     for precision in ("fp32", "bf16"):
         few, many = weights_after(precision, 30), weights_after(precision, 1000)
         apart[precision] = max(float((few[n] - w).abs().max() / w.abs().max()) for n, w in many.items())
-    assert apart["fp32"] < 1e-3 < 3e-3 < apart["bf16"], apart
+    assert apart["fp32"] < 1e-4 and apart["bf16"] > 30 * apart["fp32"], apart  # how far bf16 is apart, a CPU decides
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
