@@ -1,8 +1,8 @@
-"""An engine at the pace of a device that is not here, a plugin of ``async_rl.py``.
+"""Engines at the pace of a device that is not here, a plugin of ``async_rl.py`` and ``async_reward.py``.
 
-A decode step takes max(t0, c b) seconds for b sequences: bound by memory, then by compute. It holds the policy's
-weights, which come and are verified as always, and computes nothing with them: token t of trajectory i is a function of
-both, and completions have given lengths.
+A decode step takes max(t0, c b) seconds for b sequences: bound by memory, then by compute. Completions take given
+numbers of steps. "paced" computes nothing: token t of trajectory i is a function of both. "slowed" says what the policy
+says and holds it back until its steps are over.
 """
 
 import math
@@ -56,3 +56,43 @@ class Paced(Engine):
 
 def _cut(trajectory: int, params: SamplingParams) -> SamplingParams:
     return replace(params, max_tokens=min(params.max_tokens, length_of(trajectory)), stop_tokens=())
+
+
+@tilth.engine("slowed")
+class Slowed(Engine):
+    """Answers of the policy, each given away after its own number of steps."""
+
+    def __init__(self, config: DecoderConfig, options: EngineOptions) -> None:
+        """Arguments as above."""
+        super().__init__(config, options)
+        self._least, self._each = options.arguments["t0"], options.arguments["c"]
+        self._step, self._due, self._said = 0, dict[int, int](), dict[int, Trajectory]()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for one in requests:
+            super().submit([one])
+            self._due[one.id] = self._step + length_of(one.id)
+
+    def resume(self, trajectory: Trajectory, params: SamplingParams, adapter: str = "") -> None:
+        super().resume(trajectory, params, adapter)
+        self._due[trajectory.id] = self._step + length_of(trajectory.id)
+
+    @property
+    def pending(self) -> int:
+        return super().pending + len(self._said)
+
+    @property
+    def running(self) -> int:
+        return super().running + len(self._said)
+
+    def abort(self, trajectory: int) -> Trajectory:
+        return self._said.pop(trajectory) if trajectory in self._said else super().abort(trajectory)
+
+    def poll(self) -> list[Trajectory]:
+        began, self._step = time.perf_counter(), self._step + 1
+        if super().pending:
+            self._said.update((one.id, one) for one in super().poll())
+        pace = max(self._least, self._each * self.running)
+        due = [one for one in self._said if self._due[one] <= self._step]
+        time.sleep(max(0.0, began + pace - time.perf_counter()))
+        return [self._said.pop(one) for one in due]
