@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 # Two processes more than cores: a third of the time tests wait, for processes of their own or for limits to pass.
 WORKERS ?= $(shell $(BIN)/python -c "import os; print(min(8, 2 + len(os.sched_getaffinity(0))))")
 # Also where no bytecode is to be written: hundreds of processes would compile the package anew.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --processes $(WORKERS)
 
 quick-tests: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not gpu"

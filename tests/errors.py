@@ -55,8 +55,9 @@ def found(path):
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     rows = []
     for file in files:
-        if file.suffix == ".py":
-            tree = ast.parse(file.read_text())
+        text = file.read_text()
+        if "Refusals" in text or any(kind in text for kind in kinds(SOURCE)):
+            tree = ast.parse(text)
             where = file.relative_to(SOURCE).as_posix()
             made = sorted([*calls(tree), *refusals(tree)], key=lambda row: (row[0].lineno, row[0].col_offset))
             rows += [

@@ -5,8 +5,8 @@
 ``python()`` stands for ``sys.executable``: what follows may be ``-c CODE``, ``-m MODULE`` or a file. A small process
 (``forked_client``) hands its arguments, environment, folder and open files to the server, passes signals on, and ends
 as the fork ends; if it dies, the fork is killed. Tests of what a process imports, of options of Python, and of
-variables that libraries read when they are loaded, start Python itself. Each process of ``-n`` has a server of its own,
-so that what it forks counts among the descendants of the tests.
+variables that libraries read when they are loaded, start Python itself. Each process of ``--processes`` has a server of
+its own, a fork of the first one, so that ``descendants`` are those of its tests.
 """
 
 import ast
@@ -27,8 +27,11 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 from tests.patience import patience
 from tilth.cluster.backends import fork_server
@@ -78,8 +81,19 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def descendants() -> list[psutil.Process]:
+    """Return the processes that this one and its server have started."""
+    servers = [psutil.Process(server) for _, _, server in _own]
+    found = [psutil.Process().children(recursive=True), *[server.children(recursive=True) for server in servers]]
+    return list({one.pid: one for one in (*servers, *chain.from_iterable(found))}.values())
+
+
 def start() -> None:
-    """Start a server for this process and those that it starts; it ends with this process."""
+    """Start a server for this process and those that it starts; it ends with this process.
+
+    It is a fork of the server that this process has inherited, if there is one.
+    """
+    program = python() if PLACE in os.environ else [sys.executable]
     folder = tempfile.mkdtemp(prefix="tilth-forked-")  # an object would remove it in every fork of this process, too
     place = f"{folder}/socket"
     listening = socket.socket(socket.AF_UNIX)
@@ -90,21 +104,21 @@ def start() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "PYTHONPATH": path}
     with listening:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", str(listening.fileno())],
+            [*program, "-c", "from tests import forked; forked.main()", str(listening.fileno())],
             env=environment,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             pass_fds=[listening.fileno()],
             start_new_session=True,
         )
-    _own.append((process, folder))
+    _own.append((process, folder, pid(process)))
     atexit.register(end)
 
 
 def end() -> None:
     """End the server that this process started, and all that it forked."""
     while _own:
-        process, folder = _own.pop()
+        process, folder, _ = _own.pop()
         process.stdin.close()
         process.wait()
         shutil.rmtree(folder)
@@ -238,13 +252,18 @@ def become(request: dict, files: list[int]) -> tuple[str, list[str]]:
     return kind, rest
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()
+def load() -> None:
+    """Import what forks need."""
     for name in AHEAD:
         importlib.import_module(name)
     for name in importlib.import_module("tilth.cluster.worker.fork_server").AHEAD:
         importlib.import_module(name)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    load()
     fork_servers_too()
     gc.collect()
     gc.freeze()
@@ -291,7 +310,3 @@ def leave(code: int) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
-
-
-if __name__ == "__main__":
-    importlib.import_module("tests.forked").main()

@@ -42,7 +42,7 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """2 processes, or 4 where a test asks for more than 2, as some do of one that a process of ``-n`` starts.
+    """2 processes, or 4 where a test asks for more than 2.
 
     size: start that many.
     """
@@ -57,7 +57,7 @@ class Pool:
         """``module:function`` called as function(rank, **kwargs) on ranks 0 .. n-1: their results, by rank."""
         if len(self.processes) < n or any(p.poll() is not None for p in self.processes):
             self.close()
-            self._start(self.size or (4 if n > 2 or "PYTEST_XDIST_WORKER" in os.environ else 2))
+            self._start(self.size or (4 if n > 2 else 2))
         for pipe in self._pipes[:n]:
             pipe.send_bytes(pickle.dumps((function, kwargs)))
         replies = self._collect(n, time.monotonic() + patience(timeout))
@@ -126,8 +126,8 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
-def pool():
-    made = Pool()
+def pool(pytestconfig):
+    made = Pool(4 if pytestconfig.option.processes else 0)  # some of all tests ask for more than 2
     yield made
     made.close()
 

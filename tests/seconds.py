@@ -15,8 +15,8 @@ _before = [0.0]
 def spent() -> float:
     """Return processor seconds of this process, of its children that have ended, and of what its server has forked."""
     total = sum(os.times()[:4])
-    for process, _ in forked._own:
-        times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    for _, _, server in forked._own:
+        times = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:15]
         total += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
     return total
 

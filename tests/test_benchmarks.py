@@ -152,6 +152,10 @@ ALONE = {"gpu.py", "memory.py"}
 """Ratios that others computed, and of a prediction to what was measured."""
 
 
+CHANGING = ("setattr", "delattr", "object")
+"""Last names of calls that replace an attribute: unparsing every call takes a second."""
+
+
 def replaced(text):
     """Owners, imported from the package or reached from there, of which a script replaces an attribute."""
     tree, names = ast.parse(text), {"self.learner"}
@@ -165,8 +169,8 @@ def replaced(text):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             owners += [target.value for target in targets if isinstance(target, ast.Attribute)]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "mock.patch.object"):
-            owners.append(node.args[0])
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in CHANGING:
+            owners += node.args[:1] if ast.unparse(node.func) in ("setattr", "delattr", "mock.patch.object") else []
     return {text for text in map(ast.unparse, owners) if any(text == n or text.startswith(f"{n}.") for n in names)}
 
 

@@ -37,7 +37,10 @@ ANOTHER = re.compile(
 
 
 def leading_astray(path):
-    text = re.sub(r"[\"']\s*\n\s*f?[\"']", "", path.read_text())  # texts that go on in the next line
+    text = path.read_text()
+    if not any(word in text for word in ("tilth[", "install", "download", "wheel", " add ", " pip", " tool", " run ")):
+        return []
+    text = re.sub(r"[\"']\s*\n\s*f?[\"']", "", text)  # texts that go on in the next line
     return [match[0] for match in ANOTHER.finditer(text)]
 
 

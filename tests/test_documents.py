@@ -144,6 +144,7 @@ def fewer(word: str) -> str:
 def scaled(words: list[str]) -> list[str]:
     """A command with the small keys right behind its recipe, where those of the page come after them."""
     words = [fewer("addition-grpo" if word == "RECIPE" else word) for word in words]
+    words = ["8" if before == "--limit" else word for before, word in zip(["", *words], words)]
     two = words[:2] in (["data", "show"], ["simulate", "rollout"])
     run = 1 if words[0] in ("run", "layout") else 2 if two else 0
     if not run:
@@ -245,10 +246,15 @@ def test_those_that_take_several_processes_too(page, tmp_path, monkeypatch):
     follow(page, tmp_path, costly=True)
 
 
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    furnish(folder := tmp_path_factory.mktemp("furnished"))
+    return folder
+
+
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_the_command_line_takes_every_command_as_it_stands(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    furnish(tmp_path)
+def test_the_command_line_takes_every_command_as_it_stands(page, furnished, monkeypatch):
+    monkeypatch.chdir(furnished)
     for command in commands(page):
         if command.own:
             parsed(["addition-grpo" if word == "RECIPE" else word for word in command.own])

@@ -1,25 +1,24 @@
-"""Who runs what of ``-n``: one process all tests of Ray, one all of the pool, any process a whole file of the rest; and
-that no test leaves its process other than it was."""
+"""Which of several processes runs what: one all tests of Ray, one all of the pool, any a whole file of the rest; what
+dies with one; and that no test leaves its process other than it was."""
 
 import os
+import re
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.conftest import surroundings
 
-ROOT = Path(__file__).parents[1]
 FILE = """
 import os, pytest
 from pathlib import Path
 
 @pytest.fixture(autouse=True)
 def noted(request):
-    Path(os.environ["SEEN"], f"{request.node.name}-NUMBER").write_text(os.environ["PYTEST_XDIST_WORKER"])
+    Path(os.environ["SEEN"], f"{request.node.name}-NUMBER").write_text(str(os.getpid()))
 
 @pytest.mark.dist
 def test_pool(pool): ...
@@ -28,36 +27,35 @@ def test_pool(pool): ...
 @pytest.mark.dist
 def test_ray(): ...
 
-def test_first(): ...
+def test_first(tmp_path): ...
 
-def test_second(): ...
+def test_second(tmp_path): ...
 """
-LOST = """
-import pytest
-from pathlib import Path
+DYING = """
+import os, pytest, warnings
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config):
-    if hasattr(config, "workerinput"):
-        Path(config.workerinput["groups"]).write_text("{}")
+@pytest.fixture(scope="session")
+def kept():
+    yield
+    open("ended", "a").write("x")
+
+def test_before(kept): warnings.warn("seen")
+
+def test_dies(): os.kill(os.getpid(), 9)
+
+def test_after(kept): print("told"); assert False
+
+def test_last(): ...
 """
-"""Before the process says that it has collected: from then on the groups may be read."""
 
 
-def seen(folder, conftest=""):
-    """Processes that ran each kind of test, and each file's plain tests."""
+def run(folder, *options):
+    """Run the tests of a folder in two processes."""
     (folder / "seen").mkdir()
-    (folder / "conftest.py").write_text(conftest)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    dist\n    ray\n")
-    for number in range(4):
-        (folder / f"test_{number}.py").write_text(FILE.replace("NUMBER", str(number)))
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "2", "--dist", "loadgroup", "-q", folder]
-    command += ["--no-loadscope-reorder", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": path, "SEEN": str(folder / "seen")}
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0 and "processor seconds: " in ran.stdout, ran.stdout + ran.stderr
-    return {file.name: file.read_text() for file in (folder / "seen").iterdir()}
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    dist\n    ray\n    slow\n    gpu\n")
+    command = [*forked.python(), "-m", "pytest", "-p", "tests.conftest", "--processes", "2", "-q", *options, folder]
+    environment = {**os.environ, "SEEN": str(folder / "seen")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def processes(found, kind):
@@ -65,15 +63,31 @@ def processes(found, kind):
 
 
 def test_groups_have_one_process_each_and_files_stay_together(tmp_path):
-    found = seen(tmp_path)
+    for number in range(4):
+        (tmp_path / f"test_{number}.py").write_text(FILE.replace("NUMBER", str(number)))
+    ran = run(tmp_path)
+    assert ran.returncode == 0 and "16 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert re.search(r"processor seconds: \d+ in all", ran.stdout)
+    found = {file.name: file.read_text() for file in (tmp_path / "seen").iterdir()}
     assert len(found) == 16 and len(set(found.values())) == 2
     assert len(processes(found, "pool")) == len(processes(found, "ray")) == 1
     assert all(found[f"test_first-{n}"] == found[f"test_second-{n}"] for n in range(4))
 
 
-@pytest.mark.slow
-def test_groups_that_got_lost_would_be_seen(tmp_path):
-    assert len(processes(seen(tmp_path, LOST), "pool")) == 2
+def test_a_process_that_dies_fails_its_test_and_another_goes_on(tmp_path):
+    (tmp_path / "test_dying.py").write_text(DYING)
+    ran = run(tmp_path)
+    assert ran.returncode == 1 and "2 failed, 2 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "test_dies - the process that ran this test ended with -9" in ran.stdout
+    assert "told" in ran.stdout and "UserWarning: seen" in ran.stdout
+    assert (tmp_path / "ended").read_text() == "x"  # by the second process
+
+
+def test_the_first_failure_may_end_all(tmp_path):
+    (tmp_path / "test_dying.py").write_text(DYING)
+    (tmp_path / "test_other.py").write_text("import time\ndef test_long(): time.sleep(100)")
+    ran = run(tmp_path, "-x")
+    assert "1 failed, 1 passed" in ran.stdout and "stopping after 1 failures" in ran.stdout, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(

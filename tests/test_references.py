@@ -1,6 +1,5 @@
 """Arrows by string: what tables name as "module:name" is there, so that a move that forgets one is seen."""
 
-import ast
 import re
 from functools import reduce
 from importlib import import_module
@@ -11,18 +10,17 @@ import pytest
 from tilth.config.roles import ROLES
 
 SOURCE = Path(__file__).parents[1] / "src" / "tilth"
-REFERENCE = re.compile(r"tilth(\.\w+)+:\w+(\.\w+)*")
+REFERENCE = re.compile(r"""(["'])(tilth(?:\.\w+)+:\w+(?:\.\w+)*)\1""")
 
 
 def references(source: str) -> set[str]:
     """Return the constants of a source that name something in a module of Tilth."""
-    texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
-    return {text for text in texts if isinstance(text, str) and REFERENCE.fullmatch(text)}
+    return {text for _, text in REFERENCE.findall(source)}
 
 
 def written() -> list[str]:
     """Return those of all files, and those that roles derive from their names."""
-    found = {text for path in SOURCE.rglob("*.py") if "tilth." in (t := path.read_text()) for text in references(t)}
+    found = {text for path in SOURCE.rglob("*.py") for text in references(path.read_text())}
     roles = {text for spec in ROLES.values() for text in (spec.worker, spec.memory) if text}
     return sorted(found | roles)
 

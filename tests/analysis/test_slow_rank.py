@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.run_jobs import Job
+from tests.examples import examples
 from tests.guard import stuck
 from tilth.analysis import slow_rank as module
 from tilth.analysis.run_graph import read_steps
@@ -46,7 +47,7 @@ def found(made):
 
 
 @given(st.floats(1.2, 3.0), st.integers(0, 3))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(8), deadline=None, derandomize=True)
 def test_the_cost_is_what_the_run_loses(factor, rank):
     slow = job(lambda step, at: factor if at == rank else 1.0)
     lost = np.mean(slow.seconds) - np.mean(job(lambda step, at: 1.0).seconds)

@@ -1,5 +1,7 @@
 """Recipes load, dump and are compared as promised; every mistake is one line that says what would be right."""
 
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tilth.config import load
+from tilth.config import load, open_sets
 from tilth.config.checks import profiled
 from tilth.config.errors import PluginError, RecipeError, TilthError
 from tilth.config.flows import FLOWS
@@ -607,53 +609,58 @@ def test_a_recipe_whose_name_is_begun():
 
 # ---- names are checked before torch is imported ----
 
-LATE = """import sys
+LATE = """import json, sys
 from tilth.api import run_recipe
 from tilth.config.load import load_recipe
-try:
-    run_recipe(load_recipe("sft", sys.argv[1:]), name="x")
-except Exception as error:
-    print(error.key, "torch" in sys.modules, error)
+for keys in json.loads(sys.argv[1]):
+    try:
+        run_recipe(load_recipe("sft", [*keys, "data.source=d.jsonl"]), name="x")
+    except Exception as error:
+        print(error.key, "torch" in sys.modules, error)
 """
+MISTYPED = [
+    (["algorithm.advantage=grop"], "algorithm.advantage", "did you mean grpo?"),
+    (["algorithm.loss=gpso"], "algorithm.loss", "did you mean gspo?"),
+    (["algorithm.aggregation=token-men"], "algorithm.aggregation", "did you mean token-mean?"),
+    (["algorithm.correction=decoupled_seq_mi"], "algorithm.correction", "did you mean decoupled_seq_mis?"),
+    (["preference.loss=sigmiod"], "preference.loss", "did you mean sigmoid?"),
+    (["model.path=mymodell"], "model.path", "did you mean 'mymodel'?"),
+    (["model.path=mymodel", "model.adapter=mymodel"], "model.adapter", "init_lora_weights"),
+    (["reward.function=mine.py"], "mine.py", "mine.py:score"),
+    (["reward.function=mine.py:scor"], "mine.py:scor", "did you mean 'score'?"),
+    (["reward.function=mne.py:score"], "mne.py", "did you mean 'mine.py'?"),
+    (["reward.function=no_package.x:score"], "no_package.x", "no_package"),
+    (["rollout.environment=word_gam"], "rollout.environment", "word_game"),
+    (["rollout.environment=mne.py:Game"], "rollout.environment", "FILE.py:Class"),
+]
 
 
-@pytest.mark.parametrize(
-    "keys, key, hint",
-    [
-        (["algorithm.advantage=grop"], "algorithm.advantage", "did you mean grpo?"),
-        (["algorithm.loss=gpso"], "algorithm.loss", "did you mean gspo?"),
-        (["algorithm.aggregation=token-men"], "algorithm.aggregation", "did you mean token-mean?"),
-        (["algorithm.correction=decoupled_seq_mi"], "algorithm.correction", "did you mean decoupled_seq_mis?"),
-        (["preference.loss=sigmiod"], "preference.loss", "did you mean sigmoid?"),
-        (["model.path=mymodell"], "model.path", "did you mean 'mymodel'?"),
-        (["model.path=mymodel", "model.adapter=mymodel"], "model.adapter", "init_lora_weights"),
-        (["reward.function=mine.py"], "mine.py", "mine.py:score"),
-        (["reward.function=mine.py:scor"], "mine.py:scor", "did you mean 'score'?"),
-        (["reward.function=mne.py:score"], "mne.py", "did you mean 'mine.py'?"),
-        (["reward.function=no_package.x:score"], "no_package.x", "no_package"),
-        (["rollout.environment=word_gam"], "rollout.environment", "word_game"),
-        (["rollout.environment=mne.py:Game"], "rollout.environment", "FILE.py:Class"),
-    ],
-)
-def test_a_mistyped_name_or_an_adapter_of_another_kind_is_refused_without_torch(tmp_path, keys, key, hint):
-    (tmp_path / "mymodel").mkdir()
-    (tmp_path / "mymodel" / "adapter_config.json").write_text('{"peft_type": "LORA", "init_lora_weights": "pissa"}')
-    (tmp_path / "mine.py").write_text("def score(prompt, completion, info):\n    return 1.0\n")
-    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
-    line = [sys.executable, "-c", LATE, *keys, "data.source=d.jsonl"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{key} False ") and hint in done.stdout, done
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """What one process that has not imported torch says of each."""
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "mymodel").mkdir()
+    (folder / "mymodel" / "adapter_config.json").write_text('{"peft_type": "LORA", "init_lora_weights": "pissa"}')
+    (folder / "mine.py").write_text("def score(prompt, completion, info):\n    return 1.0\n")
+    (folder / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    line = [sys.executable, "-c", LATE, json.dumps([keys for keys, _, _ in MISTYPED])]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+    assert done.stdout.count("\n") == len(MISTYPED), done
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("number", range(len(MISTYPED)), ids=[key for _, key, _ in MISTYPED])
+def test_a_mistyped_name_or_an_adapter_of_another_kind_is_refused_without_torch(number, refused):
+    _, key, hint = MISTYPED[number]
+    assert refused[number].startswith(f"{key} False ") and hint in refused[number]
 
 
 def test_names_read_from_the_sources_are_those_that_are_registered():
-    code = """
-from tilth.config.open_sets import ALGORITHMS, algorithm_names
-read = {kind: algorithm_names(kind) for kind in ("advantages", "losses", "aggregations", "preferences", "corrections")}
-from tilth.rl import algorithm
-for kind, names in read.items():
-    assert sorted(names) == sorted(ALGORITHMS[kind]) != [], kind
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    importlib.import_module("tilth.rl.algorithm")
+    for kind in ("advantages", "losses", "aggregations", "preferences", "corrections"):
+        read = {name for of, name in open_sets._shipped_algorithms() if of == kind}
+        own = {name for name, made in open_sets.ALGORITHMS[kind].items() if made.__module__.startswith("tilth.")}
+        assert read == own and own, kind
 
 
 def test_the_tokenizer_of_a_shipped_recipe_gives_way_to_that_of_a_model(tmp_path):

@@ -10,7 +10,7 @@ from tilth.guard.snapshots import Snapshots
 from tilth.launch import life as launch
 from tilth.launch import survive
 
-QUICK = 80
+QUICK = 30
 MUTANTS = 500
 """Schedules within which a mutation must be seen."""
 

@@ -134,6 +134,7 @@ def small(made, monkeypatch):
     return made.Job(made.MODELS["8x7B"], "github", 64 * made.K, gpus=256)
 
 
+@pytest.mark.slow
 def test_pipelines_gain_from_balance(made):
     row = made.compare(made.Job(made.MODELS["70B"], "github", 256 * made.K), 1)
     assert 1.05 * row["balance_seconds"] < row["static_seconds"]

@@ -90,9 +90,10 @@ def whole(config):
         pytest.param(20_000, 64, 64, [], {}, marks=pytest.mark.slow),  # as the next rows but one thing
         pytest.param(20_000, 64, 64, [], {"tie_embeddings": False}, marks=pytest.mark.slow),
         pytest.param(20_000, 64, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
-        (20_000, 64, 64, ["train.micro_tokens=1024"], {"tie_embeddings": False}),
+        pytest.param(20_000, 64, 64, ["train.micro_tokens=1024"], {"tie_embeddings": False}, marks=pytest.mark.slow),
+        (20_000, 8, 64, ["train.micro_tokens=128"], {"tie_embeddings": False}),
         (20_000, 2, 16, ["train.micro_tokens=16"], {"hidden_size": 256}),
-        (150_000, 8, 40, [], {}),
+        pytest.param(150_000, 8, 40, [], {}, marks=pytest.mark.slow),
         pytest.param(150_000, 12, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         (16, 64, 64, [], EXPERTS),
         (16, 64, 64, ["train.checkpointing=selective"], {**EXPERTS, "num_layers": 3}),
@@ -154,9 +155,9 @@ def test_a_critic_has_no_logits(tmp_path):
 
 
 def test_scoring_keeps_no_log_probs(tmp_path):
-    recipe, config = recipe_of(64), shape(20_000)
+    recipe, config = recipe_of(32), shape(20_000)
     model = decoder(config, recipe)
-    tokens, mask = packed(64, 64, 20_000)
+    tokens, mask = packed(32, 64, 20_000)
     alive = most_alive(lambda: packed_logprobs(model, tokens, mask, max_tokens=16_384), tmp_path)
     found = {item.name: item.bytes for item in scoring(recipe, whole(config), 64)}
     assert found["logits"] <= alive <= 1.1 * (found["logits"] + found["activations of scoring"])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests import forked
 from tests.errors import raises
+from tests.examples import examples
 from tilth.config.load import from_dict, load_recipe
 from tilth.core import write_queue
 from tilth.core.errors import DataError, RecipeError, StorageError, TilthError
@@ -172,7 +173,7 @@ def test_what_is_not_committed_is_not_written(tmp_path):
         assert steps_of(run.path) == [(1, 1), (2, 2)]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 20))
 def test_rewind_keeps_exactly_the_steps_up_to_it(tmp_path_factory, sizes, target):
     tmp_path = tmp_path_factory.mktemp("rewind")

@@ -183,6 +183,6 @@ def test_close_gives_the_record_with_times_and_memory_and_starts_anew():
 
 def test_the_peak_is_of_this_process_not_of_the_one_that_started_it():
     code = "from tilth.runs.metrics import resident; print(resident()[1])"
-    ballast = np.ones(40_000_000)  # 320 MB here: a child that took our peak over would report it
+    ballast = np.ones(20_000_000)  # 160 MB here: a child that took our peak over would report it
     peak = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     assert resident()[1] > ballast.nbytes > peak > 10_000_000

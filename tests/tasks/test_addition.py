@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tilth.data.columns import Prompt
 from tilth.data.computed import text_hashes
 from tilth.tasks.addition import AdditionPrompts
@@ -39,7 +40,7 @@ def test_size_and_spread(digits, size):
         assert {x % 10 for x in column} == set(range(10))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(1, 9))
 def test_hashes_are_those_of_the_texts(digits):
     task = AdditionPrompts(digits)

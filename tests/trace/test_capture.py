@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests import forked
 from tilth.trace import capture
 from tilth.trace.capture import Capture
 
@@ -166,16 +167,9 @@ def test_a_trace_of_the_same_name_is_replaced_as_a_whole(taken, tmp_path, monkey
 
 
 def test_no_torch_before_a_capture_and_silence_while_it_runs(tmp_path):
-    code = f"""
-import sys
-from tilth.trace.capture import Capture
-assert "torch" not in sys.modules
-taken = Capture()
-with taken.named("x"):
-    pass
-assert "torch" not in sys.modules
-assert taken.start() == "" and "torch" in sys.modules
-assert taken.stop({str(tmp_path / "a")!r}).error == ""
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    before = "from tilth.trace.capture import Capture; taken = Capture()\nwith taken.named('x'): pass\n"
+    without = before + "import sys; assert 'torch' not in sys.modules"
+    during = before + f"assert not taken.start() and not taken.stop({str(tmp_path / 'a')!r}).error"
+    for command in ([sys.executable, "-c", without], [*forked.python(), "-c", during]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

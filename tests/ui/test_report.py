@@ -161,7 +161,7 @@ def test_a_torn_trace_and_a_tokenizer_that_is_gone(tmp_path):
 
 def test_long_completions_are_cut(tmp_path):
     with RunDir.create(recipe(tmp_path), "demo") as run:
-        n = 20_000
+        n = 6_000
         row = {"step": 1, "id": 0, "group": 0, "prompt_text": "x" * n, "text": "y" * n, "tokens": [1] * n,
                "prompt_length": 10, "logprobs": [-0.1] * n, "finish": "length", "reward": 0.5}  # fmt: skip
         run.trajectories.add(pa.Table.from_pylist([row | {"id": i, "group": i // 8} for i in range(64)]))

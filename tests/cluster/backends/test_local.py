@@ -39,7 +39,7 @@ class Watched:
 
     def __init__(self, timeout):
         forked.pid(fork_server(environment(2))._process.process)  # it stays, for the next workers of this process
-        before = set(psutil.Process().children(recursive=True))  # and other tests' pools
+        before = set(forked.descendants())  # and other tests' pools
         self.cluster = open_cluster("local", 2, timeout=timeout)
         self.cluster.dispatch.timeout = 60.0  # to make a role takes a while on a busy machine
         self.group = self.cluster.group("faulty", f"{HERE}:faulty", {}, BOTH)
@@ -47,7 +47,7 @@ class Watched:
         self.cluster.dispatch.timeout = timeout
         self.folder = self.cluster.backend.folder.path
         self.pids = [link.pid for link in self.cluster.backend.links]
-        self.processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        self.processes = [p for p in forked.descendants() if p not in before]
 
     def assert_gone(self):
         gone(self.processes)
@@ -343,7 +343,7 @@ def test_the_folder_is_private():
 
 
 def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path):
-    before = set(psutil.Process().children(recursive=True))
+    before = set(forked.descendants())
     (tmp_path / "tilth").mkdir()
     (tmp_path / "tilth" / "__init__.py").write_text("raise ImportError('half of an installation')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -352,7 +352,7 @@ def test_a_worker_that_cannot_start_is_named_with_its_log(monkeypatch, tmp_path)
         LocalBackend(2)
     assert "ended with exit code 1" in str(raised.value)
     assert str(raised.value).endswith("ImportError: half of an installation")
-    gone([p for p in psutil.Process().children(recursive=True) if p not in before])
+    gone([p for p in forked.descendants() if p not in before])
 
 
 def test_a_long_temporary_folder_is_named(monkeypatch, tmp_path):

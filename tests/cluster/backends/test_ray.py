@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import forked
 from tests.cluster.workers import HERE
 from tests.errors import raises
 from tilth.cluster.backends.capacity import patience
@@ -198,7 +199,7 @@ class TestWithRay:
 
     def test_it_listens_on_this_machine_only_and_wants_a_token(self):
         assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) >= 32
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        processes = [psutil.Process(), *forked.descendants()]
         open_doors = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"]
         assert open_doors and {ip.removeprefix("::ffff:") for ip in open_doors} == {"127.0.0.1"}
 
