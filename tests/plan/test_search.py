@@ -1,6 +1,7 @@
 """The search for a recipe: what it finds passes the recipe's own checks, and its memory is that of the plan."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -26,18 +27,22 @@ def asked(devices, *, kind="a100-80g", shape=None, **sections):
     return SearchInput(recipe, shape or new_config(recipe.model, 50), 64, DEVICES[kind], devices)
 
 
+@cache
+def mapped(devices, kind="a100-80g"):
+    return find_mapping(asked(devices, kind=kind))
+
+
 @pytest.mark.parametrize("kind", ["a100-80g", "cpu"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_it_equals_brute_force_over_all_layouts(kind, devices):
-    given = asked(devices, kind=kind)
-    found = find_mapping(given)
+    given, found = asked(devices, kind=kind), mapped(devices, kind)
     assert found.best.total == pytest.approx(brute_force(given.problem))
     assert set(role for pool in found.best.pools for role in pool.roles) == {"policy", "critic", "reference", "rollout"}
 
 
 def test_the_recipe_that_it_gives_has_the_pools_and_passes_the_checks():
-    given = asked(4, kind="cpu")
-    for mapping in filter(None, (find_mapping(given).best, find_mapping(given).second)):
+    given, found = asked(4, kind="cpu"), mapped(4, "cpu")
+    for mapping in filter(None, (found.best, found.second)):
         recipe = applied(given.recipe, mapping, given.device.per_node)
         check_cluster(recipe)
         assert not recipe.cluster.search and recipe.cluster.workers == mapping.devices
@@ -49,8 +54,7 @@ def test_the_recipe_that_it_gives_has_the_pools_and_passes_the_checks():
 
 
 def test_its_memory_is_that_of_the_plan():
-    given = asked(4)
-    found = find_mapping(given)
+    given, found = asked(4), mapped(4)
     recipe = found.recipe.replaced("train", device="cuda")
     planned = max(worker.memory.on_gpu() for worker in per_rank(recipe, given.shape, given.longest))
     assert max(pool.memory for pool in found.best.pools) + given.problem.base == planned
@@ -64,13 +68,13 @@ def test_more_devices_than_one_machine_has_take_ray():
 
 
 def test_more_devices_are_not_slower_and_memory_is_kept():
-    totals = [find_mapping(asked(n)).best.total for n in (1, 2, 4)]
+    totals = [mapped(n).best.total for n in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True)
     large = asked(4)
     tight = replace(large, device=replace(large.device, memory=large.problem.base + 250_000_000))
     found = find_mapping(tight)
     assert all(pool.memory + tight.problem.base <= tight.device.memory for pool in found.best.pools)
-    assert found.best.total >= find_mapping(large).best.total
+    assert found.best.total >= mapped(4).best.total
 
 
 def test_engines_decode_as_many_sequences_together_as_is_fastest_and_fits():
@@ -128,7 +132,7 @@ def test_all_devices_are_used_if_asked():
 
 
 def test_the_reason_names_the_stage_that_loses():
-    found = find_mapping(asked(4, kind="cpu"))
+    found = mapped(4, "cpu")
     assert found.why.startswith("it loses") and any(stage in found.why for stage in STAGES)
     assert find_mapping(asked(1, flow="sft", supervised={"steps": 1}, algorithm={})).why in (
         "no other placement fits",
