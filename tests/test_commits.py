@@ -12,7 +12,7 @@ VERBS = set("""
 Abort Accept Add Align Allow Append Apply Assign Avoid Await Balance Batch Bound Build Cache Call Cancel Capture
 Check Choose Clip Close Collect Compare Compile Compute Configure Construct Copy Correct Count Cover Cut Deal
 Declare Decode Delete Deny Describe Detect Discard Display Divide Document Drain Draw Drive Drop Emit Encode End
-Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Find Fit Fix Flush Follow Format Frame
+Enforce Escape Evaluate Exclude Expand Export Expose Extend Extract Fail Find Fit Fix Flush Follow Fork Format Frame
 Freeze Gather Generate Give Grade Group Guard Halve Handle Hash Hide Hint Hold Implement Import Include Inline Install
 Isolate Join Journal Judge Keep Key Kill Learn Leave Limit List Load Lock Log Make Mark Mask Match Measure Merge
 Move Name Normalise Number Offer Omit Open Order Orthogonalise Overlap Pack Pad Parse Pass Pin Place Plan Play

@@ -91,7 +91,7 @@ def whole(config):
         pytest.param(20_000, 64, 64, [], {"tie_embeddings": False}, marks=pytest.mark.slow),
         pytest.param(20_000, 64, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
         pytest.param(20_000, 64, 64, ["train.micro_tokens=1024"], {"tie_embeddings": False}, marks=pytest.mark.slow),
-        (20_000, 8, 64, ["train.micro_tokens=128"], {"tie_embeddings": False}),
+        (20_000, 16, 64, ["train.micro_tokens=512"], {"tie_embeddings": False}),
         (20_000, 2, 16, ["train.micro_tokens=16"], {"hidden_size": 256}),
         pytest.param(150_000, 8, 40, [], {}, marks=pytest.mark.slow),
         pytest.param(150_000, 12, 64, ["train.precision=bf16"], {}, marks=pytest.mark.slow),
