@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests import forked
 from tests.covering import mark_covered
+from tests.examples import warm_up
 from tests.pool import pool
 from tests.processes import pytest_addoption, pytest_runtestloop
 from tests.seconds import pytest_collection_finish, pytest_runtest_makereport, pytest_terminal_summary
@@ -45,6 +46,7 @@ def pytest_collection(session):
         found = yield
         if session.config.option.processes:
             forked.load()
+            warm_up()
     gc.freeze()
     return found
 
