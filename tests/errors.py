@@ -6,7 +6,7 @@ python -m tests.errors      write these files again, after a sentence was change
 import ast
 import re
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ def raises(kind, key):
     assert caught.value.key == key, f"{caught.value!r} has the key {caught.value.key!r}"
 
 
+@lru_cache(maxsize=1)
 def statements(tree):
     """All nodes of a tree but for expressions, which are most of it."""
     found = [tree]

@@ -163,6 +163,7 @@ def serve(listening: socket.socket) -> None:
         while True:
             found = [key.fileobj for key, _ in ready.select()]
             if 0 in found:
+                signal.set_wakeup_fd(-1)
                 break
             if wake in found:
                 with suppress(BlockingIOError):

@@ -176,6 +176,8 @@ def replaced(text):
 
 def compares(text):
     """Whether a script writes a ratio of contenders: a key such as over_trl or ratio."""
+    if "over_" not in text and "ratio" not in text:
+        return False
     keys = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
     return any(isinstance(key, str) and re.fullmatch(r"(\w+_)?over_\w+|ratios?", key) for key in keys)
 

@@ -225,7 +225,7 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 LONG = (
-    *("docs/checkpoints.md", "docs/recipes.md", "docs/extending.md", "docs/packages/flows.md"),
+    *("README.md", "docs/checkpoints.md", "docs/recipes.md", "docs/extending.md", "docs/packages/flows.md"),
     *("docs/guide.md", "docs/algorithms.md", "docs/packages/plan.md", "docs/agents.md"),
 )
 """Pages whose commands do what tests of recipes, checkpoints, plugins, flows, episodes, algorithms, plans and commands

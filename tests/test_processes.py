@@ -83,6 +83,7 @@ def test_a_process_that_dies_fails_its_test_and_another_goes_on(tmp_path):
     assert (tmp_path / "ended").read_text() == "x"  # by the second process
 
 
+@pytest.mark.slow
 def test_the_first_failure_may_end_all(tmp_path):
     (tmp_path / "test_dying.py").write_text(DYING)
     (tmp_path / "test_other.py").write_text("import time\ndef test_long(): time.sleep(100)")

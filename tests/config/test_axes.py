@@ -3,7 +3,6 @@
 import ast
 import json
 import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.analysis.run_jobs import Job
 from tests.errors import raises
 from tests.parallel.layouts import CONFIG, Case, batch, build, engine_of, loss_of, weights
@@ -289,6 +289,8 @@ def planned():
     """What ``tilth layout`` prints for each list of keys, in one process of its own."""
     code = f"""
 import json, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "tilth"]:
+    del sys.modules[name]  # only torch stays
 from tilth.config.axes import AXES, Axis
 for given in {[vars(axis) for axis in (*INVENTED, TRAPS[0])]!r}:
     AXES[given["name"]] = Axis(**given)
@@ -298,7 +300,8 @@ command = {LAYOUT!r}
 plans = json.loads(sys.argv[1])
 print(json.dumps({{name: CliRunner().invoke(app, [*command, *keys]).output for name, keys in plans.items()}}))
 """
-    ran = subprocess.run([sys.executable, "-c", code, json.dumps(PLANS)], check=True, capture_output=True, text=True)
+    command = [*forked.python(), "-c", code, json.dumps(PLANS)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(ran.stdout)
 
 

@@ -79,13 +79,6 @@ def test_at_most_191_keys_each_explained():
     assert all(k.field.description and len(k.field.description) < 260 for k in table.values())
 
 
-def test_no_torch_is_imported():
-    code = (
-        "import sys, tilth, tilth.config.load as l; l.load_recipe('addition-grpo'); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- where a recipe comes from ---------------------------------------------------------------------------------------
 
 
@@ -594,11 +587,6 @@ def test_lengths_that_nobody_set_fit_the_model(tmp_path):
     with raises(RecipeError, "rollout.max_tokens"):
         load_recipe(str(tmp_path / "mine.toml"))
     assert from_dict({"model": {"context": 16}}).rollout.max_tokens == 8
-
-
-def test_data_is_read_without_torch():
-    line = "import sys, tilth.api, tilth.data.pairs, tilth.data.prompts; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", line], check=True)
 
 
 def test_a_recipe_whose_name_is_begun():

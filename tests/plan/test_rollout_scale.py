@@ -5,7 +5,7 @@ import pytest
 
 from tests.scripts import script
 
-SIZE = {"samples": 512, "updates": 8}
+SIZE = {"samples": 512, "updates": 4}
 
 
 @pytest.fixture(scope="module")
