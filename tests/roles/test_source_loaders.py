@@ -49,15 +49,19 @@ def sums(first, count):
 PLANS = [[{"more": 1.0}, {"few": 0.5, "more": 0.1}, {"few": 0.5}], [{"given": 1.0}], [], [{}, {"few": 1.0}], PLAN]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Three sources: two files, one of them with a template of its own, and records by value."""
-    folder = tmp_path_factory.mktemp("data")
+def three_sources(folder, template=""):
+    """Two files, of which the second may have a template of its own, and records by value."""
     parts = [
         {"name": "few", "source": write(folder / "few.jsonl", sums(10, 30))},
-        {"name": "more", "source": write(folder / "more.jsonl", sums(100, 70)), "template": "chatml"},
+        {"name": "more", "source": write(folder / "more.jsonl", sums(100, 70)), "template": template},
     ]
     return DataConfig(source="", mixture=tuple(map(MixtureSource.model_validate, parts)))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Sources without a template, which takes a loader longer to import than everything else."""
+    return three_sources(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +96,15 @@ def loaders(data, whole, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def shared(data, whole, tokenizer):
-    """Two loaders for the tests that lose none."""
-    made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, CONTEXT), PLAN)
+def turns(tmp_path_factory):
+    """Sources one of which has a template."""
+    return three_sources(tmp_path_factory.mktemp("turns"), "chatml")
+
+
+@pytest.fixture(scope="module")
+def shared(turns, whole, tokenizer):
+    """Two loaders for the tests that lose none, of the sources with a template."""
+    made = SourceLoaders(sources(whole), LoaderSettings(template_names(turns), tokenizer, CONTEXT), PLAN)
     yield made
     made.close()
 
@@ -124,10 +134,10 @@ def kill(pid):
 
 
 @pytest.mark.parametrize("kind", ["examples", "prompts", "begins", "episodes"])
-def test_samples_are_those_that_the_role_makes(shared, data, whole, tokenizer, kind):
+def test_samples_are_those_that_the_role_makes(shared, turns, whole, tokenizer, kind):
     """Of any number of loaders, in the order that is asked for, one twice, and from a source outside of the plan."""
     indices = [*np.random.default_rng(0).permutation(120).tolist(), 3, 119]
-    same(shared.take(kind, indices), here(kind, data, whole, tokenizer, indices))
+    same(shared.take(kind, indices), here(kind, turns, whole, tokenizer, indices))
     assert shared.stalled > 0
     assert set(shared.costs()) == {"few", "more", "given"} and all(cost > 0 for cost in shared.costs().values())
 
@@ -155,7 +165,7 @@ def test_what_was_asked_for_has_come_before_it_is_taken(shared):
 
 
 def test_no_more_is_ahead_than_may_be_and_what_is_not_asked_for_again_is_forgotten(
-    shared, data, whole, tokenizer, monkeypatch
+    shared, turns, whole, tokenizer, monkeypatch
 ):
     made = shared
     monkeypatch.setattr(made, "_ahead", 10)
@@ -164,12 +174,12 @@ def test_no_more_is_ahead_than_may_be_and_what_is_not_asked_for_again_is_forgott
     made.ask("examples", range(60, 64))
     until(lambda: len(made._pump._come) == 4)
     assert {key[1] for key in made._pump._come} == set(range(60, 64))
-    same(made.take("examples", range(64)), here("examples", data, whole, tokenizer, range(64)))
+    same(made.take("examples", range(64)), here("examples", turns, whole, tokenizer, range(64)))
     assert not made._pump._come and not made._pump._open
 
 
-def test_a_plan_changes_who_loads_and_no_sample(shared, data, whole, tokenizer):
-    made = shared
+def test_a_plan_changes_who_loads_and_no_sample(loaders, data, whole, tokenizer):
+    made = loaders(PLAN)
     for number, plan in enumerate(PLANS):
         indices = np.random.default_rng(number).permutation(120)[:50].tolist()
         made.ask("examples", indices)
@@ -304,14 +314,14 @@ def test_loaders_end_with_their_owner(data, whole, tokenizer):
 # ---- errors ----
 
 
-def test_errors_are_those_of_the_role_and_come_when_their_sample_is_taken(loaders, data, whole, tokenizer):
-    made = SourceLoaders(sources(whole), LoaderSettings(template_names(data), tokenizer, 12), [{"more": 1.0}])
+def test_errors_are_those_of_the_role_and_come_when_their_sample_is_taken(turns, whole, tokenizer):
+    made = SourceLoaders(sources(whole), LoaderSettings(template_names(turns), tokenizer, 12), [{"more": 1.0}])
     made.ask("examples", [40, 0, 1])
     found = made.take("examples", [0, 1])
     with pytest.raises(DataError) as mine:
         made.take("examples", [0, 40])
     with pytest.raises(DataError) as other:
-        tokenised("examples", whole, [0, 40], data_template(data, tokenizer, (), whole.starts), 12)
+        tokenised("examples", whole, [0, 40], data_template(turns, tokenizer, (), whole.starts), 12)
     assert (mine.value.key, str(mine.value)) == (other.value.key, str(other.value))
     same(made.take("examples", [0, 1]), found)
     made.close()
