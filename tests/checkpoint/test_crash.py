@@ -56,7 +56,7 @@ EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest
 
 def moments(total, every):
     """Calls before which something happens: every one, or the last ones, among which a save commits, and few others."""
-    return range(total) if every else [*range(0, total - 12, 6), *range(max(total - 12, 0), total)]
+    return range(total) if every else [*range(0, total - 10, 12), *range(max(total - 10, 0), total)]
 
 
 def holds(path, salt):
@@ -119,7 +119,7 @@ def test_killed_while_pruning(tmp_path, monkeypatch, every):
 
     make(tmp_path / "count")
     total = calls_of_a_save(monkeypatch, lambda: prune(tmp_path / "count", 1))
-    for at in range(0, total, 1 if every else 3):
+    for at in range(0, total, 1 if every else 6):
         root = tmp_path / f"root{at}"
         make(root)
         assert die_at(monkeypatch, at, lambda root=root: prune(root, 1)) == 77

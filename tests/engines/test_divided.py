@@ -62,7 +62,7 @@ def compare(pool, tp, changes, options, requests=8, ep=1):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("plain", "preemption", "experts"))) for n in CASES]
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("one key head", "drafts"))) for n in CASES]
 )
 def test_it_says_what_one_rank_says(pool, case):
     compare(pool, *CASES[case], requests=16 if case == "preemption" else 8)

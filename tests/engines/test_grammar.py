@@ -76,8 +76,11 @@ def test_engines_without_schemas_refuse_them():
         Plain().generate(asked(TOKENIZERS["characters"], SCHEMAS[:1]))
 
 
+GREEDY = pytest.param({"temperature": 0.0}, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize("params", [{}, GREEDY, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_texts_follow_their_schemas_and_company_is_as_alone(library, name, params):
     jsonschema = pytest.importorskip("jsonschema")
     tokenizer = TOKENIZERS[name]

@@ -24,7 +24,7 @@ WAYS = [{}, {"max_rows": 5}, {"max_rows": 16, "kv_tokens": 320}, {"step_tokens":
 
 
 def generated(model, **options):
-    return make_engine(model, parity=True, **options).generate(make_requests(30, vocab=200, kinds=KINDS))
+    return make_engine(model, parity=True, **options).generate(make_requests(20, vocab=200, kinds=KINDS))
 
 
 def trained(model, found, parity):

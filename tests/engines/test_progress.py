@@ -15,7 +15,7 @@ LONG = SamplingParams(max_tokens=150, temperature=1.2)
     [
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"max_rows": 5}, marks=pytest.mark.slow),
-        {"max_rows": 16, "kv_tokens": 320},
+        pytest.param({"max_rows": 16, "kv_tokens": 320}, marks=pytest.mark.slow),
         {"step_tokens": 23},
     ],
 )

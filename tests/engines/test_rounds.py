@@ -24,7 +24,10 @@ def same(found, expected):
     )
 
 
-@pytest.mark.parametrize("limits", [RoundLimits(), RoundLimits(7), RoundLimits(200, early=5), RoundLimits(9, 1, 0.0)])
+SELDOM = [pytest.param(one, marks=pytest.mark.slow) for one in (RoundLimits(), RoundLimits(7))]
+
+
+@pytest.mark.parametrize("limits", [*SELDOM, RoundLimits(200, early=5), RoundLimits(9, 1, 0.0)])
 def test_what_joins_between_rounds_of_any_length_is_what_is_said_at_once(limits):
     requests = make_requests(12)
     rounds, found, sent = EngineRounds(make_engine(MODEL, parity=True), limits), {}, 0

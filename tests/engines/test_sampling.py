@@ -66,7 +66,9 @@ def test_a_row_does_not_depend_on_the_others(params, seed, data):
         assert together.sampling[i] == alone.sampling[0]
 
 
-@pytest.mark.parametrize("vocab", [5, 64, 65, 200])
+@pytest.mark.parametrize(
+    "vocab", [pytest.param(5, marks=pytest.mark.slow), 64, 65, pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_samples_follow_the_distribution(vocab):
     """Chi-square of 200,000 draws: under the 99.9th percentile (Wilson-Hilferty)."""
     p = torch.softmax(logits_of(3, 1, vocab, 1.0), -1)

@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.reference import (
-    LORAS,
-    WAYS,
-    check_blocks,
-    halves,
-    make_engine,
-    make_model,
-    make_requests,
-    naive,
-)
-from tests.engines.test_engine import check, tables
+from tests.engines.reference import LORAS, WAYS, check_blocks, halves, make_engine, make_model, make_requests
+from tests.engines.test_engine import MODEL, REQUESTS, check, naively, tables
 from tests.engines.test_routing import MOE
 from tests.errors import raises
 from tilth.config.schema import DraftConfig
@@ -27,20 +18,13 @@ from tilth.engines.draft import HOLE, NONE, DraftError, check_said, price, said_
 from tilth.engines.request import Request, SamplingParams
 from tilth.models.config import DecoderConfig
 
-MODEL = make_model()
 DRAFT = DraftConfig(tokens=6, depth=4)
-REQUESTS = make_requests(24)
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Guesses pay from a small chance on, so that many are wrong."""
     monkeypatch.setattr(drafting, "FREE", {("cpu", torch.float32): 1000, ("cpu", torch.bfloat16): 1000})
-
-
-@functools.cache
-def naively():
-    return {r.id: naive(MODEL, r) for r in REQUESTS}
 
 
 def again(requests, engine):
@@ -59,7 +43,12 @@ def same(found, wanted):
         assert a.sampling_logprobs is None or np.array_equal(a.sampling_logprobs, b.sampling_logprobs)
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+SELDOM = ("few-rows", "small-chunks", "other-blocks")
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(how, id=name, marks=[pytest.mark.slow] * (name in SELDOM)) for name, how in WAYS.items()]
+)
 def test_same_tokens_as_a_naive_generator(options):
     """Filters, temperatures, stops; tokens that are guessed right and wrong."""
     engine = make_engine(MODEL, draft=DRAFT, **options)
@@ -144,7 +133,7 @@ def test_abort_resume_and_new_weights_between_polls():
         same([ended[1][id]], [ended[0][id]])
     for engine in engines:
         engine.update_weights(other.named_parameters(), version=2)
-    some = [REQUESTS[i] for i in rng.permutation(len(REQUESTS))]
+    some = [REQUESTS[i] for i in rng.permutation(len(REQUESTS))[:8]]
     same(engines[1].generate(some), engines[0].generate(some))
 
 
@@ -208,7 +197,7 @@ def test_rows_with_changed_logits_have_no_drafts():
 
 def test_a_pass_keeps_to_the_budget_of_a_step():
     engine = make_engine(MODEL, draft=DRAFT, step_tokens=12, max_rows=4)
-    engine.generate(REQUESTS)
+    engine.generate(REQUESTS[:6])
     before = engine.stats().decode_rows
     engine.submit(REQUESTS[:6])
     while engine.pending:
@@ -273,12 +262,20 @@ def test_completions_have_the_exact_distribution():
     assert value < degrees + 4 * np.sqrt(2 * degrees)
 
 
-def test_a_verifier_that_lets_wrong_guesses_stand_is_seen(monkeypatch):
-    """Such a verifier is refused by name; without the check its distribution is wrong."""
+@pytest.fixture
+def credulous(monkeypatch):
+    """A verifier that lets wrong guesses stand."""
     monkeypatch.setattr("tilth.engines.engine.said_counts", lambda chosen, drafts, stops: (chosen != HOLE).sum(1))
+
+
+def test_a_verifier_that_lets_wrong_guesses_stand_is_named(credulous):
     engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
     with raises(DraftError, "draft.verdict"):
         completions(engine, 300)
+
+
+@pytest.mark.slow
+def test_without_its_name_the_distribution_would_be_wrong(credulous, monkeypatch):
     monkeypatch.setattr("tilth.engines.engine.check_said", lambda *_: None)
     engine = make_engine(make_model(FIVE), max_length=32, draft=DRAFT, max_rows=64)
     value, degrees = chi_square(completions(engine, 4000))

@@ -93,7 +93,7 @@ def stopped(tokens, stop):
 )
 def test_the_engine_keeps_the_tokens_and_cuts_the_text(options):
     params = SamplingParams(max_tokens=60, stop=("ac", "jj"))
-    requests = [Request(i, [i, 1, 2], params) for i in range(10)]
+    requests = [Request(i, [i, 1, 2], params) for i in range(6)]
     found = make_engine(MODEL, tokenizer=Letters(), **options).generate(requests)
     seen = set()
     for request, t in zip(requests, found):
@@ -186,7 +186,7 @@ def test_a_stop_string_that_is_a_special_token_ends_as_that_stop_token_does(opti
     ends = {"<eos>": 1, "<pad>": 0}
     by_string, by_token = (
         make_engine(MODEL, tokenizer=WRITES, parity=True, **options).generate(
-            [Request(i, [i, 1, 2], SamplingParams(max_tokens=60, **stop)) for i in range(20)]
+            [Request(i, [i, 1, 2], SamplingParams(max_tokens=60, **stop)) for i in range(10)]
         )
         for stop in ({"stop": tuple(ends)}, {"stop_tokens": tuple(ends.values())})
     )

@@ -37,9 +37,9 @@ def parity(prompt, completion, info):
 
 
 def test_an_estimator_gets_the_columns_that_it_needs_in_any_flow_without_a_critic(tmp_path):
-    same = {"advantage": "remax", "loss": "reinforce", "drop_flat": False}
+    same = {"advantage": "remax", "loss": "reinforce", "drop_flat": False, "steps": 1}
     here = tiny.run(recipe(tmp_path / "a", "grpo", same))
-    there = tiny.run(recipe(tmp_path / "b", "remax", rollout={"prompts": 6, "group": 4, "max_tokens": 4}))
+    there = tiny.run(recipe(tmp_path / "b", "remax", {"steps": 1}, rollout={"prompts": 6, "group": 4, "max_tokens": 4}))
     assert tiny.weights(here.directory) == tiny.weights(there.directory)
 
 
@@ -50,7 +50,7 @@ OFF = {"refill": 0, "overlong_buffer": 0.0, "clip_high": 0.2, "aggregation": "se
 
 
 def test_with_every_switch_off_dapo_is_grpo_bit_for_bit(tmp_path):
-    same = {"advantage": "grpo", "epochs": 2}
+    same = {"advantage": "grpo", "epochs": 2, "steps": 2}
     plain = tiny.run(recipe(tmp_path / "a", "grpo", {**same, "aggregation": "seq-mean-token-mean"}))
     off = tiny.run(recipe(tmp_path / "b", "dapo", {**same, **OFF}))
     assert tiny.weights(plain.directory) == tiny.weights(off.directory)
@@ -480,6 +480,7 @@ def test_a_clip_said_with_a_loss_without_one_is_refused_also_at_its_default(loss
         check_algorithm(from_dict({"algorithm": {"loss": loss, "clip_low": 0.2}}))
 
 
+@pytest.mark.slow
 def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
     watcher = tiny.Recorder()
     given = {"correction": "bypass_ppo_clip", "epochs": 3, "minibatches": 2}
@@ -491,7 +492,7 @@ def test_a_policy_that_moves_is_no_gap_to_the_engine(tmp_path):
 def test_a_correction_is_of_the_policy_s_loss_alone(tmp_path):
     """Value pre-training has no log-probs of the trainer, and needs none."""
     watcher = tiny.Recorder()
-    given = {"steps": 1, "correction": "decoupled_token_is"}
+    given = {"steps": 1, "correction": "decoupled_token_is", "minibatches": 1}
     tiny.run(recipe(tmp_path, "vapo", given, critic={"steps": 1}), callbacks=[watcher])
     assert [r["phase"] for r in watcher.records] == ["warmup", "warmup", "values", "vapo"]
     assert "correction/weight" not in watcher.records[-2] and "correction/weight" in watcher.records[-1]

@@ -147,7 +147,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize("case", ["not UTF-8", *(pytest.param(n, marks=pytest.mark.slow) for n in [*COUNTED][1:])])
 def test_what_a_policy_leaves_out_is_counted(folder, case):
     content, keys, count = COUNTED[case]
     told = tiny.Recorder()

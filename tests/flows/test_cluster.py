@@ -145,6 +145,7 @@ def one(tmp_path_factory):
 
 
 SELDOM = (
+    "tp, engine over tp",
     "cp",
     "pp, zero-bubble",
     "dp",
@@ -260,7 +261,8 @@ UNITS = {"layout": {"hdp": 2}}
 OF_UNITS = {"both": (UNITS, UNITS), "critic": ({}, UNITS), "policy": (UNITS, {})}
 
 
-@pytest.mark.parametrize("which", ["both", *(pytest.param(n, marks=pytest.mark.slow) for n in ("critic", "policy"))])
+@pytest.mark.slow  # tests/parallel/test_units.py has these rows
+@pytest.mark.parametrize("which", OF_UNITS)
 def test_ppo_with_rows_on_as_many_ranks_as_they_take_is_ppo_on_one(tmp_path, shared, one, monkeypatch, which):
     plan, several = balance.plan_batch, list[bool]()
 

@@ -75,6 +75,7 @@ def test_episodes_are_trained_on(tmp_path, capfd):
     assert {one["trajectory"] for one in lines if one["trajectory"] >= 0} == missing
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_again_in_the_middle_is_the_same(tmp_path):
     whole = tiny.run(recipe(tmp_path), reward=None, name="whole")
     with pytest.raises(PluginError):
@@ -179,9 +180,9 @@ class Digits(GymnasiumEnvironment):
 def test_a_game_of_gymnasium_is_trained_on(tmp_path):
     """The rewards of its steps are those of turns."""
     pytest.importorskip("gymnasium")
-    result = tiny.run(brought(tmp_path, "digits", GAME), reward=None)
+    result = tiny.run(brought(tmp_path, "digits", GAME).replaced("algorithm", steps=2), reward=None)
     rows = [row for row in read_trajectories(result.directory).to_pylist() if row["reward"] is not None]
-    assert len({row["id"] for row in rows}) > 100 and any(len(row["turn_rewards"] or ()) > 2 for row in rows)
+    assert len({row["id"] for row in rows}) > 40 and any(len(row["turn_rewards"] or ()) > 2 for row in rows)
     assert all(sum(row["turn_rewards"] or ()) == row["reward"] for row in rows)
 
 

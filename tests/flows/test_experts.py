@@ -93,6 +93,7 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, alone):
     with pytest.raises(KeyboardInterrupt):
         tiny.run(tiny.recipe(tmp_path, **GRPO, train=train()), callbacks=[Stop()])

@@ -157,6 +157,7 @@ def test_without_a_penalty_it_is_dapo_bit_for_bit(tmp_path, judge, monkeypatch):
     assert tiny.same(kept, [{k: v for k, v in r.items() if k != "phase"} for r in tiny.numbers(plain)])
 
 
+@pytest.mark.slow
 def test_a_penalty_changes_what_is_learned(tmp_path, whole, judge, monkeypatch):
     none, _ = ruled(monkeypatch, tmp_path, judge, penalty=0.0)
     assert tiny.weights(none) != tiny.weights(whole[0])

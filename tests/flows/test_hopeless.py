@@ -89,12 +89,12 @@ def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, m
     monkeypatch.setattr(hopeless, "PATIENCE", 4)
     reward = (lambda p, c, i: 0.0) if how == "nothing" else (lambda p, c, i: float(p < "5"))
     watcher = tiny.Recorder()
-    recipe = tiny.recipe(tmp_path, algorithm={"steps": 9}, supervised={"steps": 2}, data={"holdout": 0.0})
+    recipe = tiny.recipe(tmp_path, algorithm={"steps": 5}, supervised={"steps": 2}, data={"holdout": 0.0})
     result = tiny.run(recipe, reward=reward, callbacks=[watcher])
     (said,) = [text for text in watcher.messages if "nothing can be learned" in text]
     assert ("every reward was 0" in said) == (how == "nothing") and "rollout.group" in said
     assert (result.directory / "log.txt").read_text().count(said) == 1
-    assert result.summary["steps"] == 11 and result.summary["warnings"] == [{"step": 6, "text": said}]
+    assert result.summary["steps"] == 7 and result.summary["warnings"] == [{"step": 6, "text": said}]
     assert "nothing can be learned" in write_report(result.directory).read_text()
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, mo
         if record["step"] == 6:
             raise KeyboardInterrupt
 
-    given = {"algorithm": {"steps": 9}, "supervised": {"steps": 2}, "data": {"holdout": 0.0}, "run": {"save_every": 4}}
+    given = {"algorithm": {"steps": 7}, "supervised": {"steps": 2}, "data": {"holdout": 0.0}, "run": {"save_every": 4}}
     recipe = tiny.recipe(tmp_path / "b", **given)
     zero = lambda p, c, i: 0.0  # noqa: E731 - the same function both times
     with pytest.raises(KeyboardInterrupt):

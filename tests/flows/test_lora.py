@@ -104,6 +104,7 @@ def test_engines_sample_from_merged_weights(whole):
     assert found and 0 < max(found) < 1e-4
 
 
+@pytest.mark.slow
 def test_parity_is_to_the_bit(tmp_path, base):
     run = adapted(tmp_path, base, train={"parity": True, "threads": 1})
     found = [record["mismatch/max"] for record in read_metrics(run) if "mismatch/max" in record]
@@ -172,6 +173,7 @@ def test_layouts_send_adapters_alike(tmp_path, base, whole, layout):
     np.testing.assert_allclose(synced(run, "loss")[:6], synced(whole, "loss")[:6], rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_relay_brings_engines_a_and_b_alone(tmp_path, base, whole):
     """Where they generate beside the policy; each version is compared with what they hold."""
@@ -183,6 +185,7 @@ def test_a_relay_brings_engines_a_and_b_alone(tmp_path, base, whole):
     assert max(synced(run, "time/pull")) > 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit(again, base, whole):
     assert benchmark().differences(adapted(again, base), whole) == []
 
@@ -264,7 +267,7 @@ def test_value_models_learn_adapters_too(tmp_path, base, flow):
     if flow == "ppo":
         more = {
             "flow": "ppo",
-            "algorithm": {"steps": 3, "advantage": "gae"},
+            "algorithm": {"steps": 1, "advantage": "gae"},
             "critic": {"lora": {"rank": 2}, "steps": 1},
         }
         run = adapted(tmp_path, base, **more)

@@ -59,6 +59,7 @@ def test_prompts_of_reinforcement_learning(tmp_path, parts):
     assert len(drawn) == 3 and 12 <= sum(drawn) <= 15  # three quarters of 18
 
 
+@pytest.mark.slow
 def test_documents(tmp_path):
     one = write(tmp_path / "a.jsonl", [{"text": text} for text in tiny.TEXTS[:40]])
     other = write(tmp_path / "b.jsonl", [{"text": text} for text in tiny.TEXTS[40:]])
@@ -92,6 +93,7 @@ def test_a_source_that_ends_before_the_run(tmp_path, parts):
         tiny.run(recipe(tmp_path, parts), reward=None)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_ends_before_the_run(tmp_path, parts):
     for part in parts:
         part["schedule"] = {"0": 1.0, "7": 0.0}

@@ -154,7 +154,8 @@ def test_simpo_keeps_no_reference(tmp_path):
     assert read_metrics(result.directory)[0]["rewards/margin"] != 0
 
 
-@pytest.mark.parametrize("loss", ["ipo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hinge", "robust"))])
+@pytest.mark.slow  # tests/roles/test_pairs.py and tests/rl/test_preference.py have each
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "robust"])
 def test_other_losses_run(tmp_path, loss):
     short = {**PAIRS["supervised"], "steps": 2}
     records = read_metrics(learn(tmp_path, "dpo", preference={"loss": loss, "sft": 0.1}, supervised=short).directory)
@@ -196,6 +197,7 @@ def test_a_run_learns_from_a_reward_model_alone(made, tmp_path):
         assert row["reward"] == pytest.approx(expected, abs=1e-5) and dict(row["parts"])["model"] == row["reward"]
 
 
+@pytest.mark.slow
 def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_path):
     run, folder = made["reward_model"].directory, tmp_path / "exported"
     write_model(str(run), folder, group="reward_model")
@@ -240,7 +242,8 @@ def test_a_reward_model_of_other_tokens_is_refused(tmp_path, made):
 # ---- again, and elsewhere ----
 
 
-@pytest.mark.parametrize("flow", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/flows/test_resume.py has a flow without pairs
+@pytest.mark.parametrize("flow", ["dpo", "reward_model"])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, made, flow):
     def interrupt(record):
         if record["step"] == 4:

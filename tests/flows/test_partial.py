@@ -45,7 +45,7 @@ def test_with_weights_that_stay_the_completions_are_those_of_one_piece(tmp_path)
 
 def test_groups_are_trained_whole_and_once(tmp_path):
     recorder = tiny.Recorder()
-    result = tiny.run(recipe(tmp_path), callbacks=[recorder])
+    result = tiny.run(recipe(tmp_path, algorithm={"steps": 4}), callbacks=[recorder])
     found = read_trajectories(result.directory).to_pylist()
     assert len({row["id"] for row in found}) == len(found)
     steps = {}
@@ -56,10 +56,11 @@ def test_groups_are_trained_whole_and_once(tmp_path):
 
 
 def test_a_run_that_falls_in_the_middle_is_the_same(tmp_path):
-    whole = tiny.run(recipe(tmp_path), name="whole")
+    made = recipe(tmp_path, algorithm={"steps": 3}, run={"save_every": 3})
+    whole = tiny.run(made, name="whole")
     with pytest.raises(PluginError):
-        tiny.run(recipe(tmp_path), name="again", callbacks=[Falls(5)])
-    again = tiny.run(recipe(tmp_path), name="again")
+        tiny.run(made, name="again", callbacks=[Falls(4)])
+    again = tiny.run(made, name="again")
     assert tiny.same(tiny.numbers(whole.directory), tiny.numbers(again.directory))
     assert tiny.weights(whole.directory) == tiny.weights(again.directory)
     assert np.array_equal(sorted(rows(whole)), sorted(rows(again)))
@@ -92,6 +93,7 @@ def _plugins_forgotten():
     forget()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_plugins_forgotten")
 def test_episodes_pause_between_turns_and_are_those_of_one_piece(tmp_path):
     """Under weights that stay; a failed one too."""

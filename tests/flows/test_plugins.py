@@ -125,9 +125,9 @@ def test_an_estimator_that_fails_ends_the_run_with_its_line(tmp_path):
     ("body", "key"),
     [
         ("pass", "flow.my_flow.steps"),
-        ("next(run.experience(group=2))", "flow.my_flow.steps"),
+        pytest.param("next(run.experience(group=2))", "flow.my_flow.steps", marks=pytest.mark.slow),
         ("run.policy.updat()", "flow.my_flow"),
-        ("yield", "flow.my_flow.steps"),
+        pytest.param("yield", "flow.my_flow.steps", marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_that_fails_or_ends_early_is_named(tmp_path, body, key):

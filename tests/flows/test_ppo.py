@@ -100,7 +100,7 @@ def test_the_critic_s_phase_leaves_the_policy_as_it_is_and_evaluates_nothing(sav
     assert equal(dict(load_model(saved).tensors), policies[-1])
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_critic_begins_as_a_copy_of_the_warmed_up_policy_and_goes_on_from_value_pre_training(
     tmp_path, monkeypatch, steps
 ):
@@ -151,6 +151,7 @@ def test_old_values_are_read_once_a_batch_before_any_update(tmp_path, monkeypatc
     assert [(h.keys.lam, h.keys.gamma) for h in hows] == [(1.0, 0.9), (0.9, 0.9), (0.9, 0.9)]  # Monte-Carlo first
 
 
+@pytest.mark.slow
 def test_in_parity_nothing_moves_between_reading_values_and_the_first_update(tmp_path):
     one = {"steps": 2, "minibatches": 1, "epochs": 1}
     short = {"supervised": {"steps": 1}, "critic": {"steps": 2, "clip": 1e-30}}
@@ -198,7 +199,7 @@ def test_where_every_reward_is_equal_the_critic_learns_and_the_policy_stays(tmp_
     assert all(r["groups/gradient"] == 0 for r in read_metrics(directory)[1:])
 
 
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_share_of_groups_with_a_gradient_is_told_where_there_are_groups(tmp_path, group):
     def by_length(prompt, completion, info):
         return float(len(completion))
@@ -234,6 +235,7 @@ def test_missing_rewards_are_left_out_and_flat_groups_are_not(tmp_path):
             assert "value/explained" not in r  # equal returns: nothing to explain, and no NaN in the metrics
 
 
+@pytest.mark.slow
 def test_a_step_without_any_reward_is_skipped_by_both(tmp_path):
     calls = []
 
@@ -249,8 +251,9 @@ def test_a_step_without_any_reward_is_skipped_by_both(tmp_path):
     assert all(r["value/skipped"] >= 1 and r["steps/skipped"] >= 1 for r in records[1:])
 
 
+@pytest.mark.slow
 def test_a_kl_penalty_has_its_reference(tmp_path):
-    short = {"supervised": {"steps": 1}, "critic": {"steps": 1}, "algorithm": {"kl_coef": 0.1, "steps": 3}}
+    short = {"supervised": {"steps": 1}, "critic": {"steps": 1}, "algorithm": {"kl_coef": 0.1, "steps": 2}}
     records = [r for r in read_metrics(tiny.run(recipe(tmp_path, **short)).directory) if r["phase"] == "ppo"]
     assert all(r["time/reference"] > 0 for r in records)
     assert records[0]["kl_ref"] == pytest.approx(0, abs=1e-3) and records[-1]["kl_ref"] > 0
@@ -332,7 +335,8 @@ def stopped(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "forgotten", ["nothing", "critic", pytest.param("critic_optimizer", marks=pytest.mark.slow), "position"]
+    "forgotten",
+    ["nothing", *(pytest.param(n, marks=pytest.mark.slow) for n in ("critic", "critic_optimizer", "position"))],
 )
 def test_what_a_resume_could_forget_would_be_seen(tmp_path, stopped, monkeypatch, forgotten):
     """The comparisons above can fail: resume without a part of the critic, and its weights differ."""

@@ -65,12 +65,13 @@ def versions(directory):
 
 def test_a_replay_learns_the_same_bit_for_bit(tmp_path):
     """Tokens, log-probs and weights, although nothing is in flight while it learns."""
-    run = tiny.run(recipe(tmp_path, 2), name="run")
+    made = recipe(tmp_path, 2, algorithm={"steps": 4})
+    run = tiny.run(made, name="run")
     assert max(record["staleness/max"] for record in read_metrics(run.directory)) == 2
     assert versions(run.directory)[2] > 5 and versions(run.directory)[3] > 0
-    again = tiny.run(recipe(tmp_path, 2), name="again", replay=run.directory)
+    again = tiny.run(made, name="again", replay=run.directory)
     check_same(run, again)
-    third = tiny.run(recipe(tmp_path, 2), name="third", replay=again.directory)  # its log tells the same
+    third = tiny.run(made, name="third", replay=again.directory)  # its log tells the same
     check_same(run, third)
 
 
@@ -80,8 +81,9 @@ def any_reward(prompt, completion, info):
 
 
 def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
-    run = tiny.run(recipe(tmp_path, 1), name="run", reward=any_reward)
-    again = tiny.run(recipe(tmp_path, 1), name="again", reward=any_reward, replay=run.directory)
+    made = recipe(tmp_path, 1, algorithm={"steps": 3})
+    run = tiny.run(made, name="run", reward=any_reward)
+    again = tiny.run(made, name="again", reward=any_reward, replay=run.directory)
     check_same(run, again)
     journal = again.directory / "scores.jsonl"  # of evaluations alone: nothing else was scored anew
     assert all(i < 0 for line in iterate_lines(journal) for i in line["trajectory"])
@@ -90,7 +92,10 @@ def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("flow", "more"),
     [
-        ("dapo", {"algorithm": {"advantage": "grpo", "refill": 4}, "rollout": {"order": "fresh"}, "seed": 4}),
+        (
+            "dapo",
+            {"algorithm": {"advantage": "grpo", "refill": 4, "steps": 4}, "rollout": {"order": "fresh"}, "seed": 4},
+        ),
         pytest.param("remax", {"algorithm": {"advantage": "remax"}}, marks=pytest.mark.slow),
         pytest.param("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}, marks=pytest.mark.slow),
     ],

@@ -102,10 +102,12 @@ def test_bf16_runs_within_its_bound(tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        {"minibatches": 2, "epochs": 2},
         {"kl_coef": 0.1, "kl": "k2", "entropy_coef": 0.01},
-        {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "drop_flat": False},
-        {"advantage": "rloo", "dual_clip": 3.0, "clip_high": 0.28},
+        pytest.param({"minibatches": 2, "epochs": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"advantage": "grpo", "aggregation": "seq-mean-token-mean", "drop_flat": False}, marks=pytest.mark.slow
+        ),
+        pytest.param({"advantage": "rloo", "dual_clip": 3.0, "clip_high": 0.28}, marks=pytest.mark.slow),
     ],
 )
 def test_variants_of_the_algorithm_run(tmp_path, how):
@@ -151,7 +153,7 @@ def test_a_tensor_that_does_not_arrive_is_named(tmp_path, monkeypatch):
         tiny.run(tiny.recipe(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["permuted", "corrupted"])
+@pytest.mark.parametrize("damage", [pytest.param("permuted", marks=pytest.mark.slow), "corrupted"])
 def test_a_damaged_tensor_is_named(tmp_path, monkeypatch, damage):
     whole = Engine.update_weights
 

@@ -14,7 +14,7 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(tmp_path):
                 tmp_path,
                 train={"parity": True},
                 supervised={"steps": 2},
-                algorithm={"steps": 4},
+                algorithm={"steps": 3},
                 model={"context": 32},
                 rollout={"speculate": how, "max_tokens": 20, "temperature": 0.3},
             ),

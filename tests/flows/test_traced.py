@@ -92,6 +92,7 @@ def test_a_trace_that_cannot_be_written_takes_no_result_away(tmp_path, monkeypat
     assert "events were dropped: cannot write events" in (made.directory / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_nor_does_that_of_a_worker(tmp_path, monkeypatch):
     monkeypatch.setattr(Executor, "_end", lambda self: "the trace of this run has holes")
     made = tiny.run(tiny.recipe(tmp_path, **SECTIONS), callbacks=[watcher := tiny.Recorder()])

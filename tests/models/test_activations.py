@@ -142,7 +142,8 @@ class Live(TorchDispatchMode):
 
     def bytes(self):
         host = {place for *_, place in self.moving.moved} if self.moving else set()
-        return sum(size for one, size, place in self.seen.values() if not one.expired() and place not in host)
+        self.seen = {key: one for key, one in self.seen.items() if not one[0].expired()}
+        return sum(size for _, size, place in self.seen.values() if place not in host)
 
 
 def lived(ratio, layers=6):

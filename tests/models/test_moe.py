@@ -259,6 +259,7 @@ def test_keys_that_a_family_does_not_have_are_named(family: str, key: str, value
         new_config(ModelConfig(family=family, **{key: value}), 50)
 
 
+@pytest.mark.slow
 def test_the_layers_around_experts_compile() -> None:
     model, ids = decoder(QWEN), tokens([12])
     plain = model(ids, PackedContext([12]))

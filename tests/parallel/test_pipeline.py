@@ -50,10 +50,10 @@ CASES = [
 ]
 FOURS = [
     Case(pp=4, double=True, layers=4),
-    Case(pp=2, fsdp=2, double=True, checkpointing=True, rows=(2,), schedule="zero-bubble"),
     Case(pp=2, ep=2, double=True, **MIXED, rows=(6,), schedule="zero-bubble"),
 ]
 MORE = [
+    Case(pp=2, fsdp=2, double=True, checkpointing=True, rows=(2,), schedule="zero-bubble"),
     Case(pp=2, double=True, dropout=0.1),
     Case(pp=2, fsdp=2, double=True, rows=(2,)),
     Case(pp=2, tp=2, sp=True, double=True, dropout=0.1, schedule="zero-bubble"),

@@ -84,7 +84,7 @@ def test_three_steps_are_those_of_one_device(pool, case):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_ranks_hold_alike_stays_alike_to_the_bit(pool, sp):
     """Norms, biases and copied key heads: fp32, six steps of AdamW; and all ranks put the same whole together."""
     changes = {"num_kv_heads": 1}

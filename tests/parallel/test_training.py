@@ -40,9 +40,9 @@ DOUBLE = [
     Case(cp=2, double=True, dropout=0.1, checkpointing="selective"),
     Case(fsdp=2, experts=True, double=True, dropout=0.1, checkpointing=True, rows=(1,)),
     Case(tp=2, sp=True, double=True, lora=True, experts=True, tied=False),
-    Case(dp=2, fsdp=2, double=True, dropout=0.1, rows=(3, 0, 4)),
 ]
 DOUBLE_MORE = [
+    Case(dp=2, fsdp=2, double=True, dropout=0.1, rows=(3, 0, 4)),
     Case(dp=2, double=True, dropout=0.1, tied=False),
     Case(fsdp=2, double=True, dropout=0.1, checkpointing=True),
     Case(tp=2, sp=True, double=True, dropout=0.1, tied=False),

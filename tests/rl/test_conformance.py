@@ -32,9 +32,8 @@ SUBJECTS = table.subjects()
 def test_every_entry_agrees_with_its_references(subject):
     checks = {
         "golden": check_golden,
-        "oracle": partial(check_oracle, count=2),
+        "oracle": partial(check_oracle, count=1),
         "invariance": partial(check_invariance, count=1),
-        "workers": partial(check_split, count=1),
         "published": check_published,
     }
     for name, check in checks.items():

@@ -116,7 +116,7 @@ def test_wilson_covers_as_promised(p):
     assert 0.92 < covered < 0.98
 
 
-@pytest.mark.parametrize("prompts", [8, 60])
+@pytest.mark.parametrize("prompts", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_bootstrap_covers_as_promised(prompts):
     """Prompts of unlike difficulty, 4 samples each: the interval holds the true mean in about 95 of 100 datasets."""
     rng = np.random.default_rng(5)

@@ -1,5 +1,7 @@
 """The loss of an update: the same whatever the split into micro-batches, with every part of it."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,12 @@ def updated(chosen: Algorithm, micro_tokens: int, order=None):
     return weights, found
 
 
+@functools.cache
+def whole(part):
+    """The update in one micro-batch, once for all tests of a part; nobody changes it."""
+    return updated(PARTS[part], 4096)
+
+
 def assert_close(one, other):
     for name, tensor in one[0].items():
         torch.testing.assert_close(
@@ -53,12 +61,12 @@ def assert_close(one, other):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_split_into_micro_batches_changes_nothing(part):
-    assert_close(updated(PARTS[part], 4096), updated(PARTS[part], 24))
+    assert_close(whole(part), updated(PARTS[part], 24))
 
 
 @pytest.mark.parametrize("part", [name for name in PARTS if name != "plain"])
 def test_every_part_has_an_effect(part):
-    plain, other = updated(PARTS["plain"], 4096), updated(PARTS[part], 4096)
+    plain, other = whole("plain"), whole(part)
     assert any((tensor != other[0][name]).any() for name, tensor in plain[0].items())
 
 

@@ -155,7 +155,7 @@ def player(tokenizer, pool, *, turns=4, context=400, **options):
     return Player(engine, template, tokenizer, pool, Limits(turns, context))
 
 
-@pytest.mark.parametrize("episodes", (50, pytest.param(334, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("episodes", (20, pytest.param(334, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_are_appended_and_the_mask_is_on_what_the_policy_drew(tokenizers_of, name, episodes):
     tokenizer = tokenizers_of[name]

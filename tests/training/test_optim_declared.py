@@ -37,30 +37,33 @@ def broken(parameters, section):
 """
 
 
+SHORT = {"supervised": {"steps": 3}, "algorithm": {"steps": 3}}
+
+
 @pytest.fixture
 def plugins(tmp_path):
     return [str(write(tmp_path, MINE))]
 
 
 def test_one_of_ones_own_equals_what_it_copies_to_the_last_bit(tmp_path, plugins):
-    mine = tiny.run(tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": "my_adamw"}))
-    theirs = tiny.run(tiny.recipe(tmp_path / "b"))
+    mine = tiny.run(tiny.recipe(tmp_path / "a", plugins=plugins, optimizer={"name": "my_adamw"}, **SHORT))
+    theirs = tiny.run(tiny.recipe(tmp_path / "b", **SHORT))
     assert tiny.weights(mine.directory) == tiny.weights(theirs.directory)
 
 
 def test_its_state_is_kept_and_a_run_that_was_stopped_ends_as_if_it_was_not(tmp_path, plugins):
     def stop(record):
-        if record["step"] == 8:
+        if record["step"] == 5:
             raise Interrupted("now")
 
     def made(folder):
-        return tiny.recipe(tmp_path / folder, plugins=plugins, optimizer={"name": "momentum", "lr": 1e-2})
+        return tiny.recipe(tmp_path / folder, plugins=plugins, optimizer={"name": "momentum", "lr": 1e-2}, **SHORT)
 
     whole = tiny.run(made("whole"))
     with pytest.raises(Interrupted):
         tiny.run(made("torn"), callbacks=[tiny.Recorder(stop)])
     again = tiny.run(made("torn"))
-    assert again.summary["steps"] == 12 and tiny.weights(whole.directory) == tiny.weights(again.directory)
+    assert again.summary["steps"] == 6 and tiny.weights(whole.directory) == tiny.weights(again.directory)
 
 
 def test_the_memory_plan_goes_by_the_state_that_it_names(plugins):
