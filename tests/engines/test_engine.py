@@ -173,14 +173,8 @@ def test_two_samples_where_only_one_fits():
 # Bits
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *(pytest.param(some, marks=pytest.mark.slow) for some in ({}, {"max_rows": 6})),
-        {"max_rows": 16, "kv_tokens": 480},
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_rows": 6}, {"max_rows": 16, "kv_tokens": 480}], ids=str)
 def test_what_was_done_before_leaves_no_trace(options):
     """After draining, an engine computes as a new one."""
     rng = np.random.default_rng(1)
@@ -339,6 +333,7 @@ def test_kv_memory_is_released_and_regained():
     check([found[r.id] for r in REQUESTS])
 
 
+@pytest.mark.slow
 def test_released_memory_goes_back_to_the_system():
     psutil = pytest.importorskip("psutil")
     config = DecoderConfig(

@@ -66,6 +66,7 @@ def test_trees_are_the_sequences_of_their_branches(name, completions):
     torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_cache_of_latents_says_what_the_expanded_one_says():
     """Shared prefixes, preemption, growing rows: equal tokens, log-probs up to rounding, a smaller cache."""
     model = decoder(FAMILIES["deepseek-v3"])

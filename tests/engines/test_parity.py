@@ -48,7 +48,7 @@ def said(found):
     [
         pytest.param(QWEN3, torch.float32, marks=pytest.mark.slow),
         (QWEN3, torch.bfloat16),
-        (QWEN2, torch.float32),
+        pytest.param(QWEN2, torch.float32, marks=pytest.mark.slow),
         pytest.param(QWEN2, torch.bfloat16, marks=pytest.mark.slow),
     ],
     ids=["qwen3-fp32", "qwen3-bf16", "qwen2-fp32", "qwen2-bf16"],

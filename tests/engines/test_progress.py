@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=150, temperature=1.2)
 )
 def test_progress_is_what_was_chosen_since_and_looking_changes_nothing(options):
     # few rows: some wait; few blocks: some are preempted; long answers: some move to a larger lane
-    requests = [*make_requests(12), *(Request(100 + i, [7, i], LONG) for i in range(3))]
+    requests = [*make_requests(8), *(Request(100 + i, [7, i], LONG) for i in range(3))]
     expected = {t.id: t for t in make_engine(MODEL, parity=True, **options).generate(requests)}
     engine = make_engine(MODEL, parity=True, **options)
     engine.submit(requests)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tests.engines.reference import CONFIG, make_engine, make_model, make_requests, naive
 from tilth.engines.request import Request, SamplingParams
@@ -17,6 +16,8 @@ from tilth.models.config import DecoderConfig
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_once_for_all_sizes(dtype):
     """One layer, to compile quickly; many numbers of rows and lengths."""
+    from torch._dynamo.utils import counters
+
     config = DecoderConfig(
         vocab_size=100, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=2, qk_norm=True
     )

@@ -105,6 +105,7 @@ def test_the_cache_and_its_blocks_are_those_of_plain_decoding():
     assert compared > 100 and engine.stats().accepted_tokens > 100
 
 
+@pytest.mark.slow
 def test_abort_resume_and_new_weights_between_polls():
     """Rows stop half-way and go on in an engine of the other kind; weights change under both alike."""
     other, rng = make_model(seed=1), np.random.default_rng(0)

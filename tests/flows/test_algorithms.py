@@ -119,6 +119,7 @@ def test_rounds_are_bounded_and_what_is_there_is_learned_from(tmp_path):
     assert any("1 step of dapo had no sample left to learn from" in said for said in watcher.messages)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_dapo_goes_on_as_if_nothing_had_been(tmp_path, refilled):
     """The streams stand where a step's last round left them."""
     made = recipe(tmp_path, "dapo", {"refill": 8})
@@ -151,6 +152,7 @@ def test_the_baseline_of_remax_is_the_reward_of_the_greedy_answer(tmp_path, monk
         assert len(np.unique(batch["baselines"] - batch["reward"])) > 1
 
 
+@pytest.mark.slow
 def test_samples_whose_greedy_answer_has_no_reward_are_left_out(tmp_path):
     def fails_at_times(prompt, completion, info):
         return float("nan") if prompt[0] in "02468" else len(completion) / 4
@@ -245,6 +247,7 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
         tiny.run(recipe(tmp_path / "s", "distill", reference={"path": str(teacher)}))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_teacher_only_if_that_is_allowed(tmp_path):
     def teacher(steps):
         made = recipe(tmp_path, "sft", supervised={"steps": steps}, run={"name": "teacher"})
@@ -334,6 +337,7 @@ def test_an_estimator_that_wants_a_part_that_the_reward_lacks_stops_the_run_at_o
         tiny.run(recipe(tmp_path, "grpo", GDPO), reward=lacks)
 
 
+@pytest.mark.slow
 def test_a_row_without_a_part_is_left_out_and_the_run_goes_on(tmp_path):
     def at_times(prompt, completion, info):
         parts = {"reward": len(completion), "right": len(completion) % 2}
@@ -426,10 +430,8 @@ def test_what_stands_in_the_place_of_a_flow_s_own_is_told(tmp_path):
     assert replaced(recipe(tmp_path, "rloo")) == replaced(recipe(tmp_path, "grpo", {"advantage": "opo"})) == []
 
 
-@pytest.mark.parametrize(
-    "flow, minibatches",
-    [pytest.param("grpo", 1, marks=pytest.mark.slow), pytest.param("grpo", 2, marks=pytest.mark.slow), ("ppo", 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flow, minibatches", [("grpo", 1), ("grpo", 2), ("ppo", 2)])
 def test_dropout_is_of_the_warm_up_alone(tmp_path, flow, minibatches):
     """A policy that hardly moves has the log-probs it had, whether they were found before or in the update."""
     first = {}

@@ -58,6 +58,7 @@ class Kills(tiny.Recorder):
             timer.join()
 
 
+@pytest.mark.slow
 def test_two_replicas_generate_while_the_policy_learns(tmp_path):
     result = tiny.run(recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS))
     check_once(result, 6, group=4)

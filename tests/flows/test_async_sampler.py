@@ -259,6 +259,7 @@ def test_a_loop_may_hold_generation_to_a_block(tmp_path, own_loop, monkeypatch, 
     assert (seen[-1] > seen[0] > 0) if staleness else not done
 
 
+@pytest.mark.slow
 def test_a_loop_may_ask_for_groups_of_another_size_than_the_recipe_s(tmp_path, own_loop):
     own_loop(lambda run: loop(run, group=3))
     result = tiny.run(recipe(tmp_path, 1, run={"eval_every": 0}, algorithm={"steps": 3}))

@@ -60,7 +60,8 @@ def learn(folder, *parts, callbacks=(), **sections):
 
 
 def odd(folder, name, content):
-    (folder / name).write_bytes(content)
+    """content: bytes, or a function of them where they take time."""
+    (folder / name).write_bytes(content() if callable(content) else content)
     return {"source": name}
 
 
@@ -82,7 +83,7 @@ REFUSED = {
     ),
     "not UTF-8": (("odd.jsonl", ALL + b"\n\xff\n"), {}, DataError, "odd.jsonl:41.utf8"),
     "compressed beyond reason": (
-        ("odd.jsonl.gz", gzip.compress(ALL + b" " * (1 << 27))),
+        ("odd.jsonl.gz", lambda: gzip.compress(ALL + b" " * (1 << 27))),
         {"on_error": "skip"},
         DataError,
         "odd.jsonl.gz.size",

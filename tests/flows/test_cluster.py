@@ -145,6 +145,7 @@ def one(tmp_path_factory):
 
 
 SELDOM = (
+    "hdp",
     "tp, engine over tp",
     "cp",
     "pp, zero-bubble",

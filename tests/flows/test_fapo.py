@@ -172,6 +172,7 @@ def test_a_judge_that_says_nothing_usable_lowers_no_reward_and_is_counted(tmp_pa
         assert record["judge/unparsed"] == record["judge/asked"] > 0 == record["judge/flawed"]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_all_right_is_learned_from_where_its_steps_differ(tmp_path, judge, monkeypatch):
     def always(prompt, completion, info):
         return 1.0

@@ -125,6 +125,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(again):
     assert (again / "tiny-001" / "metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.slow
 def test_a_newest_checkpoint_without_its_manifest_is_missed(again, whole):
     (latest(again / "tiny-001" / "checkpoints") / "manifest.json").unlink()
     with raises(CheckpointError, "step-000008"):
@@ -154,6 +155,7 @@ def test_a_learning_rate_that_is_allowed_to_change_takes_effect_at_once(again):
     assert rates == pytest.approx([1e-4] * 2 + [3e-3] * 4)
 
 
+@pytest.mark.slow
 def test_what_was_allowed_holds_also_if_the_run_is_killed_before_it_is_saved(again):
     def fall(record):
         if record["step"] == 9:  # a step before the next checkpoint
@@ -181,6 +183,7 @@ def test_what_is_watched_may_be_allowed_to_change(again):
     assert read_state(directory)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_longer(tmp_path, tmp_path_factory):
     named = {"run": {**SAVING, "name": "tiny-001"}, "supervised": {"steps": 2}}
     more = {"supervised": {"steps": 2}, "algorithm": {"steps": 3}}

@@ -98,6 +98,7 @@ def test_a_hopeless_run_warns_in_terminal_log_and_report_and_goes_on(tmp_path, m
     assert "nothing can be learned" in write_report(result.directory).read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_is_silent_and_one_that_goes_on_counts_on(tmp_path, monkeypatch):
     monkeypatch.setattr(hopeless, "PATIENCE", 6)
     silent = tiny.run(tiny.recipe(tmp_path / "a", algorithm={"steps": 7}, supervised={"steps": 1}))

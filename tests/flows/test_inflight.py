@@ -49,6 +49,7 @@ def test_each_trajectory_has_one_version_within_the_bound(run):
     assert pulled == sorted(set(pulled)) and len(pulled) < len(facts(run, "publish")) - 1
 
 
+@pytest.mark.slow
 def test_a_replay_learns_the_same_bit_for_bit(run, tmp_path):
     again = tiny.run(recipe(tmp_path), name="again", replay=run.directory)
     check_same(run, again)

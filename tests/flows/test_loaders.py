@@ -58,7 +58,8 @@ SMALL = {"sft": {"supervised": {"steps": 4}}, "grpo": {"supervised": {"steps": 0
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("flow", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a run that loses some is compared with one without loaders, below
+@pytest.mark.parametrize("flow", ["sft", "grpo"])
 def test_bits_are_those_of_a_run_without_loaders(tmp_path, parts, flow):
     given = {"flow": flow, **SMALL[flow]}
     runs = []
@@ -74,6 +75,7 @@ def test_bits_are_those_of_a_run_without_loaders(tmp_path, parts, flow):
     assert not read_plans(plain) and not loaders_here()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_pairs_and_what_comes_next(tmp_path, pair_parts, taken):
     given = {"flow": "dpo", "supervised": {"steps": 3}}

@@ -46,6 +46,7 @@ def test_samples_by_source_and_a_resume_that_needs_the_position_alone(tmp_path, 
     assert tiny.same(tiny.numbers(cut.directory), tiny.numbers(whole.directory))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_one_gives_the_bits_of_the_source(tmp_path, parts):
     source = {"data": {"source": parts[1]["source"], "digits": 1}, "flow": "sft", "model": {"context": 24}}
     plain = tiny.run(tiny.recipe(tmp_path / "a", **source, supervised={"steps": 4}), reward=None)
@@ -135,6 +136,7 @@ def test_membership_does_not_depend_on_the_layout(tmp_path, parts):
 # ---- packing ----
 
 
+@pytest.mark.slow
 def test_without_packing_each_sample_is_alone_and_the_loss_is_the_same(tmp_path, parts, monkeypatch):
     plan, counts = engine.plan_micros, []
 

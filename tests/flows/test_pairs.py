@@ -210,6 +210,7 @@ def test_a_reward_model_as_a_directory_of_hugging_face_says_the_same(made, tmp_p
     assert tiny.same(*(tiny.numbers(result.directory) for result in found))
 
 
+@pytest.mark.slow
 def test_a_reward_model_beside_a_function(made, tmp_path):
     reward = {"model": str(made["reward_model"].directory), "model_weight": 0.5}
     result = tiny.run(tiny.recipe(tmp_path, reward=reward, **SHORT))

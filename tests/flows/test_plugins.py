@@ -158,6 +158,7 @@ def short_sighted(rewards, *, gamma: float = 0.9):
     assert (said.clip_low, said.clip_high, said.gamma) == (0.3, 0.07, 0.5)
 
 
+@pytest.mark.slow
 def test_a_loop_with_several_updates_takes_its_ratio_to_the_policy_before_them(tmp_path):
     text = MINE.replace("        run.log_update(", "        for _ in range(2): run.log_update(")
     mine = run(tmp_path / "a", plugins=[str(write(tmp_path, text))], **OWN)

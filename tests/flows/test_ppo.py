@@ -160,6 +160,7 @@ def test_in_parity_nothing_moves_between_reading_values_and_the_first_update(tmp
         assert r["value/clipped"] == 0 and r.get("mismatch/max", 0) == 0
 
 
+@pytest.mark.slow
 def test_schedules_last_as_long_as_their_phase(tmp_path):
     """Two epochs of two minibatches are four optimizer steps of each step; the rate falls to 0 after the last one."""
     rates = {"optimizer": {"schedule": "linear", "lr": 1e-3}, "critic": {"lr": 1e-2, "steps": 2}}
@@ -189,6 +190,7 @@ def test_pages_are_short_and_know_no_ranks():
 # ---- what is left out ----
 
 
+@pytest.mark.slow
 def test_where_every_reward_is_equal_the_critic_learns_and_the_policy_stays(tmp_path):
     still = {"run": {"save_every": 1, "keep": 100}, "optimizer": {"weight_decay": 0.0}}
     short = {"supervised": {"steps": 1}, "critic": {"steps": 1}, "algorithm": {"steps": 2}}
@@ -199,7 +201,8 @@ def test_where_every_reward_is_equal_the_critic_learns_and_the_policy_stays(tmp_
     assert all(r["groups/gradient"] == 0 for r in read_metrics(directory)[1:])
 
 
-@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 4])
 def test_the_share_of_groups_with_a_gradient_is_told_where_there_are_groups(tmp_path, group):
     def by_length(prompt, completion, info):
         return float(len(completion))

@@ -89,6 +89,7 @@ def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
     assert all(i < 0 for line in iterate_lines(journal) for i in line["trajectory"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flow", "more"),
     [
@@ -96,8 +97,8 @@ def test_a_replay_takes_rewards_from_the_journal_of_the_run(tmp_path):
             "dapo",
             {"algorithm": {"advantage": "grpo", "refill": 4, "steps": 4}, "rollout": {"order": "fresh"}, "seed": 4},
         ),
-        pytest.param("remax", {"algorithm": {"advantage": "remax"}}, marks=pytest.mark.slow),
-        pytest.param("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}, marks=pytest.mark.slow),
+        ("remax", {"algorithm": {"advantage": "remax"}}),
+        ("vapo", {"algorithm": {"advantage": "vapo"}, "critic": {"steps": 2}}),
     ],
 )
 def test_other_flows_are_repeated(tmp_path, flow, more):

@@ -11,19 +11,17 @@ from tilth.runs.readers import read_metrics
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "rollout"),
-    [
-        ({"backend": "inline", "pools": {}}, {"pool": "", "layout": {"dp": 1}}),
-        pytest.param(POOLS, {}, marks=pytest.mark.slow),
-    ],
+    ("where", "rollout"), [({"backend": "inline", "pools": {}}, {"pool": "", "layout": {"dp": 1}}), (POOLS, {})]
 )
 def test_a_run_of_two_replicas_is_repeated_on_any_workers(tmp_path, where, rollout):
     """It has lost one of them, and gone back to the step before."""
     kills = Kills(RANKS["replica"], [2], stream_id("kills", 0))
-    made = recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS)
+    short = {"algorithm": {"steps": 4}}
+    made = recipe(tmp_path, 2, rollout=PLACED, cluster=POOLS, **short)
     run = tiny.run(made, name="run", callbacks=[kills])
     kills.join()
     assert max(record["staleness/max"] for record in read_metrics(run.directory)) > 0
-    elsewhere = recipe(tmp_path, 2, rollout={**PLACED, **rollout}, cluster=where)
+    elsewhere = recipe(tmp_path, 2, rollout={**PLACED, **rollout}, cluster=where, **short)
     check_same(run, tiny.run(elsewhere, name="again", replay=run.directory))

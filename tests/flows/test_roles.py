@@ -206,6 +206,7 @@ def test_an_invented_role_is_called_trained_kept_and_goes_on_bit_for_bit(teachin
     assert tiny.weights(again.directory) == tiny.weights(whole.directory)
 
 
+@pytest.mark.slow
 def test_a_role_whose_options_have_changed_is_another_run(teaching):
     named = {"run": {"name": "mine"}}
     tiny.run(teaching(**named), name="x")

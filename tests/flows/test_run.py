@@ -79,6 +79,7 @@ def test_times_of_phases_fit_in_the_step(finished):
         assert parts == pytest.approx(r["time/step"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     seeds = {"first": 3, "again": 3, "other": 4}
     first, again, other = (tiny.run(tiny.recipe(tmp_path, **SHORT, seed=n), name=name) for name, n in seeds.items())

@@ -68,6 +68,7 @@ def test_a_disk_that_fails_while_a_checkpoint_is_due_changes_no_bit(tmp_path, pl
             seen.stop()
 
 
+@pytest.mark.slow
 def test_shared_memory_that_is_full_for_some_seconds_changes_no_bit(tmp_path, plain, monkeypatch):
     short = Path(tempfile.mkdtemp())  # a socket's name has few bytes
     with storage.mounted(short / "shm", megabytes=16) as memory:

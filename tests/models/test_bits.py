@@ -41,11 +41,9 @@ QUICK = {
     ("llama-biases", torch.float32),
     ("qwen2-window", torch.float32),
     ("mixtral", torch.bfloat16),
-    ("gemma3", torch.bfloat16),
-    ("qwen3-wide", torch.float32),
     ("one-kv-head", torch.bfloat16),
 }
-"""Biases, windows, experts, norms behind layers, widths that no block divides, shared keys."""
+"""Biases, windows, experts, shared keys; widths that no block divides are below."""
 
 
 def next_tokens(sequences: list[Tensor]) -> list[Tensor]:
@@ -126,7 +124,7 @@ def test_long_sequences_agree_too(dtype: torch.dtype, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_projections_keep_every_bit(dtype: torch.dtype, threads: int) -> None:
-    for name in ("llama-biases", "qwen2-window", "qwen3-wide", "one-kv-head"):
+    for name in ("llama-biases", "qwen3-wide", "one-kv-head"):
         model = decoder(CONFIGS[name], dtype)
         sequences = list(tokens([9, 12]).split([9, 12]))
         plain = cached_logprobs(model, sequences, 32)

@@ -354,10 +354,9 @@ MUON = {"name": "muon", "lr": 1e-3, "weight_decay": 0.1}
 @pytest.mark.parametrize(
     "case",
     [
-        Case(fsdp=2, double=True),
         Case(tp=2, double=True),
         Case(fsdp=2, double=True, experts=True),
-        *slow([Case(tp=2, double=True, experts=True)]),
+        *slow([Case(fsdp=2, double=True), Case(tp=2, double=True, experts=True)]),
     ],
     ids=str,
 )

@@ -13,14 +13,14 @@ from tilth.roles.trajectory_writer import SHOWN
 @pytest.mark.parametrize(
     "backend, workers", [("inline", 1), pytest.param("local", 2, marks=[pytest.mark.dist, pytest.mark.slow])]
 )
-def test_bytes_a_row_are_flat_from_16_to_65536_tokens(monkeypatch, backend, workers):
+def test_bytes_a_row_are_flat_from_16_to_16384_tokens(monkeypatch, backend, workers):
     """Prompts are loaded, samples made, scored and written to Parquet, each in a worker."""
     monkeypatch.syspath_prepend(str(Path(tilth.__file__).parents[2] / "benchmarks"))
     import dispatch
 
     with open_cluster(backend, workers, timeout=120) as cluster:
         group = dispatch.group_of(cluster)
-        few, many = (dispatch.bytes_per_row(cluster, group, tokens) for tokens in (16, 65_536))
+        few, many = (dispatch.bytes_per_row(cluster, group, tokens) for tokens in (16, 16_384))
     assert abs(many - few) <= SHOWN / dispatch.FEW + 2  # one answer is shown in the terminal
     assert many <= 8 * 200  # calls of four kinds and their answers
 
