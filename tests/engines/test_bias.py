@@ -56,6 +56,7 @@ def test_tokens_are_drawn_from_the_changed_logits_and_log_probs_are_the_policys(
     assert len(mine) > params.get("min_tokens", 0)
 
 
+@pytest.mark.slow
 def test_company_changes_nothing_and_a_pause_neither():
     requests = [asked(params, i) for i, params in enumerate([*BIASED, {}])]
     together = make_engine(make_model(), parity=True).generate(requests)

@@ -50,7 +50,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "options", [*list(WAYS.values())[:2], pytest.param(WAYS["small chunks"], marks=pytest.mark.slow)], ids=WAYS
+)
 def test_recorded_experts_are_those_of_whole_sequences(options):
     """Also of shared prompts, of sequences that were preempted, and of those that moved to another lane."""
     engine = make_engine(MODEL, parity=True, routing=True, **options)

@@ -162,6 +162,7 @@ class Stops(tilth.Callback):
             run.stop("enough")
 
 
+@pytest.mark.slow
 def test_a_callback_can_stop_a_run_which_goes_on_later(tmp_path):
     made = tiny.recipe(tmp_path, supervised={"steps": 2}, algorithm={"steps": 2})
     with raises(Interrupted, "stop"):

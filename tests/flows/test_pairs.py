@@ -146,6 +146,7 @@ def test_a_reward_model_begins_from_a_run_a_directory_or_a_reward_model(begun, m
     assert all(torch.equal(found["rm"][name], before[name]) for name in before) and before["score.weight"].any()
 
 
+@pytest.mark.slow
 def test_simpo_keeps_no_reference(tmp_path):
     short = {**PAIRS["supervised"], "steps": 1}
     result = learn(tmp_path, "dpo", preference={"loss": "simpo", "margin": 0.5}, supervised=short)

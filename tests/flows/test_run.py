@@ -121,6 +121,7 @@ def test_variants_of_the_algorithm_run(tmp_path, how):
     assert ("kl_ref" in last) == ("kl_coef" in how)
 
 
+@pytest.mark.slow
 def test_two_updates_a_batch_take_the_ratio_to_the_policy_before_both(tmp_path):
     watcher = tiny.Recorder()
     made = tiny.recipe(tmp_path, supervised={"steps": 1}, algorithm={"steps": 2, "epochs": 2})
@@ -129,6 +130,7 @@ def test_two_updates_a_batch_take_the_ratio_to_the_policy_before_both(tmp_path):
     assert watcher.records[-1]["mismatch/max"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_flat_groups_are_left_out_and_counted(tmp_path):
     watcher = tiny.Recorder()
     result = tiny.run(tiny.recipe(tmp_path, **SHORT), reward=lambda p, c, i: 1.0, callbacks=[watcher])

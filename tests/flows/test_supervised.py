@@ -320,7 +320,7 @@ def scripted(monkeypatch, values):
     [
         ([1.0, 5.0, 3.0, 3.0, 4.0], 4, 3.0),  # on a tie the earlier one; the first, before any step, is no choice
         pytest.param([9.0, 2.0, 3.0, 4.0, 5.0], 2, 2.0, marks=pytest.mark.slow),
-        ([9.0, 5.0, 4.0, 3.0, 1.0], 8, 1.0),
+        pytest.param([9.0, 5.0, 4.0, 3.0, 1.0], 8, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_the_best_checkpoint_is_kept_and_named(tmp_path, monkeypatch, losses, step, value):

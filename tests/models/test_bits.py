@@ -99,7 +99,7 @@ def test_packed_equals_cached_decoding(name: str, dtype: torch.dtype, threads: i
         assert different(cached_logprobs(model, some, bucket), [together[i] for i in rows]) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_packed_does_not_depend_on_what_is_packed_beside(dtype: torch.dtype, threads: int) -> None:
     model = decoder(CONFIGS["qwen3-wide"], dtype)
     sequences = list(tokens(LENGTHS).split(LENGTHS))
@@ -122,7 +122,7 @@ def test_long_sequences_agree_too(dtype: torch.dtype, threads: int) -> None:
         assert different(cached_logprobs(model, [sequences[i] for i in rows], bucket), [together[i] for i in rows]) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_fused_projections_keep_every_bit(dtype: torch.dtype, threads: int) -> None:
     for name in ("llama-biases", "qwen3-wide", "one-kv-head"):
         model = decoder(CONFIGS[name], dtype)
